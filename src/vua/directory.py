@@ -1,0 +1,175 @@
+"""One VUA directory: its namespaces, each with a description that people and tools can read.
+
+``<root>/<namespace>/namespace.json`` says in clear which identity and which layout the chunks
+beside it belong to. It is written once, by whoever stores first, and never needed to find or verify
+a chunk: the files say it themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from vua.errors import ConfigError, LayoutError, StorageError
+from vua.identity import Identity
+from vua.layout import KVLayout
+from vua.storage.local import LocalStorage, explained
+from vua.store import Store
+
+__all__ = ["Namespace", "check_root", "create_store", "namespaces", "open_store"]
+
+log = logging.getLogger(__name__)
+
+DESCRIPTION: Final = "namespace.json"
+FORMAT: Final = "vua.namespace.v1"
+MAX_DESCRIPTION_NBYTES: Final = 1 << 20
+_NAME: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A namespace on disk and what it says about itself."""
+
+    path: Path
+    identity: Identity | None
+    """None where the description is missing or damaged; the chunks stay readable."""
+    layout: KVLayout | None
+
+    @property
+    def name(self) -> str:
+        """The directory's name: the identity's digest."""
+        return self.path.name
+
+
+def check_root(root: str | os.PathLike[str], *, create: bool = True) -> Path:
+    """Return ``root`` as an existing directory, creating it (0700) if it is not there.
+
+    Raises:
+        ConfigError: it is a file, or it is missing and ``create`` is False.
+        StorageError: it cannot be created or searched.
+    """
+    path = Path(root)
+    try:
+        if create:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.is_dir():
+            found = "a file" if path.exists() else "nothing"
+            msg = f"{path}: expected a directory, found {found}; name the directory of the cache"
+            raise ConfigError(msg)
+    except FileExistsError as problem:
+        msg = f"{path}: expected a directory, found a file; name the directory of the cache"
+        raise ConfigError(msg) from problem
+    except NotADirectoryError as problem:
+        msg = f"{path}: something above it is a file; name a directory"
+        raise ConfigError(msg) from problem
+    except OSError as problem:
+        raise explained(problem, str(path)) from problem
+    return path
+
+
+def read_namespace(path: Path) -> Namespace:
+    """Read a namespace's description; never raises for what the file says."""
+    try:
+        with (path / DESCRIPTION).open("rb") as stream:
+            described = json.loads(stream.read(MAX_DESCRIPTION_NBYTES))
+        if described["format"] != FORMAT:
+            msg = f"format {described['format']!r:.40}, expected {FORMAT!r}"
+            raise ConfigError(msg)
+        identity = Identity.from_description(described["identity"])
+        layout = KVLayout.from_description(described["layout"])
+    except FileNotFoundError:
+        return Namespace(path, None, None)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
+        log.warning("%s is unusable and will be written anew: %s", path / DESCRIPTION, problem)
+        return Namespace(path, None, None)
+    if identity.namespace != path.name:
+        log.warning("%s describes another namespace, ignored", path / DESCRIPTION)
+        return Namespace(path, None, None)
+    return Namespace(path, identity, layout)
+
+
+def namespaces(root: str | os.PathLike[str]) -> Iterator[Namespace]:
+    """Yield the namespaces below ``root``, in order of name."""
+    for path in sorted(Path(root).iterdir()):
+        if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            yield read_namespace(path)
+
+
+def open_store(root: Path, identity: Identity) -> Store | None:
+    """Open what is stored for ``identity``, or return None when nothing is (described) there."""
+    found = read_namespace(root / identity.namespace)
+    if found.layout is None:
+        return None
+    return Store(LocalStorage(found.path), identity.namespace, found.layout)
+
+
+def create_store(
+    root: Path, identity: Identity, layout: KVLayout, *, durable: bool = False
+) -> Store:
+    """Open the store of ``identity`` for reading and writing, describing it if nobody has.
+
+    Raises:
+        LayoutError: the namespace holds another layout; nothing stored is touched.
+        NotWritableError, StorageFullError, StorageError: it cannot be created.
+    """
+    path = root / identity.namespace
+    found = read_namespace(path)
+    try:
+        if found.layout is None:
+            path.mkdir(mode=0o700, exist_ok=True)
+            if path.stat().st_mode & 0o700 != 0o700:
+                path.chmod(0o700)  # an unusual umask
+            _describe(path, identity, layout)
+            found = read_namespace(path)
+        storage = LocalStorage(path, durable=durable)
+    except OSError as problem:
+        raise explained(problem, str(path)) from problem
+    if found.layout is None:
+        storage.close()
+        msg = f"{path / DESCRIPTION} could not be read back; is the file system healthy?"
+        raise StorageError(5, msg)
+    if found.layout != layout:
+        storage.close()
+        raise LayoutError(_difference(path, found.layout, layout))
+    return Store(storage, identity.namespace, layout)
+
+
+def _difference(path: Path, stored: KVLayout, given: KVLayout) -> str:
+    old, new = stored.describe(), given.describe()
+    parts = [f"{name} {new[name]} (stored: {old[name]})" for name in old if old[name] != new[name]]
+    return (
+        f"the KV cache does not fit what {path} holds: {', '.join(parts)}. Nothing was written; "
+        "use another directory, or another VUAConfig.model for another model"
+    )
+
+
+def _describe(path: Path, identity: Identity, layout: KVLayout) -> None:
+    """Write ``namespace.json``; of several writers at once the first one wins."""
+    described = {
+        "format": FORMAT,
+        "identity": identity.describe(),
+        "layout": layout.describe(),
+    }
+    temporary = path / f".tmp-{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(temporary, flags, 0o600), "wb") as stream:  # noqa: PTH123
+            os.fchmod(stream.fileno(), 0o600)
+            stream.write(json.dumps(described, indent=1).encode() + b"\n")
+        try:
+            os.link(temporary, path / DESCRIPTION)  # unlike a rename, keeps what is there
+        except OSError:  # it is there, or the file system has no links
+            if read_namespace(path).layout is None:
+                temporary.replace(path / DESCRIPTION)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+

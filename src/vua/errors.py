@@ -1,0 +1,69 @@
+"""Words for everything that can go wrong in VUA.
+
+    VUAError
+    ├── ConfigError (ValueError)     a setting is unknown, or its value is unusable
+    ├── InputError (ValueError)      the caller's tokens or tensors are unusable
+    │   └── LayoutError              they do not fit what the directory holds
+    ├── StorageError (OSError)       the storage below failed
+    │   ├── NotWritableError         it refuses writes
+    │   └── StorageFullError         it has no room left
+    └── EntryError                   one stored entry cannot be used
+        ├── CorruptEntryError        its bytes are damaged
+        └── ForeignEntryError        its bytes are sound but belong to something else
+
+A message names what was found, what was expected, and what to do about it. A miss is never an
+error: lookups return it as a value.
+"""
+
+__all__ = [
+    "ConfigError",
+    "CorruptEntryError",
+    "EntryError",
+    "ForeignEntryError",
+    "InputError",
+    "LayoutError",
+    "NotWritableError",
+    "StorageError",
+    "StorageFullError",
+    "VUAError",
+]
+
+
+class VUAError(Exception):
+    """Every error that VUA raises on purpose is one of these."""
+
+
+class ConfigError(VUAError, ValueError):
+    """A setting is unknown, or its value is unusable."""
+
+
+class InputError(VUAError, ValueError):
+    """Tokens or tensors given by the caller are unusable."""
+
+
+class LayoutError(InputError):
+    """Shape, dtype or layers given by the caller differ from what the directory holds."""
+
+
+class StorageError(VUAError, OSError):
+    """The storage below failed to do what it was asked."""
+
+
+class NotWritableError(StorageError):
+    """The storage refuses writes."""
+
+
+class StorageFullError(StorageError):
+    """The storage has no room left."""
+
+
+class EntryError(VUAError):
+    """One stored entry cannot be used."""
+
+
+class CorruptEntryError(EntryError):
+    """An entry's bytes are damaged: they are not what any VUA wrote."""
+
+
+class ForeignEntryError(EntryError):
+    """An entry's bytes are sound but belong to another identity than the one asked for."""

@@ -1,0 +1,175 @@
+"""Names of prefixes: a chain of SHA-256 digests over token ids, one per chunk.
+
+``h(i) = SHA-256(h(i-1) || tokens of chunk i as little-endian u32)``, the first chunk without a
+parent. The name of a chunk thus stands for *all* tokens up to its end, so equal names mean equal
+prefixes (to the strength of SHA-256) and the longest stored prefix is found by comparing names
+alone. Without extras this is the page hash of SGLang's HiCache (sha256 over parent digest and
+uint32 token ids), so engines that hand a store hashes instead of tokens find the same chunks.
+
+What belongs to one request and changes its K/V without being a token (cache salt, LoRA adapter,
+image content) enters as *extras* at the chunk where it first matters: there the parent is replaced
+by a digest over a tag, the parent and the length-prefixed extras. Neither PYTHONHASHSEED, nor the
+dtype or container of the tokens, nor the engine changes a name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ChunkKey", "KeyChain", "Tokens", "token_ids"]
+
+Tokens = "torch.Tensor | npt.NDArray[np.generic] | Sequence[int]"
+
+_EXTRAS_TAG = b"vua.extras.v1"
+_NO_PARENT = b""
+
+
+class ChunkKey(NamedTuple):
+    """Names one chunk: its prefix hash, its parent's, and where its tokens stand in the prompt."""
+
+    prefix_hash: bytes
+    """SHA-256 of parent and tokens, 32 bytes."""
+    parent: bytes
+    """What was hashed before the tokens: 32 bytes, or empty for a plain first chunk."""
+    start: int
+    """Index of the chunk's first token in the prompt."""
+    stop: int
+    """One past the index of its last token."""
+
+    @property
+    def name(self) -> str:
+        """The prefix hash in hex: the chunk's directory name."""
+        return self.prefix_hash.hex()
+
+
+def token_ids(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) -> bytes:
+    """Return one sequence of token ids as little-endian u32 bytes, whatever it came in.
+
+    Args:
+        tokens: integer tensor or array of shape (T,) or (1, T) on any device, or a sequence of int.
+
+    Raises:
+        InputError: not integers, negative, above 2**32 - 1, or not one sequence.
+    """
+    array = _as_array(tokens)
+    if array.ndim == 2 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 1:
+        msg = (
+            f"token ids of shape {array.shape} are not one sequence; expected (T,) or (1, T). "
+            "Pass one sequence at a time or use the batched form of put()/get_closest()."
+        )
+        raise InputError(msg)
+    if array.size == 0:
+        return b""
+    if array.dtype.kind not in "iu":
+        msg = f"token ids must be integers, found dtype {array.dtype}; convert them with .long()"
+        raise InputError(msg)
+    if array.dtype != np.dtype("<u4") and array.dtype.itemsize > 2:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > 0xFFFFFFFF:
+            msg = f"token ids must lie in 0..2**32-1, found {low if low < 0 else high}"
+            raise InputError(msg)
+    elif array.dtype.kind == "i" and int(array.min()) < 0:
+        msg = f"token ids must lie in 0..2**32-1, found {int(array.min())}"
+        raise InputError(msg)
+    return array.astype("<u4", copy=False).tobytes()
+
+
+def _as_array(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) -> npt.NDArray:  # type: ignore[type-arg]
+    if isinstance(tokens, np.ndarray):
+        return tokens
+    if hasattr(tokens, "detach"):  # a torch tensor, without importing torch for it
+        array: npt.NDArray[np.generic] = tokens.detach().cpu().numpy()
+        return array
+    try:
+        return np.asarray(tokens if len(tokens) else np.empty(0, np.int64))
+    except (TypeError, ValueError, OverflowError) as problem:
+        msg = f"token ids must be a tensor, an array or a sequence of int, found {type(tokens)}"
+        raise InputError(msg) from problem
+
+
+def extras_parent(parent: bytes, extras: Sequence[tuple[str, bytes]]) -> bytes:
+    """Digest that stands in for ``parent`` where ``extras`` (tag, value) first matter.
+
+    Tags and values are length-prefixed and their number is counted, so that no two lists of
+    extras, and no extras and no plain parent, can be confused.
+    """
+    digest = hashlib.sha256(_EXTRAS_TAG)
+    for part in (parent, len(extras).to_bytes(4, "little")):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    for tag, value in extras:
+        for part in (tag.encode(), value):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+class KeyChain:
+    """The chunk keys of one prompt, hashed no further than they are asked for.
+
+    A total miss costs one hash, not one per chunk. Not safe for use by several threads at once.
+
+    >>> chain = KeyChain(token_ids(range(130)), 64)
+    >>> len(chain), chain[1].start, chain[1].parent == chain[0].prefix_hash
+    (2, 64, True)
+    """
+
+    def __init__(
+        self,
+        ids: bytes,
+        chunk_tokens: int,
+        extras: Mapping[int, Sequence[tuple[str, bytes]]] | None = None,
+    ) -> None:
+        """Name the whole chunks of ``ids``.
+
+        Args:
+            ids: token ids as :func:`token_ids` returns them.
+            chunk_tokens: tokens per chunk; what is left over at the end has no name.
+            extras: chunk index -> (tag, value) pairs that the K/V from that chunk on depend on.
+        """
+        self._ids = memoryview(ids)
+        self._chunk_tokens = chunk_tokens
+        self._extras = dict(extras or {})
+        self._keys: list[ChunkKey] = []
+        self._length = len(ids) // (4 * chunk_tokens)
+
+    def __len__(self) -> int:
+        """Return the number of whole chunks."""
+        return self._length
+
+    def __getitem__(self, index: int) -> ChunkKey:
+        """Return the key of chunk ``index`` (0 <= index < len), hashing up to it if needed."""
+        if not 0 <= index < self._length:
+            msg = f"chunk {index} of {self._length}"
+            raise IndexError(msg)
+        if index >= len(self._keys):
+            self._extend(index + 1)
+        return self._keys[index]
+
+    def first(self, count: int) -> list[ChunkKey]:
+        """Return the keys of the first ``count`` chunks."""
+        if count > len(self._keys):
+            self._extend(min(count, self._length))
+        return self._keys[:count]
+
+    def _extend(self, count: int) -> None:
+        keys, ids, size = self._keys, self._ids, self._chunk_tokens
+        parent = keys[-1].prefix_hash if keys else _NO_PARENT
+        extras, sha256 = self._extras, hashlib.sha256
+        for index in range(len(keys), count):
+            if index in extras:
+                parent = extras_parent(parent, extras[index])
+            start = index * size
+            digest = sha256(b"".join((parent, ids[4 * start : 4 * (start + size)]))).digest()
+            keys.append(ChunkKey(digest, parent, start, start + size))
+            parent = digest

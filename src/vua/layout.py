@@ -1,0 +1,326 @@
+"""Coordinates: which rectangle of a model's KV cache a file holds, and where its runs lie.
+
+The canonical payload of a chunk is two arrays, ``k`` and ``v``, each
+``[KV heads, layers, tokens, head_dim]``. Heads stand outermost, so the heads of one tensor-parallel
+rank are one contiguous byte range per array. A *shard* is a rectangle ``layers a..b, heads c..d``
+(half-open, in the model's global numbering, never a rank); one file holds one shard of one chunk.
+A *run* is one head of one layer of K or V, ``tokens * head_dim`` elements. A *unit* is what one
+checksum covers: the runs of ``unit_layers`` consecutive layers of one head, some 64 KiB.
+
+Nothing here touches a file or copies a byte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.errors import LayoutError
+
+__all__ = ["ITEMSIZE", "KVLayout", "MemoryMap", "Part", "Shard", "cover"]
+
+ITEMSIZE: Final[Mapping[str, int]] = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
+    "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+}  # fmt: skip
+"""Bytes per element by safetensors dtype name."""
+
+_UNIT_NBYTES: Final = 128 << 10
+"""What a checksum covers at most (or one run): xxhash keeps the GIL for inputs of this size."""
+
+_SHARD_NAME = re.compile(r"l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The shape of one model's KV cache, the same for every engine and every parallel size."""
+
+    layers: int
+    kv_heads: int
+    k_dim: int
+    """Elements of one head's K row (MLA: of the whole latent)."""
+    v_dim: int
+    """Elements of one head's V row; 0 where K and V are one latent (MLA)."""
+    dtype: str
+    """Element type by its safetensors name, e.g. ``BF16``."""
+    chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        """Refuse a layout that could not describe any KV cache."""
+        for name in ("layers", "kv_heads", "k_dim", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                msg = f"{name} must be at least 1, found {getattr(self, name)}"
+                raise LayoutError(msg)
+        if self.v_dim < 0 or self.dtype not in ITEMSIZE:
+            msg = f"v_dim {self.v_dim}, dtype {self.dtype}: expected >= 0 and one of {[*ITEMSIZE]}"
+            raise LayoutError(msg)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Row lengths of the arrays a chunk holds: (k_dim, v_dim), or (k_dim,) without V."""
+        return (self.k_dim, self.v_dim) if self.v_dim else (self.k_dim,)
+
+    @property
+    def run_nbytes(self) -> tuple[int, ...]:
+        """Bytes of one run of K, and of V where there is one."""
+        return tuple(self.chunk_tokens * dim * ITEMSIZE[self.dtype] for dim in self.dims)
+
+    @property
+    def unit_layers(self) -> int:
+        """Consecutive layers of one head that share a checksum, counted from a file's first."""
+        return max(1, _UNIT_NBYTES // max(self.run_nbytes))
+
+    @property
+    def full(self) -> Shard:
+        """The shard that is the whole model."""
+        return Shard(0, self.layers, 0, self.kv_heads)
+
+    def describe(self) -> dict[str, int | str]:
+        """Return the fields as plain values, for ``namespace.json``."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_description(cls, fields: Mapping[str, Any]) -> KVLayout:
+        """Build a layout from :meth:`describe`'s values; raises LayoutError on anything else."""
+        if sorted(fields) != sorted(cls.__slots__) or any(
+            not isinstance(fields[name], str if name == "dtype" else int) for name in fields
+        ):
+            msg = f"expected the fields {list(cls.__slots__)}, found {dict(fields)!r:.200}"
+            raise LayoutError(msg)
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shard:
+    """A rectangle of a model's KV cache: layers and KV heads, half-open ranges."""
+
+    layer_start: int
+    layer_stop: int
+    head_start: int
+    head_stop: int
+
+    @property
+    def name(self) -> str:
+        """The shard's file name without suffix, e.g. ``l0-32.h0-8``."""
+        return f"l{self.layer_start}-{self.layer_stop}.h{self.head_start}-{self.head_stop}"
+
+    @classmethod
+    def parse(cls, name: str) -> Shard | None:
+        """Return the shard that ``name`` stands for, or None when it is not a shard's name."""
+        match = _SHARD_NAME.fullmatch(name)
+        if match is None:
+            return None
+        shard = cls(*(int(part) for part in match.groups()))
+        return shard if shard.name == name and shard.layers > 0 and shard.heads > 0 else None
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.layer_stop - self.layer_start
+
+    @property
+    def heads(self) -> int:
+        """Number of KV heads."""
+        return self.head_stop - self.head_start
+
+    def contains(self, other: Shard) -> bool:
+        """Whether ``other`` lies wholly inside this shard."""
+        return (
+            self.layer_start <= other.layer_start
+            and other.layer_stop <= self.layer_stop
+            and self.head_start <= other.head_start
+            and other.head_stop <= self.head_stop
+        )
+
+    def intersection(self, other: Shard) -> Shard | None:
+        """Return the rectangle both hold, or None when they do not meet."""
+        both = Shard(
+            max(self.layer_start, other.layer_start),
+            min(self.layer_stop, other.layer_stop),
+            max(self.head_start, other.head_start),
+            min(self.head_stop, other.head_stop),
+        )
+        return both if both.layers > 0 and both.heads > 0 else None
+
+    def units(self, layout: KVLayout) -> int:
+        """Checksums per head and array that a file of this shard has."""
+        return -(-self.layers // layout.unit_layers)
+
+    def payload_nbytes(self, layout: KVLayout) -> int:
+        """Bytes of K and V that a file of this shard holds."""
+        return self.heads * self.layers * sum(layout.run_nbytes)
+
+
+def cover(needed: Shard, available: Iterable[Shard]) -> list[tuple[Shard, Shard]] | None:
+    """Choose stored shards that together hold ``needed``.
+
+    Returns:
+        (stored shard, rectangle to take from it) pairs whose rectangles tile ``needed`` (an
+        overlap is possible where the stored shards overlap), or None when something is missing.
+    """
+    stored = sorted(available, key=lambda shard: (-shard.layers * shard.heads, shard))
+    for shard in stored:
+        if shard.contains(needed):
+            return [(shard, needed)]
+    missing = np.ones((needed.layers, needed.heads), dtype=bool)
+    chosen = []
+    for shard in stored:
+        part = needed.intersection(shard)
+        if part is None:
+            continue
+        cells = (
+            slice(part.layer_start - needed.layer_start, part.layer_stop - needed.layer_start),
+            slice(part.head_start - needed.head_start, part.head_stop - needed.head_start),
+        )
+        if missing[cells].any():
+            missing[cells] = False
+            chosen.append((shard, part))
+    return None if missing.any() else chosen
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMap:
+    """Where the tokens of one shard lie in memory, as runs of whole tokens.
+
+    Token ``t`` of head ``h`` of layer ``l`` of array ``a`` (0: K, 1: V) lies at ``base[a][l] +
+    h * head_stride[a] + piece_offset[a][t // piece_tokens]`` plus its place inside the piece, in
+    which tokens follow each other without gaps. A dense tensor is one piece per chunk, a paged
+    cache one piece per block. Layers and heads count from the start of the shard.
+    """
+
+    base: tuple[npt.NDArray[np.uint64], ...]
+    """Per array: addresses of head 0, one per layer, ``[layers]``."""
+    head_stride: tuple[int, ...]
+    """Per array: bytes from one head to the next."""
+    piece_offset: tuple[npt.NDArray[np.uint64], ...]
+    """Per array: byte offset of each piece, ``[pieces]``."""
+    piece_tokens: int
+    """Tokens per piece; divides the chunk length."""
+    owner: object
+    """Whatever keeps the memory alive."""
+
+    def chunks(self, layout: KVLayout) -> int:
+        """Return how many whole chunks the map has room for."""
+        return len(self.piece_offset[0]) * self.piece_tokens // layout.chunk_tokens
+
+
+class Part:
+    """How one rectangle is taken out of (or put into) files of one shard, for any chunk.
+
+    The runs of the rectangle in file order (array, head, layer), with their place in the file, and
+    the units they form with the place of each in the table of checksums. Where the rectangle cuts
+    through units, it is widened to whole ones and the runs outside ``target`` get an address of
+    their own in ``sink``: they are read only to be verified. Computed once for all chunks.
+    """
+
+    def __init__(self, layout: KVLayout, stored: Shard, taken: Shard, target: Shard) -> None:
+        """Plan to move ``taken`` between files of shard ``stored`` and memory holding ``target``.
+
+        Both ``stored`` and ``target`` contain ``taken``.
+        """
+        self.layout, self.stored = layout, stored
+        unit = layout.unit_layers
+        first = (taken.layer_start - stored.layer_start) // unit * unit
+        last = min(stored.layers, -(-(taken.layer_stop - stored.layer_start) // unit) * unit)
+        array, head, layer = (
+            grid.ravel()
+            for grid in np.meshgrid(
+                range(len(layout.dims)),
+                np.arange(taken.head_start, taken.head_stop),
+                np.arange(first, last),
+                indexing="ij",
+            )
+        )
+        sizes = np.array(layout.run_nbytes, dtype=np.int64)
+        starts = np.concatenate(([0], np.cumsum(sizes * stored.heads * stored.layers)[:-1]))
+        stored_head = head - stored.head_start
+        self.nbytes: npt.NDArray[np.int64] = sizes[array]
+        """Bytes of each run."""
+        self.offset: npt.NDArray[np.int64] = (
+            starts[array] + (stored_head * stored.layers + layer) * self.nbytes
+        )
+        """Byte offset of each run in the payload."""
+        units = stored.units(layout)
+        index = (array * stored.heads + stored_head) * units + layer // unit
+        self.unit_start: npt.NDArray[np.int64] = np.flatnonzero(np.diff(index, prepend=-1))
+        """The first run of each unit."""
+        self.unit_index: npt.NDArray[np.int64] = index[self.unit_start]
+        """The place of each unit's checksum in the file's table."""
+        self._array = array
+        self._head = (head - target.head_start).astype(np.uint64)
+        self._layer = layer + stored.layer_start - target.layer_start
+        self._inside = (self._layer >= 0) & (self._layer < target.layers)
+        self._inside &= (self._layer >= taken.layer_start - target.layer_start) & (
+            self._layer < taken.layer_stop - target.layer_start
+        )
+        self.space: npt.NDArray[np.int64] = np.where(self._inside, array, len(layout.dims))
+        """Per run: the array whose memory it goes to; one more than there are for the sink."""
+        lost = self.nbytes[~self._inside]
+        self._sink_place = np.cumsum(lost) - lost
+        self.sink = np.zeros(int(lost.sum()), dtype=np.uint8)
+        """Memory for the runs that are read only to be verified, ``[pieces, runs]``."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every checksum of the file is needed."""
+        return len(self.unit_index) == len(self.layout.dims) * self.stored.heads * (
+            self.stored.units(self.layout)
+        )
+
+    def addresses(self, memory: MemoryMap) -> npt.NDArray[np.uint64]:
+        """Return the address of each run's head and layer, before the piece offset, ``[runs]``."""
+        base = np.stack([np.asarray(row, dtype=np.uint64) for row in memory.base])
+        stride = np.array(memory.head_stride, dtype=np.uint64)
+        address: npt.NDArray[np.uint64] = (
+            base[self._array, np.where(self._inside, self._layer, 0)]
+            + self._head * stride[self._array]
+        )
+        pieces = self.layout.chunk_tokens // memory.piece_tokens
+        places = (self._sink_place // pieces).astype(np.uint64)
+        address[~self._inside] = places + np.uint64(self.sink.ctypes.data)
+        return address
+
+    def piece_offsets(self, memory: MemoryMap, chunks: range) -> npt.NDArray[np.uint64]:
+        """Return ``[spaces, chunks, pieces]``: what to add to :meth:`addresses` for each piece."""
+        pieces = self.layout.chunk_tokens // memory.piece_tokens
+        span = slice(chunks.start * pieces, chunks.stop * pieces)
+        rows = [np.asarray(row[span], dtype=np.uint64) for row in memory.piece_offset]
+        sink = np.arange(pieces, dtype=np.uint64) * np.uint64(self.sink.size // pieces)
+        rows.append(np.tile(sink, len(chunks)))
+        return np.stack(rows).reshape(len(rows), len(chunks), pieces)
+
+    def iovecs(
+        self, runs: npt.NDArray[np.uint64], offsets: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64]:
+        """Return ``[chunks, runs * pieces, 2]`` (address, nbytes) in file order.
+
+        Args:
+            runs: what :meth:`addresses` returned.
+            offsets: what :meth:`piece_offsets` returned.
+        """
+        _, chunks, pieces = offsets.shape
+        out = np.empty((chunks, len(runs), pieces, 2), dtype=np.uint64)
+        out[..., 0] = runs[None, :, None] + offsets[self.space].transpose(1, 0, 2)
+        out[..., 1] = (self.nbytes // pieces).astype(np.uint64)[None, :, None]
+        return out.reshape(chunks, len(runs) * pieces, 2)
+
+    def slices(self, limit: int) -> list[tuple[int, int]]:
+        """Cut the units into ranges [first, stop) that are contiguous in the file.
+
+        Each holds at most ``limit`` bytes, or one unit where a unit is longer.
+        """
+        sizes = np.add.reduceat(self.nbytes, self.unit_start)
+        starts = self.offset[self.unit_start]
+        gaps = np.flatnonzero(starts[1:] != starts[:-1] + sizes[:-1]) + 1
+        edges = [0, *gaps.tolist(), len(sizes)]
+        ranges = []
+        for begin, end in zip(edges, edges[1:], strict=False):
+            step = max(1, limit // int(sizes[begin:end].max()))
+            ranges += [(at, min(at + step, end)) for at in range(begin, end, step)]
+        return ranges

@@ -1,0 +1,409 @@
+"""Chunks of one namespace: save, look up, load. The only place where damage becomes a miss.
+
+A :class:`Store` joins names (`keys`), coordinates (`layout`), bytes (`entry`) and a place
+(`storage`). It hands out nothing that it has not verified: header, identity, position and every
+run's checksum. Whatever is damaged, foreign or gone is a miss: counted by reason, logged, taken out
+of sight, and written anew by the next save.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+
+from vua import _linux
+from vua._linux import IOV_MAX, Iovecs
+from vua.entry import EntryCodec
+from vua.errors import CorruptEntryError, EntryError, ForeignEntryError
+from vua.keys import ChunkKey
+from vua.layout import KVLayout, MemoryMap, Part, Shard, cover
+from vua.storage import Reader, Storage
+
+__all__ = ["Keys", "Loaded", "Store"]
+
+log = logging.getLogger(__name__)
+
+SLICE_NBYTES: Final = 1 << 20
+"""Bytes read before they are verified: they are still in cache then, see docs/performance.md."""
+_SMALL_NBYTES: Final = 512 << 10
+"""Files up to this size are read by one call."""
+_BATCH_CHUNKS: Final = 64
+_WRITER: Final = f"vua {socket.gethostname()}"
+
+
+class Keys(Protocol):
+    """A prompt's chunk keys: a list of them, or a :class:`vua.keys.KeyChain`."""
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        ...
+
+    def __getitem__(self, index: int, /) -> ChunkKey:
+        """Return the key of chunk ``index``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load brought."""
+
+    chunks: int
+    """Leading chunks that are in memory and verified; what follows them in memory is undefined."""
+    nbytes: int
+    """Payload bytes of those chunks."""
+    reason: str | None = None
+    """Why it stopped early: ``missing``, ``corrupt``, ``foreign`` or ``error``; None if it did not."""
+
+
+class _Slice(NamedTuple):
+    """One read: iovec rows [row_start, row_stop), nbytes at offset, units [first, stop)."""
+
+    row_start: int
+    row_stop: int
+    nbytes: int
+    offset: int
+    first: int
+    stop: int
+
+
+class _Plan:
+    """How to move one rectangle of any chunk between files of one shard and one memory map."""
+
+    def __init__(self, codec: EntryCodec, taken: Shard, target: Shard, memory: MemoryMap) -> None:
+        self.codec, self.memory = codec, memory
+        self.part = part = Part(codec.layout, codec.shard, taken, target)
+        self.pieces = codec.layout.chunk_tokens // memory.piece_tokens
+        self.nbytes = int(part.nbytes.sum())
+        self._runs = part.addresses(memory)
+        edges = [*part.unit_start.tolist(), len(self._runs)]
+        self.units = list(zip(edges, edges[1:], strict=False))
+        """The runs [start, stop) of each unit."""
+        self.slices = self._slices()
+        self.views = _Views(part, self._runs, memory)
+        self.table_index = None if part.whole else part.unit_index
+
+    def _slices(self) -> list[_Slice]:
+        header, part, units = self.codec.header_nbytes, self.part, self.units
+        limit = SLICE_NBYTES if header + self.nbytes > _SMALL_NBYTES else _SMALL_NBYTES
+        pieces = self.pieces
+        rows = max(stop - start for start, stop in units) * pieces
+        sizes = np.add.reduceat(part.nbytes, part.unit_start)
+        limit = min(limit, max(1, (IOV_MAX - 1) // rows) * int(sizes.max()))
+        slices = [
+            _Slice(
+                1 + units[first][0] * pieces,
+                1 + units[stop - 1][1] * pieces,
+                int(sizes[first:stop].sum()),
+                header + int(part.offset[part.unit_start[first]]),
+                first,
+                stop,
+            )
+            for first, stop in part.slices(limit)
+        ]
+        first = slices[0]
+        if first.offset == header:  # the header rides along with the first read
+            slices[0] = first._replace(row_start=0, nbytes=first.nbytes + header, offset=0)
+        else:
+            slices.insert(0, _Slice(0, 1, header, 0, 0, 0))
+        return slices
+
+    def iovecs(self, chunks: range, header: int) -> Iovecs:
+        """Iovecs ``[chunks, 1 + runs * pieces, 2]``; row 0 is the header buffer at ``header``."""
+        table = np.empty((len(chunks), 1 + len(self._runs) * self.pieces, 2), dtype=np.uint64)
+        table[:, 0] = (header, self.codec.header_nbytes)
+        offsets = self.part.piece_offsets(self.memory, chunks)
+        table[:, 1:] = self.part.iovecs(self._runs, offsets)
+        return table
+
+    def windows(self, chunks: range) -> list[list[list[memoryview]]]:
+        """Windows ``[chunk][space][piece]`` for :meth:`checksums`."""
+        return self.views.windows(self.part.piece_offsets(self.memory, chunks))
+
+    def checksums(self, windows: list[list[memoryview]], first: int, stop: int) -> list[int]:
+        """Return the xxh3-64 of units [first, stop) of the chunk that ``windows`` belong to."""
+        return self.views.checksums(windows, self.units[first:stop])
+
+
+class _Views:
+    """Cuts runs out of memory as views, cheaply: a run lies in every piece's window alike."""
+
+    def __init__(self, part: Part, runs: Iovecs, memory: MemoryMap) -> None:
+        spaces = len(memory.base) + 1
+        pieces = np.uint64(part.layout.chunk_tokens // memory.piece_tokens)
+        nbytes = part.nbytes.astype(np.uint64) // pieces
+        self._low = [0] * spaces
+        self._reach = [0] * spaces
+        starts = runs.copy()
+        for space in range(spaces):
+            mine = part.space == space
+            if mine.any():
+                self._low[space] = int(runs[mine].min())
+                starts[mine] -= np.uint64(self._low[space])
+                self._reach[space] = int((starts[mine] + nbytes[mine]).max())
+        self._slices = list(map(slice, starts.tolist(), (starts + nbytes).tolist()))
+        self._space: list[int] = part.space.tolist()
+        low, high = (f.reduceat(part.space, part.unit_start) for f in (np.minimum, np.maximum))
+        self._mixed = frozenset(part.unit_start[low != high].tolist())
+
+    def windows(self, offsets: Iovecs) -> list[list[list[memoryview]]]:
+        """Return ``[chunk][space][piece]``; only the runs in a window may be touched."""
+        chunks = []
+        for chunk in offsets.transpose(1, 0, 2).tolist():
+            spaces = zip(self._low, self._reach, chunk, strict=True)
+            chunks.append(
+                [
+                    [_linux.memory_at(low + offset, reach) for offset in pieces] if reach else []
+                    for low, reach, pieces in spaces
+                ]
+            )
+        return chunks
+
+    def checksums(
+        self, windows: list[list[memoryview]], units: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """Return the xxh3-64 of each unit, given as runs [start, stop). The hot loop of a load."""
+        slices, spaces, sums = self._slices, self._space, []
+        for start, stop in units:
+            digest = xxhash.xxh3_64()
+            pieces = windows[spaces[start]]
+            if len(pieces) == 1 and start not in self._mixed:
+                _consume(map(digest.update, map(pieces[0].__getitem__, slices[start:stop])))
+            else:
+                update = digest.update
+                for run in range(start, stop):
+                    part = slices[run]
+                    for window in windows[spaces[run]]:
+                        update(window[part])
+            sums.append(digest.intdigest())
+        return sums
+
+
+_consume = deque[None](maxlen=0).extend
+
+
+class Store:
+    """Saves, finds and loads the chunks of one namespace. Safe for threads, processes and hosts."""
+
+    def __init__(self, storage: Storage, namespace: str, layout: KVLayout) -> None:
+        """Use ``storage`` for chunks of ``layout`` in ``namespace`` (64 hex)."""
+        self.storage, self.namespace, self.layout = storage, namespace, layout
+        self._codecs: dict[Shard, EntryCodec] = {}
+        self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+        """Events so far: chunks_loaded, chunks_saved, chunks_present, missing, corrupt, foreign,
+        error."""
+
+    def codec(self, shard: Shard) -> EntryCodec:
+        """Return the codec of files of ``shard``."""
+        codec = self._codecs.get(shard)
+        if codec is None:
+            codec = self._codecs.setdefault(shard, EntryCodec(self.namespace, self.layout, shard))
+        return codec
+
+    def _count(self, event: str, by: int = 1) -> None:
+        with self._lock:
+            self.counts[event] += by
+
+    # -- lookup -------------------------------------------------------------------------------
+
+    def lookup(self, keys: Keys, shards: Sequence[Shard] | None = None) -> int:
+        """Return how many leading chunks of ``keys`` are stored, in O(log n) probes.
+
+        Relies on chunks being stored front to back: a hole is found by the load, not here. A
+        result is a hint; what can be loaded is known only when it is loaded.
+
+        Args:
+            keys: the prompt's chunk keys.
+            shards: the files that the asker's own kind writes, probed first; by default the whole
+                model. Chunks stored in other shards that cover the model count as well.
+        """
+        wanted = [self.layout.full] if shards is None else shards
+        if not len(keys) or not self._stored(keys[0], wanted):
+            return 0
+        present, absent = 1, len(keys) + 1  # chunk counts: known good, known bad
+        probe = len(keys)
+        while absent - present > 1:
+            if self._stored(keys[probe - 1], wanted):
+                present = probe
+            else:
+                absent = probe
+            probe = (present + absent) // 2
+        return present
+
+    def _stored(self, key: ChunkKey, wanted: Sequence[Shard]) -> bool:
+        name = key.name
+        if all(self.storage.exists(name, shard) for shard in wanted):
+            return True
+        return cover(self.layout.full, self.storage.shards(name)) is not None
+
+    # -- load ---------------------------------------------------------------------------------
+
+    def load(
+        self, keys: Keys, memory: MemoryMap, *, target: Shard | None = None, first: int = 0
+    ) -> Loaded:
+        """Read chunks straight into memory, in order, up to the first that is not to be had.
+
+        Args:
+            keys: the chunks; the i-th goes to chunk place ``first + i`` of ``memory``.
+            memory: where the target shard's tokens lie; writable.
+            target: the rectangle that ``memory`` holds; by default the whole model.
+            first: place of the first chunk in ``memory``.
+
+        Never raises for the state of the storage: that is in the result's ``reason``.
+        """
+        shard = self.layout.full if target is None else target
+        loader = _Loader(self, shard, memory)
+        for place in range(len(keys)):
+            reason = loader.load(keys[place], first + place, first + len(keys))
+            if reason is not None:
+                self._count(reason)
+                break
+        else:
+            place, reason = len(keys), None
+        self._count("chunks_loaded", place)
+        log.debug("loaded %d of %d chunks of shard %s", place, len(keys), shard.name)
+        return Loaded(place, place * shard.payload_nbytes(self.layout), reason)
+
+    def _cover(self, chunk: str, target: Shard) -> list[tuple[Shard, Shard]] | None:
+        found = cover(target, self.storage.shards(chunk))
+        if found is not None:
+            self._last_cover[target] = found
+        return found
+
+    def _reject(self, key: ChunkKey, shard: Shard, reader: Reader, problem: EntryError) -> str:
+        reason = "foreign" if isinstance(problem, ForeignEntryError) else "corrupt"
+        gone = self.storage.remove(key.name, shard, reader)
+        log.warning(
+            "%s entry %s/%s is a miss%s: %s",
+            reason,
+            key.name[:12],
+            shard.name,
+            " and was taken out of sight" if gone else "; it could not be removed",
+            problem,
+        )
+        return reason
+
+    # -- save ---------------------------------------------------------------------------------
+
+    def save(
+        self, key: ChunkKey, memory: MemoryMap, *, shard: Shard | None = None, place: int = 0
+    ) -> bool:
+        """Write one chunk's shard, unless it is stored already.
+
+        Args:
+            key: the chunk.
+            memory: where the shard's tokens lie; must not change before this returns.
+            shard: the rectangle that ``memory`` holds; by default the whole model.
+            place: which chunk place of ``memory`` to take.
+
+        Returns whether a file was written. Raises StorageError (NotWritableError,
+        StorageFullError); what was stored before is untouched.
+        """
+        shard = self.layout.full if shard is None else shard
+        codec = self.codec(shard)
+        if self.storage.exists(key.name, shard, codec.file_nbytes):
+            self._count("chunks_present")
+            return False
+        plan = _Plan(codec, shard, shard, memory)
+        header = np.empty(codec.header_nbytes, dtype=np.uint8)
+        iovecs = plan.iovecs(range(place, place + 1), header.ctypes.data)[0]
+        windows = plan.windows(range(place, place + 1))[0]
+        sums = np.array(plan.checksums(windows, 0, len(plan.units)), dtype=np.uint64)
+        text = codec.encode_header(key, sums, writer=_WRITER)
+        header[:] = np.frombuffer(text, dtype=np.uint8)
+        self.storage.publish(key.name, shard, iovecs)
+        self._count("chunks_saved")
+        log.debug("saved chunk %s/%s", key.name[:12], shard.name)
+        return True
+
+
+class _Loader:
+    """One load: its plans, its header buffer, and the addresses of the chunks it is about to read."""
+
+    def __init__(self, store: Store, target: Shard, memory: MemoryMap) -> None:
+        self._store, self._target, self._memory = store, target, memory
+        self._cover = store._last_cover.get(target) or [(target, target)]
+        self._plans: dict[tuple[Shard, Shard], _Aim] = {}
+
+    def load(self, key: ChunkKey, place: int, stop: int) -> str | None:
+        """Load one chunk to ``place``; return why not, or None. ``stop`` bounds the places to come."""
+        try:
+            try:
+                return self._load(key, place, stop)
+            except FileNotFoundError:
+                found = self._store._cover(key.name, self._target)
+                if found is None or found == self._cover:
+                    return "missing"
+                self._cover = found
+                return self._load(key, place, stop)
+        except FileNotFoundError:
+            return "missing"
+        except OSError as problem:
+            log.warning("chunk %s could not be read, a miss: %s", key.name[:12], problem)
+            return "error"
+
+    def _load(self, key: ChunkKey, place: int, stop: int) -> str | None:
+        for stored, taken in self._cover:
+            aim = self._plans.get((stored, taken))
+            if aim is None:
+                codec = self._store.codec(stored)
+                aim = _Aim(_Plan(codec, taken, self._target, self._memory))
+                self._plans[stored, taken] = aim
+            reader = self._store.storage.open(key.name, stored)
+            try:
+                aim.read(reader, key, place, stop)
+            except EntryError as problem:
+                return self._store._reject(key, stored, reader, problem)
+            finally:
+                reader.close()
+        return None
+
+
+class _Aim:
+    """A plan with addresses worked out for the next batch of chunks."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        self._header = np.empty(plan.codec.header_nbytes, dtype=np.uint8)
+        self._batch = range(0)
+        self._iovecs: Iovecs = np.empty((0, 0, 2), dtype=np.uint64)
+        self._address = 0
+        self._windows: list[list[list[memoryview]]] = []
+
+    def _prepare(self, place: int, stop: int) -> None:
+        self._batch = range(place, min(stop, place + _BATCH_CHUNKS))
+        self._iovecs = self._plan.iovecs(self._batch, self._header.ctypes.data)
+        self._address = self._iovecs.ctypes.data
+        self._windows = self._plan.windows(self._batch)
+
+    def read(self, reader: Reader, key: ChunkKey, place: int, stop: int) -> None:
+        """Read and verify one file into ``place``. Raises EntryError, OSError."""
+        plan = self._plan
+        if reader.nbytes != plan.codec.file_nbytes:
+            msg = f"{reader.nbytes} bytes long, expected {plan.codec.file_nbytes}"
+            raise CorruptEntryError(msg)
+        if place not in self._batch:
+            self._prepare(place, stop)
+        at = place - self._batch.start
+        iovecs = self._address + at * self._iovecs.strides[0]
+        sums = None
+        for row, row_stop, nbytes, offset, first, last in plan.slices:
+            got = reader.read_into(iovecs + 16 * row, row_stop - row, nbytes, offset)
+            if got != nbytes:
+                msg = f"ends inside bytes {offset}..{offset + nbytes}"
+                raise CorruptEntryError(msg)
+            if sums is None:
+                table = plan.codec.check_header(memoryview(self._header.data), key)
+                sums = (table if plan.table_index is None else table[plan.table_index]).tolist()
+            if plan.checksums(self._windows[at], first, last) != sums[first:last]:
+                msg = f"a checksum of bytes {offset}..{offset + nbytes} does not match"
+                raise CorruptEntryError(msg)
