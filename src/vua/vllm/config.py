@@ -1,0 +1,75 @@
+"""Settings of the connector: what may stand in ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from vua.errors import ConfigError
+
+__all__ = ["ConnectorConfig"]
+
+_ALIASES = {"path": "shared_storage_path", "split_factor": "chunk_tokens"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """The connector's settings; every one has a safe default except the directory."""
+
+    shared_storage_path: str
+    """Directory of the cache. The environment's ``VUA_PATH`` is used when it is not set."""
+    chunk_tokens: int = 64
+    """Tokens per chunk, the granularity of reuse. Engines that share chunks use the same."""
+    epoch: str = ""
+    """Change it to leave everything stored so far unused."""
+    durable: bool = False
+    """fsync each file; without it a power cut may cost recent chunks, never wrong bytes."""
+    load_threads: int = 2
+    """Requests of one worker that are loaded at the same time."""
+    save_threads: int = 1
+    """Chunks of one worker that are written at the same time."""
+    max_pending_save_mib: int = 512
+    """Memory for chunks waiting to be written; what does not fit is not stored."""
+    lookup_timeout_s: float = 1.0
+    """After this long without an answer from the storage a request counts as a miss."""
+    strict: bool = False
+    """Let errors of the connector stop the engine instead of costing hits: for tests."""
+
+    def __post_init__(self) -> None:
+        """Refuse values of the wrong type or out of range."""
+        for field in fields(self):
+            value, kind = getattr(self, field.name), field.type
+            allowed = {"str": str, "int": int, "bool": bool, "float": (int, float)}[str(kind)]
+            if not isinstance(value, allowed) or (isinstance(value, bool) and kind != "bool"):
+                msg = f"kv_connector_extra_config: {field.name} must be {kind}, found {value!r}"
+                raise ConfigError(msg)
+            if isinstance(value, int | float) and kind != "bool" and value <= 0:
+                msg = f"kv_connector_extra_config: {field.name} must be positive, found {value!r}"
+                raise ConfigError(msg)
+
+    @classmethod
+    def from_extra_config(cls, extra: Mapping[str, object]) -> ConnectorConfig:
+        """Read vLLM's free-form mapping. Raises ConfigError, naming the nearest valid key."""
+        known = [field.name for field in fields(cls)]
+        values: dict[str, object] = {}
+        for key, value in extra.items():
+            name = _ALIASES.get(key, key)
+            if name not in known:
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+                msg = f"kv_connector_extra_config has no key {key!r}; the nearest is {near!r}"
+                raise ConfigError(msg)
+            if name in values:
+                msg = f"kv_connector_extra_config sets {name!r} twice (as {key!r})"
+                raise ConfigError(msg)
+            values[name] = value
+        if "shared_storage_path" not in values:
+            if not os.environ.get("VUA_PATH"):
+                msg = (
+                    "no directory for the KV cache: set kv_connector_extra_config="
+                    '{"shared_storage_path": "/path"} or the environment variable VUA_PATH'
+                )
+                raise ConfigError(msg)
+            values["shared_storage_path"] = os.environ["VUA_PATH"]
+        return cls(**values)  # type: ignore[arg-type]

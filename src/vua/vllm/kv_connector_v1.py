@@ -1,0 +1,226 @@
+"""vLLM's KV connector: ``VUAStorageConnector_V1``.
+
+vLLM makes one instance in the scheduler's process and one in each worker; both are this class,
+which only hands each hook to the half that knows (`scheduler`, `worker`). A cache may cost hits,
+never a request: an error inside a hook is logged and answered with "nothing cached", a load that
+fails is reported so that vLLM recomputes its tokens (``kv_load_failure_policy="recompute"``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from vua.directory import check_root
+from vua.errors import VUAError
+from vua.vllm.config import ConnectorConfig
+from vua.vllm.messages import Orders
+from vua.vllm.model import Model, UncachedError, describe
+from vua.vllm.scheduler import SchedulerSide
+from vua.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["VUAStorageConnector_V1"]
+
+log = logging.getLogger("vllm.vua")
+
+T = TypeVar("T")
+
+
+class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # noqa: N801
+    """Stores prompts' KV caches in a directory and loads what any process stored there before."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        """Read the settings and open the directory.
+
+        Raises ConfigError for unusable settings or an unusable path, so that a mistake is seen at
+        start-up. An engine whose KV cache cannot be stored correctly is served uncached.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
+        check_root(self._config.shared_storage_path)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._failures: set[str] = set()
+        try:
+            model = describe(vllm_config, kv_cache_config, self._config)
+            if role == KVConnectorRole.SCHEDULER:
+                self._scheduler = SchedulerSide(
+                    model,
+                    self._config,
+                    loads=transfer.is_kv_consumer,
+                    saves=transfer.is_kv_producer,
+                )
+                self._announce(model, transfer)
+            else:
+                self._worker = self._make_worker(model)
+        except (UncachedError, VUAError) as problem:
+            log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
+
+    def _announce(self, model: Model, transfer: Any) -> None:  # noqa: ANN401
+        log.info(
+            "VUA: KV cache in %s, namespace %s, chunks of %d tokens",
+            self._config.shared_storage_path,
+            model.identity.namespace[:12],
+            model.layout.chunk_tokens,
+        )
+        if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
+            log.warning(
+                'VUA: kv_load_failure_policy is "%s": a damaged or vanished file will FAIL its '
+                'request. Set kv_load_failure_policy="recompute" in --kv-transfer-config',
+                transfer.kv_load_failure_policy,
+            )
+
+    def _make_worker(self, model: Model) -> WorkerSide:
+        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+
+        tp_rank, row = get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
+        shards = model.shards[row]
+        return WorkerSide(
+            model,
+            self._config,
+            shard=shards[tp_rank],
+            writes=shards.index(shards[tp_rank]) == tp_rank,
+        )
+
+    def _guarded(self, hook: Callable[[], T], otherwise: T) -> T:
+        """Run a hook's work; an unforeseen error costs hits, not the engine."""
+        try:
+            return hook()
+        except Exception as problem:
+            if self._config.strict:
+                raise
+            cause = f"{type(problem).__name__}: {problem}"
+            if cause not in self._failures:
+                self._failures.add(cause)
+                log.exception("VUA: an error in the connector; this step goes on without it")
+            return otherwise
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a cache may drop a save, so a preempted request need not be recomputed for it."""
+        return False
+
+    def shutdown(self) -> None:
+        """Finish running loads and waiting saves."""
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    # -- scheduler's process ------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the local hit can be loaded; None: ask again."""
+        side = self._scheduler
+        if side is None:
+            return 0, False
+        return self._guarded(
+            lambda: side.matched_tokens(request, num_computed_tokens), (0, False)
+        )
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Order the load of ``num_external_tokens`` into the request's blocks."""
+        side = self._scheduler
+        if side is not None:
+            side.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Return this step's orders for the workers."""
+        side = self._scheduler
+        if side is None:
+            return Orders()
+        return self._guarded(lambda: side.orders(scheduler_output), Orders())
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Learn from the workers which loads have failed."""
+        side, failed = self._scheduler, connector_output.invalid_block_ids
+        if side is not None and failed:
+            self._guarded(lambda: side.failed_blocks(failed), None)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request; its blocks may be freed at once, saves have copied them out."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As :meth:`request_finished`, for engines with several kinds of KV cache."""
+        return self.request_finished(request, [])
+
+    # -- worker processes ---------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take over the worker's cache tensors."""
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        if self._worker is None:
+            return
+        try:
+            layer_of = {name: extract_layer_index(name) for name in kv_caches}
+            self._worker.register(kv_caches, layer_of)
+        except (VUAError, AssertionError) as problem:
+            log.warning("VUA: this worker loads and stores nothing: %s", problem)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
+        """Begin the ordered loads; does not wait for them."""
+        orders = self._get_connector_metadata()
+        if self._worker is not None and isinstance(orders, Orders):
+            self._worker.start_loads(orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: no forward pass reads a block before its load is reported."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Do nothing: all layers are saved together in :meth:`wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        """Copy complete chunks out of the cache before their blocks can be overwritten."""
+        side, orders = self._worker, self._get_connector_metadata()
+        if side is not None and isinstance(orders, Orders):
+            self._guarded(lambda: side.save(orders), None)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return (None, requests whose loads have ended)."""
+        return None, self._worker.take_received() if self._worker is not None else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that a load did not fill; vLLM recomputes them."""
+        return self._worker.take_failed_blocks() if self._worker is not None else set()
