@@ -27,10 +27,13 @@ from pathlib import Path
 
 import numpy as np
 
+from vua import _linux
 from vua.directory import create_store
 from vua.identity import Identity
 from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout, MemoryMap
+from vua.plan import Plan  # the very iovecs that the load uses
+from vua.slab import Slab
 from vua.store import Store
 
 LIBC = ctypes.CDLL(None)
@@ -45,14 +48,14 @@ class Case:
     name: str
     layout: KVLayout
     chunks: int
-    block_tokens: int
+    block_tokens: int = 32
 
 
 CASES = (
-    Case("8 MiB chunks (32 layers x 8 heads x 128, 64 tokens)", KVLayout(32, 8, 128, 128, "BF16", 64), 15, 32),
-    Case("32 MiB chunks (32 layers x 8 heads x 128, 256 tokens)", KVLayout(32, 8, 128, 128, "BF16", 256), 5, 32),
-    Case("2 MiB chunks (16 layers x 4 heads x 128, 64 tokens)", KVLayout(16, 4, 128, 128, "BF16", 64), 64, 32),
-    Case("256 KiB chunks (8 layers x 2 heads x 64, 64 tokens)", KVLayout(8, 2, 64, 64, "BF16", 64), 256, 32),
+    Case("8 MiB chunks: 32 layers, 8 x 128, 64 tokens", KVLayout(32, 8, 128, 128, "BF16", 64), 15),
+    Case("32 MiB chunks: same, 256 tokens", KVLayout(32, 8, 128, 128, "BF16", 256), 5),
+    Case("2 MiB chunks: 16 layers, 4 x 128, 64 tokens", KVLayout(16, 4, 128, 128, "BF16", 64), 60),
+    Case("256 KiB chunks: 8 layers, 2 x 64, 64 tokens", KVLayout(8, 2, 64, 64, "BF16", 64), 250),
 )  # fmt: skip
 
 
@@ -74,6 +77,13 @@ def paged(layout: KVLayout, chunks: int, block: int) -> tuple[np.ndarray, Memory
     return memory, _map(memory, pieces, block, memory.strides[3])
 
 
+def staged(layout: KVLayout, chunks: int) -> tuple[np.ndarray, MemoryMap]:
+    """Chunk after chunk as the file has it, as in the buffers that adapters load through."""
+    slab = Slab(layout, layout.full, chunks)
+    shape = (chunks, 2, layout.kv_heads, layout.layers, layout.chunk_tokens, layout.k_dim)
+    return slab.bytes.view(np.uint16).reshape(shape), slab.memory
+
+
 def _map(memory: np.ndarray, pieces: np.ndarray, piece_tokens: int, head: int) -> MemoryMap:
     layers = np.arange(memory.shape[1], dtype=np.uint64) * np.uint64(memory.strides[1])
     base = [np.uint64(memory.ctypes.data + a * memory.strides[0]) + layers for a in range(2)]
@@ -82,9 +92,7 @@ def _map(memory: np.ndarray, pieces: np.ndarray, piece_tokens: int, head: int) -
 
 def raw_reader(store: Store, keys: list, memory: MemoryMap) -> Callable[[], None]:
     """The unverified floor: open, preadv into the same place, close."""
-    from vua.store import _Plan  # noqa: PLC0415 - the very iovecs that the load uses
-
-    plan = _Plan(store.codec(store.layout.full), store.layout.full, store.layout.full, memory)
+    plan = Plan(store.codec(store.layout.full), store.layout.full, store.layout.full, memory)
     header = np.empty(plan.codec.header_nbytes, dtype=np.uint8)
     table = plan.iovecs(range(len(keys)), header.ctypes.data)
     root = store.storage.directory
@@ -154,14 +162,23 @@ def run_case(root: Path, case: Case, rounds: int) -> Iterator[dict[str, object]]
     source[:] = np.random.default_rng(3).integers(0, 1 << 16, source.shape, dtype=np.uint16)
     for place, key in enumerate(keys):
         store.save(key, source_map, place=place)
-    for kind in ("dense", "paged"):
-        made = dense(layout, chunks) if kind == "dense" else paged(layout, chunks, case.block_tokens)
-        memory, memory_map = made
+    for kind in ("dense", "paged", "staged"):
+        if kind == "paged":
+            memory, memory_map = paged(layout, chunks, case.block_tokens)
+        else:
+            memory, memory_map = (dense if kind == "dense" else staged)(layout, chunks)
         raw = raw_reader(store, keys, memory_map)
 
         def load(memory_map: MemoryMap = memory_map) -> None:
             if store.load(keys, memory_map).chunks != chunks:
                 raise RuntimeError("the load fell short")
+
+        def released() -> None:  # the same load, were the GIL released at every read
+            kept = _linux._calls.pop("preadv_cached")
+            try:
+                load()
+            finally:
+                _linux._calls["preadv_cached"] = kept
 
         arms = {"raw": raw, "load": load, "raw again": raw}
         load()
@@ -169,14 +186,15 @@ def run_case(root: Path, case: Case, rounds: int) -> Iterator[dict[str, object]]
             raise RuntimeError("the load brought other bytes")
         idle = medians(arms, rounds)
         with busy_thread():
-            busy = medians(arms, max(3, rounds // 3))
+            busy = medians(arms | {"released": released}, max(3, rounds // 3))
         run = layout.run_nbytes[0] * memory_map.piece_tokens // layout.chunk_tokens
         yield {
             "case": case.name,
-            "place": f"{kind}, runs of {run >> 10} KiB",
+            "place": f"{kind}, pieces of {run >> 10} KiB",
             "load / raw, idle": idle["raw"] / idle["load"],
             "load / raw, busy": busy["raw"] / busy["load"],
-            "load idle / load busy": idle["load"] / busy["load"],
+            "busy load / idle load": busy["load"] / idle["load"],
+            "GIL released / load, busy": busy["released"] / busy["load"],
             "raw again / raw": idle["raw"] / idle["raw again"],
             "raw GB/s": chunks * layout.full.payload_nbytes(layout) / idle["raw"] / 1e9,
             "us per chunk": idle["load"] / chunks * 1e6,
@@ -187,6 +205,9 @@ def _tokens(memory: np.ndarray, memory_map: MemoryMap) -> np.ndarray:
     """Bring both kinds of memory into [array, layer, head, token, dim] order."""
     if memory.ndim == 5:
         return memory
+    if memory_map.piece_tokens == memory.shape[4] and memory.shape[1] == 2:  # staged
+        array = memory.transpose(1, 3, 2, 0, 4, 5)
+        return array.reshape(*array.shape[:3], -1, array.shape[-1])
     order = memory_map.piece_offset[0] // np.uint64(memory.strides[2])
     blocks = memory[:, :, order].transpose(0, 1, 3, 2, 4, 5)
     return blocks.reshape(*blocks.shape[:3], -1, blocks.shape[-1])
@@ -200,7 +221,7 @@ def run_lookup(root: Path, tokens: int, rounds: int) -> dict[str, object]:
     prompt = rng.integers(0, 1 << 17, tokens).astype(np.int32)
     ids = token_ids(prompt)
     keys = KeyChain(ids, 64).first(tokens // 64)
-    memory, memory_map = dense(KVLayout(1, 1, 8, 8, "U8", 64), 1)
+    _, memory_map = dense(layout, 1)
     for key in keys:
         store.save(key, memory_map)
     half = prompt.copy()
@@ -245,7 +266,8 @@ def main() -> int:
     print(f"{results['machine']}, Python {results['python']}; medians of {rounds} rounds\n")
     print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     for row in rows:
-        print("| " + " | ".join(v if isinstance(v, str) else f"{v:.2f}" for v in row.values()) + " |")
+        cells = [v if isinstance(v, str) else f"{v:.2f}" for v in row.values()]
+        print("| " + " | ".join(cells) + " |")
     print("\n" + ", ".join(f"{k} {v:.3g}" for k, v in results["lookup"].items()))  # type: ignore[attr-defined]
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")

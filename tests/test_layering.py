@@ -18,11 +18,15 @@ CORE = (
     "vua.layout",
     "vua.keys",
     "vua.identity",
+    "vua.rope",
     "vua.entry",
     "vua.serdes",
     "vua.storage",
+    "vua.slab",
+    "vua.plan",
     "vua.store",
     "vua.directory",
+    "vua.tensors",
     "vua.core",
 )
 # Above the core; none may import another one.

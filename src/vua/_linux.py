@@ -20,7 +20,7 @@ import errno
 import os
 import struct
 import sys
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.E2BIG})
 _LINUX64: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
 
-_vector_args = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+_vector_args: list[Any] = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 
 
 class _OpenHow(ctypes.Structure):

@@ -14,18 +14,16 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
-import numpy as np
 import torch
 
 from vua.directory import check_root, create_store, open_store
 from vua.errors import ConfigError, InputError, LayoutError
 from vua.identity import Identity
-from vua.keys import KeyChain, token_ids
-from vua.layout import KVLayout, MemoryMap
-from vua.serdes import DTYPES
+from vua.keys import KeyChain
 from vua.store import Store
+from vua.tensors import Cache, allocate, memory_map, sequences
 
 __all__ = ["VUA", "ClosestKV", "VUAConfig"]
 
@@ -33,8 +31,6 @@ log = logging.getLogger(__name__)
 
 KVCache = Sequence[Sequence[torch.Tensor]]
 """``[layer][0: K, 1: V]``, each ``(batch, heads, tokens, head_dim)``."""
-
-_DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class _OnClassOrInstance:
@@ -93,7 +89,7 @@ class VUAConfig:
 
     @_OnClassOrInstance
     def trim_to_split_factor(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return ``tokens`` (T,) or (B, T) cut to a whole number of chunks. Works on the class too."""
+        """Return ``tokens`` (T,) or (B, T) cut to whole chunks. Works on the class too."""
         length = tokens.shape[-1]
         return tokens[..., : length - length % self.split_factor]
 
@@ -128,9 +124,18 @@ class VUA:
     """
 
     def __init__(
-        self, config: VUAConfig | type[VUAConfig], path: str | os.PathLike[str]
+        self,
+        config: VUAConfig | type[VUAConfig],
+        path: str | os.PathLike[str],
+        *,
+        identity: Identity | None = None,
     ) -> None:
         """Use the directory ``path``, which is created (mode 0700) when missing.
+
+        Args:
+            config: settings.
+            path: the directory.
+            identity: what the K/V depend on, in place of the config's ``model`` and ``epoch``.
 
         Raises:
             ConfigError: a setting is unusable, or ``path`` is a file.
@@ -138,19 +143,25 @@ class VUA:
         """
         self.config = config() if isinstance(config, type) else config
         self.path = check_root(path)
-        self._identity = Identity(
+        self._identity = identity or Identity(
             model=self.config.model,
             epoch=self.config.epoch,
             chunk_tokens=self.config.split_factor,
             name=self.config.model,
         )
+        if self._identity.chunk_tokens != self.config.split_factor:
+            msg = (
+                f"the identity has {self._identity.chunk_tokens} tokens per chunk, split_factor is "
+                f"{self.config.split_factor}; they must be equal"
+            )
+            raise ConfigError(msg)
         self._reader: Store | None = None
         self._writer: Store | None = None
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="vua")
         log.debug("open %s, namespace %s", self.path, self._identity.namespace[:12])
 
-    def __enter__(self) -> VUA:
+    def __enter__(self) -> VUA:  # noqa: PYI034 - typing.Self needs Python 3.11
         """Return the object itself."""
         return self
 
@@ -188,22 +199,23 @@ class VUA:
         A chunk is visible to others only when it is whole. An error, or a crash at any moment,
         leaves what was stored before as it was.
         """
-        batch = _sequences(tokens)
+        batch = sequences(tokens)
         if isinstance(tokens, torch.Tensor) or not batch.listed:
-            caches = [_Cache(kvcache, row, len(batch.ids)) for row in range(len(batch.ids))]
+            caches = [Cache(kvcache, row, len(batch.ids)) for row in range(len(batch.ids))]
         else:
             if len(kvcache) != len(batch.ids):
                 msg = f"{len(batch.ids)} sequences need as many KV caches, found {len(kvcache)}"
                 raise InputError(msg)
-            caches = [_Cache(one, 0, 1) for one in kvcache]  # type: ignore[arg-type]
+            caches = [Cache(one, 0, 1) for one in kvcache]
         for ids, cache in zip(batch.ids, caches, strict=True):
             self._check(len(ids) // 4, cache)
         if not any(batch.ids):
             return 0
         store = self._store_for(caches)
-        return sum(self._pool.map(lambda pair: self._put(store, *pair), zip(batch.ids, caches, strict=True)))
+        pairs = zip(batch.ids, caches, strict=True)
+        return sum(self._pool.map(lambda pair: self._put(store, *pair), pairs))
 
-    def _check(self, length: int, cache: _Cache) -> None:
+    def _check(self, length: int, cache: Cache) -> None:
         if length % self.config.split_factor:
             msg = (
                 f"{length} tokens are no multiple of split_factor {self.config.split_factor}; "
@@ -214,22 +226,21 @@ class VUA:
             msg = f"{length} tokens need K and V of {length} tokens, found {cache.length}"
             raise InputError(msg)
 
-    def _store_for(self, caches: Sequence[_Cache]) -> Store:
+    def _store_for(self, caches: Sequence[Cache]) -> Store:
         layouts = {cache.layout(self.config.split_factor) for cache in caches}
         if len(layouts) != 1:
             msg = f"the sequences' KV caches differ in shape or dtype: {layouts}"
             raise LayoutError(msg)
         layout = layouts.pop()
         with self._lock:
-            if self._writer is None:
-                self._writer = create_store(
+            if self._writer is None or self._writer.layout != layout:
+                self._writer = create_store(  # raises for another layout, unless it was emptied
                     self.path, self._identity, layout, durable=self.config.durable
                 )
-            elif self._writer.layout != layout:
-                create_store(self.path, self._identity, layout)  # raises, saying what differs
+                self._reader = self._writer
             return self._writer
 
-    def _put(self, store: Store, ids: bytes, cache: _Cache) -> int:
+    def _put(self, store: Store, ids: bytes, cache: Cache) -> int:
         keys = KeyChain(ids, self.config.split_factor)
         memory, written = cache.memory(self.config.split_factor), 0
         for place in range(len(keys)):
@@ -268,7 +279,7 @@ class VUA:
         Raises:
             InputError: the tokens are unusable. Never for the state of the directory.
         """
-        batch = _sequences(tokens)
+        batch = sequences(tokens)
         store = self._store_to_read()
         answers = list(
             self._pool.map(
@@ -293,8 +304,8 @@ class VUA:
             log.debug("get %d tokens: nothing stored", len(ids) // 4)
             return ClosestKV(row[..., :0], [])
         layout = store.layout
-        arrays = _allocate(layout, found, pinned=device.type == "cuda")
-        loaded = store.load(keys.first(found), _memory_map(arrays, layout.chunk_tokens))
+        arrays = allocate(layout, found, pinned=device.type == "cuda")
+        loaded = store.load(keys.first(found), memory_map(arrays, layout.chunk_tokens))
         length = loaded.chunks * layout.chunk_tokens
         log.debug("get %d tokens: %d found (%s)", len(ids) // 4, length, loaded.reason or "whole")
         if length == 0:
@@ -305,120 +316,3 @@ class VUA:
         if not layout.v_dim:
             data = [[k, k.new_empty((*k.shape[:-1], 0))] for (k,) in data]
         return ClosestKV(row[..., :length], data)
-
-
-class _Batch(NamedTuple):
-    """Sequences taken apart: their ids as u32 bytes, and the tensors answers are cut from."""
-
-    ids: list[bytes]
-    rows: list[torch.Tensor]
-    listed: bool
-    """Whether the answer is a list."""
-
-
-def _sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> _Batch:
-    if isinstance(tokens, torch.Tensor):
-        if tokens.ndim not in (1, 2):
-            msg = f"tokens of shape {tuple(tokens.shape)}; expected (T,), (1, T) or (B, T)"
-            raise InputError(msg)
-        if tokens.ndim == 2 and tokens.shape[0] != 1:
-            rows = list(tokens)
-            return _Batch([token_ids(row) for row in rows], rows, listed=True)
-        return _Batch([token_ids(tokens)], [tokens], listed=False)
-    if len(tokens) and isinstance(tokens[0], int):
-        ids = token_ids(tokens)  # type: ignore[arg-type]
-        row = torch.from_numpy(np.frombuffer(ids, dtype="<u4").astype(np.int64))
-        return _Batch([ids], [row], listed=False)
-    parts = [_sequences(row) for row in tokens]  # type: ignore[arg-type]
-    if any(part.listed for part in parts):
-        msg = "a list of sequences must hold one sequence per item, found a batch inside it"
-        raise InputError(msg)
-    return _Batch([part.ids[0] for part in parts], [part.rows[0] for part in parts], listed=True)
-
-
-class _Cache:
-    """One sequence's KV cache as it was given: checked, and addressed."""
-
-    def __init__(self, kvcache: Any, row: int, rows: int) -> None:  # noqa: ANN401
-        layers = [list(pair) for pair in kvcache]
-        if not layers or any(len(pair) != 2 for pair in layers):
-            msg = "a KV cache is a list of layers, each [K, V]; found " + (
-                f"layers of {sorted({len(pair) for pair in layers})} tensors" if layers else "none"
-            )
-            raise InputError(msg)
-        for number, (k, v) in enumerate(layers):
-            for name, tensor in (("K", k), ("V", v)):
-                if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4:
-                    shape = tuple(getattr(tensor, "shape", ()))
-                    msg = (
-                        f"{name} of layer {number} is a {type(tensor).__name__} of shape {shape}; "
-                        "expected a tensor (batch, heads, tokens, head_dim)"
-                    )
-                    raise InputError(msg)
-                if tensor.shape[0] != rows:
-                    msg = f"{name} of layer {number}: batch {tensor.shape[0]}, tokens have {rows}"
-                    raise InputError(msg)
-        self.arrays = [[pair[array].detach()[row] for pair in layers] for array in (0, 1)]
-        for array, name in zip(self.arrays, "KV", strict=True):
-            if len({(t.shape, t.dtype) for t in array}) != 1:
-                seen = sorted({f"{tuple(t.shape)} {t.dtype}" for t in array})
-                msg = f"{name} differs between layers: {', '.join(seen)}; expected one shape"
-                raise InputError(msg)
-        k, v = self.arrays[0][0], self.arrays[1][0]
-        if k.shape[:2] != v.shape[:2] or k.dtype != v.dtype:
-            msg = (
-                f"K {tuple(k.shape)} {k.dtype} and V {tuple(v.shape)} {v.dtype} differ in heads, "
-                "tokens or dtype"
-            )
-            raise InputError(msg)
-        self.length: int = k.shape[1]
-
-    def layout(self, chunk_tokens: int) -> KVLayout:
-        """Return the layout that these tensors have."""
-        k, v = self.arrays[0][0], self.arrays[1][0]
-        if k.dtype not in _DTYPE_NAMES:
-            msg = f"KV caches of {k.dtype} are not supported; expected one of {list(_DTYPE_NAMES)}"
-            raise InputError(msg)
-        return KVLayout(
-            layers=len(self.arrays[0]),
-            kv_heads=k.shape[0],
-            k_dim=k.shape[2],
-            v_dim=v.shape[2],
-            dtype=_DTYPE_NAMES[k.dtype],
-            chunk_tokens=chunk_tokens,
-        )
-
-    def memory(self, chunk_tokens: int) -> MemoryMap:
-        """Return where the bytes lie: in the tensors themselves where their rows are plain."""
-        arrays = [[t.cpu() for t in array] for array in self.arrays if array[0].shape[2]]
-        for array in arrays:
-            strides = {t.stride() for t in array}
-            dim = array[0].shape[2]
-            if len(strides) != 1 or array[0].stride()[1:] != (dim, 1):
-                array[:] = [t.contiguous() for t in array]
-        return _memory_map(arrays, chunk_tokens)
-
-
-def _allocate(layout: KVLayout, chunks: int, *, pinned: bool) -> list[list[torch.Tensor]]:
-    """New tensors ``[K, V][layer]``, each (heads, tokens, head_dim)."""
-    shape = (layout.layers, layout.kv_heads, chunks * layout.chunk_tokens)
-    return [
-        list(torch.empty((*shape, dim), dtype=DTYPES[layout.dtype], pin_memory=pinned))
-        for dim in layout.dims
-    ]
-
-
-def _memory_map(arrays: list[list[torch.Tensor]], piece_tokens: int) -> MemoryMap:
-    """Describe tensors ``[K, V][layer]``, each (heads, tokens, head_dim) with plain rows."""
-    tokens = arrays[0][0].shape[1]
-    pieces = np.arange(max(tokens // max(piece_tokens, 1), 1), dtype=np.uint64)
-    return MemoryMap(
-        base=tuple(np.array([t.data_ptr() for t in array], dtype=np.uint64) for array in arrays),
-        head_stride=tuple(array[0].stride(0) * array[0].element_size() for array in arrays),
-        piece_offset=tuple(
-            pieces * np.uint64(piece_tokens * array[0].shape[2] * array[0].element_size())
-            for array in arrays
-        ),
-        piece_tokens=piece_tokens,
-        owner=arrays,
-    )

@@ -78,7 +78,8 @@ def check_root(root: str | os.PathLike[str], *, create: bool = True) -> Path:
 def read_namespace(path: Path) -> Namespace:
     """Read a namespace's description; never raises for what the file says."""
     try:
-        with (path / DESCRIPTION).open("rb") as stream:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO cannot hang it
+        with open(os.open(path / DESCRIPTION, flags), "rb") as stream:  # noqa: PTH123
             described = json.loads(stream.read(MAX_DESCRIPTION_NBYTES))
         if described["format"] != FORMAT:
             msg = f"format {described['format']!r:.40}, expected {FORMAT!r}"
@@ -172,4 +173,3 @@ def _describe(path: Path, identity: Identity, layout: KVLayout) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
-

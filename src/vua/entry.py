@@ -15,6 +15,7 @@ anything. :func:`parse_entry` is the other way in, for tools that do not know wh
 from __future__ import annotations
 
 import json
+import re
 import struct
 import time
 from collections.abc import Mapping
@@ -40,13 +41,18 @@ _WRITER_WIDTH: Final = 48
 _CREATED_WIDTH: Final = 10  # seconds since 1970, good until the year 2286
 _CHECK_WIDTH: Final = 16
 _NO_HASH: Final = "-" * 64
+_VARIABLE: Final = re.compile(
+    rb',"created":"\d{10}","writer":"[\w ./+:-]{48}","check":"[0-9a-f]{16}'
+)
+_HEX_DIGITS: Final = frozenset("0123456789abcdef")
+
 
 def _pad(nbytes: int, to: int) -> int:
     return -nbytes % to
 
 
 class EntryCodec:
-    """Writes and checks the headers of one namespace's files of one shard. Immutable, thread-safe."""
+    """Writes and checks headers of one namespace's files of one shard. Immutable, thread-safe."""
 
     def __init__(self, namespace: str, layout: KVLayout, shard: Shard) -> None:
         """Prepare for files of ``shard`` below the directory named ``namespace`` (64 hex)."""
@@ -78,6 +84,12 @@ class EntryCodec:
         if self.header_nbytes > MAX_HEADER_NBYTES:
             msg = f"{self.units} checksums need a header of {self.header_nbytes} bytes; limit 1 MiB"
             raise LayoutError(msg)
+
+    def unit_nbytes(self) -> list[int]:
+        """Return the bytes that each checksum covers, in file order; units leave no gaps."""
+        step, layers = self.layout.unit_layers, self.shard.layers
+        counts = [min(step, layers - first) for first in range(0, layers, step)]
+        return [n * run for run in self.layout.run_nbytes for n in counts * self.shard.heads]
 
     def _tensors(self) -> str:
         layout, shard = self.layout, self.shard
@@ -153,6 +165,7 @@ class EntryCodec:
             len(header) == self.header_nbytes
             and bytes(header[: len(expected)]) == expected
             and bytes(header[stop - len(self._end) : stop]) == self._end
+            and _VARIABLE.fullmatch(header[len(expected) : stop - len(self._end)])
         ):
             return np.frombuffer(header[stop:], dtype="<u8")
         found = parse_entry(bytes(header))  # raises CorruptEntryError
@@ -283,6 +296,16 @@ def _claims(
         dtype=header["k"]["dtype"],
         chunk_tokens=int(k_shape[2]),
     )
+    digests = metadata["prefix_hash"], metadata["namespace"], key.parent.hex() or _NO_HASH
+    place, odd = divmod(key.start, layout.chunk_tokens)
+    if (
+        not all(len(digest) == len(_NO_HASH) for digest in digests)
+        or not set(metadata["namespace"]) <= _HEX_DIGITS
+        or (odd, key.stop - key.start) != (0, layout.chunk_tokens)
+        or (place and not key.parent)
+    ):
+        msg = "digests or token range are of the wrong form"
+        raise ValueError(msg)
     return key, shard, layout
 
 

@@ -90,7 +90,11 @@ def _as_array(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) ->
     if isinstance(tokens, np.ndarray):
         return tokens
     if hasattr(tokens, "detach"):  # a torch tensor, without importing torch for it
-        array: npt.NDArray[np.generic] = tokens.detach().cpu().numpy()
+        try:
+            array: npt.NDArray[np.generic] = tokens.detach().cpu().numpy()
+        except (TypeError, RuntimeError) as problem:  # bfloat16, sparse, meta...
+            msg = f"token ids must be plain integers: {problem}"
+            raise InputError(msg) from problem
         return array
     try:
         return np.asarray(tokens if len(tokens) else np.empty(0, np.int64))

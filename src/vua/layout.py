@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -320,7 +321,7 @@ class Part:
         gaps = np.flatnonzero(starts[1:] != starts[:-1] + sizes[:-1]) + 1
         edges = [0, *gaps.tolist(), len(sizes)]
         ranges = []
-        for begin, end in zip(edges, edges[1:], strict=False):
+        for begin, end in pairwise(edges):
             step = max(1, limit // int(sizes[begin:end].max()))
             ranges += [(at, min(at + step, end)) for at in range(begin, end, step)]
         return ranges

@@ -68,7 +68,7 @@ class SlabPool:
 
     def __init__(self, layout: KVLayout, shard: Shard, *, chunks: int, limit: int) -> None:
         """Lend at most ``limit`` slabs of ``chunks`` chunks at a time; make them when needed."""
-        self._make = lambda: Slab(layout, shard, chunks)
+        self._size = (layout, shard, chunks)
         self._free: list[Slab] = []
         self._left = limit
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class SlabPool:
             if self._left == 0:
                 return None
             self._left -= 1
-        return self._make()
+        return Slab(*self._size)
 
     def give_back(self, slab: Slab) -> None:
         """Return a slab that :meth:`take` lent."""

@@ -11,30 +11,25 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import numpy as np
-import xxhash
 
-from vua import _linux
-from vua._linux import IOV_MAX, Iovecs
+from vua._linux import Iovecs
 from vua.entry import EntryCodec
-from vua.errors import CorruptEntryError, EntryError, ForeignEntryError
+from vua.errors import CorruptEntryError, EntryError, ForeignEntryError, InputError
 from vua.keys import ChunkKey
-from vua.layout import KVLayout, MemoryMap, Part, Shard, cover
+from vua.layout import KVLayout, MemoryMap, Shard, cover
+from vua.plan import Plan
 from vua.storage import Reader, Storage
 
-__all__ = ["Keys", "Loaded", "Store"]
+__all__ = ["Keys", "Loaded", "Loader", "Store"]
 
 log = logging.getLogger(__name__)
 
-SLICE_NBYTES: Final = 1 << 20
-"""Bytes read before they are verified: they are still in cache then, see docs/performance.md."""
-_SMALL_NBYTES: Final = 512 << 10
-"""Files up to this size are read by one call."""
 _BATCH_CHUNKS: Final = 64
 _WRITER: Final = f"vua {socket.gethostname()}"
 
@@ -60,133 +55,7 @@ class Loaded:
     nbytes: int
     """Payload bytes of those chunks."""
     reason: str | None = None
-    """Why it stopped early: ``missing``, ``corrupt``, ``foreign`` or ``error``; None if it did not."""
-
-
-class _Slice(NamedTuple):
-    """One read: iovec rows [row_start, row_stop), nbytes at offset, units [first, stop)."""
-
-    row_start: int
-    row_stop: int
-    nbytes: int
-    offset: int
-    first: int
-    stop: int
-
-
-class _Plan:
-    """How to move one rectangle of any chunk between files of one shard and one memory map."""
-
-    def __init__(self, codec: EntryCodec, taken: Shard, target: Shard, memory: MemoryMap) -> None:
-        self.codec, self.memory = codec, memory
-        self.part = part = Part(codec.layout, codec.shard, taken, target)
-        self.pieces = codec.layout.chunk_tokens // memory.piece_tokens
-        self.nbytes = int(part.nbytes.sum())
-        self._runs = part.addresses(memory)
-        edges = [*part.unit_start.tolist(), len(self._runs)]
-        self.units = list(zip(edges, edges[1:], strict=False))
-        """The runs [start, stop) of each unit."""
-        self.slices = self._slices()
-        self.views = _Views(part, self._runs, memory)
-        self.table_index = None if part.whole else part.unit_index
-
-    def _slices(self) -> list[_Slice]:
-        header, part, units = self.codec.header_nbytes, self.part, self.units
-        limit = SLICE_NBYTES if header + self.nbytes > _SMALL_NBYTES else _SMALL_NBYTES
-        pieces = self.pieces
-        rows = max(stop - start for start, stop in units) * pieces
-        sizes = np.add.reduceat(part.nbytes, part.unit_start)
-        limit = min(limit, max(1, (IOV_MAX - 1) // rows) * int(sizes.max()))
-        slices = [
-            _Slice(
-                1 + units[first][0] * pieces,
-                1 + units[stop - 1][1] * pieces,
-                int(sizes[first:stop].sum()),
-                header + int(part.offset[part.unit_start[first]]),
-                first,
-                stop,
-            )
-            for first, stop in part.slices(limit)
-        ]
-        first = slices[0]
-        if first.offset == header:  # the header rides along with the first read
-            slices[0] = first._replace(row_start=0, nbytes=first.nbytes + header, offset=0)
-        else:
-            slices.insert(0, _Slice(0, 1, header, 0, 0, 0))
-        return slices
-
-    def iovecs(self, chunks: range, header: int) -> Iovecs:
-        """Iovecs ``[chunks, 1 + runs * pieces, 2]``; row 0 is the header buffer at ``header``."""
-        table = np.empty((len(chunks), 1 + len(self._runs) * self.pieces, 2), dtype=np.uint64)
-        table[:, 0] = (header, self.codec.header_nbytes)
-        offsets = self.part.piece_offsets(self.memory, chunks)
-        table[:, 1:] = self.part.iovecs(self._runs, offsets)
-        return table
-
-    def windows(self, chunks: range) -> list[list[list[memoryview]]]:
-        """Windows ``[chunk][space][piece]`` for :meth:`checksums`."""
-        return self.views.windows(self.part.piece_offsets(self.memory, chunks))
-
-    def checksums(self, windows: list[list[memoryview]], first: int, stop: int) -> list[int]:
-        """Return the xxh3-64 of units [first, stop) of the chunk that ``windows`` belong to."""
-        return self.views.checksums(windows, self.units[first:stop])
-
-
-class _Views:
-    """Cuts runs out of memory as views, cheaply: a run lies in every piece's window alike."""
-
-    def __init__(self, part: Part, runs: Iovecs, memory: MemoryMap) -> None:
-        spaces = len(memory.base) + 1
-        pieces = np.uint64(part.layout.chunk_tokens // memory.piece_tokens)
-        nbytes = part.nbytes.astype(np.uint64) // pieces
-        self._low = [0] * spaces
-        self._reach = [0] * spaces
-        starts = runs.copy()
-        for space in range(spaces):
-            mine = part.space == space
-            if mine.any():
-                self._low[space] = int(runs[mine].min())
-                starts[mine] -= np.uint64(self._low[space])
-                self._reach[space] = int((starts[mine] + nbytes[mine]).max())
-        self._slices = list(map(slice, starts.tolist(), (starts + nbytes).tolist()))
-        self._space: list[int] = part.space.tolist()
-        low, high = (f.reduceat(part.space, part.unit_start) for f in (np.minimum, np.maximum))
-        self._mixed = frozenset(part.unit_start[low != high].tolist())
-
-    def windows(self, offsets: Iovecs) -> list[list[list[memoryview]]]:
-        """Return ``[chunk][space][piece]``; only the runs in a window may be touched."""
-        chunks = []
-        for chunk in offsets.transpose(1, 0, 2).tolist():
-            spaces = zip(self._low, self._reach, chunk, strict=True)
-            chunks.append(
-                [
-                    [_linux.memory_at(low + offset, reach) for offset in pieces] if reach else []
-                    for low, reach, pieces in spaces
-                ]
-            )
-        return chunks
-
-    def checksums(
-        self, windows: list[list[memoryview]], units: Sequence[tuple[int, int]]
-    ) -> list[int]:
-        """Return the xxh3-64 of each unit, given as runs [start, stop). The hot loop of a load."""
-        slices, spaces, sums = self._slices, self._space, []
-        for start, stop in units:
-            digest = xxhash.xxh3_64()
-            pieces = windows[spaces[start]]
-            if len(pieces) == 1 and start not in self._mixed:
-                _consume(map(digest.update, map(pieces[0].__getitem__, slices[start:stop])))
-            else:
-                update = digest.update
-                for run in range(start, stop):
-                    part = slices[run]
-                    for window in windows[spaces[run]]:
-                        update(window[part])
-            sums.append(digest.intdigest())
-        return sums
-
-
-_consume = deque[None](maxlen=0).extend
+    """Why it stopped early (``missing``, ``corrupt``, ``foreign``, ``error``), or None."""
 
 
 class Store:
@@ -247,31 +116,18 @@ class Store:
 
     # -- load ---------------------------------------------------------------------------------
 
-    def load(
-        self, keys: Keys, memory: MemoryMap, *, target: Shard | None = None, first: int = 0
-    ) -> Loaded:
-        """Read chunks straight into memory, in order, up to the first that is not to be had.
+    def loader(self, memory: MemoryMap, *, target: Shard | None = None) -> Loader:
+        """Return something that loads into ``memory`` again and again, for one thread at a time.
 
         Args:
-            keys: the chunks; the i-th goes to chunk place ``first + i`` of ``memory``.
             memory: where the target shard's tokens lie; writable.
             target: the rectangle that ``memory`` holds; by default the whole model.
-            first: place of the first chunk in ``memory``.
-
-        Never raises for the state of the storage: that is in the result's ``reason``.
         """
-        shard = self.layout.full if target is None else target
-        loader = _Loader(self, shard, memory)
-        for place in range(len(keys)):
-            reason = loader.load(keys[place], first + place, first + len(keys))
-            if reason is not None:
-                self._count(reason)
-                break
-        else:
-            place, reason = len(keys), None
-        self._count("chunks_loaded", place)
-        log.debug("loaded %d of %d chunks of shard %s", place, len(keys), shard.name)
-        return Loaded(place, place * shard.payload_nbytes(self.layout), reason)
+        return Loader(self, self.layout.full if target is None else target, memory)
+
+    def load(self, keys: Keys, memory: MemoryMap, *, target: Shard | None = None) -> Loaded:
+        """Read chunks straight into memory once; see :meth:`loader` and :meth:`Loader.load`."""
+        return self.loader(memory, target=target).load(keys)
 
     def _cover(self, chunk: str, target: Shard) -> list[tuple[Shard, Shard]] | None:
         found = cover(target, self.storage.shards(chunk))
@@ -313,7 +169,7 @@ class Store:
         if self.storage.exists(key.name, shard, codec.file_nbytes):
             self._count("chunks_present")
             return False
-        plan = _Plan(codec, shard, shard, memory)
+        plan = Plan(codec, shard, shard, memory)
         header = np.empty(codec.header_nbytes, dtype=np.uint8)
         iovecs = plan.iovecs(range(place, place + 1), header.ctypes.data)[0]
         windows = plan.windows(range(place, place + 1))[0]
@@ -326,16 +182,41 @@ class Store:
         return True
 
 
-class _Loader:
-    """One load: its plans, its header buffer, and the addresses of the chunks it is about to read."""
+class Loader:
+    """Loads into one memory map, keeping what it has worked out about it. One thread at a time."""
 
     def __init__(self, store: Store, target: Shard, memory: MemoryMap) -> None:
+        """Prepare to load ``target`` into ``memory``; :meth:`Store.loader` calls this."""
         self._store, self._target, self._memory = store, target, memory
+        self._room = memory.chunks(store.layout)
         self._cover = store._last_cover.get(target) or [(target, target)]
-        self._plans: dict[tuple[Shard, Shard], _Aim] = {}
+        self._aims: dict[tuple[Shard, Shard], _Aim] = {}
 
-    def load(self, key: ChunkKey, place: int, stop: int) -> str | None:
-        """Load one chunk to ``place``; return why not, or None. ``stop`` bounds the places to come."""
+    def load(self, keys: Keys) -> Loaded:
+        """Read chunks straight into memory, in order, up to the first that is not to be had.
+
+        Args:
+            keys: the chunks; the i-th goes to chunk place i of the memory map.
+
+        Never raises for the state of the storage: that is in the result's ``reason``.
+        """
+        if len(keys) > self._room:
+            msg = f"{len(keys)} chunks do not fit into memory for {self._room}"
+            raise InputError(msg)
+        store, reason = self._store, None
+        chunks = 0
+        for place in range(len(keys)):
+            reason = self._try(keys[place], place, len(keys))
+            if reason is not None:
+                store._count(reason)
+                break
+            chunks += 1
+        store._count("chunks_loaded", chunks)
+        log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
+        return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
+
+    def _try(self, key: ChunkKey, place: int, stop: int) -> str | None:
+        """Load one chunk to ``place``, of places up to ``stop``; return why not, or None."""
         try:
             try:
                 return self._load(key, place, stop)
@@ -353,11 +234,11 @@ class _Loader:
 
     def _load(self, key: ChunkKey, place: int, stop: int) -> str | None:
         for stored, taken in self._cover:
-            aim = self._plans.get((stored, taken))
+            aim = self._aims.get((stored, taken))
             if aim is None:
                 codec = self._store.codec(stored)
-                aim = _Aim(_Plan(codec, taken, self._target, self._memory))
-                self._plans[stored, taken] = aim
+                aim = _Aim(Plan(codec, taken, self._target, self._memory))
+                self._aims[stored, taken] = aim
             reader = self._store.storage.open(key.name, stored)
             try:
                 aim.read(reader, key, place, stop)
@@ -371,7 +252,7 @@ class _Loader:
 class _Aim:
     """A plan with addresses worked out for the next batch of chunks."""
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._header = np.empty(plan.codec.header_nbytes, dtype=np.uint8)
         self._batch = range(0)

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import stat
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -89,12 +90,13 @@ class LocalStorage:
         self.directory = Path(directory)
         self._durable = durable
         self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._release = weakref.finalize(self, os.close, self._fd)
         self._serial = itertools.count()
         self._tag = f"{socket.gethostname()[:32]}-{secrets.token_hex(4)}".replace("/", "_")
 
     def close(self) -> None:
-        """Release the directory. Open readers stay usable."""
-        os.close(self._fd)
+        """Release the directory. Open readers stay usable; a second call does nothing."""
+        self._release()
 
     # -- reading ------------------------------------------------------------------------------
 

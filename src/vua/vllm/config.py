@@ -39,10 +39,17 @@ class ConnectorConfig:
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type or out of range."""
+        kinds: dict[str, tuple[type, ...]] = {
+            "str": (str,),
+            "int": (int,),
+            "bool": (bool,),
+            "float": (int, float),
+        }
         for field in fields(self):
             value, kind = getattr(self, field.name), field.type
-            allowed = {"str": str, "int": int, "bool": bool, "float": (int, float)}[str(kind)]
-            if not isinstance(value, allowed) or (isinstance(value, bool) and kind != "bool"):
+            if not isinstance(value, kinds[str(kind)]) or (
+                isinstance(value, bool) and kind != "bool"
+            ):
                 msg = f"kv_connector_extra_config: {field.name} must be {kind}, found {value!r}"
                 raise ConfigError(msg)
             if isinstance(value, int | float) and kind != "bool" and value <= 0:

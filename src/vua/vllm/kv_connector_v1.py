@@ -44,7 +44,7 @@ log = logging.getLogger("vllm.vua")
 T = TypeVar("T")
 
 
-class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # noqa: N801
+class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     """Stores prompts' KV caches in a directory and loads what any process stored there before."""
 
     def __init__(
@@ -65,6 +65,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._failures: set[str] = set()
+        self._idle = False
+        """Whether the current step computes nothing."""
         try:
             model = describe(vllm_config, kv_cache_config, self._config)
             if role == KVConnectorRole.SCHEDULER:
@@ -140,9 +142,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         side = self._scheduler
         if side is None:
             return 0, False
-        return self._guarded(
-            lambda: side.matched_tokens(request, num_computed_tokens), (0, False)
-        )
+        nothing: tuple[int | None, bool] = (0, False)
+        return self._guarded(lambda: side.matched_tokens(request, num_computed_tokens), nothing)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -195,6 +196,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         """Begin the ordered loads; does not wait for them."""
+        self._idle = forward_context.attn_metadata is None
         orders = self._get_connector_metadata()
         if self._worker is not None and isinstance(orders, Orders):
             self._worker.start_loads(orders)
@@ -219,7 +221,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return (None, requests whose loads have ended)."""
-        return None, self._worker.take_received() if self._worker is not None else None
+        if self._worker is None:
+            return None, None
+        return None, self._worker.take_received(idle=self._idle)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load did not fill; vLLM recomputes them."""

@@ -34,7 +34,7 @@ class SaveOrder:
 
 
 @dataclass(slots=True)
-class Orders(KVConnectorMetadata):  # type: ignore[misc]
+class Orders(KVConnectorMetadata):
     """One step's loads and saves."""
 
     loads: list[LoadOrder] = field(default_factory=list)

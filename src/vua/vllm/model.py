@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vua.errors import ConfigError, VUAError
 from vua.identity import Identity, config_digest, weights_fingerprint
 from vua.layout import KVLayout, Shard
-from vua.rope import rope_order
+from vua.rope import rope_order, varies_with_length
 from vua.vllm.config import ConnectorConfig
 
 __all__ = ["Model", "UncachedError", "describe", "fingerprint"]
@@ -136,6 +136,11 @@ def _head_range(heads: int, rank: int, size: int) -> tuple[int, int]:
 def _identity(vllm_config: Any, dtype: str, config: ConnectorConfig) -> Identity:  # noqa: ANN401
     model_config = vllm_config.model_config
     text_config = dict(model_config.hf_text_config.to_dict())
+    rope = rope_order(model_config.hf_text_config.model_type)
+    if not rope:  # other engines may order K's elements differently
+        text_config["vua.engine"] = "vllm"
+    if varies_with_length(text_config):  # vLLM chooses the frequencies once, by this length
+        text_config["vua.vllm_max_model_len"] = model_config.max_model_len
     if model_config.quantization is not None:  # may be applied to weights that do not say so
         text_config["vua.quantization"] = str(model_config.quantization)
     try:
@@ -143,7 +148,7 @@ def _identity(vllm_config: Any, dtype: str, config: ConnectorConfig) -> Identity
             model=config_digest(text_config),
             weights=_weights(vllm_config),
             kv_dtype=dtype,
-            rope=rope_order(model_config.hf_text_config.model_type),
+            rope=rope,
             epoch=config.epoch,
             chunk_tokens=config.chunk_tokens,
             name=os.path.basename(str(model_config.model).rstrip("/")),  # noqa: PTH119

@@ -275,7 +275,7 @@ class PagedKV:
             raise LayoutError(f"block size {block_size} is no multiple of {form.block_size} slots")
         self._integer = _INTEGERS[caches[0].element_size()]
         layers = [cache.detach().view(self._integer) for cache in caches]
-        if layers[0].dim() == 3:  # noqa: PLR2004
+        if layers[0].dim() == 3:
             layers = [layer.unsqueeze(1) for layer in layers]
         self._runs = tuple(_runs(layers))
         self._shape = (layers[0].shape[1], len(layers))

@@ -11,9 +11,10 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vua.directory import create_store
 from vua.errors import VUAError
@@ -24,6 +25,10 @@ from vua.vllm.messages import LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Model, fingerprint
 
 __all__ = ["SchedulerSide"]
+
+_STEP_WAIT_S: Final = 0.001
+"""Time per step that lookups are waited for. Mostly they are done by then; and an engine with
+nothing else to do would otherwise spin, and starve the lookup's thread of the GIL."""
 
 log = logging.getLogger("vllm.vua.scheduler")
 
@@ -69,6 +74,7 @@ class SchedulerSide:
         self._states: dict[str, _State] = {}
         self._loads: list[LoadOrder] = []
         self._warned: set[str] = set()
+        self._patience_s = _STEP_WAIT_S
 
     def shutdown(self) -> None:
         """Stop the lookup threads."""
@@ -85,6 +91,10 @@ class SchedulerSide:
         state.local_tokens = num_computed_tokens
         if state.failed or not self._may_load:
             return 0, False
+        if not state.lookup.done() and self._patience_s > 0:
+            began = time.monotonic()
+            wait_for([state.lookup], timeout=self._patience_s)
+            self._patience_s -= time.monotonic() - began
         if not state.lookup.done():
             if time.monotonic() - state.asked_s < self._config.lookup_timeout_s:
                 return None, False
@@ -175,6 +185,7 @@ class SchedulerSide:
         """Return this step's loads, and the chunks that are complete after its forward pass."""
         orders = Orders(loads=self._loads)
         self._loads = []
+        self._patience_s = _STEP_WAIT_S
         if not self._may_save:
             return orders
         for new in output.scheduled_new_reqs:

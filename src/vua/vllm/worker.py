@@ -23,7 +23,7 @@ from vua.keys import ChunkKey
 from vua.layout import Shard
 from vua.serdes import DTYPES
 from vua.slab import Slab, SlabPool
-from vua.store import Store
+from vua.store import Loader, Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.messages import LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Model, UncachedError
@@ -34,6 +34,8 @@ __all__ = ["WorkerSide"]
 log = logging.getLogger("vllm.vua.worker")
 
 _LOAD_SLAB_NBYTES: Final = 16 << 20
+_IDLE_WAIT_S: Final = 0.002
+"""How long a step without a forward pass waits for a load to end, see take_received()."""
 
 
 class WorkerSide:
@@ -42,21 +44,21 @@ class WorkerSide:
     def __init__(
         self, model: Model, config: ConnectorConfig, *, shard: Shard, writes: bool
     ) -> None:
-        """Prepare for the rectangle ``shard``; ``writes`` is False where another rank has it too."""
+        """Prepare for the rectangle ``shard``; only one of the ranks that hold it ``writes``."""
         self._model, self._config, self._shard, self._writes = model, config, shard, writes
         self._store: Store = create_store(
             Path(config.shared_storage_path), model.identity, model.layout, durable=config.durable
         )
         payload = shard.payload_nbytes(model.layout)
         chunks = max(1, _LOAD_SLAB_NBYTES // payload)
-        self._load_slabs = SlabPool(
-            model.layout, shard, chunks=chunks, limit=config.load_threads
-        )
+        self._load_slabs = SlabPool(model.layout, shard, chunks=chunks, limit=config.load_threads)
         pending = max(1, (config.max_pending_save_mib << 20) // payload)
         self._save_slabs = SlabPool(model.layout, shard, chunks=1, limit=pending)
         self._loaders = ThreadPoolExecutor(config.load_threads, thread_name_prefix="vua-load")
         self._savers = ThreadPoolExecutor(config.save_threads, thread_name_prefix="vua-save")
-        self._lock = threading.Lock()
+        self._loader_of: dict[Slab, Loader] = {}
+        self._lock = threading.Condition()
+        self._running = 0
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._paged: PagedKV | None = None
@@ -92,6 +94,8 @@ class WorkerSide:
 
     def start_loads(self, orders: Orders) -> None:
         """Begin this step's loads; returns at once."""
+        with self._lock:
+            self._running += len(orders.loads)
         for order in orders.loads:
             self._loaders.submit(self._load, order)
 
@@ -108,6 +112,8 @@ class WorkerSide:
                     last = -(-order.stop // self._model.block_size)
                     self._failed_blocks.update(order.block_ids[first:last])
                 self._received.add(order.request_id)
+                self._running -= 1
+                self._lock.notify()
 
     def _load_chunks(self, order: LoadOrder) -> int:
         """Load until something is missing; return the token up to which all is in its blocks."""
@@ -115,10 +121,14 @@ class WorkerSide:
         if paged is None or slab is None:
             return order.start
         try:
+            loader = self._loader_of.get(slab)
+            if loader is None:
+                loader = self._store.loader(slab.memory, target=self._shard)
+                self._loader_of[slab] = loader
             reached = order.start
             for at in range(0, len(order.keys), slab.chunks):
                 keys = order.keys[at : at + slab.chunks]
-                loaded = self._store.load(keys, slab.memory, target=self._shard)
+                loaded = loader.load(keys)
                 for place, key in enumerate(keys[: loaded.chunks]):
                     start, stop = max(key.start, order.start), min(key.stop, order.stop)
                     cut = slice(start - key.start, stop - key.start)
@@ -139,9 +149,15 @@ class WorkerSide:
         ]
         return arrays[0], arrays[1] if len(arrays) == 2 else None
 
-    def take_received(self) -> set[str]:
-        """Return the requests whose loads have ended, well or not, each once."""
+    def take_received(self, *, idle: bool) -> set[str]:
+        """Return the requests whose loads have ended, well or not, each once.
+
+        ``idle``: this step computes nothing. While all requests wait for loads an engine goes
+        round in such steps as fast as it can, holding the GIL; a short wait lets the loads run.
+        """
         with self._lock:
+            if idle and self._running and not self._received:
+                self._lock.wait(_IDLE_WAIT_S)
             received, self._received = self._received, set()
         return received
 

@@ -1,0 +1,127 @@
+"""`vua inspect`: what files say about themselves, and whether it is true."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from vua.cli.check import Check, Checker, Place
+from vua.cli.text import DAMAGED, SOUND, UNUSABLE, Write, plain, size, when
+from vua.directory import Namespace, read_namespace
+from vua.entry import FORMAT, EntryInfo
+from vua.layout import Shard
+from vua.storage.local import SUFFIX
+
+__all__ = ["inspect"]
+
+_DIGEST_DIGITS = 64
+
+
+def inspect(files: Sequence[str], *, write: Write | None) -> int:
+    """Print what each file says and is; return the exit code."""
+    checker, reports, code = Checker(), [], SOUND
+    for number, file in enumerate(files):
+        namespace, place = _place(Path(os.path.abspath(file)))  # noqa: PTH100 - keeps symlinks
+        check = _check(checker, file, place)
+        if check.outcome != "sound":
+            code = max(code, UNUSABLE if check.outcome == "error" else DAMAGED)
+        if write is not None:
+            reports.append(_describe(file, check))
+            continue
+        print("\n" * bool(number) + plain(file))
+        for name, value in _lines(check, namespace, place):
+            print(f"  {name:<11}{plain(value)}")
+    if write is not None:
+        write(reports)
+    return code
+
+
+def _check(checker: Checker, file: str, place: Place) -> Check:
+    try:
+        # O_NONBLOCK: does not wait for the writer of a FIFO
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as problem:
+        return Check("error", (str(problem.strerror),), 0)
+    try:
+        return checker.check(fd, place)
+    finally:
+        os.close(fd)
+
+
+def _place(path: Path) -> tuple[Namespace | None, Place]:
+    """What follows from a path; only what it says when the file was copied elsewhere."""
+    shard = Shard.parse(path.name.removesuffix(SUFFIX)) if path.suffix == SUFFIX else None
+    chunk, directory = path.parent, path.parent.parent.parent
+    if shard is None or not _is_digest(chunk.name):
+        return None, Place(shard=shard)
+    if chunk.parent.name != chunk.name[:2] or not _is_digest(directory.name):
+        return None, Place(chunk=chunk.name, shard=shard)
+    namespace = read_namespace(directory)
+    return namespace, Place(directory.name, chunk.name, shard, namespace.layout)
+
+
+def _is_digest(name: str) -> bool:
+    return len(name) == _DIGEST_DIGITS and not name.strip("0123456789abcdef")
+
+
+def _lines(check: Check, namespace: Namespace | None, place: Place) -> list[tuple[str, str]]:
+    lines = _statements(check.info, namespace) if check.info else [("size", size(check.nbytes))]
+    known = [name for name in ("namespace", "chunk", "shard", "layout") if getattr(place, name)]
+    against = f"the file itself, and its place's {', '.join(known)}" if known else "the file itself"
+    lines.append(("checked", f"{against}: {'all agree' if check.outcome == 'sound' else 'not so'}"))
+    lines.append(("verdict", check.outcome))
+    return lines + [("reason", reason) for reason in check.reasons]
+
+
+def _statements(info: EntryInfo, namespace: Namespace | None) -> list[tuple[str, str]]:
+    layout, shard = info.layout, info.shard
+    named = namespace.identity if namespace is not None else None
+    model = f"  (model {named.name or named.model})" if named is not None else ""
+    arrays = " and ".join(
+        f"{name} [{shard.heads} heads, {shard.layers} layers, {layout.chunk_tokens} tokens, {dim}]"
+        for name, dim in zip("KV", layout.dims, strict=False)
+    )
+    payload = info.file_nbytes - info.header_nbytes
+    layers = f"layers {shard.layer_start}-{shard.layer_stop} of {layout.layers}"
+    heads = f"KV heads {shard.head_start}-{shard.head_stop} of {layout.kv_heads}"
+    return [
+        ("format", FORMAT),
+        ("namespace", info.namespace + model),
+        ("chunk", info.prefix_hash),
+        ("parent", info.parent or "none: it is the first chunk of a prompt"),
+        ("tokens", f"{info.start} to {info.stop}"),
+        ("shard", f"{layers}, {heads}"),
+        ("arrays", f"{layout.dtype}: {arrays}"),
+        ("created", f"{when(info.created)} by {info.writer or 'nobody it names'}"),
+        (
+            "size",
+            f"{size(info.file_nbytes)}: header {size(info.header_nbytes)}, K/V {size(payload)}",
+        ),
+        ("checksums", f"{len(info.checksums)} xxh3-64"),
+    ]
+
+
+def _describe(file: str, check: Check) -> dict[str, object]:
+    report: dict[str, object] = {
+        "file": file,
+        "outcome": check.outcome,
+        "reasons": list(check.reasons),
+        "nbytes": check.nbytes,
+    }
+    if check.info is not None:
+        info = check.info
+        report |= {
+            "namespace": info.namespace,
+            "prefix_hash": info.prefix_hash,
+            "parent": info.parent or None,
+            "tokens": [info.start, info.stop],
+            "shard": info.shard.name,
+            "layout": info.layout.describe(),
+            "created_s": info.created,
+            "writer": info.writer,
+            "header_nbytes": info.header_nbytes,
+            "file_nbytes": info.file_nbytes,
+            "checksums": [f"{value:016x}" for value in info.checksums.tolist()],
+        }
+    return report

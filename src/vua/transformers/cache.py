@@ -1,0 +1,190 @@
+"""Prefixes of prompts for `generate`: load what is stored, save what was computed.
+
+Promises that a loaded cache holds exactly what was saved for the same tokens and the same model,
+or nothing. May be used by several threads and processes at once; each cache it returns is for one
+call of `generate`, which changes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from vua.core import VUA, VUAConfig
+from vua.errors import InputError
+from vua.transformers.model import DTYPE_NAMES, LAYERS, identity_of, layout_of
+
+__all__ = ["Prefix", "PrefixCache"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The stored beginning of a prompt, ready for `generate`."""
+
+    cache: DynamicCache
+    """To be passed as `past_key_values`; empty where nothing is stored."""
+    num_tokens: int
+    """Tokens that the cache holds."""
+
+
+class PrefixCache:
+    """Keeps prefixes of one model in a directory, and gives them back to `generate`.
+
+    >>> with PrefixCache(model, "/mnt/kv") as prefixes:  # doctest: +SKIP
+    ...     prefix = prefixes.load(ids)
+    ...     output = model.generate(ids, past_key_values=prefix.cache)
+    ...     prefixes.save(output, prefix.cache)
+    """
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401
+        path: str | os.PathLike[str],
+        *,
+        chunk_tokens: int = 64,
+        epoch: str = "",
+        durable: bool = False,
+    ) -> None:
+        """Use the directory ``path``, which is created (mode 0700) when missing.
+
+        Args:
+            model: a causal language model that `from_pretrained` made.
+            path: the directory; other models and engines may use it too.
+            chunk_tokens: tokens per chunk, the granularity of reuse.
+            epoch: change it to leave everything stored so far unused.
+            durable: fsync each file. Without it a power cut may cost recent chunks.
+
+        Raises:
+            ConfigError: the model's caches cannot be stored or identified, or ``path`` is a file.
+            StorageError: the directory cannot be created.
+        """
+        config = VUAConfig(split_factor=chunk_tokens, epoch=epoch, durable=durable)
+        self.layout = layout_of(model, chunk_tokens=chunk_tokens)
+        self.identity = identity_of(model, chunk_tokens=chunk_tokens, epoch=epoch)
+        self._model = model
+        self._vua = VUA(config, path, identity=self.identity)
+
+    def __enter__(self) -> PrefixCache:  # noqa: PYI034 - Python 3.10 has no Self
+        """Return the object itself."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """Wait for running work and release the threads."""
+        self._vua.close()
+
+    def load(
+        self, input_ids: torch.Tensor | Sequence[int], cache: DynamicCache | None = None
+    ) -> Prefix:
+        """Return the longest stored prefix, in whole chunks.
+
+        At least one token is left over, because `generate` has to compute one.
+
+        Args:
+            input_ids: one sequence, (T,) or (1, T), without padding.
+            cache: an empty cache to fill. By default `DynamicCache()`, which keeps every token, so
+                that it can be saved again. `DynamicCache(config=model.config)` holds less where
+                the model has sliding windows, but then only the first chunks can be saved.
+
+        Raises:
+            InputError: not one sequence, or the cache is not empty. Never for the state of the
+                directory: what is damaged or missing is a shorter prefix.
+        """
+        ids = _one_sequence(input_ids)
+        filled = DynamicCache() if cache is None else cache
+        if not isinstance(filled, DynamicCache) or filled.get_seq_length():
+            raise InputError(
+                f"{type(filled).__name__} given to fill; expected an empty DynamicCache"
+            )
+        found = self._vua.get_closest(ids[:-1], device=self._model.device)
+        if not found:
+            return Prefix(filled, 0)
+        layout = self.layout
+        shape = (1, layout.kv_heads, found.num_tokens, layout.k_dim)
+        pairs = [(tuple(t.shape), DTYPE_NAMES[t.dtype]) for pair in found.data for t in pair]
+        if pairs != [(shape, layout.dtype)] * (2 * layout.layers):
+            log.warning("stored caches of %s do not fit the model, a miss", self.identity.name)
+            return Prefix(filled, 0)
+        for number, (k, v) in enumerate(found.data):
+            filled.update(k, v, number)
+        return Prefix(filled, found.num_tokens)
+
+    def save(self, input_ids: torch.Tensor | Sequence[int], cache: DynamicCache) -> int:
+        """Store the whole chunks that ``cache`` holds, except those stored already.
+
+        Args:
+            input_ids: the sequence that the cache was computed for, (T,) or (1, T), without
+                padding: the prompt, or all of what `generate` returned. The shorter of ids and
+                cache counts.
+            cache: what was passed to `generate` as `past_key_values`, or came back from it.
+
+        Returns:
+            How many chunks were written.
+
+        Raises:
+            InputError: not one sequence, or a cache that does not hold every token.
+            LayoutError: the directory holds other shapes for this model.
+            NotWritableError, StorageFullError, StorageError: the directory refuses.
+        """
+        ids = _one_sequence(input_ids)
+        pairs = self._pairs(cache)
+        length = min([len(ids), *(k.shape[2] for k, _ in pairs)]) if pairs else 0
+        length -= length % self.layout.chunk_tokens
+        if not length:
+            return 0
+        return self._vua.put(ids[:length], [(k[:, :, :length], v[:, :, :length]) for k, v in pairs])
+
+    def _pairs(self, cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return K and V of every layer, after checking that they hold each token."""
+        if not isinstance(cache, DynamicCache):
+            raise InputError(
+                f"a {type(cache).__name__} cannot be stored; pass past_key_values=DynamicCache() "
+                "to generate() and save that"
+            )
+        if not cache.get_seq_length():
+            return []
+        layout = self.layout
+        if len(cache.layers) != layout.layers:
+            raise InputError(
+                f"a cache of {len(cache.layers)} layers; the model has {layout.layers}"
+            )
+        for number, layer in enumerate(cache.layers):
+            if type(layer) not in LAYERS:
+                raise InputError(
+                    f"layer {number} is a {type(layer).__name__}: no K and V per token"
+                )
+            length = layer.get_seq_length()
+            if layer.is_initialized and layer.keys.shape[2] < length:
+                raise InputError(
+                    f"layer {number} kept {layer.keys.shape[2]} of {length} tokens, the last ones "
+                    "of its sliding window; pass past_key_values=DynamicCache() to generate(), "
+                    "which keeps them all"
+                )
+            expected = ((1, layout.kv_heads, length, layout.k_dim), layout.dtype)
+            for array, tensor in (("K", layer.keys), ("V", layer.values)):
+                found = (tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
+                if found != expected:
+                    raise InputError(f"{array} of layer {number} is {found}, expected {expected}")
+        return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _one_sequence(input_ids: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """Return ids as a tensor (T,)."""
+    ids = torch.as_tensor(input_ids)
+    if ids.ndim != 1 and ids.shape[:-1] != (1,):
+        raise InputError(
+            f"input_ids of shape {tuple(ids.shape)}; expected one sequence, (T,) or (1, T). Load "
+            "and save the sequences of a batch one by one, each in a cache of its own"
+        )
+    return ids.flatten()

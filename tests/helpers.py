@@ -1,0 +1,201 @@
+"""What several test modules share: keys, bytes, memory with poisoned surroundings, damage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import unittest
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vua.keys import ChunkKey, KeyChain, token_ids
+from vua.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
+
+Arrays = list[npt.NDArray[np.uint8]]
+"""Per array (K, V): ``[layers, heads, tokens, bytes of a row]``."""
+
+POISON = 0xA5
+PACKED = -1  # a memory in which chunks lie as they do in files
+GUARD = 3  # tokens before and after those that a dense memory is about
+
+
+class DirectoryTest(unittest.TestCase):
+    """A test with a directory of its own."""
+
+    def setUp(self) -> None:
+        """Make the directory."""
+        self.root = Path(tempfile.mkdtemp(prefix="vua-test-"))
+        self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
+
+    def files(self, pattern: str = "*.safetensors") -> list[Path]:
+        """The files below the directory, in order of name, without those in quarantine."""
+        found = sorted(self.root.rglob(pattern))
+        return [path for path in found if "quarantine" not in path.parts]
+
+    def snapshot(self) -> dict[str, bytes]:
+        """Every file below the directory with its bytes."""
+        paths = (path for path in self.root.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.root)): path.read_bytes() for path in paths}
+
+
+def keys_of(tokens: Iterable[int], chunk_tokens: int) -> list[ChunkKey]:
+    """The keys of a prompt's whole chunks."""
+    chain = KeyChain(token_ids(list(tokens)), chunk_tokens)
+    return chain.first(len(chain))
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """A tensor in which every bit pattern is as likely as any other, NaNs included."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    size = (*shape[:-1], shape[-1] * dtype.itemsize)
+    raw = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+    return raw.view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The tensor's values as bytes: unlike `==` these tell NaNs and zeros apart."""
+    dense = tensor.detach().resolve_neg().contiguous().flatten()
+    return dense.view(torch.uint8).numpy().tobytes()
+
+
+def caches_of(
+    *, layers: int, heads: int, tokens: int, dim: int, rows: int = 1, v_dim: int | None = None,
+    dtype: torch.dtype = torch.float32, seed: int = 0,
+) -> list[list[torch.Tensor]]:  # fmt: skip
+    """A KV cache ``[layer][K, V]`` full of noise."""
+    dims = (dim, dim if v_dim is None else v_dim)
+    return [
+        [
+            noise(rows, heads, tokens, width, dtype=dtype, seed=1000 * seed + 2 * layer + array)
+            for array, width in enumerate(dims)
+        ]
+        for layer in range(layers)
+    ]
+
+
+def kv_bits(cache: list[list[torch.Tensor]], tokens: int | None = None) -> list[list[bytes]]:
+    """The bytes of a KV cache's first tokens."""
+    return [[bits(tensor[:, :, :tokens]) for tensor in pair] for pair in cache]
+
+
+def model_arrays(layout: KVLayout, chunks: int, seed: int = 0) -> Arrays:
+    """The KV cache of a whole model as bytes."""
+    random = np.random.default_rng(seed)
+    tokens = chunks * layout.chunk_tokens
+    return [
+        random.integers(
+            0, 256, (layout.layers, layout.kv_heads, tokens, dim * ITEMSIZE[layout.dtype])
+        ).astype(np.uint8)
+        for dim in layout.dims
+    ]
+
+
+def rectangle(arrays: Arrays, shard: Shard) -> Arrays:
+    """A shard of a whole model's bytes."""
+    layers = slice(shard.layer_start, shard.layer_stop)
+    heads = slice(shard.head_start, shard.head_stop)
+    return [array[layers, heads] for array in arrays]
+
+
+class Memory:
+    """Memory for one shard, dense or paged, with poison wherever no token of it lies."""
+
+    def __init__(
+        self, layout: KVLayout, shard: Shard, chunks: int, *, block_tokens: int | None = None
+    ) -> None:
+        """Make a dense memory, or a paged one of blocks of ``block_tokens`` in random places.
+
+        With PACKED the blocks are chunks, and heads stand outside of layers as they do in files.
+        """
+        self.layout, self.tokens = layout, chunks * layout.chunk_tokens
+        self.packed = block_tokens == PACKED
+        self.block_tokens = block_tokens = layout.chunk_tokens if self.packed else block_tokens
+        rows = [dim * ITEMSIZE[layout.dtype] for dim in layout.dims]
+        if block_tokens is None:
+            shapes = [(shard.layers, shard.heads, self.tokens + 2 * GUARD, row) for row in rows]
+        else:
+            blocks = self.tokens // block_tokens
+            self.blocks = np.random.default_rng(blocks).permutation(2 * blocks + 3)[:blocks]
+            spare = 2 * blocks + 3
+            shapes = [(shard.layers, spare, shard.heads, block_tokens, row) for row in rows]
+        self.buffers = [np.full(shape, POISON, dtype=np.uint8) for shape in shapes]
+        if self.packed:  # [blocks, heads, layers, ...], seen as [layers, blocks, heads, ...]
+            self.buffers = [
+                np.moveaxis(np.ascontiguousarray(np.moveaxis(buffer, 0, 2)), 2, 0)
+                for buffer in self.buffers
+            ]
+
+    def fill(self, arrays: Arrays) -> Memory:
+        """Put tokens into their places, from the first on."""
+        for buffer, array in zip(self.buffers, arrays, strict=True):
+            if self.block_tokens is None:
+                buffer[:, :, GUARD : GUARD + array.shape[2]] = array
+                continue
+            for number in range(array.shape[2] // self.block_tokens):
+                span = slice(number * self.block_tokens, (number + 1) * self.block_tokens)
+                buffer[:, self.blocks[number]] = array[:, :, span]
+        return self
+
+    def map(self) -> MemoryMap:
+        """Where the tokens lie."""
+        offsets, strides, bases, piece = [], [], [], self.block_tokens or self.layout.chunk_tokens
+        for buffer in self.buffers:
+            address = buffer.ctypes.data
+            if self.block_tokens is None:
+                address += GUARD * buffer.strides[2]
+                stride, places = buffer.strides[1], np.arange(self.tokens // piece)
+                offsets.append((places * piece * buffer.strides[2]).astype(np.uint64))
+            else:
+                stride = buffer.strides[2]
+                offsets.append((self.blocks * buffer.strides[1]).astype(np.uint64))
+            layers = np.arange(buffer.shape[0], dtype=np.uint64) * np.uint64(buffer.strides[0])
+            bases.append(np.uint64(address) + layers)
+            strides.append(stride)
+        return MemoryMap(tuple(bases), tuple(strides), tuple(offsets), piece, self.buffers)
+
+
+def flip(path: Path, at: int, mask: int = 0x01) -> None:
+    """Change bits of one byte of a file, in place."""
+    with path.open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ mask]))
+
+
+def swap(one: Path, other: Path) -> None:
+    """Let two files change places."""
+    aside = one.with_name("aside")
+    one.replace(aside)
+    other.replace(one)
+    aside.replace(other)
+
+
+@contextlib.contextmanager
+def read_only(root: Path) -> Iterator[None]:
+    """Make a directory that the process may read and not write, for root as for anybody."""
+    paths = [root, *root.rglob("*")]
+    modes = {path: path.stat().st_mode for path in paths}
+    for path in paths:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for path, mode in modes.items():
+            with contextlib.suppress(FileNotFoundError):
+                path.chmod(mode)

@@ -1,0 +1,114 @@
+"""Writes `tests/golden`, byte for byte as it is, and prints the worked example of docs/format.md.
+
+`python tests/make_golden.py` from the root of the repository, with `src` or an installed vua.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from vua.directory import create_store
+from vua.entry import parse_entry
+from vua.identity import Identity
+from vua.keys import KeyChain, token_ids
+from vua.layout import KVLayout, MemoryMap, Shard
+
+GOLDEN = Path(__file__).parent / "golden"
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+CHUNK = 4
+CREATED = 1767225600  # 2026-01-01 00:00:00 UTC
+WRITER = "golden"
+PLAIN = KVLayout(layers=2, kv_heads=2, k_dim=4, v_dim=4, dtype="BF16", chunk_tokens=CHUNK)
+LATENT = KVLayout(layers=3, kv_heads=1, k_dim=6, v_dim=0, dtype="F16", chunk_tokens=CHUNK)
+SALT = {0: [("salt", b"a secret")], 1: [("image", b"\x01\x02"), ("lora", b"")]}
+# model label, layout, shards, extras
+CASES = (
+    ("golden whole", PLAIN, [PLAIN.full], {}),
+    ("golden split", PLAIN, [Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)], {}),
+    ("golden latent", LATENT, [LATENT.full], SALT),
+)
+
+
+def element(layout: KVLayout, array: int, shard: Shard) -> np.ndarray:
+    """The 16-bit patterns of a shard, ``[layers, heads, tokens, dim]``: each is its own number."""
+    shape = (layout.layers, layout.kv_heads, len(TOKENS), layout.dims[array])
+    numbers = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape) + 1000 * array
+    part = numbers[
+        shard.layer_start : shard.layer_stop, shard.head_start : shard.head_stop
+    ]
+    return np.ascontiguousarray(part, dtype="<u2")
+
+
+def memory_of(layout: KVLayout, shard: Shard) -> MemoryMap:
+    """Where a shard's patterns lie in memory."""
+    arrays = [element(layout, number, shard) for number in range(len(layout.dims))]
+    chunks = np.arange(len(TOKENS) // CHUNK, dtype=np.uint64)
+    return MemoryMap(
+        base=tuple(
+            np.uint64(array.ctypes.data)
+            + np.arange(shard.layers, dtype=np.uint64) * np.uint64(array.strides[0])
+            for array in arrays
+        ),
+        head_stride=tuple(array.strides[1] for array in arrays),
+        piece_offset=tuple(chunks * np.uint64(CHUNK * array.strides[2]) for array in arrays),
+        piece_tokens=CHUNK,
+        owner=arrays,
+    )
+
+
+def make(root: Path) -> None:
+    """Write the golden directory to ``root``, which must exist."""
+    with (
+        mock.patch("vua.entry.time.time", return_value=CREATED),
+        mock.patch("vua.store._WRITER", WRITER),
+    ):
+        for model, layout, shards, extras in CASES:
+            identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK, name=model)
+            store = create_store(root, identity, layout)
+            chain = KeyChain(token_ids(TOKENS), CHUNK, extras)
+            for shard in shards:
+                for place in range(len(chain)):
+                    store.save(chain[place], memory_of(layout, shard), shard=shard, place=place)
+
+
+def example(root: Path) -> list[str]:
+    """The lines of the worked example in docs/format.md, from the files in ``root``."""
+    model, layout, [shard], _ = CASES[0]
+    identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK, name=model)
+    key = KeyChain(token_ids(TOKENS), CHUNK)[1]
+    path = f"{identity.namespace}/{key.name[:2]}/{key.name}/{shard.name}.safetensors"
+    data = (root / path).read_bytes()
+    info = parse_entry(data)
+    stop = info.header_nbytes - 8 * len(info.checksums)
+    text = data[8:stop].decode().rstrip()
+    cuts = [text.index(word) for word in ('"prefix_hash"', '"tokens"', '},"checksums"', '"k"', '"v"')]
+    lines = [
+        "identity bytes   " + identity.encode()[:45].hex(),
+        "namespace        " + identity.namespace,
+        "chunk 0 hashed   " + token_ids(TOKENS[:CHUNK]).hex(),
+        "chunk 0          " + KeyChain(token_ids(TOKENS), CHUNK)[0].name,
+        "chunk 1 hashed   (the 32 bytes of chunk 0) " + token_ids(TOKENS[CHUNK:]).hex(),
+        "chunk 1          " + key.name,
+        f"file size        {len(data)}",
+        "bytes 0..8       " + data[:8].hex(),
+        "bytes 8..        ",
+        *("  " + text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)),
+        f"bytes {8 + len(text)}..{stop}  spaces",
+        f"bytes {stop}..4096 " + data[stop:4096].hex(),
+        "bytes 4096..4112 " + data[4096:4112].hex() + "  (K, head 0, layer 0, token 4 and 5)",
+        "SHA-256 of it    " + hashlib.sha256(data).hexdigest(),
+    ]
+    return [line.rstrip() for line in lines]
+
+
+if __name__ == "__main__":
+    shutil.rmtree(GOLDEN, ignore_errors=True)
+    GOLDEN.mkdir()
+    make(GOLDEN)
+    sys.stdout.write("\n".join(example(GOLDEN)) + "\n")

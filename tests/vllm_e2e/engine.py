@@ -1,0 +1,214 @@
+"""Runs vLLM engines for the tests: `python -m vllm_e2e.engine`, one JSON job per line on stdin.
+
+A job is a list of phases, each an engine with what it is to do. Every job runs in a process of its
+own, forked from this one before any engine exists here: a fresh process without the ten seconds
+that importing vLLM takes. Answers are lines on stdout that start with `MARK`; what vLLM prints goes
+into the answer's "log". Ends when stdin does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from vllm_e2e.damage import KINDS, stored
+
+MARK = "VUA-ANSWER "
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+MODULES = (
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vua.vllm.kv_connector_v1",
+)
+"""Imported once, for all jobs."""
+
+
+def main() -> None:
+    """Answer jobs until there are no more."""
+    for module in MODULES:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what is here now no later collection looks at...
+    gc.unfreeze = lambda: None  # ...also after an engine's shutdown: 2 s for each otherwise
+    tell({"ready": True})
+    for line in sys.stdin:
+        tell(in_process_of_its_own(json.loads(line)))
+
+
+def tell(answer: Any) -> None:
+    """Write one answer."""
+    print(MARK + json.dumps(answer), flush=True)
+
+
+def in_process_of_its_own(job: dict[str, Any]) -> dict[str, Any]:
+    """Run a job in a forked process; its processes are gone when this returns."""
+    with tempfile.TemporaryDirectory(prefix="vua-engine-") as folder:
+        answer, log = Path(folder, "answer"), Path(folder, "log")
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                become_worker(log, job["timeout_s"])
+                phases = [one_phase(phase) for phase in job["phases"]]
+                answer.write_text(json.dumps({"pid": os.getpid(), "phases": phases}))
+            os._exit(0)
+        status = wait_for(child, job["timeout_s"])
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if not answer.exists():
+            return {"problem": f"no answer, {status}", "log": text}
+        return {**json.loads(answer.read_text()), "log": text}
+
+
+def become_worker(log: Path, timeout_s: float) -> None:
+    """Prepare a forked process: output into a file, no input, dead when its parent is."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    faulthandler.dump_traceback_later(timeout_s * 0.9)
+
+
+def wait_for(child: int, timeout_s: float) -> str:
+    """Wait for a process to end; say how it did."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return f"exit status {os.waitstatus_to_exitcode(status)}"
+        time.sleep(0.01)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return f"still busy after {timeout_s} s"
+
+
+def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
+    """Start an engine, give it its steps, shut it down."""
+    from vllm import LLM
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if "make" in phase:
+        make_model(Path(phase["make"]["at"]), phase["make"])
+        return {}
+    settings = dict(phase["engine"])
+    if phase.get("transfer"):
+        settings["kv_transfer_config"] = phase["transfer"]
+    with faults(phase), forked_workers():
+        try:
+            llm = LLM(**settings)
+        except Exception as problem:  # noqa: BLE001 - the test decides what it should have been
+            return {"problem": f"{type(problem).__name__}: {problem}"}
+        side = get_kv_transfer_group() if has_kv_transfer_group() else None
+        try:
+            batches = [step for step in map(lambda step: act(llm, step), phase["steps"]) if step]
+        except Exception:  # noqa: BLE001 - likewise
+            return {"problem": traceback.format_exc()}
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            worker = getattr(side, "_worker", None)
+            counts = dict(worker.counts) if worker is not None else {}
+            del llm, side, worker
+            gc.collect()
+    return {"batches": batches, "counts": counts}
+
+
+def act(llm: Any, step: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Do one step: a batch of prompts, or forgetting vLLM's own prefix cache."""
+    from vllm import SamplingParams
+
+    if step.get("reset"):
+        if not llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset")
+        return None
+    prompts = [
+        {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
+        for ids, salt in zip(step["prompts"], step["salts"], strict=True)
+    ]
+    greedy = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True)
+    return [
+        {
+            "tokens": list(done.outputs[0].token_ids),
+            "cached": done.num_cached_tokens,
+            "finish": done.outputs[0].finish_reason,
+        }
+        for done in llm.generate(prompts, greedy, use_tqdm=False)
+    ]
+
+
+@contextmanager
+def faults(phase: dict[str, Any]) -> Iterator[None]:
+    """Strike the directory each time a lookup has answered, so before anything is loaded."""
+    from vua.store import Store
+
+    kind = phase.get("strike_after_lookup")
+    if kind is None:
+        yield
+        return
+    original, root = Store.lookup, Path(phase["strike_at"])
+
+    def lookup(*args: Any, **kwargs: Any) -> int:
+        found = original(*args, **kwargs)
+        for path in stored(root):
+            KINDS[kind](path)
+        return found
+
+    with mock.patch.object(Store, "lookup", lookup):
+        yield
+
+
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Fork the workers of parallel engines: vLLM would start each anew, which takes 15 s."""
+    import vllm.v1.executor.multiproc_executor as executor
+
+    context = multiprocessing.get_context("fork")
+    with mock.patch.object(executor, "get_mp_context", lambda: context):
+        yield
+
+
+def make_model(target: Path, what: dict[str, Any]) -> None:
+    """Make a checkpoint of an architecture that `vua.testing.models` does not know."""
+    import torch
+    import transformers
+
+    config = getattr(transformers, what["config_class"])(**what["config"])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(target)
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
+    main()

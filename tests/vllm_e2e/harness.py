@@ -1,0 +1,288 @@
+"""Lets tests run vLLM engines in other processes and look at what came out."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import random
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import unittest
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import vua
+from vua.testing.models import make_model
+from vua.vllm import CONNECTOR
+from vllm_e2e.damage import CHUNK
+from vllm_e2e.engine import ENVIRONMENT, MARK
+
+TESTS = Path(__file__).resolve().parent.parent
+SOURCE = Path(vua.__file__).resolve().parent.parent
+START_TIMEOUT_S = 180.0
+JOB_TIMEOUT_S = 100.0
+MAX_TOKENS = 16
+
+needs_vllm = unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """Random token ids, without the special ones."""
+    return random.Random(seed).choices(range(5, 500), k=count)
+
+
+PROMPT = tokens(700, seed=1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are given to the engine at once."""
+
+    prompts: Sequence[Sequence[int]]
+    salt: str | None = None
+    max_tokens: int = MAX_TOKENS
+
+    def describe(self) -> dict[str, Any]:
+        """The driver's form of it."""
+        salts = [self.salt] * len(self.prompts)
+        return {"prompts": self.prompts, "salts": salts, "max_tokens": self.max_tokens}
+
+
+RESET = Batch((), max_tokens=0)
+"""Instead of a batch: let vLLM forget its own prefix cache."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One engine, from start to shutdown."""
+
+    batches: Sequence[Batch]
+    engine: dict[str, Any] = field(default_factory=dict)
+    root: Path | None = None
+    """The connector's directory; None: no connector."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the connector."""
+    transfer: dict[str, Any] = field(default_factory=dict)
+    """Further settings of kv_transfer_config."""
+    strike: str | None = None
+    """What happens to all files whenever a lookup has answered."""
+
+    def describe(self) -> dict[str, Any]:
+        """The driver's form of it."""
+        settings = {
+            "model": str(llama()),
+            "block_size": 32,
+            "disable_log_stats": True,
+            "dtype": "float32",
+            "enable_prefix_caching": False,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 8,
+            "skip_tokenizer_init": True,
+            **self.engine,
+        }
+        if settings.get("tensor_parallel_size", 1) > 1:
+            settings["distributed_executor_backend"] = "mp"
+        steps = [{"reset": True} if b is RESET else b.describe() for b in self.batches]
+        described = {"engine": settings, "steps": steps}
+        if self.root is not None:
+            described["transfer"] = self._transfer(self.root)
+        if self.strike:
+            described |= {"strike_after_lookup": self.strike, "strike_at": str(self.root)}
+        return described
+
+    def _transfer(self, root: Path) -> dict[str, Any]:
+        extra = {"shared_storage_path": str(root), "chunk_tokens": CHUNK, "strict": True}
+        return {
+            "kv_connector": CONNECTOR,
+            "kv_connector_module_path": "vua.vllm.kv_connector_v1",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra | self.extra,
+            **self.transfer,
+        }
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one phase gave."""
+
+    tokens: list[list[int]]
+    """Per prompt, over all batches: the tokens that were generated."""
+    cached: list[int]
+    """Per prompt: the tokens that were not computed, as vLLM counts them."""
+    finish: list[str]
+    counts: dict[str, int]
+    """Events of the worker's store (with one worker only)."""
+    problem: str | None
+    log: str
+    pid: int
+
+
+def run(*phases: Phase) -> list[Served]:
+    """Run phases one after the other in one new process."""
+    answer = driver().ask([phase.describe() for phase in phases])
+    if "phases" not in answer:
+        raise AssertionError(f"{answer['problem']}; the log ends with:\n{answer['log'][-6000:]}")
+    return [_served(phase, answer) for phase in answer["phases"]]
+
+
+def _served(phase: dict[str, Any], answer: dict[str, Any]) -> Served:
+    outputs = [output for batch in phase.get("batches", ()) for output in batch]
+    return Served(
+        tokens=[output["tokens"] for output in outputs],
+        cached=[output["cached"] for output in outputs],
+        finish=[output["finish"] for output in outputs],
+        counts=phase.get("counts", {}),
+        problem=phase.get("problem"),
+        log=answer["log"],
+        pid=answer["pid"],
+    )
+
+
+def make(at: Path, config_class: str, **config: Any) -> Path:
+    """Make a checkpoint of any architecture that transformers knows."""
+    what = {"at": str(at), "config_class": config_class, "config": config}
+    answer = driver().ask([{"make": what}])
+    if "phases" not in answer:
+        raise AssertionError(answer["log"][-6000:])
+    return at
+
+
+class Driver:
+    """The process that runs the engines."""
+
+    def __init__(self) -> None:
+        """Start it and wait until it has imported vLLM."""
+        paths = [str(TESTS), str(SOURCE), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment.pop("VUA_PATH", None)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_e2e.engine"],
+            cwd=TESTS,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        self._rest = b""
+        atexit.register(self.close)
+        self._answer(START_TIMEOUT_S)
+
+    def ask(self, phases: list[dict[str, Any]]) -> dict[str, Any]:
+        """Run a job and return its answer."""
+        timeout_s = JOB_TIMEOUT_S * len(phases)
+        job = {"phases": phases, "timeout_s": timeout_s}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer(timeout_s + 30)
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        out = self._process.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(out, selectors.EVENT_READ)
+            while True:
+                *lines, self._rest = self._rest.split(b"\n")
+                for line in lines:
+                    if line.startswith(MARK.encode()):
+                        answer: dict[str, Any] = json.loads(line[len(MARK) :])
+                        return answer
+                if not selector.select(timeout_s) or not (data := os.read(out, 1 << 20)):
+                    self.close()
+                    raise AssertionError(f"the engine driver gave no answer:\n{self._said}")
+                self._rest += data
+
+    def close(self) -> None:
+        """End the process and whatever it has started."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process.stdin.close()
+            self._process.stdout.close()
+        if not self._log.closed:
+            self._log.seek(0)
+            self._said = self._log.read().decode(errors="replace")[-6000:]
+            self._log.close()
+
+
+@cache
+def driver() -> Driver:
+    """The one driver of this test run."""
+    return Driver()
+
+
+@cache
+def models() -> Path:
+    """Where the test models are, until this process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="vua-models-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+@cache
+def llama() -> Path:
+    """The usual model: two layers, two KV heads, head size 32."""
+    return make_model(models() / "llama", family="llama", seed=1)
+
+
+_baselines: dict[str, Served] = {}
+
+
+@needs_vllm
+class EngineTest(unittest.TestCase):
+    """Base of the tests: a fresh directory for each, and what is asked of every run."""
+
+    def setUp(self) -> None:
+        """Make an empty VUA directory."""
+        folder = tempfile.TemporaryDirectory(prefix="vua-e2e-")
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name) / "kv"
+
+    def phase(self, *batches: Batch, **settings: Any) -> Phase:
+        """An engine with the connector on this test's directory."""
+        return Phase(batches, **{"root": self.root, **settings})
+
+    def serve(self, *batches: Batch, **settings: Any) -> Served:
+        """Run one engine with the connector in a process of its own."""
+        (served,) = run(self.phase(*batches, **settings))
+        self.assertIsNone(served.problem)
+        return served
+
+    def baseline(self, *batches: Batch, engine: dict[str, Any] | None = None) -> list[list[int]]:
+        """The tokens that the engine generates without the connector."""
+        phase = Phase(batches, engine=engine or {})
+        name = json.dumps(phase.describe())
+        if name not in _baselines:
+            (_baselines[name],) = run(phase)
+            self.assertIsNone(_baselines[name].problem)
+        return _baselines[name].tokens
+
+    def fill(self, *batches: Batch, **settings: Any) -> list[list[int]]:
+        """Serve from an empty directory; check that nothing was loaded; return the baseline."""
+        expected = self.baseline(*batches, engine=settings.get("engine"))
+        cold = self.serve(*batches, **settings)
+
+        self.assertEqual(expected, cold.tokens)
+        self.assertEqual(0, cold.counts.get("chunks_loaded", 0))
+        return expected
+
+
+def loadable(prompt: Sequence[int], stored: int, chunk: int = CHUNK, block: int = 32) -> int:
+    """How many tokens of a prompt can be loaded when ``stored`` chunks of it are there."""
+    return min(stored * chunk // block * block, (len(prompt) - 1) // block * block)

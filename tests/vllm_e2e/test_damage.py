@@ -1,0 +1,168 @@
+"""Whatever happens to the directory, requests end, with the tokens they would have had without."""
+
+from __future__ import annotations
+
+import unittest
+from pathlib import Path
+
+import pytest
+
+from vllm_e2e.damage import KINDS, chunk_files, flip, stored, swap, truncate
+from vllm_e2e.harness import PROMPT, RESET, Batch, EngineTest, Served, tokens
+
+pytestmark = pytest.mark.vllm
+
+OTHER = PROMPT[:192] + tokens(300, seed=3)
+BATCH = Batch([PROMPT, OTHER])
+WHOLE = [640, 448]
+
+
+class DamagedTest(EngineTest):
+    """Between two runs something happens to the files."""
+
+    def setUp(self) -> None:
+        """Store two prompts that share three chunks: 10 + 4 files."""
+        super().setUp()
+        self.expected = self.fill(BATCH)
+        self.assertEqual(14, len(stored(self.root)))
+
+    def file(self, index: int) -> Path:
+        """The file of one of the first prompt's chunks."""
+        (path,) = chunk_files(self.root, PROMPT, index)
+        return path
+
+    def check(self, **counts: int) -> Served:
+        """Serve damaged, then healed; both give the right tokens, the second loads everything."""
+        damaged = self.serve(BATCH)
+        healed = self.serve(BATCH)
+
+        self.assertEqual([self.expected] * 2, [damaged.tokens, healed.tokens])
+        self.assertEqual(WHOLE, healed.cached)
+        self.assertEqual({"chunks_loaded": 17}, healed.counts)
+        for event, count in counts.items():
+            self.assertEqual(count, damaged.counts.get(event, 0), event)
+        return damaged
+
+    def test_flipped_bit(self) -> None:
+        """A chunk with one wrong bit is computed and stored again; the chunks before it load."""
+        flip(self.file(5))
+
+        damaged = self.check(corrupt=1, chunks_saved=1, chunks_loaded=5 + 7)
+
+        self.assertEqual([320, 448], damaged.cached)
+        self.assertIn("out of sight", damaged.log)
+
+    def test_truncated_file(self) -> None:
+        """A chunk whose file ends early is computed and stored again."""
+        truncate(self.file(9))
+
+        damaged = self.check(corrupt=1, chunks_saved=1)
+
+        self.assertEqual([576, 448], damaged.cached)
+
+    def test_empty_file(self) -> None:
+        """A file without content, as a power cut may leave it, is no different."""
+        self.file(3).write_bytes(b"")
+
+        self.check(corrupt=1, chunks_saved=1)
+
+    def test_deleted_file(self) -> None:
+        """A hole in the middle ends what is loaded, and is filled."""
+        self.file(7).unlink()
+
+        damaged = self.check(corrupt=0, chunks_saved=1)
+
+        self.assertEqual([448, 448], damaged.cached)
+
+    def test_swapped_files(self) -> None:
+        """Two valid files under each other's names are both refused."""
+        swap(self.file(4), self.file(8))
+
+        damaged = self.check(foreign=1)
+
+        self.assertEqual([256, 448], damaged.cached)
+
+    def test_first_chunk(self) -> None:
+        """Without the first chunk nothing can be used, and no request waits for it for ever."""
+        flip(self.file(0))
+
+        damaged = self.check(chunks_loaded=0)
+
+        self.assertEqual([0, 0], damaged.cached)
+
+    def test_all_files(self) -> None:
+        """With every file damaged everything is computed, and stored anew."""
+        for path in stored(self.root):
+            flip(path)
+
+        damaged = self.check(chunks_loaded=0)
+
+        self.assertEqual([0, 0], damaged.cached)
+
+
+class MeanwhileTest(EngineTest):
+    """The directory changes while an engine uses it."""
+
+    def test_between_lookup_and_load(self) -> None:
+        """Chunks that were there when a request was planned and then are not are computed."""
+        for kind in KINDS:
+            for prefix_caching in (False, True):
+                with self.subTest(kind, prefix_caching=prefix_caching):
+                    engine = {"enable_prefix_caching": prefix_caching}
+                    expected = self.baseline(BATCH, RESET, BATCH, engine=engine)
+                    self.fill(BATCH, engine=engine)
+
+                    struck = self.serve(BATCH, RESET, BATCH, engine=engine, strike=kind)
+                    healed = self.serve(BATCH, engine=engine)
+
+                    self.assertEqual([expected, expected[:2]], [struck.tokens, healed.tokens])
+                    self.assertEqual(["length"] * 4, struck.finish)
+                    self.assertEqual([0], sorted(set(struck.cached)))
+                    self.assertEqual(WHOLE, healed.cached)
+
+    def test_load_failures_that_fail(self) -> None:
+        """With the policy "fail", which is warned of, a damaged file costs its own request only."""
+        self.fill(BATCH)
+        (path,) = chunk_files(self.root, PROMPT, 8)
+        flip(path)
+        expected = self.baseline(BATCH)
+
+        served = self.serve(BATCH, transfer={"kv_load_failure_policy": "fail"})
+
+        self.assertEqual(["error", "length"], served.finish)
+        self.assertEqual([[], expected[1]], served.tokens)
+        self.assertEqual(1, served.log.count('kv_load_failure_policy is "fail"'))
+
+    def test_directory_of_another_layout(self) -> None:
+        """Where the namespace holds another layout requests are served, and nothing is touched."""
+        expected = self.baseline(BATCH)
+        self.fill(BATCH)
+        (description,) = self.root.glob("*/namespace.json")
+        text = description.read_text().replace('"layers": 2', '"layers": 3')
+        description.write_text(text)
+
+        served = self.serve(BATCH)
+
+        self.assertEqual(expected, served.tokens)
+        self.assertEqual([0, 0], served.cached)
+        self.assertEqual(text, description.read_text())
+        self.assertIn("served without a stored KV cache", served.log)
+
+    def test_nothing_can_be_written(self) -> None:
+        """Where no file can be made requests are served, and the log says so once."""
+        expected = self.baseline(BATCH)
+        (self.root).mkdir()
+        self.serve(Batch([[7] * 10]))
+        (namespace,) = self.root.iterdir()
+        for number in range(256):  # files where the chunks' directories should be
+            (namespace / f"{number:02x}").write_bytes(b"")
+
+        served = self.serve(BATCH)
+
+        self.assertEqual(expected, served.tokens)
+        self.assertEqual(0, served.counts.get("chunks_saved", 0))
+        self.assertEqual(1, served.log.count("chunks are not stored"))
+
+
+if __name__ == "__main__":
+    unittest.main()
