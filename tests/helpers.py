@@ -7,11 +7,12 @@ import os
 import shutil
 import tempfile
 import unittest
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
 from vua.keys import ChunkKey, KeyChain, token_ids
@@ -23,6 +24,12 @@ Arrays = list[npt.NDArray[np.uint8]]
 POISON = 0xA5
 PACKED = -1  # a memory in which chunks lie as they do in files
 GUARD = 3  # tokens before and after those that a dense memory is about
+
+
+def soak(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that runs for minutes; unittest, which knows no marks, leaves it out."""
+    under_pytest = "PYTEST_VERSION" in os.environ
+    return pytest.mark.soak(unittest.skipUnless(under_pytest, "runs for minutes")(test))
 
 
 class DirectoryTest(unittest.TestCase):

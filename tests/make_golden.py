@@ -39,9 +39,7 @@ def element(layout: KVLayout, array: int, shard: Shard) -> np.ndarray:
     """The 16-bit patterns of a shard, ``[layers, heads, tokens, dim]``: each is its own number."""
     shape = (layout.layers, layout.kv_heads, len(TOKENS), layout.dims[array])
     numbers = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape) + 1000 * array
-    part = numbers[
-        shard.layer_start : shard.layer_stop, shard.head_start : shard.head_stop
-    ]
+    part = numbers[shard.layer_start : shard.layer_stop, shard.head_start : shard.head_stop]
     return np.ascontiguousarray(part, dtype="<u2")
 
 
@@ -87,7 +85,9 @@ def example(root: Path) -> list[str]:
     info = parse_entry(data)
     stop = info.header_nbytes - 8 * len(info.checksums)
     text = data[8:stop].decode().rstrip()
-    cuts = [text.index(word) for word in ('"prefix_hash"', '"tokens"', '},"checksums"', '"k"', '"v"')]
+    cuts = [
+        text.index(word) for word in ('"prefix_hash"', '"tokens"', '},"checksums"', '"k"', '"v"')
+    ]
     lines = [
         "identity bytes   " + identity.encode()[:45].hex(),
         "namespace        " + identity.namespace,

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers import DirectoryTest, caches_of, flip, kv_bits, noise, read_only
 
+from helpers import DirectoryTest, caches_of, flip, kv_bits, noise, read_only
 from vua import core
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, InputError, LayoutError, NotWritableError
@@ -116,6 +116,20 @@ class TestPutAndGet(CoreTest):
 
                 self.check(self.vua.get_closest(asked), cache if expected else [], expected)
 
+    def test_damage_shortens(self) -> None:
+        """Damage in the middle leaves what stands before it, in tensors of that length."""
+        cache = caches_of(layers=2, heads=2, tokens=12, dim=4)
+        self.vua.put(TOKENS, cache)
+        for damage in (lambda path: flip(path, 4100), Path.unlink):
+            middle = next(p for p in self.files() if b"0000000004-0000000008" in p.read_bytes())
+            damage(middle)
+            found = self.vua.get_closest(TOKENS)
+
+            self.check(found, cache, 4)
+            self.assertEqual((1, 2, 4, 4), tuple(found.data[1][1].shape))
+            self.assertEqual(1, self.vua.put(TOKENS, cache))
+            self.check(self.vua.get_closest(TOKENS), cache, 12)
+
     def test_shared_prefix_is_stored_once(self) -> None:
         """Two prompts share the chunks of the prefix that they share."""
         cache = caches_of(layers=1, heads=1, tokens=12, dim=4)
@@ -188,9 +202,7 @@ class TestPutAndGet(CoreTest):
                     vua.put(TOKENS, caches_of(layers=1, heads=1, tokens=12, dim=4))
             finally:
                 os.umask(before)
-            modes = {
-                (path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in root.rglob("*")
-            }
+            modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in root.rglob("*")}
 
             self.assertEqual({(True, 0o700), (False, 0o600)}, modes)
 
@@ -342,7 +354,7 @@ class TestUnusableInput(CoreTest):
             self.refused(TOKENS[:8], [[k, v], [k, v]], "differ in heads")
 
     def test_other_layout(self) -> None:
-        """A model of another shape or dtype than the stored one is refused, saying the difference."""
+        """A model of another shape or dtype than the stored one is refused with the difference."""
         for changes, words in (
             ({"layers": 3}, r"layers 3 \(stored: 2\)"),
             ({"heads": 1}, r"kv_heads 1 \(stored: 2\)"),
@@ -468,8 +480,10 @@ class TestDirectory(CoreTest):
         self.vua.put(TOKENS, cache)
         [description] = self.files("namespace.json")
         sound = description.read_bytes()
-        for damage in (b"", b"\0" * 50, b"[]", b"{}", sound[:-9], sound.replace(b"F32", b"F16"),
-                       b"[" * 100_000, b"9" * 100_000, sound.replace(b'"default"', b'"other"')):  # fmt: skip
+        other_layout = sound.replace(b"F32", b"F16")
+        other_model = sound.replace(b'"default"', b'"other"')
+        broken = (b"", b"\0" * 50, b"[]", b"{}", sound[:-9], b"[" * 100_000, b"9" * 100_000)
+        for damage in (*broken, other_layout, other_model):
             with self.subTest(damage[:20]):
                 description.write_bytes(damage)
                 with self.open() as reader:

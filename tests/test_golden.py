@@ -10,13 +10,13 @@ import unittest
 from pathlib import Path
 from typing import Any
 
-import make_golden
 import numpy as np
 import torch
 import xxhash
-from helpers import DirectoryTest
 from safetensors import safe_open
 
+import make_golden
+from helpers import DirectoryTest
 from vua.core import VUA, VUAConfig
 from vua.directory import open_store
 from vua.entry import parse_entry
@@ -202,9 +202,7 @@ class TestGolden(DirectoryTest):
             self.assertEqual(2, store.lookup(chain))
             self.assertEqual(2, store.load(chain, memory).chunks)
             for n, array in enumerate(memory.owner):
-                np.testing.assert_array_equal(
-                    make_golden.element(layout, n, layout.full), array
-                )
+                np.testing.assert_array_equal(make_golden.element(layout, n, layout.full), array)
         self.assertEqual(contents(GOLDEN), contents(self.copy))
 
     def test_core_reads_them(self) -> None:

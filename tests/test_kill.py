@@ -11,10 +11,9 @@ import time
 import unittest
 from pathlib import Path
 
-import pytest
 import torch
-from helpers import DirectoryTest, bits, noise
 
+from helpers import DirectoryTest, bits, noise, soak
 from vua.core import VUA, VUAConfig
 
 PROMPTS = 6
@@ -120,7 +119,7 @@ class TestKill(DirectoryTest):
         """After each of 50 kills every answer is right or shorter, and a put heals the rest."""
         self.kill_and_check(50)
 
-    @pytest.mark.soak
+    @soak
     def test_kill_often(self) -> None:
         """The same, a thousand times."""
         self.kill_and_check(1000)

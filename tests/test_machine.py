@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from helpers import bits, flip, noise, swap
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from helpers import bits, flip, noise, swap
 from vua.core import VUA, VUAConfig
 from vua.keys import KeyChain, token_ids
 
@@ -23,7 +23,9 @@ NBYTES = 4096 + PAYLOAD
 CONFIG = VUAConfig(split_factor=CHUNK, threads=1)
 
 # Few tokens and short prompts, so that prefixes are shared often.
-PROMPTS = st.lists(st.integers(0, 1), max_size=5).map(lambda ids: [n for n in ids for _ in range(4)])
+PROMPTS = st.lists(st.integers(0, 1), max_size=5).map(
+    lambda ids: [n for n in ids for _ in range(4)]
+)
 PICKS = st.integers(0, 1 << 30)
 
 
@@ -157,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(
-    max_examples=80,
+    max_examples=150,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

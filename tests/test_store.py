@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import pytest
+
 from helpers import (
     PACKED,
     POISON,
@@ -24,14 +24,14 @@ from helpers import (
     model_arrays,
     read_only,
     rectangle,
+    soak,
     swap,
 )
-
 from vua import _linux
 from vua.errors import InputError, NotWritableError, StorageError, StorageFullError
 from vua.keys import ChunkKey
 from vua.layout import KVLayout, Shard
-from vua.storage.local import MAX_QUARANTINED, LocalStorage
+from vua.storage.local import MAX_QUARANTINED, FileReader, LocalStorage
 from vua.store import Loaded, Store
 
 NAMESPACE = "ab" * 32
@@ -159,10 +159,8 @@ class TestShards(StoreTest):
             memory.fill(self.model)
             for place, key in enumerate(self.keys):
                 store.save(key, memory.map(), place=place)
-            sums = []
-            for path in sorted((self.root / store.namespace).rglob("*.safetensors")):
-                sums.append(path.read_bytes()[4096:])
-            snapshots.append(sums)
+            paths = sorted((self.root / store.namespace).rglob("*.safetensors"))
+            snapshots.append([path.read_bytes()[4096:] for path in paths])
 
         self.assertEqual(CHUNKS, len(snapshots[0]))
         self.assertEqual(5 * snapshots[:1], snapshots)
@@ -298,6 +296,24 @@ class TestDamage(StoreTest):
             with self.subTest(length=length):
                 self.damaged(lambda path, length=length: os.truncate(path, length), "corrupt")
 
+    def test_cut_while_read(self) -> None:
+        """A file that is cut after it was opened is noticed, even where memory is right already."""
+
+        class Cutting(LocalStorage):
+            def open(self, chunk: str, shard: Shard) -> FileReader:
+                reader = super().open(chunk, shard)
+                path = self.directory / chunk[:2] / chunk / f"{shard.name}.safetensors"
+                os.truncate(path, reader.nbytes - 1)
+                return reader
+
+        self.save_whole()
+        storage = Cutting(self.root / NAMESPACE)
+        self.addCleanup(storage.close)
+        memory = Memory(SMALL, SMALL.full, CHUNKS).fill(self.model)
+        loaded = Store(storage, NAMESPACE, SMALL).load(self.keys, memory.map())
+
+        self.assertEqual(Loaded(0, 0, "corrupt"), loaded)
+
     def test_zeros(self) -> None:
         """A file of zeros of the right length is noticed: that is what a power cut leaves."""
         self.save_whole()
@@ -329,9 +345,7 @@ class TestDamage(StoreTest):
         low, high = split(SMALL, 2)
         self.save(self.store, self.model, [low, high], self.keys)
         files = sorted(self.files())
-        for one, other in itertools.batched(files, 2) if hasattr(itertools, "batched") else zip(
-            files[::2], files[1::2], strict=True
-        ):
+        for one, other in zip(files[::2], files[1::2], strict=True):
             swap(one, other)
         memory = Memory(SMALL, low, CHUNKS)
 
@@ -556,7 +570,7 @@ class TestWays(StoreTest):
         }
         with (
             mock.patch.dict(_linux._calls, refuse),
-            mock.patch.object(_linux, "open_cached", new=lambda *_: None),
+            mock.patch.object(_linux, "open_cached", return_value=None),
         ):
             self.use()
 
@@ -568,7 +582,7 @@ class TestWays(StoreTest):
         ):
             self.use()
 
-    @pytest.mark.soak
+    @soak
     def test_large(self) -> None:
         """Files of a hundred megabytes go through all ways too."""
         layout = KVLayout(80, 8, 128, 128, "BF16", 256)

@@ -227,7 +227,7 @@ def parse_entry(data: bytes) -> EntryInfo:
         table = np.frombuffer(data[codec._json_stop : codec.header_nbytes], dtype="<u8")
         check = int(metadata["check"], 16)
         again = _with_check(codec, key, metadata, table)
-    except (KeyError, TypeError, ValueError, AttributeError, LayoutError) as problem:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
         msg = f"header fields are not those of a VUA entry: {problem!r:.200}"
         raise CorruptEntryError(msg) from problem
     if payload_at + codec._table_nbytes != codec.header_nbytes or again != bytes(
@@ -303,8 +303,9 @@ def _claims(
         or not set(metadata["namespace"]) <= _HEX_DIGITS
         or (odd, key.stop - key.start) != (0, layout.chunk_tokens)
         or (place and not key.parent)
+        or Shard.parse(layout.full.name) is None
     ):
-        msg = "digests or token range are of the wrong form"
+        msg = "digests, token range or layout are of the wrong form"
         raise ValueError(msg)
     return key, shard, layout
 

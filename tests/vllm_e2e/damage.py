@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from vua.keys import KeyChain, token_ids
@@ -30,6 +31,14 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def blank(path: Path) -> None:
+    """Zero the last quarter of a file; doing it twice changes nothing more."""
+    with path.open("r+b") as stream:
+        size = path.stat().st_size
+        stream.seek(size - size // 4)
+        stream.write(bytes(size // 4))
+
+
 def truncate(path: Path) -> None:
     """Cut a file in half."""
     with path.open("r+b") as stream:
@@ -48,4 +57,12 @@ def vanish(path: Path) -> None:
     shutil.rmtree(path.parent, ignore_errors=True)
 
 
-KINDS: dict[str, Callable[[Path], None]] = {"flip": flip, "truncate": truncate, "vanish": vanish}
+STRIKES: dict[str, Callable[[Path], None]] = {"blank": blank, "truncate": truncate, "vanish": vanish}
+"""What may strike while an engine runs."""
+
+
+def strike(root: Path, kind: str) -> None:
+    """Damage all files, of which some may be taken away meanwhile."""
+    for path in stored(root):
+        with suppress(FileNotFoundError):
+            STRIKES[kind](path)

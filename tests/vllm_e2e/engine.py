@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vllm_e2e.damage import KINDS, stored
+from vllm_e2e.damage import strike
 
 MARK = "VUA-ANSWER "
 ENVIRONMENT = {
@@ -125,11 +125,13 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
     settings = dict(phase["engine"])
     if phase.get("transfer"):
         settings["kv_transfer_config"] = phase["transfer"]
-    with faults(phase), forked_workers():
+    counts: dict[str, int] = {}
+    with faults(phase), forked_workers(), counted(counts):
         try:
             llm = LLM(**settings)
         except Exception as problem:  # noqa: BLE001 - the test decides what it should have been
             return {"problem": f"{type(problem).__name__}: {problem}"}
+        counts.clear()  # the connector tries itself out
         side = get_kv_transfer_group() if has_kv_transfer_group() else None
         try:
             batches = [step for step in map(lambda step: act(llm, step), phase["steps"]) if step]
@@ -138,7 +140,7 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
         finally:
             llm.llm_engine.engine_core.shutdown()
             worker = getattr(side, "_worker", None)
-            counts = dict(worker.counts) if worker is not None else {}
+            counts |= dict(worker.counts) if worker is not None else {}
             del llm, side, worker
             gc.collect()
     return {"batches": batches, "counts": counts}
@@ -180,11 +182,37 @@ def faults(phase: dict[str, Any]) -> Iterator[None]:
 
     def lookup(*args: Any, **kwargs: Any) -> int:
         found = original(*args, **kwargs)
-        for path in stored(root):
-            KINDS[kind](path)
+        strike(root, kind)
         return found
 
     with mock.patch.object(Store, "lookup", lookup):
+        yield
+
+
+@contextmanager
+def counted(counts: dict[str, int]) -> Iterator[None]:
+    """Count tokens that this process puts into its engine's cache, and preemptions."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vua.vllm.paged import PagedKV
+
+    scatter, preempt = PagedKV.scatter, Scheduler._preempt_request
+
+    def add(event: str, number: int) -> None:
+        counts[event] = counts.get(event, 0) + number
+
+    def counting_scatter(self: PagedKV, ids: Any, start: int, count: int, *kv: Any) -> None:
+        scatter(self, ids, start, count, *kv)
+        add("tokens_loaded", count)
+
+    def counting_preempt(*args: Any, **kwargs: Any) -> None:
+        preempt(*args, **kwargs)
+        add("preemptions", 1)
+
+    with (
+        mock.patch.object(PagedKV, "scatter", counting_scatter),
+        mock.patch.object(Scheduler, "_preempt_request", counting_preempt),
+    ):
         yield
 
 

@@ -103,14 +103,19 @@ class Phase:
 
     def _transfer(self, root: Path) -> dict[str, Any]:
         extra = {"shared_storage_path": str(root), "chunk_tokens": CHUNK, "strict": True}
-        return {
+        transfer = {
             "kv_connector": CONNECTOR,
             "kv_connector_module_path": "vua.vllm.kv_connector_v1",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra | self.extra,
-            **self.transfer,
+            "kv_connector_extra_config": _given(extra | self.extra),
         }
+        return _given(transfer | self.transfer)
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings without those that are None, which stands for not giving them."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -120,10 +125,12 @@ class Served:
     tokens: list[list[int]]
     """Per prompt, over all batches: the tokens that were generated."""
     cached: list[int]
-    """Per prompt: the tokens that were not computed, as vLLM counts them."""
+    """Per prompt: the tokens that were not computed, as vLLM counts them: when a load is ordered,
+    so with those that a failed load did not bring."""
     finish: list[str]
     counts: dict[str, int]
-    """Events of the worker's store (with one worker only)."""
+    """Events of the worker's store, "tokens_loaded" into the engine's cache, "preemptions".
+    With several workers there are only the last."""
     problem: str | None
     log: str
     pid: int

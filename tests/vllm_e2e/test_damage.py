@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import unittest
+import shutil
 from pathlib import Path
 
 import pytest
 
-from vllm_e2e.damage import KINDS, chunk_files, flip, stored, swap, truncate
-from vllm_e2e.harness import PROMPT, RESET, Batch, EngineTest, Served, tokens
+from vllm_e2e.damage import STRIKES, chunk_files, flip, stored, swap, truncate
+from vllm_e2e.harness import PROMPT, RESET, Batch, EngineTest, Served, run, tokens
 
 pytestmark = pytest.mark.vllm
 
@@ -31,14 +31,18 @@ class DamagedTest(EngineTest):
         (path,) = chunk_files(self.root, PROMPT, index)
         return path
 
-    def check(self, **counts: int) -> Served:
-        """Serve damaged, then healed; both give the right tokens, the second loads everything."""
+    def check(self, *loaded: int, **counts: int) -> Served:
+        """Serve damaged, then healed. Both give the right tokens, the second loads everything.
+
+        ``loaded``: tokens of each prompt that are loaded while there is damage.
+        """
         damaged = self.serve(BATCH)
         healed = self.serve(BATCH)
 
         self.assertEqual([self.expected] * 2, [damaged.tokens, healed.tokens])
+        self.assertEqual(sum(loaded), damaged.counts.get("tokens_loaded", 0))
         self.assertEqual(WHOLE, healed.cached)
-        self.assertEqual({"chunks_loaded": 17}, healed.counts)
+        self.assertEqual({"chunks_loaded": 17, "tokens_loaded": sum(WHOLE)}, healed.counts)
         for event, count in counts.items():
             self.assertEqual(count, damaged.counts.get(event, 0), event)
         return damaged
@@ -47,57 +51,46 @@ class DamagedTest(EngineTest):
         """A chunk with one wrong bit is computed and stored again; the chunks before it load."""
         flip(self.file(5))
 
-        damaged = self.check(corrupt=1, chunks_saved=1, chunks_loaded=5 + 7)
+        damaged = self.check(320, 448, corrupt=1, chunks_saved=1)
 
-        self.assertEqual([320, 448], damaged.cached)
         self.assertIn("out of sight", damaged.log)
 
     def test_truncated_file(self) -> None:
         """A chunk whose file ends early is computed and stored again."""
         truncate(self.file(9))
 
-        damaged = self.check(corrupt=1, chunks_saved=1)
-
-        self.assertEqual([576, 448], damaged.cached)
+        self.check(576, 448, corrupt=1, chunks_saved=1)
 
     def test_empty_file(self) -> None:
         """A file without content, as a power cut may leave it, is no different."""
         self.file(3).write_bytes(b"")
 
-        self.check(corrupt=1, chunks_saved=1)
+        self.check(192, 448, corrupt=1, chunks_saved=1)
 
     def test_deleted_file(self) -> None:
         """A hole in the middle ends what is loaded, and is filled."""
-        self.file(7).unlink()
+        self.file(8).unlink()
 
-        damaged = self.check(corrupt=0, chunks_saved=1)
-
-        self.assertEqual([448, 448], damaged.cached)
+        self.check(512, 448, corrupt=0, missing=1, chunks_saved=1)
 
     def test_swapped_files(self) -> None:
-        """Two valid files under each other's names are both refused."""
+        """Two valid files under each other's names are both refused, and both stored again."""
         swap(self.file(4), self.file(8))
 
-        damaged = self.check(foreign=1)
-
-        self.assertEqual([256, 448], damaged.cached)
+        self.check(256, 448, foreign=2, chunks_saved=2)
 
     def test_first_chunk(self) -> None:
         """Without the first chunk nothing can be used, and no request waits for it for ever."""
         flip(self.file(0))
 
-        damaged = self.check(chunks_loaded=0)
-
-        self.assertEqual([0, 0], damaged.cached)
+        self.check(0, 0, chunks_saved=1)
 
     def test_all_files(self) -> None:
         """With every file damaged everything is computed, and stored anew."""
         for path in stored(self.root):
             flip(path)
 
-        damaged = self.check(chunks_loaded=0)
-
-        self.assertEqual([0, 0], damaged.cached)
+        self.check(0, 0, chunks_saved=14)
 
 
 class MeanwhileTest(EngineTest):
@@ -105,19 +98,28 @@ class MeanwhileTest(EngineTest):
 
     def test_between_lookup_and_load(self) -> None:
         """Chunks that were there when a request was planned and then are not are computed."""
-        for kind in KINDS:
+        in_turn = (Batch([PROMPT]), Batch([OTHER]), RESET, Batch([PROMPT]))
+        for kind in STRIKES:
             for prefix_caching in (False, True):
                 with self.subTest(kind, prefix_caching=prefix_caching):
                     engine = {"enable_prefix_caching": prefix_caching}
-                    expected = self.baseline(BATCH, RESET, BATCH, engine=engine)
-                    self.fill(BATCH, engine=engine)
+                    shutil.rmtree(self.root, ignore_errors=True)
+                    together = self.fill(BATCH, engine=engine)
+                    expected = self.baseline(*in_turn, engine=engine)
 
-                    struck = self.serve(BATCH, RESET, BATCH, engine=engine, strike=kind)
+                    first, second = run(
+                        self.phase(*in_turn, engine=engine, strike=kind),
+                        self.phase(BATCH, engine=engine, strike=kind),
+                    )
                     healed = self.serve(BATCH, engine=engine)
 
-                    self.assertEqual([expected, expected[:2]], [struck.tokens, healed.tokens])
-                    self.assertEqual(["length"] * 4, struck.finish)
-                    self.assertEqual([0], sorted(set(struck.cached)))
+                    self.assertEqual([None, None], [first.problem, second.problem])
+                    self.assertEqual(
+                        [expected, together, together],
+                        [first.tokens, second.tokens, healed.tokens],
+                    )
+                    self.assertEqual({"length"}, {*first.finish, *second.finish})
+                    self.assertEqual(0, first.counts.get("tokens_loaded", 0))
                     self.assertEqual(WHOLE, healed.cached)
 
     def test_load_failures_that_fail(self) -> None:
@@ -162,7 +164,3 @@ class MeanwhileTest(EngineTest):
         self.assertEqual(expected, served.tokens)
         self.assertEqual(0, served.counts.get("chunks_saved", 0))
         self.assertEqual(1, served.log.count("chunks are not stored"))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -34,7 +34,7 @@ class ReuseTest(EngineTest):
                 self.assertEqual([expected, expected], [cold.tokens, warm.tokens])
                 self.assertEqual([[0], [640]], [cold.cached, warm.cached])
                 self.assertEqual(10, cold.counts["chunks_saved"])
-                self.assertEqual({"chunks_loaded": 10}, warm.counts)
+                self.assertEqual({"chunks_loaded": 10, "tokens_loaded": 640}, warm.counts)
         self.assertEqual(20, len(stored(self.root)))
 
     def test_one_token_is_left_to_compute(self) -> None:
@@ -46,6 +46,7 @@ class ReuseTest(EngineTest):
 
         self.assertEqual(expected, warm.tokens)
         self.assertEqual([608], warm.cached)
+        self.assertEqual(608, warm.counts["tokens_loaded"])
 
     def test_partial_prefix(self) -> None:
         """A prompt that shares a beginning with a stored one loads the shared whole chunks."""
@@ -100,8 +101,8 @@ class ReuseTest(EngineTest):
         self.assertEqual([expected, expected], [cold.tokens, warm.tokens])
         self.assertEqual([0, 192, 640, 672], cold.cached)
         self.assertEqual([192, 640, 640, 672], warm.cached)
-        self.assertEqual(10, cold.counts["chunks_loaded"])
-        self.assertEqual(3 + 7 + 10, warm.counts["chunks_loaded"])
+        self.assertEqual(640, cold.counts["tokens_loaded"])
+        self.assertEqual(192 + (640 - 192) + 640, warm.counts["tokens_loaded"])
 
     def test_hit_of_the_engine_ends_inside_a_chunk(self) -> None:
         """A load that begins inside a chunk, behind the engine's own hit, brings only the rest."""
@@ -114,7 +115,7 @@ class ReuseTest(EngineTest):
 
         self.assertEqual(expected, warm.tokens)
         self.assertEqual([0, 640], warm.cached)
-        self.assertEqual({"chunks_loaded": 10}, warm.counts)
+        self.assertEqual({"chunks_loaded": 10, "tokens_loaded": 608}, warm.counts)
 
     def test_blocks_and_chunks_of_all_sizes(self) -> None:
         """Chunks need not be whole blocks, nor blocks whole chunks."""
@@ -169,7 +170,9 @@ class ReuseTest(EngineTest):
                 self.assertEqual(expected, cold.tokens)
                 self.assertEqual(expected, warm.tokens)
                 self.assertEqual([256] * 6, warm.cached)
-                self.assertGreaterEqual(warm.counts["chunks_loaded"], 24)
+                self.assertGreaterEqual(warm.counts["tokens_loaded"], 6 * 256)
+                self.assertGreater(cold.counts["preemptions"], 0)
+                self.assertGreater(warm.counts["preemptions"], 0)
 
     def test_other_payloads_give_other_tokens(self) -> None:
         """Negative control: the loaded bytes, not the prompt alone, decide what is generated."""
@@ -190,7 +193,7 @@ class ReuseTest(EngineTest):
         warm = self.serve(batch, root=other)
 
         self.assertEqual([640], warm.cached)
-        self.assertEqual({"chunks_loaded": 10}, warm.counts)
+        self.assertEqual({"chunks_loaded": 10, "tokens_loaded": 640}, warm.counts)
         self.assertNotEqual(expected, warm.tokens)
 
 

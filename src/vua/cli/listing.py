@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from vua.cli.text import SHORT, SOUND, Write, size, table, when
+from vua.cli.text import SHORT, SOUND, Write, plain, size, table, when
 from vua.cli.walk import Found, described, open_root, walk
 from vua.directory import Namespace
 
@@ -66,7 +66,7 @@ class _Content:
         ]
 
     def show_chunks(self) -> None:
-        print(f"\n{self.namespace.path}  {self.model}".rstrip())
+        print("\n" + plain(f"{self.namespace.path}  {self.model}".rstrip()))
         if not self.chunks:
             print("no chunks")
             return

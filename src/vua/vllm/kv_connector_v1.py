@@ -162,9 +162,11 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Learn from the workers which loads have failed."""
-        side, failed = self._scheduler, connector_output.invalid_block_ids
-        if side is not None and failed:
-            self._guarded(lambda: side.failed_blocks(failed), None)
+        side = self._scheduler
+        received = connector_output.finished_recving or set()
+        failed = connector_output.invalid_block_ids or set()
+        if side is not None and (received or failed):
+            self._guarded(lambda: side.received(received, failed), None)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

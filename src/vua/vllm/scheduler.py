@@ -88,6 +88,12 @@ class SchedulerSide:
         (None, False) while the lookup is running. Has no side effect on transfers.
         """
         state = self._state(request)
+        if state.block_ids:  # it ran before and was preempted: more of it may be stored by now
+            state.block_ids, state.next_save = [], None
+            state.lookup, state.asked_s = (
+                self._pool.submit(self._look_up, request),
+                time.monotonic(),
+            )
         state.local_tokens = num_computed_tokens
         if state.failed or not self._may_load:
             return 0, False
@@ -167,17 +173,19 @@ class SchedulerSide:
         """Forget a request that has ended or was aborted."""
         self._states.pop(request.request_id, None)
 
-    def failed_blocks(self, block_ids: set[int]) -> None:
-        """Remember which requests' loads failed, so that they are computed and stored anew.
+    def received(self, request_ids: set[str], failed_blocks: set[int]) -> None:
+        """Learn which loads have ended, and which blocks they did not fill.
 
-        Without this a request whose first block fails would be asked about, promised and failed
-        again for ever.
+        A request with such blocks is computed and stored anew. Without remembering that, one whose
+        first block fails would be asked about, promised and failed again for ever.
         """
         for request_id, state in self._states.items():
-            if not block_ids.isdisjoint(state.loading):
+            if not failed_blocks.isdisjoint(state.loading):
                 log.warning("request %s: a load failed, its tokens are recomputed", request_id)
                 state.failed = True
                 state.next_save = 0
+        for request_id in request_ids & self._states.keys():
+            self._states[request_id].loading = []
 
     # -- per step -----------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -137,10 +137,22 @@ class WorkerSide:
                     paged.scatter(order.block_ids, start, stop - start, k[:, :, cut], v)
                     reached = stop
                 if loaded.chunks < len(keys):
+                    if loaded.reason != "error":
+                        self._weed(loader, order.keys[at + loaded.chunks + 1 :], slab.chunks)
                     break
             return reached
         finally:
             self._load_slabs.give_back(slab)
+
+    @staticmethod
+    def _weed(loader: Loader, keys: Sequence[ChunkKey], room: int) -> None:
+        """Read what follows a bad chunk too: what else is damaged then gets out of sight, before
+        the recomputed chunks are saved. Otherwise each run would find, and heal, only one."""
+        while keys:
+            loaded = loader.load(keys[:room])
+            if loaded.reason == "error":
+                return
+            keys = keys[loaded.chunks + (loaded.reason is not None) :]
 
     def _tensors(self, slab: Slab, place: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = DTYPES[self._model.layout.dtype]

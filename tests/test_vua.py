@@ -1,0 +1,99 @@
+"""The example that VUA started from works as it stands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+import torch
+
+import vua
+from helpers import DirectoryTest
+from vua.core import VUA, VUAConfig
+from vua.serdes import bytes_to_tensor, tensor_to_bytes
+
+EXAMPLE = """
+import os
+import torch
+from vua.core import VUA, VUAConfig
+
+# Set up cache storage directory
+cache_dir = "./vua_cache"
+os.makedirs(cache_dir, exist_ok=True)
+
+# Create a VUA instance
+vua = VUA(VUAConfig, cache_dir)
+
+# Generate sample tokens ensuring the length is divisible by split_factor
+tokens = torch.randint(0, 0xFFFF, (1, 512), dtype=torch.uint16)
+trimmed_tokens = VUAConfig.trim_to_split_factor(tokens)
+
+# Create a sample key-value cache (for demonstration purposes)
+# This is a list with one layer and two tensor pairs (keys and values)
+kvcache = [[torch.randn(1, 2, trimmed_tokens.size(1), 64), torch.randn(1, 2, trimmed_tokens.size(1), 64)]]
+
+# Store the cache using put()
+vua.put(trimmed_tokens, kvcache)
+
+# Retrieve the cache using get_closest()
+result = vua.get_closest(trimmed_tokens, device="cpu")
+print("Retrieved tokens:", result.tokens)
+print("Retrieved data:", result.data)
+"""  # noqa: E501 - as it was written
+
+CHECK = """
+assert torch.equal(trimmed_tokens.int(), result.tokens.int())
+for given, found in zip(kvcache, result.data, strict=True):
+    assert torch.equal(given[0], found[0]) and torch.equal(given[1], found[1])
+print("checked")
+"""
+
+
+class TestVUA(DirectoryTest):
+    """What the READMEs of the first VUA promise."""
+
+    def test_example(self) -> None:
+        """The example of the README runs, and what it retrieves is what it stored."""
+        done = subprocess.run(
+            [sys.executable, "-c", EXAMPLE + CHECK],
+            cwd=self.root,
+            env=os.environ | {"PYTHONPATH": str(Path(vua.__file__).parents[1])},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+        self.assertEqual((0, ""), (done.returncode, done.stderr))
+        self.assertIn("Retrieved tokens: tensor([[", done.stdout)
+        self.assertIn("Retrieved data: [[tensor([[[[", done.stdout)
+        self.assertTrue(done.stdout.endswith("checked\n"))
+
+    def test_batched(self) -> None:
+        """A 2-D tensor puts each of its sequences; a list of them gets a list of results."""
+        cache_directory = VUA(VUAConfig, self.root)
+        self.addCleanup(cache_directory.close)
+        tokens = torch.randint(0, 0xFFFF, (3, 128), dtype=torch.uint16)
+        cache = [[torch.randn(3, 2, 128, 8), torch.randn(3, 2, 128, 8)] for _ in range(2)]
+        cache_directory.put(tokens, cache)
+        results = cache_directory.get_closest(list(tokens))
+
+        self.assertEqual(3, len(results))
+        for row, result in enumerate(results):
+            self.assertTrue(torch.equal(tokens[row].int(), result.tokens.int()))
+            for layer in range(2):
+                for array in range(2):
+                    expected = cache[layer][array][row : row + 1]
+                    self.assertTrue(torch.equal(expected, result.data[layer][array]))
+
+    def test_serdes(self) -> None:
+        """Tensors become bytes and come back."""
+        tensor = torch.randn(3, 4)
+
+        self.assertTrue(torch.equal(tensor, bytes_to_tensor(tensor_to_bytes(tensor))))
+
+
+if __name__ == "__main__":
+    unittest.main()
