@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import stat
+import tempfile
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -595,3 +596,36 @@ class TestLogging(CoreTest):
 
 if __name__ == "__main__":
     unittest.main()
+
+
+class TestDeletedDirectory(unittest.TestCase):
+    def test_namespace_deleted_under_a_running_process(self) -> None:
+        """Whoever deletes the whole cache costs hits only: the next put makes it anew."""
+        tokens = torch.arange(64)
+        cache = [[torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)]]
+        with tempfile.TemporaryDirectory() as name:
+            path = Path(name) / "kv"
+            with VUA(VUAConfig, path) as vua, VUA(VUAConfig, path) as other:
+                vua.put(tokens, cache)
+                self.assertEqual(64, other.get_closest(tokens).num_tokens)
+                shutil.rmtree(path)
+
+                self.assertEqual(0, vua.get_closest(tokens).num_tokens)
+                self.assertEqual(0, other.get_closest(tokens).num_tokens)
+                self.assertEqual(1, vua.put(tokens, cache))
+                self.assertTrue(torch.equal(cache[0][1], vua.get_closest(tokens).data[0][1]))
+                self.assertEqual(64, other.get_closest(tokens).num_tokens)
+
+    def test_directory_in_an_entrys_place(self) -> None:
+        """A directory where a file belongs is put aside by the next put."""
+        tokens = torch.arange(64)
+        cache = [[torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)]]
+        with tempfile.TemporaryDirectory() as name, VUA(VUAConfig, name) as vua:
+            vua.put(tokens, cache)
+            (file,) = Path(name).rglob("*.safetensors")
+            file.unlink()
+            file.mkdir()
+
+            self.assertEqual(0, vua.get_closest(tokens).num_tokens)
+            self.assertEqual(1, vua.put(tokens, cache))
+            self.assertEqual(64, vua.get_closest(tokens).num_tokens)

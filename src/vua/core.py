@@ -291,8 +291,11 @@ class VUA:
 
     def _store_to_read(self) -> Store | None:
         with self._lock:
-            if self._reader is None:
-                self._reader = self._writer or open_store(self.path, self._identity)
+            if self._reader is None or self._reader.storage.gone:
+                try:
+                    self._reader = self._writer or open_store(self.path, self._identity)
+                except OSError as problem:
+                    log.warning("%s cannot be read, all misses: %s", self.path, problem)
             return self._reader
 
     def _get(

@@ -125,12 +125,9 @@ def create_store(
     found = read_namespace(path)
     try:
         if found.layout is None:
-            path.mkdir(mode=0o700, exist_ok=True)
-            if path.stat().st_mode & 0o700 != 0o700:
-                path.chmod(0o700)  # an unusual umask
-            _describe(path, identity, layout)
+            _make(path, identity, layout)
             found = read_namespace(path)
-        storage = LocalStorage(path, durable=durable)
+        storage = LocalStorage(path, durable=durable, renew=lambda: _make(path, identity, layout))
     except OSError as problem:
         raise explained(problem, str(path)) from problem
     if found.layout is None:
@@ -150,6 +147,14 @@ def _difference(path: Path, stored: KVLayout, given: KVLayout) -> str:
         f"the KV cache does not fit what {path} holds: {', '.join(parts)}. Nothing was written; "
         "use another directory, or another VUAConfig.model for another model"
     )
+
+
+def _make(path: Path, identity: Identity, layout: KVLayout) -> None:
+    """Make a namespace's directory and describe it, where that is not done yet."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_mode & 0o700 != 0o700:
+        path.chmod(0o700)  # an unusual umask
+    _describe(path, identity, layout)
 
 
 def _describe(path: Path, identity: Identity, layout: KVLayout) -> None:

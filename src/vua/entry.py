@@ -174,7 +174,10 @@ class EntryCodec:
             f"{self.namespace[:12]}, found chunk {found.prefix_hash[:12]} shard "
             f"{found.shard.name} of namespace {found.namespace[:12]}; it will be treated as a miss"
         )
-        raise ForeignEntryError(msg)
+        foreign = ForeignEntryError(msg)
+        asked = (self.namespace, key.name, self.shard)
+        foreign.misplaced = (found.namespace, found.prefix_hash, found.shard) != asked
+        raise foreign
 
 
 @dataclass(frozen=True, slots=True)

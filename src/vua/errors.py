@@ -67,3 +67,5 @@ class CorruptEntryError(EntryError):
 
 class ForeignEntryError(EntryError):
     """An entry's bytes are sound but belong to another identity than the one asked for."""
+
+    misplaced = True  # it does not belong where it lies

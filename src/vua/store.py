@@ -137,15 +137,14 @@ class Store:
 
     def _reject(self, key: ChunkKey, shard: Shard, reader: Reader, problem: EntryError) -> str:
         reason = "foreign" if isinstance(problem, ForeignEntryError) else "corrupt"
-        gone = self.storage.remove(key.name, shard, reader)
-        log.warning(
-            "%s entry %s/%s is a miss%s: %s",
-            reason,
-            key.name[:12],
-            shard.name,
-            " and was taken out of sight" if gone else "; it could not be removed",
-            problem,
-        )
+        if isinstance(problem, ForeignEntryError) and not problem.misplaced:
+            fate = "; it may be right and this reader wrong, so it stays"
+        elif self.storage.remove(key.name, shard, reader):
+            fate = " and was taken out of sight"
+        else:
+            fate = "; it could not be removed"
+        name = key.name[:12]
+        log.warning("%s entry %s/%s is a miss%s: %s", reason, name, shard.name, fate, problem)
         return reason
 
     # -- save ---------------------------------------------------------------------------------

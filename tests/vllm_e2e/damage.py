@@ -57,7 +57,11 @@ def vanish(path: Path) -> None:
     shutil.rmtree(path.parent, ignore_errors=True)
 
 
-STRIKES: dict[str, Callable[[Path], None]] = {"blank": blank, "truncate": truncate, "vanish": vanish}
+STRIKES: dict[str, Callable[[Path], None]] = {
+    "blank": blank,
+    "truncate": truncate,
+    "vanish": vanish,
+}
 """What may strike while an engine runs."""
 
 

@@ -66,7 +66,8 @@ def main() -> None:
 
 def tell(answer: Any) -> None:
     """Write one answer."""
-    print(MARK + json.dumps(answer), flush=True)
+    sys.stdout.write(MARK + json.dumps(answer) + "\n")
+    sys.stdout.flush()
 
 
 def in_process_of_its_own(job: dict[str, Any]) -> dict[str, Any]:
@@ -132,9 +133,11 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
         except Exception as problem:  # noqa: BLE001 - the test decides what it should have been
             return {"problem": f"{type(problem).__name__}: {problem}"}
         counts.clear()  # the connector tries itself out
+        batches: list[list[dict[str, Any]]] = []
         side = get_kv_transfer_group() if has_kv_transfer_group() else None
         try:
-            batches = [step for step in map(lambda step: act(llm, step), phase["steps"]) if step]
+            for step in phase["steps"]:
+                batches += act(llm, step)
         except Exception:  # noqa: BLE001 - likewise
             return {"problem": traceback.format_exc()}
         finally:
@@ -146,20 +149,20 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
     return {"batches": batches, "counts": counts}
 
 
-def act(llm: Any, step: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Do one step: a batch of prompts, or forgetting vLLM's own prefix cache."""
+def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Do one step: a batch of prompts, or forgetting vLLM's own prefix cache (no batch)."""
     from vllm import SamplingParams
 
     if step.get("reset"):
         if not llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset")
-        return None
+        return []
     prompts = [
         {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
         for ids, salt in zip(step["prompts"], step["salts"], strict=True)
     ]
     greedy = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True)
-    return [
+    outputs = [
         {
             "tokens": list(done.outputs[0].token_ids),
             "cached": done.num_cached_tokens,
@@ -167,6 +170,7 @@ def act(llm: Any, step: dict[str, Any]) -> list[dict[str, Any]] | None:
         }
         for done in llm.generate(prompts, greedy, use_tqdm=False)
     ]
+    return [outputs]
 
 
 @contextmanager
@@ -222,7 +226,7 @@ def forked_workers() -> Iterator[None]:
     import vllm.v1.executor.multiproc_executor as executor
 
     context = multiprocessing.get_context("fork")
-    with mock.patch.object(executor, "get_mp_context", lambda: context):
+    with mock.patch.object(executor, "get_mp_context", return_value=context):
         yield
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import vua
-from vua.testing.models import make_model
-from vua.vllm import CONNECTOR
 from vllm_e2e.damage import CHUNK
 from vllm_e2e.engine import ENVIRONMENT, MARK
+from vua.testing.models import make_model
+from vua.vllm import CONNECTOR
 
 TESTS = Path(__file__).resolve().parent.parent
 SOURCE = Path(vua.__file__).resolve().parent.parent
@@ -172,7 +172,11 @@ class Driver:
     def __init__(self) -> None:
         """Start it and wait until it has imported vLLM."""
         paths = [str(TESTS), str(SOURCE), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
         environment.pop("VUA_PATH", None)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(

@@ -106,7 +106,7 @@ class UncachedModelsTest(EngineTest):
         self.assertEqual([0, 0], served.cached)
         self.assertEqual([], stored(self.root))
         said = [line for line in served.log.splitlines() if UNCACHED in line]
-        self.assertEqual(1, len(set(line.split("] ", 1)[1] for line in said)), said)
+        self.assertEqual(1, len({line.split("] ", 1)[1] for line in said}), said)
         self.assertIn(reason, said[0])
 
     def test_several_kinds_of_attention(self) -> None:

@@ -38,6 +38,11 @@ class Reader(Protocol):
 class Storage(Protocol):
     """Keeps the files of one namespace. All methods are safe for threads, processes and hosts."""
 
+    @property
+    def gone(self) -> bool:
+        """Whether the place itself was deleted since it was opened."""
+        ...
+
     def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
         """Write a file from memory, all or nothing: no reader ever sees a part of it.
 

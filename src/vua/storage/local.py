@@ -15,8 +15,9 @@ import os
 import secrets
 import socket
 import stat
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,7 @@ MAX_QUARANTINED: Final = 16
 
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
 _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
@@ -79,16 +81,25 @@ class FileReader:
 class LocalStorage:
     """One namespace directory; see :class:`vua.storage.Storage` for what each verb promises."""
 
-    def __init__(self, directory: str | os.PathLike[str], *, durable: bool = False) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        durable: bool = False,
+        renew: Callable[[], None] | None = None,
+    ) -> None:
         """Open ``directory``, which must exist.
 
         Args:
             directory: the namespace directory.
             durable: fsync each file and its directory before it counts as stored. Without it a
                 power cut may damage recent files, which are then misses.
+            renew: makes the directory anew when somebody has deleted it under a running process.
         """
         self.directory = Path(directory)
         self._durable = durable
+        self._renew = renew
+        self._lock = threading.Lock()
         self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._release = weakref.finalize(self, os.close, self._fd)
         self._serial = itertools.count()
@@ -163,9 +174,38 @@ class LocalStorage:
         """Write to a unique temporary name, close, ``os.replace``. Raises StorageError."""
         path = f"{chunk_path(chunk)}/{shard.name}{SUFFIX}"
         try:
-            self._publish(chunk, path, iovecs)
+            try:
+                self._publish(chunk, path, iovecs)
+            except OSError as problem:
+                if not self._repaired(problem, chunk, shard):
+                    raise
+                self._publish(chunk, path, iovecs)
         except OSError as problem:
             raise explained(problem, f"{self.directory}/{path}") from problem
+
+    def _repaired(self, problem: OSError, chunk: str, shard: Shard) -> bool:
+        """Clear the way where somebody deleted the namespace, or put a directory into it."""
+        if isinstance(problem, IsADirectoryError):
+            return self.remove(chunk, shard)
+        if problem.errno not in _GONE or self._renew is None:
+            return False
+        with self._lock:
+            if self.gone:
+                self._renew()
+                fresh = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
+                os.close(fresh)
+        return True
+
+    @property
+    def gone(self) -> bool:
+        """Whether the namespace directory was deleted since it was opened."""
+        try:
+            return os.fstat(self._fd).st_nlink == 0
+        except OSError as problem:
+            if problem.errno == errno.ESTALE:
+                return True
+            raise
 
     def _publish(self, chunk: str, path: str, iovecs: Iovecs) -> None:
         temporary = f"{chunk_path(chunk)}/{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}"

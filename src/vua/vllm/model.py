@@ -103,7 +103,8 @@ def _only_spec(vllm_config: Any, kv_cache_config: Any) -> Any:  # noqa: ANN401
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
         msg = f"a {type(spec).__name__} KV cache is not supported"
         raise UncachedError(msg)
-    if isinstance(spec, MLAAttentionSpec) and not vllm_config.scheduler_config.enable_chunked_prefill:
+    scheduling = vllm_config.scheduler_config
+    if isinstance(spec, MLAAttentionSpec) and not scheduling.enable_chunked_prefill:
         # so vLLM's reference backend on CPUs: other tokens come out behind a cached prefix
         msg = "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off)"
         raise UncachedError(msg)

@@ -146,8 +146,11 @@ class WorkerSide:
 
     @staticmethod
     def _weed(loader: Loader, keys: Sequence[ChunkKey], room: int) -> None:
-        """Read what follows a bad chunk too: what else is damaged then gets out of sight, before
-        the recomputed chunks are saved. Otherwise each run would find, and heal, only one."""
+        """Read what follows a bad chunk too.
+
+        What else is damaged is then out of sight before the recomputed chunks are saved; otherwise
+        each run would find, and heal, only one.
+        """
         while keys:
             loaded = loader.load(keys[:room])
             if loaded.reason == "error":
