@@ -21,7 +21,7 @@ from vua.layout import MemoryMap, Part, Shard
 
 __all__ = ["Plan"]
 
-SLICE_NBYTES: Final = 1 << 20
+SLICE_NBYTES: Final = 256 << 10
 """Bytes read before they are verified: they are still in cache then, see docs/performance.md."""
 _SMALL_NBYTES: Final = 512 << 10
 """Files up to this size are read by one call."""
