@@ -34,7 +34,7 @@ from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout, MemoryMap
 from vua.plan import Plan  # the very iovecs that the load uses
 from vua.slab import Slab
-from vua.store import Store
+from vua.store import Loader, Store
 
 LIBC = ctypes.CDLL(None)
 LIBC.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
@@ -169,8 +169,10 @@ def run_case(root: Path, case: Case, rounds: int) -> Iterator[dict[str, object]]
             memory, memory_map = (dense if kind == "dense" else staged)(layout, chunks)
         raw = raw_reader(store, keys, memory_map)
 
-        def load(memory_map: MemoryMap = memory_map) -> None:
-            if store.load(keys, memory_map).chunks != chunks:
+        kept = store.loader(memory_map) if kind == "staged" else None  # as adapters keep theirs
+
+        def load(memory_map: MemoryMap = memory_map, kept: Loader | None = kept) -> None:
+            if (kept or store.loader(memory_map)).load(keys).chunks != chunks:
                 raise RuntimeError("the load fell short")
 
         def released() -> None:  # the same load, were the GIL released at every read
@@ -186,7 +188,7 @@ def run_case(root: Path, case: Case, rounds: int) -> Iterator[dict[str, object]]
             raise RuntimeError("the load brought other bytes")
         idle = medians(arms, rounds)
         with busy_thread():
-            busy = medians(arms | {"released": released}, max(3, rounds // 3))
+            busy = medians(arms | {"released": released}, max(2, rounds // 5))
         run = layout.run_nbytes[0] * memory_map.piece_tokens // layout.chunk_tokens
         yield {
             "case": case.name,

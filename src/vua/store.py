@@ -188,8 +188,8 @@ class Loader:
         """Prepare to load ``target`` into ``memory``; :meth:`Store.loader` calls this."""
         self._store, self._target, self._memory = store, target, memory
         self._room = memory.chunks(store.layout)
-        self._cover = store._last_cover.get(target) or [(target, target)]
         self._aims: dict[tuple[Shard, Shard], _Aim] = {}
+        self._follow(store._last_cover.get(target) or [(target, target)])
 
     def load(self, keys: Keys) -> Loaded:
         """Read chunks straight into memory, in order, up to the first that is not to be had.
@@ -223,7 +223,7 @@ class Loader:
                 found = self._store._cover(key.name, self._target)
                 if found is None or found == self._cover:
                     return "missing"
-                self._cover = found
+                self._follow(found)
                 return self._load(key, place, stop)
         except FileNotFoundError:
             return "missing"
@@ -231,13 +231,17 @@ class Loader:
             log.warning("chunk %s could not be read, a miss: %s", key.name[:12], problem)
             return "error"
 
+    def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
+        """Take each chunk from these (stored shard, rectangle) pairs from now on."""
+        for stored, taken in cover:
+            if (stored, taken) not in self._aims:
+                plan = Plan(self._store.codec(stored), taken, self._target, self._memory)
+                self._aims[stored, taken] = _Aim(plan)
+        self._cover = cover
+        self._route = [(stored, self._aims[stored, taken]) for stored, taken in cover]
+
     def _load(self, key: ChunkKey, place: int, stop: int) -> str | None:
-        for stored, taken in self._cover:
-            aim = self._aims.get((stored, taken))
-            if aim is None:
-                codec = self._store.codec(stored)
-                aim = _Aim(Plan(codec, taken, self._target, self._memory))
-                self._aims[stored, taken] = aim
+        for stored, aim in self._route:
             reader = self._store.storage.open(key.name, stored)
             try:
                 aim.read(reader, key, place, stop)
