@@ -1,0 +1,73 @@
+"""What transformers stored vLLM loads, and the reverse, with the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_e2e.damage import CHUNK, stored
+from vllm_e2e.harness import PROMPT, Batch, EngineTest, llama, models
+from vua.testing.models import make_model
+
+pytestmark = pytest.mark.vllm
+
+BATCH = Batch([PROMPT])
+WHOLE = len(PROMPT) // CHUNK * CHUNK
+
+
+class OtherEngineTest(EngineTest):
+    def test_transformers_then_vllm(self) -> None:
+        """VLLM loads every whole chunk that transformers stored, and says what it would have."""
+        for name, path in self._checkpoints():
+            with self.subTest(name):
+                engine = {"model": str(path)}
+                expected = self.baseline(BATCH, engine=engine)
+                files = len(stored(self.root))
+                self._generate(path, new_tokens=1)
+                self.assertEqual(WHOLE // CHUNK, len(stored(self.root)) - files)
+
+                warm = self.serve(BATCH, engine=engine)
+
+                self.assertEqual(expected, warm.tokens)
+                self.assertEqual(WHOLE, warm.counts["tokens_loaded"])
+
+    def test_vllm_then_transformers(self) -> None:
+        """Transformers loads every whole chunk that vLLM stored, and goes on as vLLM did."""
+        for name, path in self._checkpoints():
+            with self.subTest(name):
+                expected = self.fill(BATCH, engine={"model": str(path)})[0]
+
+                loaded, found = self._generate(path, new_tokens=len(expected))
+
+                self.assertEqual((WHOLE, expected), (loaded, found))
+
+    @staticmethod
+    def _checkpoints() -> list[tuple[str, Path]]:
+        return [
+            ("llama", llama()),
+            ("qwen3", make_model(models() / "qwen3-to-share", family="qwen3", seed=3)),
+        ]
+
+    def _generate(self, path: Path, *, new_tokens: int) -> tuple[int, list[int]]:
+        """Let transformers generate with this test's directory; return tokens loaded and made."""
+        from transformers import AutoModelForCausalLM
+
+        from vua.transformers import PrefixCache
+
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        ids = torch.tensor([PROMPT])
+        with PrefixCache(model, self.root, chunk_tokens=CHUNK) as prefixes:
+            prefix = prefixes.load(ids)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=prefix.cache,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+            )
+            prefixes.save(ids, prefix.cache)
+        return prefix.num_tokens, out[0, ids.shape[1] :].tolist()
