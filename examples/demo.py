@@ -32,6 +32,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_CI_ENV": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process per engine starts three times as fast
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
@@ -193,8 +194,6 @@ def main() -> int:
     progress = Progress()
     command = [sys.executable, __file__, "--phase"]
     job: dict[str, object] = {"model": str(model), "max_tokens": length + 64}
-    if arguments.quick:  # one process per engine starts faster
-        ENVIRONMENT["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         cold = progress.run(
             "process 1: vLLM, empty directory", command, job | {"path": kv_path, "prompts": first}
