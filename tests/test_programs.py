@@ -10,11 +10,11 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, cwd: str | Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Runs a program of the repository as a user would."""
     return subprocess.run(
         [sys.executable, *command],
-        cwd=ROOT,
+        cwd=cwd,
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -38,15 +38,7 @@ class TestPrograms(unittest.TestCase):
         text = (ROOT / "README.md").read_text()
         code = text.split("```python\n")[1].split("```")[0]
         with tempfile.TemporaryDirectory() as name:
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                cwd=name,
-                env=ENVIRONMENT,
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
-            )
+            done = run("-c", code, cwd=name)
 
         self.assertEqual(0, done.returncode, done.stderr)
         self.assertIn("Retrieved tokens: tensor([[", done.stdout)

@@ -158,7 +158,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         side = self._scheduler
         if side is None:
             return Orders()
-        return self._guarded(lambda: side.orders(scheduler_output), Orders())
+        orders = Orders(loads=side.take_loads())
+        self._guarded(lambda: side.add_saves(orders, scheduler_output), None)
+        return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Learn from the workers which loads have failed."""

@@ -133,6 +133,9 @@ class SchedulerSide:
         except (VUAError, OSError) as problem:
             self._warn_once(type(problem).__name__, f"not cached: {problem}")
             return None
+        except Exception:
+            log.exception("request %s is not cached", request.request_id)
+            return None
         log.debug("request %s: %d of %d chunks stored", request.request_id, stored, len(keys))
         return _Found(keys, stored)
 
@@ -189,13 +192,16 @@ class SchedulerSide:
 
     # -- per step -----------------------------------------------------------------------------
 
-    def orders(self, output: Any) -> Orders:  # noqa: ANN401
-        """Return this step's loads, and the chunks that are complete after its forward pass."""
-        orders = Orders(loads=self._loads)
-        self._loads = []
+    def take_loads(self) -> list[LoadOrder]:
+        """Return the loads ordered since the last step. vLLM waits for each: none may get lost."""
+        loads, self._loads = self._loads, []
         self._patience_s = _STEP_WAIT_S
+        return loads
+
+    def add_saves(self, orders: Orders, output: Any) -> None:  # noqa: ANN401
+        """Add the chunks that are complete after this step's forward pass."""
         if not self._may_save:
-            return orders
+            return
         for new in output.scheduled_new_reqs:
             if (state := self._states.get(new.req_id)) is not None:
                 state.block_ids = list(new.block_ids[0])
@@ -207,7 +213,6 @@ class SchedulerSide:
                 continue
             self._extend(state, cached.new_block_ids[at], request_id in cached.resumed_req_ids)
             self._save(orders, state, cached.num_computed_tokens[at], output)
-        return orders
 
     @staticmethod
     def _extend(state: _State, new: Sequence[Sequence[int]] | None, resumed: bool) -> None:  # noqa: FBT001
