@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vua import _linux
+from vua import _linux, native
 from vua.directory import create_store
 from vua.identity import Identity
 from vua.keys import KeyChain, token_ids
@@ -93,8 +93,8 @@ def _map(memory: np.ndarray, pieces: np.ndarray, piece_tokens: int, head: int) -
 def raw_reader(store: Store, keys: list, memory: MemoryMap) -> Callable[[], None]:
     """The unverified floor: open, preadv into the same place, close."""
     plan = Plan(store.codec(store.layout.full), store.layout.full, store.layout.full, memory)
-    header = np.empty(plan.codec.header_nbytes, dtype=np.uint8)
-    table = plan.iovecs(range(len(keys)), header.ctypes.data)
+    header = np.empty((len(keys), plan.codec.header_nbytes), dtype=np.uint8)
+    table = plan.iovecs(range(len(keys)), header)
     root = store.storage.directory
     shard = store.layout.full.name
     paths = [f"{root}/{k.name[:2]}/{k.name}/{shard}.safetensors" for k in keys]
@@ -140,13 +140,19 @@ def busy_thread() -> Iterator[None]:
         thread.join()
 
 
-class _Anything:
-    """Equal to every list of checksums."""
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-    __hash__ = None  # type: ignore[assignment]
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Environment variables for a while."""
+    kept = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def medians(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -184,26 +190,30 @@ def run_case(root: Path, case: Case, rounds: int) -> Iterator[dict[str, object]]
             if (kept or store.loader(memory_map)).load(keys).chunks != chunks:
                 raise RuntimeError("the load fell short")
 
-        def released() -> None:  # the same load, were the GIL released at every read
-            kept = _linux._calls.pop("preadv_cached")
+        def one_thread() -> None:
+            kept = native._THREADS
+            native._THREADS = 1  # type: ignore[misc]
             try:
                 load()
+            finally:
+                native._THREADS = kept  # type: ignore[misc]
+
+        def python() -> None:  # the path that is always there
+            with environment(VUA_NATIVE="off"):
+                load()
+
+        def released() -> None:  # the same, were the GIL released at every read
+            kept = _linux._calls.pop("preadv_cached")
+            try:
+                python()
             finally:
                 _linux._calls["preadv_cached"] = kept
 
-        def unverified() -> None:  # the same load, were every checksum taken for right
-            kept = Plan.checksums
-            Plan.checksums = lambda *_: _Anything()  # type: ignore[method-assign, assignment]
-            try:
-                load()
-            finally:
-                Plan.checksums = kept  # type: ignore[method-assign]
-
-        arms = {"raw": raw, "load": load, "raw again": raw}
+        arms = {"raw": raw, "load": load, "python": python, "raw again": raw}
         load()
         if not np.array_equal(_tokens(memory, memory_map), _tokens(source, source_map)):
             raise RuntimeError("the load brought other bytes")
-        idle = medians(arms | {"unverified": unverified}, rounds)
+        idle = medians(arms | {"one thread": one_thread}, rounds)
         with busy_thread():
             busy = medians(arms | {"released": released}, max(2, rounds // 5))
         run = layout.run_nbytes[0] * memory_map.piece_tokens // layout.chunk_tokens
@@ -211,10 +221,13 @@ def run_case(root: Path, case: Case, rounds: int) -> Iterator[dict[str, object]]
             "case": case.name,
             "place": f"{kind}, pieces of {run >> 10} KiB",
             "load / raw, idle": idle["raw"] / idle["load"],
-            "unverified / raw, idle": idle["raw"] / idle["unverified"],
+            "one thread / raw, idle": idle["raw"] / idle["one thread"],
+            "in Python / raw, idle": idle["raw"] / idle["python"],
             "load / raw, busy": busy["raw"] / busy["load"],
+            "in Python / raw, busy": busy["raw"] / busy["python"],
             "busy load / idle load": busy["load"] / idle["load"],
-            "GIL released / load, busy": busy["released"] / busy["load"],
+            "in Python, busy / idle": busy["python"] / idle["python"],
+            "GIL released / in Python, busy": busy["released"] / busy["python"],
             "raw again / raw": idle["raw"] / idle["raw again"],
             "raw GB/s": chunks * layout.full.payload_nbytes(layout) / idle["raw"] / 1e9,
             "us per chunk": idle["load"] / chunks * 1e6,
@@ -273,7 +286,9 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, help="a directory on the file system to measure")
     arguments = parser.parse_args()
     rounds = 2 if arguments.quick else 21
+    built = native.library(wait=True) is not None
     results: dict[str, object] = {
+        "native load loop": built,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
         "python": platform.python_version(),
     }
@@ -283,7 +298,10 @@ def main() -> int:
             rows += list(run_case(Path(name), case, rounds))
         results["loads"] = rows
         results["lookup"] = run_lookup(Path(name), 8192 if arguments.quick else 131072, rounds)
-    print(f"{results['machine']}, Python {results['python']}; medians of {rounds} rounds\n")
+    print(
+        f"{results['machine']}, Python {results['python']}; medians of {rounds} rounds, "
+        f"load loop in {'C' if built else 'Python'}\n"
+    )
     print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     for row in rows:
         cells = [v if isinstance(v, str) else f"{v:.2f}" for v in row.values()]

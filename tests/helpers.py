@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from vua import native
 from vua.keys import ChunkKey, KeyChain, token_ids
 from vua.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
 
@@ -30,6 +32,12 @@ def soak(test: Callable[..., None]) -> Callable[..., None]:
     """Mark a test that runs for minutes; unittest, which knows no marks, leaves it out."""
     under_pytest = "PYTEST_VERSION" in os.environ
     return pytest.mark.soak(unittest.skipUnless(under_pytest, "runs for minutes")(test))
+
+
+@functools.cache
+def has_native() -> bool:
+    """Whether this machine can build the load loop in C."""
+    return native.library(wait=True) is not None
 
 
 class DirectoryTest(unittest.TestCase):

@@ -15,6 +15,7 @@ SOURCE = Path(vua.__file__).parent
 CORE = (
     "vua.errors",
     "vua._linux",
+    "vua.native",
     "vua.layout",
     "vua.keys",
     "vua.identity",

@@ -9,6 +9,7 @@ import time
 import unittest
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -20,6 +21,7 @@ from helpers import (
     DirectoryTest,
     Memory,
     flip,
+    has_native,
     keys_of,
     model_arrays,
     read_only,
@@ -60,10 +62,14 @@ class StoreTest(DirectoryTest):
     """A test with stores over a directory of its own."""
 
     layout = SMALL
+    native = True
+    """Whether to go through the load loop in C, where this machine has it."""
 
     def setUp(self) -> None:
         """Make a store with nothing in it."""
         super().setUp()
+        wish = "require" if self.native and has_native() else "off"
+        self.enterContext(mock.patch.dict(os.environ, VUA_NATIVE=wish))
         self.keys = keys_of(range(CHUNKS * self.layout.chunk_tokens), self.layout.chunk_tokens)
         self.model = model_arrays(self.layout, CHUNKS)
         self.store = self.open()
@@ -309,6 +315,7 @@ class TestDamage(StoreTest):
         self.save_whole()
         storage = Cutting(self.root / NAMESPACE)
         self.addCleanup(storage.close)
+        self.enterContext(mock.patch.dict(os.environ, VUA_NATIVE="off"))  # it opens by itself
         memory = Memory(SMALL, SMALL.full, CHUNKS).fill(self.model)
         loaded = Store(storage, NAMESPACE, SMALL).load(self.keys, memory.map())
 
@@ -510,10 +517,23 @@ class TestDamage(StoreTest):
         self.assertLessEqual(lengths, set(range(CHUNKS + 1)))
 
 
+class TestShardsInPython(TestShards):
+    """The same without the load loop in C."""
+
+    native = False
+
+
+class TestDamageInPython(TestDamage):
+    """The same without the load loop in C."""
+
+    native = False
+
+
 class TestWays(StoreTest):
     """The fast ways, the slow ones and the portable ones give the same."""
 
     layout = DEEP
+    native = False
 
     def drop(self) -> None:
         """Put the files out of the page cache."""
@@ -549,6 +569,23 @@ class TestWays(StoreTest):
     def test_all_calls(self) -> None:
         """With everything that this system has."""
         self.use()
+
+    def test_native(self) -> None:
+        """With the load loop in C: it, and not what stands in for it, has done the work."""
+        if not has_native():
+            self.skipTest("no C compiler here")
+        read_files, got = LocalStorage.read_files, []
+
+        def count(*arguments: Any) -> int:
+            got.append(read_files(*arguments))
+            return got[-1]
+
+        with (
+            mock.patch.dict(os.environ, VUA_NATIVE="require"),
+            mock.patch.object(LocalStorage, "read_files", count),
+        ):
+            self.use()
+        self.assertGreater(sum(got), 12 * CHUNKS)
 
     def test_without_cached_calls(self) -> None:
         """On a kernel that cannot say whether a read would block."""

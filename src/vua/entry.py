@@ -80,7 +80,8 @@ class EntryCodec:
         json_nbytes = text_nbytes + padding
         self._start = struct.pack("<Q", json_nbytes) + self._head.encode()
         self._end = self._tail.encode() + b" " * padding
-        self._json_stop = 8 + json_nbytes
+        self.table_offset: int = 8 + json_nbytes
+        """Where in the file the checksums begin."""
         if self.header_nbytes > MAX_HEADER_NBYTES:
             msg = f"{self.units} checksums need a header of {self.header_nbytes} bytes; limit 1 MiB"
             raise LayoutError(msg)
@@ -160,7 +161,7 @@ class EntryCodec:
             ForeignEntryError: it is sound, but of another chunk, shard, layout or namespace.
         """
         expected = self._start + self._middle(key).encode()
-        stop = self._json_stop
+        stop = self.table_offset
         if (  # bytes(): comparing memoryviews goes element by element
             len(header) == self.header_nbytes
             and bytes(header[: len(expected)]) == expected
@@ -227,7 +228,7 @@ def parse_entry(data: bytes) -> EntryInfo:
         key, shard, layout = _claims(metadata, header)
         codec = EntryCodec(str(metadata["namespace"]), layout, shard)
         created, writer = int(metadata["created"]), str(metadata["writer"]).rstrip()
-        table = np.frombuffer(data[codec._json_stop : codec.header_nbytes], dtype="<u8")
+        table = np.frombuffer(data[codec.table_offset : codec.header_nbytes], dtype="<u8")
         check = int(metadata["check"], 16)
         again = _with_check(codec, key, metadata, table)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:

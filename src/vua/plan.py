@@ -12,12 +12,14 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from vua import _linux
 from vua._linux import IOV_MAX, Iovecs
 from vua.entry import EntryCodec
 from vua.layout import MemoryMap, Part, Shard
+from vua.native import Batch
 
 __all__ = ["Plan"]
 
@@ -81,10 +83,23 @@ class Plan:
             slices.insert(0, _Slice(0, 1, header, 0, 0, 0))
         return slices
 
-    def iovecs(self, chunks: range, header: int) -> Iovecs:
-        """Iovecs ``[chunks, 1 + runs * pieces, 2]``; row 0 is the header buffer at ``header``."""
+    def batch(self) -> Batch:
+        """What :func:`vua.native.load` has to know to read files by this plan."""
+        edges = [start for start, _ in self.units] + [len(self._runs)]
+        return Batch(
+            file_nbytes=self.codec.file_nbytes,
+            header_nbytes=self.codec.header_nbytes,
+            table_offset=self.codec.table_offset,
+            slices=self.slices,
+            unit_row=1 + np.array(edges, dtype=np.uint64) * np.uint64(self.pieces),
+            unit_place=self.part.unit_index.astype(np.uint64),
+        )
+
+    def iovecs(self, chunks: range, headers: npt.NDArray[np.uint8]) -> Iovecs:
+        """Iovecs ``[chunks, 1 + runs * pieces, 2]``; row 0 is the chunk's row of ``headers``."""
         table = np.empty((len(chunks), 1 + len(self._runs) * self.pieces, 2), dtype=np.uint64)
-        table[:, 0] = (header, self.codec.header_nbytes)
+        table[:, 0, 0] = headers.ctypes.data + np.arange(len(chunks)) * headers.strides[0]
+        table[:, 0, 1] = self.codec.header_nbytes
         offsets = self.part.piece_offsets(self.memory, chunks)
         table[:, 1:] = self.part.iovecs(self._runs, offsets)
         return table

@@ -169,12 +169,12 @@ class Store:
             self._count("chunks_present")
             return False
         plan = Plan(codec, shard, shard, memory)
-        header = np.empty(codec.header_nbytes, dtype=np.uint8)
-        iovecs = plan.iovecs(range(place, place + 1), header.ctypes.data)[0]
+        header = np.empty((1, codec.header_nbytes), dtype=np.uint8)
+        iovecs = plan.iovecs(range(place, place + 1), header)[0]
         windows = plan.windows(range(place, place + 1))[0]
         sums = np.array(plan.checksums(windows, 0, len(plan.units)), dtype=np.uint64)
         text = codec.encode_header(key, sums, writer=_WRITER)
-        header[:] = np.frombuffer(text, dtype=np.uint8)
+        header[0] = np.frombuffer(text, dtype=np.uint8)
         self.storage.publish(key.name, shard, iovecs)
         self._count("chunks_saved")
         log.debug("saved chunk %s/%s", key.name[:12], shard.name)
@@ -203,16 +203,25 @@ class Loader:
             msg = f"{len(keys)} chunks do not fit into memory for {self._room}"
             raise InputError(msg)
         store, reason = self._store, None
-        chunks = 0
-        for place in range(len(keys)):
-            reason = self._try(keys[place], place, len(keys))
+        chunks = self._load_many(keys, 0)
+        while chunks < len(keys):
+            reason = self._try(keys[chunks], chunks, len(keys))
             if reason is not None:
                 store._count(reason)
                 break
             chunks += 1
+            chunks += self._load_many(keys, chunks)
         store._count("chunks_loaded", chunks)
         log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
         return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
+
+    def _load_many(self, keys: Keys, first: int) -> int:
+        """Load chunks from ``first`` on by few calls; return how many, at the latest a bad one."""
+        chunks = len(keys) - first
+        for stored, aim in self._route:
+            wanted = [keys[first + i] for i in range(chunks)]
+            chunks = aim.read_many(self._store.storage, stored, wanted, first)
+        return chunks
 
     def _try(self, key: ChunkKey, place: int, stop: int) -> str | None:
         """Load one chunk to ``place``, of places up to ``stop``; return why not, or None."""
@@ -257,17 +266,44 @@ class _Aim:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._header = np.empty(plan.codec.header_nbytes, dtype=np.uint8)
+        self._native = plan.batch()
+        self._headers = np.empty((_BATCH_CHUNKS, plan.codec.header_nbytes), dtype=np.uint8)
         self._batch = range(0)
         self._iovecs: Iovecs = np.empty((0, 0, 2), dtype=np.uint64)
-        self._address = 0
         self._windows: list[list[list[memoryview]]] = []
 
-    def _prepare(self, place: int, stop: int) -> None:
-        self._batch = range(place, min(stop, place + _BATCH_CHUNKS))
-        self._iovecs = self._plan.iovecs(self._batch, self._header.ctypes.data)
-        self._address = self._iovecs.ctypes.data
-        self._windows = self._plan.windows(self._batch)
+    def _prepare(self, place: int, stop: int) -> int:
+        """Have addresses for ``place``; return where they lie."""
+        batch = range(place, min(stop, place + _BATCH_CHUNKS))
+        longer = self._batch.start == place and batch.stop > self._batch.stop
+        if place not in self._batch or longer:
+            self._batch = batch
+            self._iovecs = self._plan.iovecs(self._batch, self._headers)
+            self._address: int = self._iovecs.ctypes.data
+            self._windows = []
+        return self._address + (place - self._batch.start) * self._iovecs.strides[0]
+
+    def read_many(self, storage: Storage, shard: Shard, keys: Sequence[ChunkKey], at: int) -> int:
+        """Read and verify the files of ``keys`` into places from ``at`` on, by a call per batch.
+
+        Returns how many are good; the one after them is for :meth:`read` to judge.
+        """
+        done = 0
+        while done < len(keys):
+            iovecs = self._prepare(at + done, at + len(keys))
+            batch = keys[done : self._batch.stop - at]
+            names = [key.name for key in batch]
+            got = storage.read_files(names, shard, self._native, iovecs)
+            row = at + done - self._batch.start
+            for key, header in zip(batch[:got], self._headers[row:], strict=False):
+                try:
+                    self._plan.codec.check_header(memoryview(header), key)
+                except EntryError:
+                    return done
+                done += 1
+            if got < len(batch):
+                break
+        return done
 
     def read(self, reader: Reader, key: ChunkKey, place: int, stop: int) -> None:
         """Read and verify one file into ``place``. Raises EntryError, OSError."""
@@ -275,10 +311,10 @@ class _Aim:
         if reader.nbytes != plan.codec.file_nbytes:
             msg = f"{reader.nbytes} bytes long, expected {plan.codec.file_nbytes}"
             raise CorruptEntryError(msg)
-        if place not in self._batch:
-            self._prepare(place, stop)
+        iovecs = self._prepare(place, stop)
+        if not self._windows:
+            self._windows = plan.windows(self._batch)
         at = place - self._batch.start
-        iovecs = self._address + at * self._iovecs.strides[0]
         sums = None
         for row, row_stop, nbytes, offset, first, last in plan.slices:
             got = reader.read_into(iovecs + 16 * row, row_stop - row, nbytes, offset)
@@ -286,7 +322,7 @@ class _Aim:
                 msg = f"ends inside bytes {offset}..{offset + nbytes}"
                 raise CorruptEntryError(msg)
             if sums is None:
-                table = plan.codec.check_header(memoryview(self._header.data), key)
+                table = plan.codec.check_header(memoryview(self._headers[at].data), key)
                 sums = (table if plan.table_index is None else table[plan.table_index]).tolist()
             if plan.checksums(self._windows[at], first, last) != sums[first:last]:
                 msg = f"a checksum of bytes {offset}..{offset + nbytes} does not match"

@@ -1,4 +1,4 @@
-"""What a store needs from a place to keep files: six verbs, each with its guarantee.
+"""What a store needs from a place to keep files: a few verbs, each with its guarantee.
 
 A storage knows names and bytes, nothing about tokens or tensors. Integrity does not live here: the
 store verifies whatever a storage hands out, so a new storage cannot forget to.
@@ -11,6 +11,7 @@ from typing import Protocol
 
 from vua._linux import Iovecs
 from vua.layout import Shard
+from vua.native import Batch
 
 __all__ = ["Reader", "Storage"]
 
@@ -53,6 +54,15 @@ class Storage(Protocol):
 
     def open(self, chunk: str, shard: Shard) -> Reader:
         """Open a file for reading. Raises FileNotFoundError, or another OSError."""
+        ...
+
+    def read_files(self, chunks: Sequence[str], shard: Shard, batch: Batch, iovecs: int) -> int:
+        """Read and hash the files of several chunks at once, as far as that is to be had.
+
+        A short cut for ``open`` and ``read_into`` in a loop, see :func:`vua.native.load`. Returns
+        how many from the first on are in memory and agree with their own checksums; the caller
+        goes on file by file from there. 0 is always a right answer.
+        """
         ...
 
     def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:

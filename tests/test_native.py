@@ -1,0 +1,230 @@
+"""Mirrors `vua.native`: built once, only what this user made is loaded, never in the way."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arrays
+from vua import native
+from vua.errors import ConfigError
+from vua.layout import KVLayout
+from vua.plan import Plan
+from vua.storage.local import LocalStorage
+from vua.store import Store
+
+NAMESPACE = "cd" * 32
+LAYOUT = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
+CHUNKS = 40  # 38 MiB: enough for a second thread
+
+BUILD = """
+import logging, sys
+from vua import native
+logging.basicConfig(level=logging.INFO)
+library = native.library(wait=True)
+print("built" if library else "none", native.load(0, [], None, 0))
+"""
+
+
+@unittest.skipUnless(has_native(), "no C compiler here")
+class TestLoad(DirectoryTest):
+    """What the loop says about files, against what the Python path says."""
+
+    def setUp(self) -> None:
+        """Store some chunks."""
+        super().setUp()
+        path = self.root / NAMESPACE
+        path.mkdir()
+        self.storage = LocalStorage(path)
+        self.addCleanup(self.storage.close)
+        self.store = Store(self.storage, NAMESPACE, LAYOUT)
+        self.keys = keys_of(range(CHUNKS * 64), 64)
+        self.model = model_arrays(LAYOUT, CHUNKS)
+        source = Memory(LAYOUT, LAYOUT.full, CHUNKS).fill(self.model).map()
+        for place, key in enumerate(self.keys):
+            self.store.save(key, source, place=place)
+        self.memory = Memory(LAYOUT, LAYOUT.full, CHUNKS, block_tokens=16)
+        self.map = self.memory.map()
+        plan = Plan(self.store.codec(LAYOUT.full), LAYOUT.full, LAYOUT.full, self.map)
+        self.headers = np.zeros((CHUNKS, plan.codec.header_nbytes), dtype=np.uint8)
+        self.iovecs = plan.iovecs(range(CHUNKS), self.headers)
+        self.batch = plan.batch()
+
+    def load(self, *, threads: int = 2, first: int = 0, stop: int = CHUNKS) -> int:
+        """Call the loop itself."""
+        shard = LAYOUT.full.name
+        paths = [f"{k.name[:2]}/{k.name}/{shard}.safetensors" for k in self.keys[first:stop]]
+        address = self.iovecs[first:].ctypes.data
+        return native.load(self.storage._fd, paths, self.batch, address, threads=threads)
+
+    def path(self, chunk: int) -> Path:
+        """The file of a chunk."""
+        name = self.keys[chunk].name
+        directory = self.storage.directory / name[:2] / name
+        return directory / f"{LAYOUT.full.name}.safetensors"
+
+    def test_memory(self) -> None:
+        """Everything lands where it belongs and nothing lands elsewhere, by one and two threads."""
+        expected = Memory(LAYOUT, LAYOUT.full, CHUNKS, block_tokens=16).fill(self.model)
+        for threads in (1, 2, 8, 100):
+            self.setUpMemory()
+            self.assertEqual(CHUNKS, self.load(threads=threads))
+            for want, got in zip(expected.buffers, self.memory.buffers, strict=True):
+                np.testing.assert_array_equal(want, got)
+
+    def setUpMemory(self) -> None:  # noqa: N802
+        """Poison the memory anew."""
+        for buffer in self.memory.buffers:
+            buffer[:] = 0xA5
+
+    def test_first_bad_file(self) -> None:
+        """Files count up to the first that is not in order, whatever a second thread has done."""
+        spoil = {
+            "flipped": lambda path: flip(path, path.stat().st_size - 100),
+            "flipped checksum": lambda path: flip(path, self.batch.table_offset),
+            "shorter": lambda path: os.truncate(path, path.stat().st_size - 1),
+            "longer": lambda path: os.truncate(path, path.stat().st_size + 1),
+            "missing": lambda path: path.unlink(),
+            "directory": lambda path: (path.unlink(), path.mkdir()),
+            "FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+            "link": lambda path: (path.rename(f"{path}.away"), path.symlink_to(f"{path}.away")),
+        }
+        for bad, (name, damage) in zip((39, 30, 21, 13, 8, 5, 1, 0), spoil.items(), strict=True):
+            with self.subTest(name):
+                damage(self.path(bad))
+                for threads in (1, 2):
+                    self.assertEqual(bad, self.load(threads=threads))
+                if bad:
+                    self.assertEqual(0, self.load(first=bad, stop=bad + 1))  # held, then released
+                    self.assertEqual(bad, self.load(stop=bad))
+
+    def test_cold(self) -> None:
+        """Files that are not in the page cache are read all the same, in small batches too."""
+        for stop in (1, CHUNKS):
+            for path in self.files():
+                handle = os.open(path, os.O_RDONLY)
+                os.fsync(handle)
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(handle)
+            self.assertEqual(stop, self.load(stop=stop))
+
+    def test_other_files_headers(self) -> None:
+        """A sound file in another one's place is the store's to notice, and it does."""
+        shutil.copy(self.path(3), self.path(2))
+        self.assertEqual(CHUNKS, self.load())
+        loaded = self.store.load(self.keys, self.map)
+        self.assertEqual((2, "foreign"), (loaded.chunks, loaded.reason))
+
+    def test_while_python_runs(self) -> None:
+        """Other threads of Python go on during a large batch: the GIL is released."""
+        held = []
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.is_set():
+                held.append(None)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            calls = []
+            for _ in range(5):
+                before = len(held)
+                self.load()
+                calls.append(len(held) - before)
+        finally:
+            stop.set()
+            thread.join()
+        self.assertGreater(max(calls), 0)
+
+
+class TestBuild(DirectoryTest):
+    """Where the library comes from. Each case is a process with a cache of its own."""
+
+    def run_build(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Look for the library in a fresh process."""
+        full = os.environ | {"XDG_CACHE_HOME": str(self.root)} | environment
+        return subprocess.run(
+            [sys.executable, "-c", BUILD], env=full, capture_output=True, text=True, check=False
+        )
+
+    def libraries(self) -> list[Path]:
+        """What stands in the cache."""
+        return sorted((self.root / "vua").glob("*"))
+
+    @unittest.skipUnless(has_native(), "no C compiler here")
+    def test_built_once(self) -> None:
+        """The second process takes what the first has built, without a compiler."""
+        self.assertEqual("built 0\n", self.run_build().stdout)
+        (library,) = self.libraries()
+        stamp = library.stat().st_mtime_ns
+        self.assertEqual("built 0\n", self.run_build(PATH="/nowhere", CC="").stdout)
+        self.assertEqual([library], self.libraries())
+        self.assertEqual(stamp, library.stat().st_mtime_ns)
+
+    def test_no_compiler(self) -> None:
+        """Without a compiler there is no library and no error, unless it is required."""
+        done = self.run_build(PATH="/nowhere", CC="")
+        self.assertEqual("none 0\n", done.stdout)
+        self.assertIn("no C compiler", done.stderr)
+        required = self.run_build(PATH="/nowhere", CC="", VUA_NATIVE="require")
+        self.assertNotEqual(0, required.returncode)
+        self.assertIn("VUA_NATIVE=require", required.stderr)
+
+    def test_failing_compiler(self) -> None:
+        """A compiler that fails is named, and leaves nothing behind."""
+        compiler = self.root / "cc"
+        compiler.write_text("#!/bin/sh\necho no such luck >&2; exit 1\n")
+        compiler.chmod(0o700)
+        done = self.run_build(CC=str(compiler))
+        self.assertEqual("none 0\n", done.stdout)
+        self.assertIn("no such luck", done.stderr)
+        self.assertEqual([], self.libraries())
+
+    @unittest.skipUnless(has_native(), "no C compiler here")
+    def test_writable_by_others(self) -> None:
+        """A library that another user could have put there is not loaded."""
+        self.run_build()
+        (library,) = self.libraries()
+        for path in (library, library.parent):
+            with self.subTest(path.name):
+                path.chmod(0o722)
+                done = self.run_build()
+                self.assertEqual("none 0\n", done.stdout)
+                self.assertIn("not loaded", done.stderr)
+                path.chmod(0o700)
+
+    def test_off(self) -> None:
+        """Off means that nothing is built."""
+        self.assertEqual("none 0\n", self.run_build(VUA_NATIVE="off").stdout)
+        self.assertEqual([], self.libraries())
+
+    def test_unknown_wish(self) -> None:
+        """A word that means nothing is refused with those that do."""
+        with (
+            mock.patch.dict(os.environ, VUA_NATIVE="yes"),
+            mock.patch.object(native, "_state", native._State()),
+            self.assertRaisesRegex(ConfigError, "auto, off or require"),
+        ):
+            native.library()
+
+
+class TestBatch(unittest.TestCase):
+    """The structure that both languages share."""
+
+    def test_size(self) -> None:
+        """Eleven words without gaps, as in `load.c`."""
+        self.assertEqual(11 * 8, ctypes.sizeof(native.Batch))
+
+
+if __name__ == "__main__":
+    unittest.main()
