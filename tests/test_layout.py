@@ -114,6 +114,34 @@ class TestShard(unittest.TestCase):
         self.assertEqual(cells(one) & cells(other), cells(both) if both else set())
 
 
+class TestGroups(unittest.TestCase):
+    """Layers of a kind of their own: another group, other files."""
+
+    WINDOWED = KVLayout(3, 4, 8, 4, "BF16", 4, "w128")
+
+    def test_layout(self) -> None:
+        """The window is in the name; a description without a group is as it ever was."""
+        self.assertEqual((None, 128), (SMALL.window, self.WINDOWED.window))
+        self.assertNotIn("group", SMALL.describe())
+        for layout in (SMALL, self.WINDOWED):
+            self.assertEqual(layout, KVLayout.from_description(layout.describe()))
+        for group in ("w", "w0", "w01", "x5", "W5", "w-1", "w1.", "w9999999999"):
+            with self.assertRaisesRegex(LayoutError, "group"):
+                KVLayout(3, 4, 8, 4, "BF16", 4, group)
+
+    def test_shard(self) -> None:
+        """A group's shards never stand for another group's."""
+        shard = self.WINDOWED.full
+        self.assertEqual("w128.l0-3.h0-4", shard.name)
+        self.assertEqual(shard, Shard.parse(shard.name))
+        for name in ("w128l0-3.h0-4", ".l0-3.h0-4", "w0128.l0-3.h0-4 ", "v128.l0-3.h0-4"):
+            self.assertIsNone(Shard.parse(name))
+        self.assertFalse(shard.contains(SMALL.full) or SMALL.full.contains(shard))
+        self.assertIsNone(shard.intersection(SMALL.full))
+        self.assertIsNone(cover(shard, [SMALL.full]))
+        self.assertEqual([(shard, shard)], cover(shard, [SMALL.full, shard]))
+
+
 class TestCover(unittest.TestCase):
     """Which stored shards to read."""
 

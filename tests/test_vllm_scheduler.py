@@ -46,12 +46,11 @@ class SchedulerTest(unittest.TestCase):
     def test_a_request_that_cannot_be_named_costs_no_other_one(self) -> None:
         """Whatever breaks while one prompt is named, it is a miss and other prompts are stored."""
         from vua.vllm.messages import Orders
-        from vua.vllm.model import Model
+        from vua.vllm.model import Group, Model
         from vua.vllm.scheduler import SchedulerSide
 
-        model = Model(
-            Identity(model="m", chunk_tokens=16), LAYOUT, 16, latent=False, shards=((LAYOUT.full,),)
-        )
+        group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
         with tempfile.TemporaryDirectory() as root:
             config = ConnectorConfig(shared_storage_path=root, chunk_tokens=16)
             side = SchedulerSide(model, config, loads=True, saves=True)
@@ -66,4 +65,4 @@ class SchedulerTest(unittest.TestCase):
             orders = Orders(loads=side.take_loads())
             side.add_saves(orders, step({"broken": 0, "good": 0}))
 
-        self.assertEqual([4], [len(save.keys) for save in orders.saves])
+        self.assertEqual([4], [len(keys) for save in orders.saves for _, keys in save.parts])

@@ -13,18 +13,25 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.identity import Identity
-from vua.layout import KVLayout
+from vua.layout import KVLayout, Shard
 from vua.storage.local import LocalStorage, explained
 from vua.store import Store
 
-__all__ = ["Namespace", "check_root", "create_store", "namespaces", "open_store"]
+__all__ = [
+    "Namespace",
+    "check_root",
+    "create_store",
+    "create_stores",
+    "namespaces",
+    "open_store",
+]
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +48,18 @@ class Namespace:
     path: Path
     identity: Identity | None
     """None where the description is missing or damaged; the chunks stay readable."""
-    layout: KVLayout | None
+    layouts: tuple[KVLayout, ...] = ()
+    """One per group of layers; empty where they are not known."""
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """The layout of the first group, the only one of most models."""
+        return self.layouts[0] if self.layouts else None
+
+    def layout_of(self, shard: Shard | None) -> KVLayout | None:
+        """The layout of the group that ``shard`` belongs to, where it is known."""
+        group = None if shard is None else shard.group
+        return next((layout for layout in self.layouts if layout.group == group), None)
 
     @property
     def name(self) -> str:
@@ -85,16 +103,17 @@ def read_namespace(path: Path) -> Namespace:
             msg = f"format {described['format']!r:.40}, expected {FORMAT!r}"
             raise ConfigError(msg)
         identity = Identity.from_description(described["identity"])
-        layout = KVLayout.from_description(described["layout"])
+        groups = [described["layout"], *described.get("further_groups", ())]
+        layouts = tuple(KVLayout.from_description(group) for group in groups)
     except FileNotFoundError:
-        return Namespace(path, None, None)
+        return Namespace(path, None)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
         log.warning("%s is unusable and will be written anew: %s", path / DESCRIPTION, problem)
-        return Namespace(path, None, None)
+        return Namespace(path, None)
     if identity.namespace != path.name:
         log.warning("%s describes another namespace, ignored", path / DESCRIPTION)
-        return Namespace(path, None, None)
-    return Namespace(path, identity, layout)
+        return Namespace(path, None)
+    return Namespace(path, identity, layouts)
 
 
 def namespaces(root: str | os.PathLike[str]) -> Iterator[Namespace]:
@@ -121,49 +140,65 @@ def create_store(
         LayoutError: the namespace holds another layout; nothing stored is touched.
         NotWritableError, StorageFullError, StorageError: it cannot be created.
     """
-    path = root / identity.namespace
+    return create_stores(root, identity, [layout], durable=durable)[0]
+
+
+def create_stores(
+    root: Path, identity: Identity, layouts: Sequence[KVLayout], *, durable: bool = False
+) -> list[Store]:
+    """Open a store for each group of a model's layers, in one namespace; see `create_store`."""
+    path, wanted = root / identity.namespace, tuple(layouts)
     found = read_namespace(path)
     try:
-        if found.layout is None:
-            _make(path, identity, layout)
+        if not found.layouts:
+            _make(path, identity, wanted)
             found = read_namespace(path)
-        storage = LocalStorage(path, durable=durable, renew=lambda: _make(path, identity, layout))
+        storage = LocalStorage(path, durable=durable, renew=lambda: _make(path, identity, wanted))
     except OSError as problem:
         raise explained(problem, str(path)) from problem
-    if found.layout is None:
+    if not found.layouts:
         storage.close()
         msg = f"{path / DESCRIPTION} could not be read back; is the file system healthy?"
         raise StorageError(5, msg)
-    if found.layout != layout:
+    if found.layouts != wanted:
         storage.close()
-        raise LayoutError(_difference(path, found.layout, layout))
-    return Store(storage, identity.namespace, layout)
+        raise LayoutError(_difference(path, found.layouts, wanted))
+    return [Store(storage, identity.namespace, layout) for layout in wanted]
 
 
-def _difference(path: Path, stored: KVLayout, given: KVLayout) -> str:
-    old, new = stored.describe(), given.describe()
-    parts = [f"{name} {new[name]} (stored: {old[name]})" for name in old if old[name] != new[name]]
+def _difference(path: Path, stored: Sequence[KVLayout], given: Sequence[KVLayout]) -> str:
+    if len(stored) == len(given):
+        parts = [
+            f"{name} {value} (stored: {old.describe().get(name, 'none')})"
+            for old, new in zip(stored, given, strict=True)
+            for name, value in new.describe().items()
+            if value != old.describe().get(name)
+        ]
+    else:
+        parts = [f"{len(given)} groups of layers (stored: {len(stored)})"]
     return (
         f"the KV cache does not fit what {path} holds: {', '.join(parts)}. Nothing was written; "
         "use another directory, or another VUAConfig.model for another model"
     )
 
 
-def _make(path: Path, identity: Identity, layout: KVLayout) -> None:
+def _make(path: Path, identity: Identity, layouts: Sequence[KVLayout]) -> None:
     """Make a namespace's directory and describe it, where that is not done yet."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_mode & 0o700 != 0o700:
         path.chmod(0o700)  # an unusual umask
-    _describe(path, identity, layout)
+    _describe(path, identity, layouts)
 
 
-def _describe(path: Path, identity: Identity, layout: KVLayout) -> None:
+def _describe(path: Path, identity: Identity, layouts: Sequence[KVLayout]) -> None:
     """Write ``namespace.json``; of several writers at once the first one wins."""
-    described = {
+    described: dict[str, Any] = {
         "format": FORMAT,
         "identity": identity.describe(),
-        "layout": layout.describe(),
+        "layout": layouts[0].describe(),
     }
+    if len(layouts) > 1:
+        described["further_groups"] = [layout.describe() for layout in layouts[1:]]
     temporary = path / f".tmp-{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -173,7 +208,7 @@ def _describe(path: Path, identity: Identity, layout: KVLayout) -> None:
         try:
             os.link(temporary, path / DESCRIPTION)  # unlike a rename, keeps what is there
         except OSError:  # it is there, or the file system has no links
-            if read_namespace(path).layout is None:
+            if not read_namespace(path).layouts:
                 temporary.replace(path / DESCRIPTION)
     finally:
         with contextlib.suppress(FileNotFoundError):

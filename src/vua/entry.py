@@ -299,6 +299,7 @@ def _claims(
         v_dim=int(header["v"]["shape"][3]) if "v" in header else 0,
         dtype=header["k"]["dtype"],
         chunk_tokens=int(k_shape[2]),
+        group=shard.group,
     )
     digests = metadata["prefix_hash"], metadata["namespace"], key.parent.hex() or _NO_HASH
     place, odd = divmod(key.start, layout.chunk_tokens)

@@ -35,7 +35,8 @@ ITEMSIZE: Final[Mapping[str, int]] = {
 _UNIT_NBYTES: Final = 128 << 10
 """What a checksum covers at most (or one run): xxhash keeps the GIL for inputs of this size."""
 
-_SHARD_NAME = re.compile(r"l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
+_SHARD_NAME = re.compile(r"(?:(w\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
+_GROUP = re.compile(r"(w[1-9]\d{0,8})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,10 @@ class KVLayout:
     dtype: str
     """Element type by its safetensors name, e.g. ``BF16``."""
     chunk_tokens: int
+    group: str = ""
+    """Which of the model's layers: empty for those that attend to the whole prefix (and for models
+    with one kind of layer), ``w1024`` for those with a sliding window of 1024 tokens. ``layers``
+    counts the layers of the group, in the model's order."""
 
     def __post_init__(self) -> None:
         """Refuse a layout that could not describe any KV cache."""
@@ -61,6 +66,14 @@ class KVLayout:
         if self.v_dim < 0 or self.dtype not in ITEMSIZE:
             msg = f"v_dim {self.v_dim}, dtype {self.dtype}: expected >= 0 and one of {[*ITEMSIZE]}"
             raise LayoutError(msg)
+        if _GROUP.fullmatch(self.group) is None:
+            msg = f"group {self.group!r:.40}: expected nothing, or w and the window's tokens"
+            raise LayoutError(msg)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a layer attends to, its own included; None for the whole prefix."""
+        return int(self.group[1:]) if self.group else None
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -80,17 +93,19 @@ class KVLayout:
     @property
     def full(self) -> Shard:
         """The shard that is the whole model."""
-        return Shard(0, self.layers, 0, self.kv_heads)
+        return Shard(0, self.layers, 0, self.kv_heads, self.group)
 
     def describe(self) -> dict[str, int | str]:
-        """Return the fields as plain values, for ``namespace.json``."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """Return the fields as plain values, for ``namespace.json``; without an empty group."""
+        names = self.__slots__ if self.group else self.__slots__[:-1]
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_description(cls, fields: Mapping[str, Any]) -> KVLayout:
         """Build a layout from :meth:`describe`'s values; raises LayoutError on anything else."""
-        if sorted(fields) != sorted(cls.__slots__) or any(
-            not isinstance(fields[name], str if name == "dtype" else int) for name in fields
+        if sorted({"group": "", **fields}) != sorted(cls.__slots__) or any(
+            not isinstance(fields[name], str if name in ("dtype", "group") else int)
+            for name in fields
         ):
             msg = f"expected the fields {list(cls.__slots__)}, found {dict(fields)!r:.200}"
             raise LayoutError(msg)
@@ -105,11 +120,14 @@ class Shard:
     layer_stop: int
     head_start: int
     head_stop: int
+    group: str = ""
+    """Of which group of layers, see :class:`KVLayout`; layers count within the group."""
 
     @property
     def name(self) -> str:
-        """The shard's file name without suffix, e.g. ``l0-32.h0-8``."""
-        return f"l{self.layer_start}-{self.layer_stop}.h{self.head_start}-{self.head_stop}"
+        """The shard's file name without suffix, e.g. ``l0-32.h0-8`` or ``w128.l0-18.h0-8``."""
+        place = f"l{self.layer_start}-{self.layer_stop}.h{self.head_start}-{self.head_stop}"
+        return f"{self.group}.{place}" if self.group else place
 
     @classmethod
     def parse(cls, name: str) -> Shard | None:
@@ -117,7 +135,9 @@ class Shard:
         match = _SHARD_NAME.fullmatch(name)
         if match is None:
             return None
-        shard = cls(*(int(part) for part in match.groups()))
+        group, *numbers = match.groups()
+        first, last, head, stop = map(int, numbers)
+        shard = cls(first, last, head, stop, group or "")
         return shard if shard.name == name and shard.layers > 0 and shard.heads > 0 else None
 
     @property
@@ -133,7 +153,8 @@ class Shard:
     def contains(self, other: Shard) -> bool:
         """Whether ``other`` lies wholly inside this shard."""
         return (
-            self.layer_start <= other.layer_start
+            self.group == other.group
+            and self.layer_start <= other.layer_start
             and other.layer_stop <= self.layer_stop
             and self.head_start <= other.head_start
             and other.head_stop <= self.head_stop
@@ -146,8 +167,10 @@ class Shard:
             min(self.layer_stop, other.layer_stop),
             max(self.head_start, other.head_start),
             min(self.head_stop, other.head_stop),
+            self.group,
         )
-        return both if both.layers > 0 and both.heads > 0 else None
+        meets = self.group == other.group and both.layers > 0 and both.heads > 0
+        return both if meets else None
 
     def units(self, layout: KVLayout) -> int:
         """Checksums per head and array that a file of this shard has."""

@@ -96,19 +96,20 @@ class Store:
                 model. Chunks stored in other shards that cover the model count as well.
         """
         wanted = [self.layout.full] if shards is None else shards
-        if not len(keys) or not self._stored(keys[0], wanted):
+        if not len(keys) or not self.holds(keys[0], wanted):
             return 0
         present, absent = 1, len(keys) + 1  # chunk counts: known good, known bad
         probe = len(keys)
         while absent - present > 1:
-            if self._stored(keys[probe - 1], wanted):
+            if self.holds(keys[probe - 1], wanted):
                 present = probe
             else:
                 absent = probe
             probe = (present + absent) // 2
         return present
 
-    def _stored(self, key: ChunkKey, wanted: Sequence[Shard]) -> bool:
+    def holds(self, key: ChunkKey, wanted: Sequence[Shard]) -> bool:
+        """Whether a chunk is stored: in the files ``wanted``, or in others that cover the model."""
         name = key.name
         if all(self.storage.exists(name, shard) for shard in wanted):
             return True

@@ -6,15 +6,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from vllm_e2e.damage import stored
-from vllm_e2e.harness import PROMPT, Batch, EngineTest, llama, make, models
+from vllm_e2e.damage import CHUNK, chunk_files, flip, stored
+from vllm_e2e.harness import PROMPT, RESET, Batch, EngineTest, llama, make, models, tokens
+from vua.directory import create_stores, namespaces
+from vua.keys import KeyChain, token_ids
+from vua.slab import Slab
 from vua.testing.models import make_model
 
 pytestmark = pytest.mark.vllm
 
 BATCH = Batch([PROMPT])
+WINDOW_CHUNKS = 2  # of 64 tokens, for a window of 128
 UNCACHED = "served without a stored KV cache"
 
 
@@ -95,6 +100,109 @@ class CachedModelsTest(EngineTest):
         self.fill(BATCH, engine={"model": str(make_model(models() / "llama-2", seed=2))})
 
 
+class WindowedModelsTest(EngineTest):
+    """Layers with a sliding window: their chunks are stored, and loaded, where they are of use."""
+
+    def test_hybrid(self) -> None:
+        """A restart loads the prefix of the full layers and the last window of the others."""
+        engine = {"model": str(gemma3())}
+        expected = self.fill(BATCH, engine=engine)
+        names = [path.name for path in stored(self.root)]
+        self.assertEqual(10, sum(name.startswith("l0-1.") for name in names))
+        self.assertEqual(WINDOW_CHUNKS + 1, sum(name.startswith("w128.l0-2.") for name in names))
+
+        warm = self.serve(BATCH, engine=engine)
+
+        self.assertEqual(expected, warm.tokens)
+        self.assertEqual([640], warm.cached)
+        self.assertEqual(10 + WINDOW_CHUNKS, warm.counts["chunks_loaded"])
+
+    def test_branches(self) -> None:
+        """Where a second prompt leaves the first one, the third one finds the window too."""
+        engine = {"model": str(gemma3())}
+        others = [Batch([PROMPT[:400] + tokens(150, seed=seed)]) for seed in (2, 3)]
+        self.fill(BATCH, engine=engine)
+        expected = self.baseline(*others, engine=engine)
+
+        served = self.serve(others[0], RESET, others[1], engine=engine)
+
+        self.assertEqual(expected, served.tokens)
+        self.assertEqual([0, 384], served.cached)
+
+    def test_chunked_prefill(self) -> None:
+        """With vLLM's prefix caching, small steps and several prompts at once, restarted."""
+        engine = {
+            "model": str(gemma3()),
+            "enable_chunked_prefill": True,
+            "enable_prefix_caching": True,
+            "max_num_batched_tokens": 96,
+            "max_num_seqs": 3,
+        }
+        prompts = Batch([PROMPT[:300] + tokens(250, seed=seed) for seed in range(4)])
+        batches = (prompts, RESET, prompts)
+        expected = self.baseline(*batches, engine=engine)
+
+        for _ in range(2):
+            served = self.serve(*batches, engine=engine)
+            self.assertEqual(expected, served.tokens)
+
+        self.assertEqual([512] * 8, served.cached)
+
+    def test_damage(self) -> None:
+        """A chunk that is damaged in either kind of layers: all is computed, then stored anew."""
+        engine = {"model": str(gemma3())}
+        expected = self.fill(BATCH, engine=engine)
+        for kind, chunk in (("l0-1", 4), ("w128", 9)):
+            with self.subTest(kind):
+                files = chunk_files(self.root, PROMPT, chunk)
+                (path,) = [path for path in files if path.name.startswith(kind)]
+                flip(path)
+
+                hurt = self.serve(BATCH, engine=engine)
+                healed = self.serve(BATCH, engine=engine)
+
+                self.assertEqual(expected, hurt.tokens)
+                self.assertEqual(1, hurt.counts["corrupt"])
+                self.assertEqual(expected, healed.tokens)
+                self.assertEqual([640], healed.cached)
+                self.assertNotIn("corrupt", healed.counts)
+
+    def test_negative_control(self) -> None:
+        """The bytes of the windowed layers matter: others give other tokens."""
+        engine = {"model": str(gemma3())}
+        expected = self.fill(BATCH, engine=engine)
+        (found,) = namespaces(self.root)
+        assert found.identity is not None
+        _, windowed = create_stores(self.root, found.identity, found.layouts)
+        layout = windowed.layout
+        slab = Slab(layout, layout.full, 1)
+        noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
+        slab.bytes[:] = noise.view(np.uint8)
+        for key in KeyChain(token_ids(PROMPT), CHUNK).first(10):
+            windowed.storage.remove(key.name, layout.full)
+            windowed.save(key, slab.memory)
+
+        warm = self.serve(BATCH, engine=engine)
+
+        self.assertEqual([640], warm.cached)
+        self.assertNotEqual(expected, warm.tokens)
+
+    def test_all_layers_windowed(self) -> None:
+        """Without layers that see everything every chunk is stored, and the window loaded."""
+        engine: dict[str, Any] = {
+            "model": str(make_model(models() / "mistral-window", family="mistral")),
+            "hf_overrides": {"sliding_window": 128},
+        }
+        expected = self.fill(BATCH, engine=engine)
+        other = Batch([PROMPT[:400] + tokens(150, seed=2)])
+
+        warm = self.serve(BATCH, other, engine=engine)
+
+        self.assertEqual(expected + self.baseline(other, engine=engine), warm.tokens)
+        self.assertEqual([640, 384], warm.cached)
+        self.assertEqual(2 * WINDOW_CHUNKS, warm.counts["chunks_loaded"])
+
+
 class UncachedModelsTest(EngineTest):
     def check(self, engine: dict[str, Any], reason: str) -> None:
         """Served twice with the right tokens, nothing stored, and the log says why."""
@@ -109,23 +217,9 @@ class UncachedModelsTest(EngineTest):
         self.assertEqual(1, len({line.split("] ", 1)[1] for line in said}), said)
         self.assertIn(reason, said[0])
 
-    def test_several_kinds_of_attention(self) -> None:
-        """A model with windowed and full layers is served without VUA."""
-        self.check({"model": str(gemma3())}, "hybrid attention")
-
     def test_latent_attention(self) -> None:
         """MLA on a CPU, where vLLM's reference backend cannot continue a prefix, goes without."""
         self.check({"model": str(deepseek()), "block_size": 16}, "MLA backend")
-
-    def test_sliding_window(self) -> None:
-        """A model whose layers all have a window is served without VUA."""
-        self.check(
-            {
-                "model": str(make_model(models() / "mistral-window", family="mistral")),
-                "hf_overrides": {"sliding_window": 128},
-            },
-            "SlidingWindowSpec",
-        )
 
     def test_fp8_cache(self) -> None:
         """A cache of a type that VUA does not know is not stored."""

@@ -58,7 +58,7 @@ def _place(path: Path) -> tuple[Namespace | None, Place]:
     if chunk.parent.name != chunk.name[:2] or not _is_digest(directory.name):
         return None, Place(chunk=chunk.name, shard=shard)
     namespace = read_namespace(directory)
-    return namespace, Place(directory.name, chunk.name, shard, namespace.layout)
+    return namespace, Place(directory.name, chunk.name, shard, namespace.layout_of(shard))
 
 
 def _is_digest(name: str) -> bool:

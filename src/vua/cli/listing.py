@@ -40,6 +40,7 @@ class _Content:
             "description": described(self.namespace),
             "identity": identity and identity.describe(),
             "layout": layout and layout.describe(),
+            "further_groups": [group.describe() for group in self.namespace.layouts[1:]],
             "chunks": len(self.chunks),
             "files": len(files),
             "nbytes": sum(file.nbytes for file in files),

@@ -128,7 +128,7 @@ def _check(directory: int, found: Found, checker: Checker, namespace: Namespace)
         reason = "not a regular file" if not found.regular else str(problem.strerror)
         return Check("error", (reason,), 0)
     try:
-        place = Place(namespace.name, found.chunk, found.shard, namespace.layout)
+        place = Place(namespace.name, found.chunk, found.shard, namespace.layout_of(found.shard))
         return checker.check(fd, place)
     finally:
         os.close(fd)

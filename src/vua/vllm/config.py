@@ -22,6 +22,9 @@ class ConnectorConfig:
     """Directory of the cache. The environment's ``VUA_PATH`` is used when it is not set."""
     chunk_tokens: int = 64
     """Tokens per chunk, the granularity of reuse. Engines that share chunks use the same."""
+    window_every_tokens: int = 8192
+    """Models with sliding windows: besides at the end of each prompt, and where a later one turned
+    out to leave it, the window is stored at every multiple of this many tokens."""
     epoch: str = ""
     """Change it to leave everything stored so far unused."""
     durable: bool = False

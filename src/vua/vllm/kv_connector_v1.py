@@ -26,7 +26,7 @@ from vua.vllm.config import ConnectorConfig
 from vua.vllm.messages import Orders
 from vua.vllm.model import Model, UncachedError, describe
 from vua.vllm.scheduler import SchedulerSide
-from vua.vllm.worker import WorkerSide
+from vua.vllm.worker import Rank, WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -87,7 +87,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             "VUA: KV cache in %s, namespace %s, chunks of %d tokens",
             self._config.shared_storage_path,
             model.identity.namespace[:12],
-            model.layout.chunk_tokens,
+            model.chunk_tokens,
         )
         if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
             log.warning(
@@ -99,14 +99,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def _make_worker(self, model: Model) -> WorkerSide:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
-        tp_rank, row = get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
-        shards = model.shards[row]
-        return WorkerSide(
-            model,
-            self._config,
-            shard=shards[tp_rank],
-            writes=shards.index(shards[tp_rank]) == tp_rank,
-        )
+        rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
+        return WorkerSide(model, self._config, rank)
 
     def _guarded(self, hook: Callable[[], T], otherwise: T) -> T:
         """Run a hook's work; an unforeseen error costs hits, not the engine."""
@@ -166,9 +160,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Learn from the workers which loads have failed."""
         side = self._scheduler
         received = connector_output.finished_recving or set()
-        failed = connector_output.invalid_block_ids or set()
-        if side is not None and (received or failed):
-            self._guarded(lambda: side.received(received, failed), None)
+        failed = getattr(connector_output, "failed_recving", None) or set()
+        blocks = connector_output.invalid_block_ids or set()
+        if side is not None and (received or blocks):
+            self._guarded(lambda: side.received(received, failed, blocks), None)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -194,7 +189,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             return
         try:
             layer_of = {name: extract_layer_index(name) for name in kv_caches}
-            self._worker.register(kv_caches, layer_of)
+            groups = self._kv_cache_config.kv_cache_groups
+            tables = {name: n for n, group in enumerate(groups) for name in group.layer_names}
+            self._worker.register(kv_caches, layer_of, tables)
         except (VUAError, AssertionError) as problem:
             log.warning("VUA: this worker loads and stores nothing: %s", problem)
 
@@ -228,6 +225,13 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if self._worker is None:
             return None, None
         return None, self._worker.take_received(idle=self._idle)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401
+        """As :meth:`get_finished`, with the requests whose loads failed as a whole."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving |= self._worker.take_failed()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load did not fill; vLLM recomputes them."""

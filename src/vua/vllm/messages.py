@@ -8,16 +8,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from vua.keys import ChunkKey
 
-__all__ = ["LoadOrder", "Orders", "SaveOrder"]
+__all__ = ["GroupLoad", "LoadOrder", "Orders", "SaveOrder"]
 
 
 @dataclass(slots=True)
-class LoadOrder:
-    """Load tokens [start, stop) of a request into its blocks."""
+class GroupLoad:
+    """Load tokens [start, stop) of one group of layers."""
 
-    request_id: str
-    block_ids: list[int]
-    """The request's block table from its first token on."""
+    group: int
+    """Place in `Model.groups`."""
     start: int
     stop: int
     keys: list[ChunkKey]
@@ -25,12 +24,23 @@ class LoadOrder:
 
 
 @dataclass(slots=True)
+class LoadOrder:
+    """Load a request's K/V into its blocks."""
+
+    request_id: str
+    block_ids: list[list[int]]
+    """The request's block table from its first token on, per vLLM cache group."""
+    parts: list[GroupLoad]
+
+
+@dataclass(slots=True)
 class SaveOrder:
     """Store whole chunks of a request whose K/V are complete after this step's forward pass."""
 
-    block_ids: list[int]
-    """The request's block table from its first token on."""
-    keys: list[ChunkKey]
+    block_ids: list[list[int]]
+    """The request's block table from its first token on, per vLLM cache group."""
+    parts: list[tuple[int, list[ChunkKey]]]
+    """Per group of layers (its place in `Model.groups`): the chunks."""
 
 
 @dataclass(slots=True)

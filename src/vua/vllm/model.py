@@ -6,12 +6,16 @@ the configuration alone. What cannot be told apart for certain is not cached.
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
 
 from vua.errors import ConfigError, VUAError
 from vua.identity import Identity, config_digest, weights_fingerprint
@@ -19,7 +23,7 @@ from vua.layout import KVLayout, Shard
 from vua.rope import rope_order, varies_with_length
 from vua.vllm.config import ConnectorConfig
 
-__all__ = ["Model", "UncachedError", "describe", "fingerprint"]
+__all__ = ["Group", "Model", "UncachedError", "describe", "fingerprint", "worker_shards"]
 
 _DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 
@@ -29,22 +33,62 @@ class UncachedError(VUAError):
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What both sides of the connector need to know about the engine's KV cache."""
+class Group:
+    """The layers of one kind: those that attend to the whole prefix, or to a window of it.
 
-    identity: Identity
+    vLLM may spread one kind over several of its own cache groups, each with a block table.
+    """
+
     layout: KVLayout
-    block_size: int
-    """Tokens per block of vLLM's cache."""
-    latent: bool
-    """Whether K and V are one latent (MLA)."""
+    layers: tuple[int, ...]
+    """Their numbers in the model, in order."""
     shards: tuple[tuple[Shard, ...], ...]
     """The rectangle of each worker: ``shards[pp rank][tp rank]``."""
+    tables: tuple[int, ...]
+    """The vLLM cache groups that these layers are spread over."""
 
     @property
     def written(self) -> tuple[Shard, ...]:
         """The files that this engine writes for one chunk: each distinct rectangle once."""
         return tuple(dict.fromkeys(shard for row in self.shards for shard in row))
+
+    def first_needed(self, tokens: int) -> int:
+        """The first token whose K/V matter to whoever goes on behind ``tokens`` tokens."""
+        return 0 if self.layout.window is None else max(0, tokens - self.layout.window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What both sides of the connector need to know about the engine's KV cache."""
+
+    identity: Identity
+    groups: tuple[Group, ...]
+    """Those that attend to everything first."""
+    block_sizes: tuple[int, ...]
+    """Tokens per block of each of vLLM's cache groups."""
+    latent: bool
+    """Whether K and V are one latent (MLA)."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens per chunk."""
+        return self.groups[0].layout.chunk_tokens
+
+    @property
+    def align(self) -> int:
+        """What the length of a hit must be a multiple of: it ends with a block in every group."""
+        return math.lcm(*self.block_sizes)
+
+    @property
+    def plain(self) -> bool:
+        """Whether all layers attend to everything: any part of a hit is of use by itself."""
+        return all(group.layout.window is None for group in self.groups)
+
+    @property
+    def leading(self) -> tuple[Group, ...]:
+        """The groups of which every chunk is stored: they tell how much of a prompt is shared."""
+        full = tuple(group for group in self.groups if group.layout.window is None)
+        return full or self.groups
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> Model:  # noqa: ANN401
@@ -53,63 +97,108 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     Raises:
         UncachedError: it cannot be stored correctly, with the reason.
     """
-    spec = _only_spec(vllm_config, kv_cache_config)
+    _check_engine(vllm_config)
+    tables = kv_cache_config.kv_cache_groups
+    kinds: dict[str, list[int]] = {}
+    for number, table in enumerate(tables):
+        kinds.setdefault(_kind(table.kv_cache_spec), []).append(number)
+    latent = isinstance(tables[0].kv_cache_spec, MLAAttentionSpec)
+    if latent:
+        _check_latent(vllm_config)
+    groups = tuple(
+        _group(vllm_config, config, kind, [(n, tables[n]) for n in kinds[kind]], len(tables) == 1)
+        for kind in sorted(kinds)
+    )
+    dtypes = sorted({group.layout.dtype for group in groups})
+    if len(dtypes) > 1:
+        msg = f"KV caches of different dtypes in one model ({', '.join(dtypes)})"
+        raise UncachedError(msg)
+    return Model(
+        identity=_identity(vllm_config, dtypes[0], config, groups),
+        groups=groups,
+        block_sizes=tuple(table.kv_cache_spec.block_size for table in tables),
+        latent=latent,
+    )
+
+
+def _kind(spec: Any) -> str:  # noqa: ANN401
+    """The canonical name of a kind of layer, see `KVLayout.group`."""
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+        return ""
+    if type(spec) is SlidingWindowSpec:
+        if not hasattr(KVConnectorOutput(), "failed_recving"):
+            msg = "this version of vLLM cannot recompute a load that failed behind a sliding window"
+            raise UncachedError(msg)
+        return f"w{spec.sliding_window}"
+    msg = f"a {type(spec).__name__} KV cache is not supported"
+    raise UncachedError(msg)
+
+
+def _group(
+    vllm_config: Any,  # noqa: ANN401
+    config: ConnectorConfig,
+    kind: str,
+    tables: Sequence[tuple[int, Any]],
+    only: bool,  # noqa: FBT001
+) -> Group:
+    """Describe the layers of one kind; ``only``: the model has no other."""
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    spec = tables[0][1].kv_cache_spec
     latent = isinstance(spec, MLAAttentionSpec)
+    heads = 1 if latent else model_config.get_total_num_kv_heads()
+    for _, table in tables:
+        found = table.kv_cache_spec
+        if (found.num_kv_heads, found.head_size) != (max(1, heads // tp_size), spec.head_size):
+            msg = f"layers of {found.num_kv_heads} KV heads of {found.head_size} beside others"
+            raise UncachedError(msg)
+    if only:
+        layers = tuple(range(model_config.hf_text_config.num_hidden_layers))
+    elif pp_size == 1:
+        names = [name for _, table in tables for name in table.layer_names]
+        layers = tuple(sorted(extract_layer_index(name) for name in names))
+    else:
+        msg = "several kinds of KV cache (hybrid attention) together with pipeline parallelism"
+        raise UncachedError(msg)
+    layout = KVLayout(
+        layers=len(layers),
+        kv_heads=heads,
+        k_dim=spec.head_size,
+        v_dim=0 if latent else spec.head_size_v,
+        dtype=_dtype(spec),
+        chunk_tokens=config.chunk_tokens,
+        group=kind,
+    )
+    shards = worker_shards(layout, pp_size=pp_size, tp_size=tp_size)
+    return Group(layout, layers, shards, tuple(number for number, _ in tables))
+
+
+def worker_shards(layout: KVLayout, *, pp_size: int, tp_size: int) -> tuple[tuple[Shard, ...], ...]:
+    """Return the rectangle that each worker holds, ``[pp rank][tp rank]``, as vLLM cuts a model."""
+    rows = []
+    for pp_rank in range(pp_size):
+        first, last = _layer_range(layout.layers, pp_rank, pp_size)
+        ranges = [_head_range(layout.kv_heads, tp_rank, tp_size) for tp_rank in range(tp_size)]
+        rows.append(tuple(Shard(first, last, *heads, group=layout.group) for heads in ranges))
+    return tuple(rows)
+
+
+def _dtype(spec: Any) -> str:  # noqa: ANN401
     dtype = _DTYPES.get(str(spec.dtype))
     if dtype is None:
         msg = f"KV cache dtype {spec.dtype} is not supported yet"
         raise UncachedError(msg)
-    layers = model_config.hf_text_config.num_hidden_layers
-    heads = 1 if latent else model_config.get_total_num_kv_heads()
-    layout = KVLayout(
-        layers=layers,
-        kv_heads=heads,
-        k_dim=spec.head_size,
-        v_dim=0 if latent else spec.head_size_v,
-        dtype=dtype,
-        chunk_tokens=config.chunk_tokens,
-    )
-    rows = []
-    for pp_rank in range(parallel.pipeline_parallel_size):
-        first, last = _layer_range(layers, pp_rank, parallel.pipeline_parallel_size)
-        rows.append(
-            tuple(
-                Shard(first, last, *_head_range(heads, tp_rank, parallel.tensor_parallel_size))
-                for tp_rank in range(parallel.tensor_parallel_size)
-            )
-        )
-    return Model(
-        identity=_identity(vllm_config, dtype, config),
-        layout=layout,
-        block_size=spec.block_size,
-        latent=latent,
-        shards=tuple(rows),
-    )
+    return dtype
 
 
-def _only_spec(vllm_config: Any, kv_cache_config: Any) -> Any:  # noqa: ANN401
-    """The one kind of attention cache that all layers share."""
+def _check_engine(vllm_config: Any) -> None:  # noqa: ANN401
+    """Refuse what would make the cache's content depend on more than the identity says."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         msg = f"KV caches on {current_platform.device_type} are not supported yet"
         raise UncachedError(msg)
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        msg = f"{len(groups)} kinds of KV cache in one model (hybrid attention) are not supported"
-        raise UncachedError(msg)
-    spec = groups[0].kv_cache_spec
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        msg = f"a {type(spec).__name__} KV cache is not supported"
-        raise UncachedError(msg)
-    scheduling = vllm_config.scheduler_config
-    if isinstance(spec, MLAAttentionSpec) and not scheduling.enable_chunked_prefill:
-        # so vLLM's reference backend on CPUs: other tokens come out behind a cached prefix
-        msg = "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off)"
-        raise UncachedError(msg)
-    parallel = vllm_config.parallel_config
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+    if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
         msg = "decode context parallelism is not supported"
         raise UncachedError(msg)
     speculative = vllm_config.speculative_config
@@ -119,7 +208,13 @@ def _only_spec(vllm_config: Any, kv_cache_config: Any) -> Any:  # noqa: ANN401
     if vllm_config.model_config.runner_type != "generate":
         msg = f"a {vllm_config.model_config.runner_type} model has no prompts to continue"
         raise UncachedError(msg)
-    return spec
+
+
+def _check_latent(vllm_config: Any) -> None:  # noqa: ANN401
+    if not vllm_config.scheduler_config.enable_chunked_prefill:
+        # so vLLM's reference backend on CPUs: other tokens come out behind a cached prefix
+        msg = "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off)"
+        raise UncachedError(msg)
 
 
 def _layer_range(layers: int, rank: int, size: int) -> tuple[int, int]:
@@ -138,7 +233,12 @@ def _head_range(heads: int, rank: int, size: int) -> tuple[int, int]:
     return head, head + 1
 
 
-def _identity(vllm_config: Any, dtype: str, config: ConnectorConfig) -> Identity:  # noqa: ANN401
+def _identity(
+    vllm_config: Any,  # noqa: ANN401
+    dtype: str,
+    config: ConnectorConfig,
+    groups: Sequence[Group],
+) -> Identity:
     model_config = vllm_config.model_config
     text_config = dict(model_config.hf_text_config.to_dict())
     rope = rope_order(model_config.hf_text_config.model_type)
@@ -146,6 +246,8 @@ def _identity(vllm_config: Any, dtype: str, config: ConnectorConfig) -> Identity
         text_config["vua.engine"] = "vllm"
     if varies_with_length(text_config):  # vLLM chooses the frequencies once, by this length
         text_config["vua.vllm_max_model_len"] = model_config.max_model_len
+    if any(group.layout.window for group in groups):  # other engines store these layers whole
+        text_config["vua.groups"] = [[group.layout.group, *group.layers] for group in groups]
     if model_config.quantization is not None:  # may be applied to weights that do not say so
         text_config["vua.quantization"] = str(model_config.quantization)
     try:

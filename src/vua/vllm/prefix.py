@@ -1,0 +1,122 @@
+"""How much of a prompt can be loaded, and which of its chunks are worth storing.
+
+A layer that attends to everything needs every chunk of the prefix. One with a sliding window needs
+only what the window holds at the point where the computation goes on; and only there its chunks are
+stored: at the end of a prompt, at the point where it turned out to leave another one, and at
+regular distances. So a hit ends where every group has what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from vua.keys import KeyChain
+from vua.store import Store
+from vua.vllm.model import Group, Model
+
+__all__ = ["Found", "find"]
+
+_MAX_PROBES: Final = 1000
+"""Probes for windows per lookup, a few ms locally; a prompt that needs more counts as not stored
+there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a lookup learned about a prompt."""
+
+    keys: KeyChain
+    tokens: int
+    """Tokens from its start on that can be loaded; ends with a block of every cache group."""
+    stored: int
+    """Leading chunks of which the leading groups' files are there."""
+    windows: tuple[frozenset[int], ...]
+    """Per group of layers, the chunks to store: of use only to groups with a window."""
+
+
+def find(
+    model: Model,
+    stores: Sequence[Store],
+    keys: KeyChain,
+    num_tokens: int,
+    *,
+    window_every_tokens: int,
+) -> Found:
+    """Look a prompt up. Touches the storage; raises StorageError, OSError.
+
+    Args:
+        model: the engine's KV cache.
+        stores: one per group.
+        keys: the prompt's chunks.
+        num_tokens: tokens of the request; at least one of them is left to compute.
+        window_every_tokens: distance of the points at which windows are stored in any case.
+    """
+    size, align = model.chunk_tokens, model.align
+    leading = model.leading
+    stored = min(
+        store.lookup(keys, group.written)
+        for group, store in zip(model.groups, stores, strict=True)
+        if group in leading
+    )
+    most = (num_tokens - 1) // align * align
+    probe = _Probe(model, stores, keys)
+    stop, tokens = stored, 0
+    while stop > 0:
+        tokens = min(stop * size, most) // align * align
+        gap = probe.gap(tokens)
+        if gap is None:
+            break
+        stop, tokens = gap, 0
+    ends = {len(keys), *range(0, len(keys), max(1, window_every_tokens // size))}
+    if tokens < min(stored * size, most) // align * align:
+        ends.add(stored)  # somebody else's prompt went another way here, others may follow
+    windows = tuple(_window_chunks(group, ends, size, leading) for group in model.groups)
+    return Found(keys, tokens, stored, windows)
+
+
+def _window_chunks(
+    group: Group, ends: set[int], size: int, leading: Sequence[Group]
+) -> frozenset[int]:
+    """The chunks that hold the group's window before each of the given chunk counts."""
+    if group in leading:
+        return frozenset()
+    wanted: set[int] = set()
+    for end in ends:
+        # one chunk more: a request that ends with this chunk has to compute its last token
+        wanted.update(range(group.first_needed(max(0, (end - 1) * size)) // size, end))
+    return frozenset(wanted)
+
+
+class _Probe:
+    """Looks for the windows that a hit of a certain length needs."""
+
+    def __init__(self, model: Model, stores: Sequence[Store], keys: KeyChain) -> None:
+        self._size, self._keys = model.chunk_tokens, keys
+        pairs = zip(model.groups, stores, strict=True)
+        self._windows = [(group, store) for group, store in pairs if group not in model.leading]
+        self._seen: dict[tuple[int, int], bool] = {}
+
+    def gap(self, tokens: int) -> int | None:
+        """Return a chunk that is missing for a hit of ``tokens`` tokens, None if none is.
+
+        No longer hit than up to that chunk is possible: it is in every window up to ``tokens``.
+        """
+        if not tokens:
+            return None
+        for number, (group, store) in enumerate(self._windows):
+            first = group.first_needed(tokens) // self._size
+            last = -(-tokens // self._size)
+            # The lowest first: without it, no hit ends inside the window either.
+            for chunk in (first, *range(last - 1, first, -1)):
+                if not self._there(number, group, store, chunk):
+                    return chunk
+        return None
+
+    def _there(self, number: int, group: Group, store: Store, chunk: int) -> bool:
+        known = self._seen.get((number, chunk))
+        if known is None:
+            known = len(self._seen) < _MAX_PROBES and store.holds(self._keys[chunk], group.written)
+            self._seen[number, chunk] = known
+        return known
