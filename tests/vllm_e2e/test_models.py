@@ -61,6 +61,22 @@ def gemma3() -> Path:
     )
 
 
+@cache
+def gpt_oss() -> Path:
+    """A gpt-oss: layers with a window of 128 and without one take turns, with attention sinks."""
+    return make(
+        models() / "gpt-oss",
+        "GptOssConfig",
+        **_sizes() | {"num_hidden_layers": 4},
+        num_key_value_heads=2,
+        head_dim=32,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_experts_per_tok=2,
+        num_local_experts=4,
+        sliding_window=128,
+    )
+
+
 def _sizes() -> dict[str, Any]:
     return {
         "bos_token_id": 1,
@@ -105,10 +121,10 @@ class WindowedModelsTest(EngineTest):
 
     def test_hybrid(self) -> None:
         """A restart loads the prefix of the full layers and the last window of the others."""
-        engine = {"model": str(gemma3())}
+        engine = {"model": str(gpt_oss())}
         expected = self.fill(BATCH, engine=engine)
         names = [path.name for path in stored(self.root)]
-        self.assertEqual(10, sum(name.startswith("l0-1.") for name in names))
+        self.assertEqual(10, sum(name.startswith("l0-2.") for name in names))
         self.assertEqual(WINDOW_CHUNKS + 1, sum(name.startswith("w128.l0-2.") for name in names))
 
         warm = self.serve(BATCH, engine=engine)
@@ -117,9 +133,19 @@ class WindowedModelsTest(EngineTest):
         self.assertEqual([640], warm.cached)
         self.assertEqual(10 + WINDOW_CHUNKS, warm.counts["chunks_loaded"])
 
+    def test_gemma(self) -> None:
+        """Another family, whose full layers are fewer than the windowed ones."""
+        engine = {"model": str(gemma3())}
+        expected = self.fill(BATCH, engine=engine)
+
+        warm = self.serve(BATCH, engine=engine)
+
+        self.assertEqual(expected, warm.tokens)
+        self.assertEqual([640], warm.cached)
+
     def test_branches(self) -> None:
         """Where a second prompt leaves the first one, the third one finds the window too."""
-        engine = {"model": str(gemma3())}
+        engine = {"model": str(gpt_oss())}
         others = [Batch([PROMPT[:400] + tokens(150, seed=seed)]) for seed in (2, 3)]
         self.fill(BATCH, engine=engine)
         expected = self.baseline(*others, engine=engine)
@@ -132,7 +158,7 @@ class WindowedModelsTest(EngineTest):
     def test_chunked_prefill(self) -> None:
         """With vLLM's prefix caching, small steps and several prompts at once, restarted."""
         engine = {
-            "model": str(gemma3()),
+            "model": str(gpt_oss()),
             "enable_chunked_prefill": True,
             "enable_prefix_caching": True,
             "max_num_batched_tokens": 96,
@@ -150,9 +176,9 @@ class WindowedModelsTest(EngineTest):
 
     def test_damage(self) -> None:
         """A chunk that is damaged in either kind of layers: all is computed, then stored anew."""
-        engine = {"model": str(gemma3())}
+        engine = {"model": str(gpt_oss())}
         expected = self.fill(BATCH, engine=engine)
-        for kind, chunk in (("l0-1", 4), ("w128", 9)):
+        for kind, chunk in (("l0-2", 4), ("w128", 9)):
             with self.subTest(kind):
                 files = chunk_files(self.root, PROMPT, chunk)
                 (path,) = [path for path in files if path.name.startswith(kind)]
@@ -169,7 +195,7 @@ class WindowedModelsTest(EngineTest):
 
     def test_negative_control(self) -> None:
         """The bytes of the windowed layers matter: others give other tokens."""
-        engine = {"model": str(gemma3())}
+        engine = {"model": str(gpt_oss())}
         expected = self.fill(BATCH, engine=engine)
         (found,) = namespaces(self.root)
         assert found.identity is not None
