@@ -26,6 +26,7 @@ from vua.vllm.config import ConnectorConfig
 from vua.vllm.messages import Orders
 from vua.vllm.model import Model, UncachedError, describe
 from vua.vllm.scheduler import SchedulerSide
+from vua.vllm.versions import check_version
 from vua.vllm.worker import Rank, WorkerSide
 
 if TYPE_CHECKING:
@@ -55,12 +56,13 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     ) -> None:
         """Read the settings and open the directory.
 
-        Raises ConfigError for unusable settings or an unusable path, so that a mistake is seen at
+        Raises ConfigError for unusable settings, path or version of vLLM, so that a mistake is seen at
         start-up. An engine whose KV cache cannot be stored correctly is served uncached.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
+        check_version(allow_untested=self._config.allow_untested_vllm)
         check_root(self._config.shared_storage_path)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

@@ -15,13 +15,13 @@ from typing import Any
 
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput
 
 from vua.errors import ConfigError, VUAError
 from vua.identity import Identity, config_digest, weights_fingerprint
 from vua.layout import KVLayout, Shard
 from vua.rope import rope_order, varies_with_length
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.versions import can_fail_requests, knows_current_blocks
 
 __all__ = ["Group", "Model", "UncachedError", "describe", "fingerprint", "worker_shards"]
 
@@ -126,8 +126,8 @@ def _kind(spec: Any) -> str:  # noqa: ANN401
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return ""
     if type(spec) is SlidingWindowSpec:
-        if not hasattr(KVConnectorOutput(), "failed_recving"):
-            msg = "this version of vLLM cannot recompute a load that failed behind a sliding window"
+        if not (can_fail_requests() and knows_current_blocks()):
+            msg = "a sliding window needs vLLM 0.32 or newer"
             raise UncachedError(msg)
         return f"w{spec.sliding_window}"
     msg = f"a {type(spec).__name__} KV cache is not supported"

@@ -1,0 +1,45 @@
+"""Mirrors `vua.vllm.versions`: which releases of vLLM are taken, and what is said of others."""
+
+from __future__ import annotations
+
+import unittest
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+
+from vua.errors import ConfigError
+
+pytestmark = pytest.mark.vllm
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class VersionsTest(unittest.TestCase):
+    def check(self, version: str, *, allow_untested: bool = False) -> None:
+        """Check as if vLLM were of this version."""
+        from vua.vllm.versions import check_version
+
+        with mock.patch("vllm.__version__", version):
+            check_version(allow_untested=allow_untested)
+
+    def test_supported(self) -> None:
+        """The whole range, its patch and pre-releases, and builds that have no number."""
+        for version in ("0.28.0", "0.32.0+cpu", "0.33.1rc2.dev5+g1234", "0.33.9", "mine"):
+            with self.subTest(version):
+                self.check(version)
+
+    def test_refused(self) -> None:
+        """The text names what was found, what works, and what to do."""
+        for version, advice in (("0.27.1", "Install"), ("0.34.0", "allow_untested_vllm")):
+            with (
+                self.subTest(version),
+                self.assertRaisesRegex(ConfigError, rf"{version}.* 0\.28 to 0\.33.*{advice}"),
+            ):
+                self.check(version)
+        self.check("0.34.0", allow_untested=True)
+        with self.assertRaises(ConfigError):
+            self.check("0.27.1", allow_untested=True)
+
+
+if __name__ == "__main__":
+    unittest.main()
