@@ -1,0 +1,275 @@
+"""What a hit means: a field that K and V depend on, changed, gives no hits; restored, all of them.
+
+One case per field: those of the engine decide about the namespace, those of a request about keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import unittest
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from helpers import DirectoryTest, flip
+from vllm_e2e.engine import ENVIRONMENT
+from vua.identity import Identity
+from vua.keys import ChunkKey
+from vua.layout import KVLayout
+from vua.slab import Slab
+from vua.testing.models import make_model
+from vua.vllm.config import ConnectorConfig
+
+pytestmark = pytest.mark.vllm
+
+LAYOUT = KVLayout(1, 1, 8, 8, "U8", 16)
+PROMPT = list(range(64))
+LONG_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class EngineFieldsTest(unittest.TestCase):
+    """Through `describe`, with the configuration that vLLM itself makes of the arguments."""
+
+    def setUp(self) -> None:
+        """Make a model."""
+        self.root = Path(tempfile.mkdtemp(prefix="vua-identity-"))
+        self.addCleanup(shutil.rmtree, self.root)
+        self.enterContext(mock.patch.dict(os.environ, ENVIRONMENT))
+        self.model = make_model(self.root / "model", layers=2)
+
+    def namespace(
+        self, *, model: Path | None = None, vua: dict[str, Any] | None = None, **engine: Any
+    ) -> str:
+        """The namespace of an engine with these arguments."""
+        import torch
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        from vua.vllm.model import describe
+
+        arguments: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "skip_tokenizer_init": True,
+            **engine,
+        }
+        made = EngineArgs(model=str(model or self.model), **arguments).create_engine_config()
+        dtype = torch.uint8 if "kv_cache_dtype" in engine else made.model_config.dtype
+        spec = FullAttentionSpec(
+            block_size=engine.get("block_size", 32), num_kv_heads=2, head_size=32, dtype=dtype
+        )
+        names = [f"model.layers.{layer}.attn" for layer in range(2)]
+        group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
+        config = ConnectorConfig(shared_storage_path=str(self.root), **(vua or {}))
+        described = describe(made, SimpleNamespace(kv_cache_groups=[group]), config)
+        return described.identity.namespace
+
+    def edit_config(self, **values: Any) -> Callable[[], None]:
+        """Change the checkpoint's config.json; return what restores it."""
+        path = self.model / "config.json"
+        text = path.read_text()
+        path.write_text(json.dumps({**json.loads(text), **values}))
+        return lambda: void(path.write_text(text))
+
+    def test_what_changes_it(self) -> None:
+        """Each of these gives another namespace, and without it there is the first one again."""
+        usual = self.namespace()
+        other = make_model(self.root / "other", layers=2, seed=5)
+        cases: dict[str, dict[str, Any]] = {
+            "KV dtype": {"dtype": "bfloat16"},
+            "RoPE": {"hf_overrides": {"rope_parameters": LONG_ROPE}},
+            "norm": {"hf_overrides": {"rms_norm_eps": 1e-3}},
+            "weights of another model": {"model": other},
+            "chunk length": {"vua": {"chunk_tokens": 32}},
+            "epoch": {"vua": {"epoch": "2"}},
+            "random weights": {"load_format": "dummy"},
+        }
+        seen = {usual}
+        for name, given in cases.items():
+            with self.subTest(name):
+                found = self.namespace(**given)
+                self.assertNotIn(found, seen)
+                seen.add(found)
+                self.assertEqual(usual, self.namespace())
+        with self.subTest("seed of random weights"):
+            self.assertNotIn(self.namespace(load_format="dummy", seed=3), seen)
+
+    def test_same_path(self) -> None:
+        """The directory's content counts, not its name: weights and configuration alike."""
+        usual = self.namespace()
+        (weights,) = self.model.glob("*.safetensors")
+        size = weights.stat().st_size
+        with self.subTest("weights"):
+            flip(weights, size - 5)
+            self.assertNotEqual(usual, self.namespace())
+            flip(weights, size - 5)
+            self.assertEqual(usual, self.namespace())
+        with self.subTest("config"):
+            restore = self.edit_config(rms_norm_eps=1e-2)
+            self.assertNotEqual(usual, self.namespace())
+            restore()
+            self.assertEqual(usual, self.namespace())
+
+    def test_what_does_not_change_it(self) -> None:
+        """How an engine runs is none of the identity's business; nor is where the model lies."""
+        usual = self.namespace()
+        elsewhere = self.root / "elsewhere"
+        shutil.copytree(self.model, elsewhere)
+        for given in (
+            {"block_size": 64},
+            {"max_model_len": 1024, "max_num_seqs": 3},
+            {"enable_prefix_caching": False},
+            {"seed": 9},
+            {"model": elsewhere},
+        ):
+            with self.subTest(**given):
+                self.assertEqual(usual, self.namespace(**given))
+
+    def test_what_is_not_cached(self) -> None:
+        """A cache in a type that VUA does not know, and weights that cannot be read."""
+        from vua.vllm.model import UncachedError
+
+        with self.assertRaisesRegex(UncachedError, "uint8"):
+            self.namespace(kv_cache_dtype="fp8")
+        for path in self.model.glob("*.safetensors"):
+            path.unlink()
+        with self.assertRaisesRegex(UncachedError, "weights"):
+            self.namespace()
+
+
+def void(_: object) -> None:
+    """Nothing."""
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class RequestFieldsTest(DirectoryTest):
+    """Through the scheduler's half, with a real directory."""
+
+    def setUp(self) -> None:
+        """Make a scheduler's half, and two adapters."""
+        super().setUp()
+        from vua.vllm.model import Group, Model
+        from vua.vllm.scheduler import SchedulerSide
+
+        group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
+        config = ConnectorConfig(shared_storage_path=str(self.root / "kv"), chunk_tokens=16)
+        self.side = SchedulerSide(model, config, loads=True, saves=True)
+        self.addCleanup(self.side.shutdown)
+        self.serial = 0
+        self.adapters = [self.adapter(name) for name in ("one", "two")]
+
+    def adapter(self, name: str) -> Path:
+        """A LoRA adapter's directory."""
+        import torch
+        from safetensors.torch import save_file
+
+        path = self.root / name
+        path.mkdir()
+        (path / "adapter_config.json").write_text(json.dumps({"r": 4, "peft_type": "LORA"}))
+        weights = torch.full((4, 8), float(len(name) + ord(name[0])))
+        save_file({"q_proj.lora_A.weight": weights}, path / "adapter_model.safetensors")
+        return path
+
+    def hits(self, *, save: bool = False, **fields: Any) -> int:
+        """Tokens found for a request with these fields; ``save``: store its chunks afterwards."""
+        self.serial += 1
+        plain: dict[str, Any] = {
+            "cache_salt": None,
+            "lora_request": None,
+            "mm_features": [],
+            "prompt_embeds": None,
+            "prompt_token_ids": PROMPT,
+        }
+        request = SimpleNamespace(
+            **plain | fields, request_id=f"r{self.serial}", num_tokens=65, kv_transfer_params=None
+        )
+        while (answer := self.side.matched_tokens(request, 0))[0] is None:
+            self.side.take_loads()
+        if save:
+            found = self.side._states[request.request_id].lookup.result()
+            if found is not None:
+                self.store(found.keys.first(4))
+        self.side.finished(request)
+        return answer[0] or 0
+
+    def store(self, keys: list[ChunkKey]) -> None:
+        """Store chunks of these names."""
+        slab = Slab(LAYOUT, LAYOUT.full, 1)
+        for key in keys:
+            self.side._stores[0].save(key, slab.memory)
+
+    def test_fields(self) -> None:
+        """Each kind of request finds its own chunks and no other kind's."""
+        lora = [SimpleNamespace(lora_path=str(path), lora_name="l") for path in self.adapters]
+        kinds: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "salt a": {"cache_salt": "a"},
+            "salt b": {"cache_salt": "b"},
+            "adapter one": {"lora_request": lora[0]},
+            "adapter two, of the same name": {"lora_request": lora[1]},
+            "adapter one, salt a": {"lora_request": lora[0], "cache_salt": "a"},
+            "image": {"mm_features": [image("x", 0)]},
+            "other image": {"mm_features": [image("y", 0)]},
+            "image elsewhere": {"mm_features": [image("x", 1)]},
+            "longer image": {"mm_features": [image("x", 0, 8)]},
+            "sound": {"mm_features": [image("x", 0, modality="audio")]},
+            "two images": {"mm_features": [image("x", 0), image("x", 9)]},
+        }
+        for name, fields in kinds.items():
+            with self.subTest(name):
+                self.assertEqual(0, self.hits(**fields, save=True))
+                self.assertEqual(64, self.hits(**fields))
+        for name, fields in kinds.items():
+            with self.subTest(name, after="all"):
+                self.assertEqual(64, self.hits(**fields))
+
+    def test_image_further_on(self) -> None:
+        """The chunks before an image are shared by requests with other images, or none."""
+        self.hits(save=True)
+        late = {"mm_features": [image("x", 40)]}
+        self.assertEqual(32, self.hits(**late, save=True))
+        self.assertEqual(64, self.hits(**late))
+        self.assertEqual(32, self.hits(mm_features=[image("y", 40)]))
+
+    def test_adapter_with_other_weights_at_the_same_path(self) -> None:
+        """Trained on: nothing of before is found; the old weights find everything again."""
+        lora = SimpleNamespace(lora_path=str(self.adapters[0]), lora_name="l")
+        weights = self.adapters[0] / "adapter_model.safetensors"
+        self.hits(lora_request=lora, save=True)
+        size = weights.stat().st_size
+        flip(weights, size - 3)
+        self.assertEqual(0, self.hits(lora_request=lora))
+        flip(weights, size - 3)
+        self.assertEqual(64, self.hits(lora_request=lora))
+
+    def test_no_name(self) -> None:
+        """Prompt embeddings, and an adapter that cannot be read, are neither found nor stored."""
+        import torch
+
+        self.hits(save=True)
+        nowhere = SimpleNamespace(lora_path=str(self.root / "nowhere"), lora_name="l")
+        with self.assertLogs("vllm.vua.scheduler", "WARNING") as said:
+            self.assertEqual(0, self.hits(prompt_embeds=torch.zeros(64, 8), save=True))
+            self.assertEqual(0, self.hits(lora_request=nowhere, save=True))
+        self.assertEqual(2, len(said.output))
+        self.assertEqual(4, len(self.files("kv/**/*.safetensors")))
+
+
+def image(identifier: str, offset: int, length: int = 4, modality: str = "image") -> Any:
+    """A multimodal input as vLLM describes it."""
+    place = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(mm_position=place, modality=modality, identifier=identifier)
+
+
+if __name__ == "__main__":
+    unittest.main()
