@@ -36,6 +36,7 @@ class Settings:
     """Whether the next step is scheduled before the last one's output is known."""
     drafts: int = 0
     """Speculative tokens per step."""
+    role: str = "kv_both"
     extra: dict[str, Any] = field(default_factory=dict)
     """The connector's own settings."""
     seed: int = 0
@@ -82,7 +83,7 @@ def vllm_config(settings: Settings) -> Any:
         kv_transfer_config={
             "kv_connector": CONNECTOR,
             "kv_connector_module_path": "vua.vllm.kv_connector_v1",
-            "kv_role": "kv_both",
+            "kv_role": settings.role,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
         },
@@ -114,6 +115,15 @@ def kv_cache_config(settings: Settings) -> Any:
     )
 
 
+@dataclass
+class Load:
+    """A load that is running."""
+
+    blocks: list[int]
+    """The blocks that it fills."""
+    failed: set[int] = field(default_factory=set)
+
+
 class Engine:
     """Answers requests until it is closed."""
 
@@ -143,8 +153,9 @@ class Engine:
         self.chains: dict[str, Chain] = {}
         self.answers: dict[str, list[int]] = {}
         self.wanted: dict[str, int] = {}
-        self.loading: dict[str, int] = {}
-        """Tokens of each request whose load is running."""
+        self._block_size = settings.block_size
+        self.loading: dict[str, Load] = {}
+        """The running load of each request that has one."""
         self._turns: Counter[str] = Counter()
         self.counts = self.worker.counts
 
@@ -217,7 +228,8 @@ class Engine:
         for order in output.kv_connector_metadata.loads:
             if order.request_id in self.loading:
                 raise Wrong(f"{order.request_id}: a second load was ordered beside the first")
-            self.loading[order.request_id] = order.stop - order.start
+            first, last = order.start // self._block_size, -(-order.stop // self._block_size)
+            self.loading[order.request_id] = Load(order.block_ids[first:last])
             self._turns[order.request_id] += 1
             self.counts["loads"] += 1
             if self._turns[order.request_id] > LOADS_PER_TURN:
@@ -226,18 +238,22 @@ class Engine:
     def _watch_received(self, transferred: Any) -> None:
         if transferred is None:
             return
-        failed = bool(transferred.invalid_block_ids)
-        self.counts["steps with failed blocks"] += failed
+        failed = transferred.invalid_block_ids or set()
+        self.counts["failed blocks"] += len(failed)
+        for load in self.loading.values():
+            load.failed |= failed.intersection(load.blocks)
         for request_id in transferred.finished_recving or ():
-            tokens = self.loading.pop(request_id, None)
-            if tokens is None:
+            load = self.loading.pop(request_id, None)
+            if load is None:
                 raise Wrong(f"{request_id} is reported as received and was not loading")
-            self.counts["loaded tokens"] += 0 if failed else tokens
+            good = len(load.blocks) - len(load.failed)
+            self.counts["loaded tokens"] += good * self._block_size
 
     def reset_prefix_cache(self, *, running: bool) -> None:
         """Forget vLLM's own prefix cache, with ``running`` by preempting all requests."""
         self.counts["resets"] += 1
-        self.scheduler.reset_prefix_cache(reset_running_requests=running and not self.loading)
+        held = self.scheduler.kv_holding_waiting or self._in_flight > 1  # then vLLM refuses
+        self.scheduler.reset_prefix_cache(reset_running_requests=running and not held)
 
     def check_empty(self) -> None:
         """Nothing is left of any request: no block, no queue entry, no load."""

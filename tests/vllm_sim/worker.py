@@ -95,7 +95,11 @@ class Worker:
                 row.table += fresh[0]
 
     def _forward(self, output: Any) -> dict[str, list[int]]:
-        """Check what attention would read, write what it would write, sample."""
+        """Write K/V, check all that attention would then read, sample.
+
+        In this order, as in each layer: a request may share blocks that another one fills in the
+        same step.
+        """
         started = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         known = {new.req_id: len(new.prompt_token_ids) for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -106,8 +110,6 @@ class Worker:
         scheduled = output.num_scheduled_tokens
         for layer in self.cache.layers:
             self.connector.wait_for_layer_load(layer)
-        for request_id in scheduled:
-            self._check(request_id, started[request_id])
         sampled = {}
         for request_id, count in scheduled.items():
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
@@ -122,6 +124,8 @@ class Worker:
             row.end = stop + accepted + 1
             self.counts["computed tokens"] += count
             self.counts["rejected drafts"] += len(drafts) - accepted
+        for request_id in scheduled:
+            self._check(request_id, started[request_id])
         for name, layer in self.cache.layers.items():
             self.connector.save_kv_layer(name, layer, self)
         return sampled
