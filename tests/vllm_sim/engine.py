@@ -252,7 +252,8 @@ class Engine:
     def reset_prefix_cache(self, *, running: bool) -> None:
         """Forget vLLM's own prefix cache, with ``running`` by preempting all requests."""
         self.counts["resets"] += 1
-        held = self.scheduler.kv_holding_waiting or self._in_flight > 1  # then vLLM refuses
+        held = self.scheduler.kv_holding_waiting or self.loading or self._in_flight > 1
+        # vLLM refuses to preempt everything while anything else holds blocks
         self.scheduler.reset_prefix_cache(reset_running_requests=running and not held)
 
     def check_empty(self) -> None:

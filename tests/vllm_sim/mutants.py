@@ -7,15 +7,17 @@ that little here depends on how the connector is written inside.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
 import torch
 
+from vllm_sim.case import Case, draw
 from vua.keys import KeyChain
 from vua.slab import Slab
 from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1 as Connector
@@ -23,21 +25,31 @@ from vua.vllm.messages import Orders
 from vua.vllm.paged import PagedKV
 
 Mutation = Callable[[ExitStack], None]
-MUTATIONS: dict[str, Mutation] = {}
+MUTATIONS: dict[str, tuple[Mutation, dict[str, Any]]] = {}
+"""Each bug with the settings of a scenario in which it is likely to matter."""
 
 
-def mutation(make: Mutation) -> Mutation:
+def mutation(**likely: Any) -> Callable[[Mutation], Mutation]:
     """Register a bug under its name."""
-    MUTATIONS[make.__name__] = make
-    return make
+
+    def register(make: Mutation) -> Mutation:
+        MUTATIONS[make.__name__] = (make, likely)
+        return make
+
+    return register
 
 
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
     """Let connectors that are made meanwhile have the bug of this name."""
     with ExitStack() as patches:
-        MUTATIONS[name](patches)
+        MUTATIONS[name][0](patches)
         yield
+
+
+def scenario(name: str, seed: int) -> Case:
+    """A scenario in which the bug of this name is likely to matter."""
+    return dataclasses.replace(draw(seed), **MUTATIONS[name][1])
 
 
 def instead(patches: ExitStack, of: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -61,7 +73,7 @@ def change_orders(patches: ExitStack, change: Callable[[Any, Orders, Any], None]
     instead(patches, Connector, "build_connector_meta", build)
 
 
-@mutation
+@mutation()
 def loads_go_one_block_too_far(patches: ExitStack) -> None:
     """Scatter is off by one block."""
 
@@ -72,7 +84,7 @@ def loads_go_one_block_too_far(patches: ExitStack) -> None:
     change_orders(patches, change)
 
 
-@mutation
+@mutation(prefix_caching=True, block_sizes=(16, 32))
 def local_hit_is_ignored(patches: ExitStack) -> None:
     """Loads begin at the first token, whatever vLLM's own prefix cache has."""
 
@@ -86,7 +98,7 @@ def local_hit_is_ignored(patches: ExitStack) -> None:
     change_orders(patches, change)
 
 
-@mutation
+@mutation(max_num_batched_tokens=48)
 def incomplete_chunks_are_saved(patches: ExitStack) -> None:
     """A chunk counts as complete when most of it is."""
 
@@ -98,13 +110,13 @@ def incomplete_chunks_are_saved(patches: ExitStack) -> None:
     instead(patches, Connector, "build_connector_meta", build)
 
 
-@mutation
+@mutation(damage=0.2)
 def load_errors_are_swallowed(patches: ExitStack) -> None:
     """Blocks that were not filled are not reported."""
     instead(patches, Connector, "get_block_ids_with_load_errors", lambda *_: set())
 
 
-@mutation
+@mutation(damage=0.2)
 def the_first_bad_block_is_not_reported(patches: ExitStack) -> None:
     """Of the blocks that were not filled one is forgotten."""
 
@@ -115,7 +127,7 @@ def the_first_bad_block_is_not_reported(patches: ExitStack) -> None:
     instead(patches, Connector, "get_block_ids_with_load_errors", failed)
 
 
-@mutation
+@mutation(read_s=0.006)
 def loads_are_reported_when_they_begin(patches: ExitStack) -> None:
     """A request counts as received while its load is running."""
 
@@ -126,7 +138,7 @@ def loads_are_reported_when_they_begin(patches: ExitStack) -> None:
     instead(patches, Connector, "get_finished", finished)
 
 
-@mutation
+@mutation()
 def loads_are_reported_twice(patches: ExitStack) -> None:
     """What was received last time is reported once more."""
     last: set[str] = set()
@@ -141,7 +153,7 @@ def loads_are_reported_twice(patches: ExitStack) -> None:
     instead(patches, Connector, "get_finished", finished)
 
 
-@mutation
+@mutation(aborts=0.1, read_s=0.006)
 def loads_of_ended_requests_are_not_reported(patches: ExitStack) -> None:
     """A request that was aborted while loading is forgotten."""
     ended: set[str] = set()
@@ -154,7 +166,7 @@ def loads_of_ended_requests_are_not_reported(patches: ExitStack) -> None:
     instead(patches, Connector, "get_finished", finished)
 
 
-@mutation
+@mutation()
 def loads_count_as_done_at_once(patches: ExitStack) -> None:
     """The scheduler is told that a load needs no waiting."""
 
@@ -164,7 +176,7 @@ def loads_count_as_done_at_once(patches: ExitStack) -> None:
     instead(patches, Connector, "get_num_new_matched_tokens", matched)
 
 
-@mutation
+@mutation(damage=0.2)
 def failures_are_forgotten(patches: ExitStack) -> None:
     """The scheduler's half does not remember that a load has failed."""
 
@@ -176,7 +188,7 @@ def failures_are_forgotten(patches: ExitStack) -> None:
     instead(patches, Connector, "update_connector_output", learn)
 
 
-@mutation
+@mutation(room=1.3, max_num_seqs=8, prefix_caching=False, aborts=0.1, damage=0.2)
 def saves_come_one_step_late(patches: ExitStack) -> None:
     """Blocks are copied out in the next step, when others may own them."""
     late: list[Orders] = []
@@ -191,7 +203,7 @@ def saves_come_one_step_late(patches: ExitStack) -> None:
     instead(patches, Connector, "wait_for_save", save)
 
 
-@mutation
+@mutation(room=1.3, max_num_seqs=8, prefix_caching=False, aborts=0.1)
 def saves_read_the_cache_in_the_background(patches: ExitStack) -> None:
     """Blocks are not copied out before the hook returns."""
 
@@ -200,7 +212,8 @@ def saves_read_the_cache_in_the_background(patches: ExitStack) -> None:
 
         def later() -> None:
             time.sleep(0.003)
-            worker.save(orders)
+            with suppress(RuntimeError):  # the engine may have ended
+                worker.save(orders)
 
         if worker is not None and orders.saves:
             threading.Thread(target=later).start()
@@ -208,7 +221,7 @@ def saves_read_the_cache_in_the_background(patches: ExitStack) -> None:
     instead(patches, Connector, "wait_for_save", save)
 
 
-@mutation
+@mutation(max_num_batched_tokens=48, resets=0.2, asynchronous=False, longest=420)
 def tables_survive_preemption(patches: ExitStack) -> None:
     """New blocks of a preempted request are appended to those that it lost."""
     tables: dict[str, list[int]] = {}
@@ -232,49 +245,48 @@ def tables_survive_preemption(patches: ExitStack) -> None:
     instead(patches, Connector, "build_connector_meta", build)
 
 
-@mutation
+@mutation()
 def chunks_come_from_the_wrong_place(patches: ExitStack) -> None:
     """Of several chunks read together always the first is taken."""
     instead(patches, Slab, "arrays", lambda original, self, _chunk: original(self, 0))
 
 
-@mutation
+@mutation(prefix_caching=True, block_sizes=(16, 16), chunk_tokens=96, room=3.0)
 def chunks_are_not_cut_at_the_start(patches: ExitStack) -> None:
     """A load that begins inside a chunk takes the chunk's first tokens."""
 
-    def scatter(original: Any, self: Any, ids: Any, start: int, count: int, *kv: Any) -> None:
-        uncut = (part.as_strided(part.shape, part.stride(), 0) for part in kv)
-        original(self, ids, start, count, *uncut)
+    class Uncut(PagedKV):
+        def scatter(self, ids: Any, start: int, count: int, *kv: torch.Tensor) -> None:
+            super().scatter(ids, start, count, *(p.as_strided(p.shape, p.stride(), 0) for p in kv))
 
-    instead(patches, PagedKV, "scatter", scatter)
+    patches.enter_context(mock.patch("vua.vllm.worker.PagedKV", Uncut))
 
 
-@mutation
-def chunks_are_cut_twice(patches: ExitStack) -> None:
+@mutation()
+def pieces_end_one_token_early(patches: ExitStack) -> None:
     """The last token of each piece of a load is left out."""
 
-    def scatter(original: Any, self: Any, ids: Any, start: int, count: int, *kv: Any) -> None:
-        shorter = (part[:, :, : count - 1] for part in kv)
-        original(self, ids, start, count - 1, *shorter)
+    class Short(PagedKV):
+        def scatter(self, ids: Any, start: int, count: int, *kv: torch.Tensor) -> None:
+            super().scatter(ids, start, count - 1, *(part[:, :, : count - 1] for part in kv))
 
-    instead(patches, PagedKV, "scatter", scatter)
+    patches.enter_context(mock.patch("vua.vllm.worker.PagedKV", Short))
 
 
-@mutation
+@mutation()
 def heads_are_exchanged(patches: ExitStack) -> None:
-    """Heads are stored in another order than they are loaded."""
+    """Heads are stored in another order than the engine's."""
 
-    def gather(original: Any, self: Any, ids: Any, start: int, count: int, *kv: Any) -> None:
-        original(self, ids, start, count, *(torch.flip(part, (0,)) for part in kv))
-        for part in kv:
-            flipped = torch.empty_like(part)
-            original(self, ids, start, count, *(flipped if p is part else p for p in kv))
-            part.copy_(torch.flip(flipped, (0,)))
+    class Flipped(PagedKV):
+        def gather(self, ids: Any, start: int, count: int, *kv: torch.Tensor) -> None:
+            super().gather(ids, start, count, *kv)
+            for part in kv:
+                part.copy_(part.flip(0))
 
-    instead(patches, PagedKV, "gather", gather)
+    patches.enter_context(mock.patch("vua.vllm.worker.PagedKV", Flipped))
 
 
-@mutation
+@mutation()
 def salts_are_ignored(patches: ExitStack) -> None:
     """Prompts of different tenants have the same names."""
 
@@ -285,7 +297,7 @@ def salts_are_ignored(patches: ExitStack) -> None:
     patches.enter_context(mock.patch("vua.vllm.scheduler.KeyChain", Bland))
 
 
-@mutation
+@mutation(requests=4)
 def empty_steps_start_nothing(patches: ExitStack) -> None:
     """Loads are not begun in a step without a forward pass."""
 
