@@ -1,4 +1,4 @@
-"""Random scenarios: what requests come, what goes wrong meanwhile, and what must hold at the end."""
+"""Random scenarios: requests, what goes wrong meanwhile, and what must hold at the end."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def draw(seed: int) -> Case:
     pick = chance.choice
     asynchronous = chance.random() < 0.3
     slow = chance.random() < 0.5
-    lookup_s = pick((0.0, 0.002, 0.01)) if slow else 0.0
+    lookup_s = pick((0.0, 0.002, 0.02)) if slow else 0.0
     return Case(
         seed=seed,
         block_sizes=(pick((16, 32, 64)), pick((16, 32, 64))),
@@ -85,7 +85,7 @@ def draw(seed: int) -> Case:
         drafts=0 if asynchronous else pick((0, 0, 1, 3)),
         lookup_s=lookup_s,
         read_s=pick((0.0, 0.002, 0.006)) if slow else 0.0,
-        write_s=pick((0.0, 0.005, 0.02)) if slow else 0.0,
+        write_s=pick((0.0, 0.005, 0.03)) if slow else 0.0,
         lookup_timeout_s=0.004 if lookup_s and chance.random() < 0.3 else 60.0,
         max_pending_save_mib=pick((1, 512)) if slow else 512,
         load_threads=pick((1, 2, 3)),
@@ -99,10 +99,9 @@ def play(case: Case) -> Counter[str]:
     """Play a scenario; return what happened in it. Raises Wrong, naming it, for what may not be."""
     root = Path(tempfile.mkdtemp(prefix="vua-sim-"))
     try:
-        with errors_logged() as logged, slow_storage(case):
-            counts = _Play(case, root).run()
-        if logged:
-            raise Wrong(f"errors were logged: {logged[:3]}")
+        with collected_log() as logged, slow_storage(case):
+            counts = _Play(case, root).run() + logged.events
+            logged.check()
     except Exception as problem:
         raise Wrong(f"{type(problem).__name__}: {problem}\nseed {case.seed}: {case}") from problem
     finally:
@@ -180,7 +179,9 @@ class _Play:
             if coming and chance.random() < 0.4:
                 for request_id in coming[: chance.randrange(1, 5)]:
                     coming.remove(request_id)
-                    engine.add(request_id, self.prompt(), chance.choice((1, chance.randrange(1, 32))))
+                    engine.add(
+                        request_id, self.prompt(), chance.choice((1, chance.randrange(1, 32)))
+                    )
             if chance.random() < case.aborts and engine.unfinished:
                 engine.abort(chance.choice(engine.unfinished))
             if chance.random() < case.damage:
@@ -216,9 +217,12 @@ class _Play:
         return chain
 
     def strike(self) -> None:
-        """Damage a stored file."""
+        """Damage a stored file, or take everything away."""
         files = stored(self.root)
-        if files:
+        if files and self.chance.random() < 0.05:
+            shutil.rmtree(files[0].parents[2], ignore_errors=True)
+            self.counts["deleted namespaces"] += 1
+        elif files:
             with suppress(FileNotFoundError):
                 self.chance.choice(list(STRIKES.values()))(self.chance.choice(files))
                 self.counts["damaged files"] += 1
@@ -279,22 +283,33 @@ def slow_storage(case: Case) -> Iterator[None]:
         yield
 
 
-class _Errors(logging.Handler):
+WARNINGS = {"does not answer": "lookup timeouts", "slower than the engine": "full save queues"}
+"""What the connector's warnings tell, by a part of their text."""
+
+
+class _Log(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.texts: list[str] = []
+        self.errors: list[str] = []
+        self.events: Counter[str] = Counter()
+
+    def check(self) -> None:
+        """Raise Wrong if there was an error."""
+        if self.errors:
+            raise Wrong(f"errors were logged: {self.errors[:3]}")
 
     def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        self.events.update(event for part, event in WARNINGS.items() if part in text)
         # The connector itself warns when it gives up; the others, whenever a file is damaged.
         if record.levelno >= logging.ERROR or record.name == "vllm.vua":
-            problem = record.exc_info[1] if record.exc_info else ""
-            self.texts.append(f"{record.getMessage()} {problem!r}")
+            self.errors.append(f"{text} {record.exc_info[1] if record.exc_info else ''!r}")
 
 
 @contextmanager
-def errors_logged() -> Iterator[list[str]]:
-    """Collect what VUA logs as an error, and keep all that it logs off the screen."""
-    handler, ours = _Errors(), [logging.getLogger(name) for name in ("vua", "vllm.vua")]
+def collected_log() -> Iterator[_Log]:
+    """Collect what VUA logs, and keep it off the screen."""
+    handler, ours = _Log(), [logging.getLogger(name) for name in ("vua", "vllm.vua")]
     theirs = logging.getLogger("vllm")
     level = theirs.level
     theirs.setLevel(logging.ERROR)  # it warns of every load that has failed
@@ -303,7 +318,7 @@ def errors_logged() -> Iterator[list[str]]:
         logger.propagate = False
         logger.setLevel(logging.WARNING)
     try:
-        yield handler.texts
+        yield handler
     finally:
         theirs.setLevel(level)
         for logger in ours:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -45,9 +47,14 @@ class Settings:
 @cache
 def model() -> Path:
     """A checkpoint whose KV cache has the fake model's shape; only its identity is used."""
-    place = Path(tempfile.gettempdir(), "vua-sim-model")
+    place = Path(tempfile.mkdtemp(prefix="vua-sim-model-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
     return make_model(
-        place, layers=SHAPE.layers, kv_heads=SHAPE.heads, head_dim=SHAPE.dim, dtype="bfloat16"
+        place / "llama",
+        layers=SHAPE.layers,
+        kv_heads=SHAPE.heads,
+        head_dim=SHAPE.dim,
+        dtype="bfloat16",
     )
 
 
@@ -58,10 +65,17 @@ def join_world(config: Any) -> None:
     from vllm.distributed.parallel_state import model_parallel_is_initialized
 
     if not model_parallel_is_initialized():
-        place = Path(tempfile.mkdtemp(prefix="vua-sim-"), "world")
         with set_current_vllm_config(config):
-            init_distributed_environment(1, 0, f"file://{place}", 0, backend="gloo")
+            init_distributed_environment(1, 0, f"file://{model().parent / 'world'}", 0, "gloo")
             initialize_model_parallel()
+
+
+def leave_world() -> None:
+    """Undo `join_world`."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def vllm_config(settings: Settings) -> Any:
@@ -181,6 +195,7 @@ class Engine:
         """End a request early."""
         from vllm.v1.request import RequestStatus
 
+        self.counts["aborted loads"] += request_id in self.loading
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self.wanted.pop(request_id, None)
 
@@ -287,4 +302,3 @@ class Engine:
         """Stop, with everything saved that was waiting."""
         self.scheduler.shutdown()
         self.worker.close()
-

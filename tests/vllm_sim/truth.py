@@ -73,9 +73,9 @@ class Chain:
 class Shape:
     """The model's KV cache."""
 
-    layers: int = 2
+    layers: int = 3
     heads: int = 2
-    dim: int = 32
+    dim: int = 64
 
 
 SHAPE: Final = Shape()
@@ -103,9 +103,7 @@ class Cache:
         self._bits = self.memory.view(torch.int16).numpy()
         isa = cpu_attn._get_attn_isa(torch.bfloat16, block_size, shape.dim)
         scales = {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
-        self._layer = SimpleNamespace(
-            isa=isa, attn_type="decoder", kv_cache_dtype="auto", **scales
-        )
+        self._layer = SimpleNamespace(isa=isa, attn_type="decoder", kv_cache_dtype="auto", **scales)
         self._update: Any = cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update
 
     @property

@@ -44,6 +44,7 @@ class Worker:
         self._oracle = Oracle(block_size)
         self._random = random.Random(seed)
         self._rows: dict[str, Row] = {}
+        self._poisoned: set[int] = set()
         self._drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
         self.counts: Counter[str] = Counter()
         self.drafts: Any = None
@@ -62,7 +63,9 @@ class Worker:
 
         mixin = KVConnectorModelRunnerMixin
         self.connector.handle_preemptions(output.kv_connector_metadata)
-        self.cache.poison(list(free), self._random.randrange(256))
+        fresh = set(free) - self._poisoned
+        self._poisoned = set(free)
+        self.cache.poison(list(fresh), self._random.randrange(256))
         self._update(output, chains)
         self.drafts = None
         if not output.total_num_scheduled_tokens:
