@@ -53,8 +53,8 @@ def take_inventory(root: Path, chunk_tokens: int, chains: Sequence[Chain]) -> In
     inventory = Inventory(chunk_tokens)
     for namespace in namespaces(root):
         store = open_store(root, namespace.identity) if namespace.identity else None
-        if store is None:  # deleted while a chunk was written
-            continue
+        if store is None:
+            raise Wrong(f"{namespace.path} is not described")
         slab = Slab(store.layout, store.layout.full, 1)
         for name in sorted({name for name, _, _ in store.storage.scan()}):
             if name not in known:
