@@ -49,7 +49,7 @@ def mutated(name: str) -> Iterator[None]:
 
 def scenario(name: str, seed: int) -> Case:
     """A scenario in which the bug of this name is likely to matter."""
-    return dataclasses.replace(draw(seed), **{"requests": 8} | MUTATIONS[name][1])
+    return dataclasses.replace(draw(seed), **{"requests": 5, "longest": 240} | MUTATIONS[name][1])
 
 
 def instead(patches: ExitStack, of: Any, name: str, hook: Callable[..., Any]) -> None:

@@ -20,7 +20,7 @@ from vllm_sim.worker import Wrong
 pytestmark = pytest.mark.vllm
 
 FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
-QUICK_SEEDS = 10
+QUICK_SEEDS = 8
 SOAK_SEEDS = int(os.environ.get("VUA_SIM_SEEDS", "400"))
 TRIES = 10
 """Scenarios in which a bug may show itself; most do in the first."""

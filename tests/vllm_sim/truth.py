@@ -73,7 +73,7 @@ class Chain:
 class Shape:
     """The model's KV cache."""
 
-    layers: int = 3
+    layers: int = 2
     heads: int = 2
     dim: int = 64
 
