@@ -1,0 +1,92 @@
+"""The connector under vLLM's own scheduler, with thousands of K/V slots checked in every step."""
+
+from __future__ import annotations
+
+import os
+import unittest
+from collections import Counter
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+
+from helpers import soak
+from vllm_e2e.engine import ENVIRONMENT
+from vllm_sim.case import Case, draw, play
+from vllm_sim.engine import leave_world
+from vllm_sim.worker import Wrong
+
+pytestmark = pytest.mark.vllm
+
+FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
+QUICK_SEEDS = 8
+SOAK_SEEDS = int(os.environ.get("VUA_SIM_SEEDS", "400"))
+TRIES = 10
+"""Scenarios in which a bug may show itself; most do in the first."""
+MUST_HAPPEN = (
+    *("checked tokens", "damaged files", "empty steps", "failed blocks", "hit at the end"),
+    *("loaded tokens", "preemptions", "rejected drafts", "resets", "stored chunks"),
+)
+RARE = ("aborted loads", "deleted namespaces", "full save queues", "lookup timeouts")
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class SimulationTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Set what vLLM reads from the environment; compute on one thread."""
+        environment = mock.patch.dict(os.environ, ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"})
+        environment.start()
+        cls.addClassCleanup(environment.stop)
+        cls.addClassCleanup(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        cls.addClassCleanup(leave_world)
+
+    def play_all(self, cases: list[Case], *rare: str) -> None:
+        """Play scenarios; together they must have had all kinds of trouble, and hits."""
+        total: Counter[str] = Counter()
+        without_hits = 0
+        for case in cases:
+            counts = play(case)
+            without_hits += not counts["loaded tokens"]
+            total += counts
+        self.assertLess(without_hits, 1 + len(cases) // 5)
+        for event in (*MUST_HAPPEN, *rare):
+            with self.subTest(event):
+                self.assertGreater(total[event], 0)
+
+    def test_random_scenarios(self) -> None:
+        """No slot that attention reads is ever wrong, nobody is stuck, nothing is left behind."""
+        self.play_all([draw(FIRST_SEED + number) for number in range(QUICK_SEEDS)])
+
+    def test_every_bug_is_caught(self) -> None:
+        """Each connector with one bug fails in a scenario in which the real one does not."""
+        from vllm_sim.mutants import MUTATIONS
+
+        for name in MUTATIONS:
+            with self.subTest(name):
+                self.assert_caught(name)
+
+    def assert_caught(self, name: str) -> None:
+        """Find a scenario that shows the bug, and play it without the bug."""
+        from vllm_sim.mutants import mutated, scenario
+
+        for seed in range(TRIES):
+            case = scenario(name, seed)
+            try:
+                with mutated(name):
+                    play(case)
+            except Wrong:
+                play(case)
+                return
+        self.fail(f"{name} was not caught in {TRIES} scenarios")
+
+    @soak
+    def test_many_random_scenarios(self) -> None:
+        """The same for VUA_SIM_SEEDS seeds, from VUA_TEST_SEED on."""
+        self.play_all([draw(FIRST_SEED + number) for number in range(SOAK_SEEDS)], *RARE)
+
+
+if __name__ == "__main__":
+    unittest.main()

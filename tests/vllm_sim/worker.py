@@ -1,0 +1,163 @@
+"""A worker with the fake model: keeps block tables and calls the connector as vLLM's runner does.
+
+The order of the hooks is that of `GPUModelRunner.execute_model` of vLLM 0.32 (model runner 1, which
+the CPU worker uses): `handle_preemptions`, then vLLM's own `KVConnectorModelRunnerMixin`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_sim.truth import Cache, Chain, Oracle
+
+
+class Wrong(AssertionError):  # noqa: N818 - what a test fails with
+    """The simulation found something that must never happen."""
+
+
+@dataclass
+class Row:
+    """One request, as far as a model runner knows it."""
+
+    chain: Chain
+    table: list[int]
+    end: int = 0
+    """The position after the last token that was sampled for it."""
+
+
+class Worker:
+    """One rank. `execute` is a step of the engine."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, block_size: int, seed: int) -> None:
+        """Make the connector's worker half, then the KV cache, as `Worker` does."""
+        from vllm.distributed import kv_transfer
+
+        self._config = vllm_config
+        kv_transfer.ensure_kv_transfer_initialized(vllm_config, kv_cache_config)
+        self.connector: Any = kv_transfer.get_kv_transfer_group()
+        self.cache = Cache(kv_cache_config.num_blocks, block_size)
+        self.connector.register_kv_caches(self.cache.layers)
+        self._oracle = Oracle(block_size)
+        self._random = random.Random(seed)
+        self._rows: dict[str, Row] = {}
+        self._poisoned: set[int] = set()
+        self._drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
+        self.counts: Counter[str] = Counter()
+        self.drafts: Any = None
+
+    def close(self) -> None:
+        """End the connector's worker half; what waits to be saved is saved."""
+        from vllm.distributed import kv_transfer
+
+        kv_transfer.ensure_kv_transfer_shutdown()
+
+    def execute(self, output: Any, chains: dict[str, Chain], free: Iterable[int]) -> Any:
+        """Run one step; blocks that are ``free`` now hold nothing any more."""
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.outputs import DraftTokenIds
+        from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+        mixin = KVConnectorModelRunnerMixin
+        self.connector.handle_preemptions(output.kv_connector_metadata)
+        fresh = set(free) - self._poisoned
+        self._poisoned = set(free)
+        self.cache.poison(list(fresh), self._random.randrange(256))
+        self._update(output, chains)
+        self.drafts = None
+        if not output.total_num_scheduled_tokens:
+            self.counts["empty steps"] += 1
+            return mixin.kv_connector_no_forward(output, self._config)
+        metadata = dict.fromkeys(self.cache.layers, self)
+        deferred = self._drafts > 0
+        with (
+            set_forward_context(metadata, self._config),
+            mixin.maybe_get_kv_connector_output(output, defer_finalize=deferred) as transferred,
+        ):
+            sampled = self._forward(output)
+        if deferred:
+            ids = list(output.num_scheduled_tokens)
+            self.drafts = DraftTokenIds(ids, [self._propose(i, sampled[i]) for i in ids])
+            mixin.finalize_kv_connector()
+        return self._answer(sampled, transferred)
+
+    def _update(self, output: Any, chains: dict[str, Chain]) -> None:
+        for request_id in output.finished_req_ids:
+            self._rows.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self._rows[new.req_id] = Row(chains[new.req_id], list(new.block_ids[0]))
+        cached = output.scheduled_cached_reqs
+        for at, request_id in enumerate(cached.req_ids):
+            row, fresh = self._rows[request_id], cached.new_block_ids[at]
+            if request_id in cached.resumed_req_ids:
+                row.table = list(fresh[0])
+            elif fresh is not None:
+                row.table += fresh[0]
+
+    def _forward(self, output: Any) -> dict[str, list[int]]:
+        """Write K/V, check all that attention would then read, sample.
+
+        In this order, as in each layer: a request may share blocks that another one fills in the
+        same step.
+        """
+        started = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        known = {new.req_id: len(new.prompt_token_ids) for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        for at, request_id in enumerate(cached.req_ids):
+            started[request_id] = cached.num_computed_tokens[at]
+            prompt = len(self._rows[request_id].chain.prompt)
+            known[request_id] = prompt + cached.num_output_tokens[at]
+        scheduled = output.num_scheduled_tokens
+        for layer in self.cache.layers:
+            self.connector.wait_for_layer_load(layer)
+        sampled = {}
+        for request_id, count in scheduled.items():
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            start, row = started[request_id], self._rows[request_id]
+            stop = start + count - len(drafts)
+            self.cache.write(row.table, start, row.chain.hashes(start, stop, drafts))
+            right = row.chain.tokens(stop, stop + len(drafts) + 1)
+            accepted = 0
+            while accepted < len(drafts) and drafts[accepted] == right[accepted]:
+                accepted += 1
+            sampled[request_id] = right[: accepted + 1] if stop >= known[request_id] else []
+            row.end = stop + accepted + 1
+            self.counts["computed tokens"] += count
+            self.counts["rejected drafts"] += len(drafts) - accepted
+        for request_id in scheduled:
+            self._check(request_id, started[request_id])
+        for name, layer in self.cache.layers.items():
+            self.connector.save_kv_layer(name, layer, self)
+        return sampled
+
+    def _check(self, request_id: str, computed: int) -> None:
+        row = self._rows[request_id]
+        index = self._oracle.wrong_block(self.cache, row.table, row.chain.hashes(0, computed))
+        if index is not None:
+            message = f"{request_id}: block {index} of its first {computed} computed tokens"
+            raise Wrong(f"{message} holds a wrong value (its table: {row.table})")
+        self.counts["checked tokens"] += computed
+
+    def _propose(self, request_id: str, sampled: Sequence[int]) -> list[int]:
+        """Draft tokens, of which some are right."""
+        if not sampled:
+            return []
+        row = self._rows[request_id]
+        drafts = row.chain.tokens(row.end, row.end + self._drafts)
+        if self._random.random() < 0.5:
+            drafts[self._random.randrange(len(drafts))] += 1
+        return drafts
+
+    @staticmethod
+    def _answer(sampled: dict[str, list[int]], transferred: Any) -> Any:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        return ModelRunnerOutput(
+            req_ids=list(sampled),
+            req_id_to_index={request_id: at for at, request_id in enumerate(sampled)},
+            sampled_token_ids=list(sampled.values()),
+            kv_connector_output=transferred,
+        )
