@@ -57,7 +57,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Read the settings and open the directory.
 
         Raises ConfigError for unusable settings, an unusable path or an unknown version of vLLM, so
-        that a mistake is seen at start-up. An engine whose KV cache cannot be stored correctly is served uncached.
+        that a mistake is seen at start-up. An engine whose KV cache cannot be stored correctly is
+        served uncached.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
