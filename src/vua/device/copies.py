@@ -52,8 +52,8 @@ def proves(move: Move, device: torch.device) -> bool:
         layers = pages.to(device, copy=True)
         chunk = torch.full((2, 1, 2, 3, 80, 96), 7, dtype=torch.uint8, device=device)
         paged = PagedCache.of(layers, "LBHNC")
-        one(plan(paged, slots, *chunk), False)  # noqa: FBT003
-        one(plan(paged, slots.flip(0), *chunk), True)  # noqa: FBT003
+        one(plan(paged, slots, *chunk), store=False)
+        one(plan(paged, slots.flip(0), *chunk), store=True)
         found.append((layers.cpu(), chunk.cpu()))
     return all(map(torch.equal, *found))
 
@@ -84,7 +84,7 @@ def gather(
         LayoutError: The chunk arrays do not fit the cache; nothing was copied.
         InputError: The slots do not fit; nothing was copied.
     """
-    (move or choose(paged.device).move)(plan(paged, slots, k, v), False)  # noqa: FBT003
+    (move or choose(paged.device).move)(plan(paged, slots, k, v), store=False)
 
 
 def scatter(
@@ -99,7 +99,7 @@ def scatter(
 
     All other bytes of the cache keep their value, those of the same blocks included.
     """
-    (move or choose(paged.device).move)(plan(paged, slots, k, v), True)  # noqa: FBT003
+    (move or choose(paged.device).move)(plan(paged, slots, k, v), store=True)
 
 
 def synchronize(device: torch.device) -> None:

@@ -122,7 +122,7 @@ def _width(row: int) -> int:
     return min(divisor if divisor >= _WIDTHS[0] else triton.next_power_of_2(row), _WIDTHS[1])
 
 
-def move(job: Job, store: bool) -> None:  # noqa: FBT001 - `Move` is called with it in place
+def move(job: Job, *, store: bool) -> None:
     """Make the move on the current stream of the cache's device; returns without waiting."""
     cache, layout, (k, v) = job.cache, job.cache.layout, (job.chunks[0], job.chunks[-1])
     chunks, heads, layers, tokens, _ = k.shape

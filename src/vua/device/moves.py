@@ -7,9 +7,8 @@ holds. `move` here is the reference for the kernels in `vua.device.kernels`, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,8 +37,11 @@ class Job:
         return self.chunks[0].dtype
 
 
-Move: TypeAlias = Callable[[Job, bool], None]
-"""Makes a move: (job, whether to store into the cache rather than take out of it)."""
+class Move(Protocol):
+    """A means of moving rows."""
+
+    def __call__(self, job: Job, *, store: bool) -> None:
+        """Make the move: into the cache (``store``) or out of it."""
 
 
 def plan(cache: PagedCache, slots: Tensor, k: Tensor, v: Tensor | None) -> Job:
@@ -93,7 +95,7 @@ def _check_slots(cache: PagedCache, slots: Tensor, tokens: int) -> None:
         raise InputError(f"slot {int(slots.max())} is not one of the cache's {cache.layout.slots}")
 
 
-def move(job: Job, store: bool) -> None:  # noqa: FBT001 - `Move` is called with it in place
+def move(job: Job, *, store: bool) -> None:
     """Make the move with PyTorch's indexing, on any device: some calls per layer, none per token.
 
     Two tokens with the same slot leave either one's bytes there.
