@@ -316,10 +316,19 @@ class InterpretedKernelTest(MovesTest):
 
     def test_compiles_for_hopper(self) -> None:
         """The kernel compiles without a GPU, and where it may, it takes 16 bytes per access."""
-        ptx = compile_for(90, triton_kernels(interpreted=False), sizes=HOPPER_SIZES)
+        rows_of_1152_bytes = {
+            "K_ROW": 144,
+            "V_ROW": 144,
+            "K_WIDTH": 16,
+            "V_WIDTH": 16,
+            "TOKENS": 16,
+        }
+        for sizes in (HOPPER_SIZES, HOPPER_SIZES | rows_of_1152_bytes):
+            with self.subTest(sizes=sizes):
+                ptx = compile_for(90, triton_kernels(interpreted=False), sizes)
 
-        self.assertIn("ld.global.v2.b64", ptx)
-        self.assertIn("st.global.v2.b64", ptx)
+                self.assertIn("ld.global.v2.b64", ptx)
+                self.assertIn("st.global.v2.b64", ptx)
 
 
 @pytest.mark.gpu

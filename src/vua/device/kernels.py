@@ -20,7 +20,7 @@ from vua.device.moves import Job
 __all__ = ["move"]
 
 _TILE_NBYTES: Final = 16 << 10
-"""What one program moves at most: eight 16-byte accesses for each of its 128 threads."""
+"""About what one program moves: eight 16-byte accesses for each of its 128 threads."""
 _WIDTHS: Final = (16, 256)
 """Words that a program takes of a row at a time: at least 128 bytes where words have 8."""
 
@@ -131,8 +131,7 @@ def move(job: Job, *, store: bool) -> None:
     size, scale = k.element_size(), k.element_size() // cache.itemsize
     pages = [(r.block // scale, r.slot // scale, r.head // scale) for r in layout.arrays]
     longest = max(k.shape[-1], v.shape[-1]) * size
-    fitting = max(1, _TILE_NBYTES // longest)
-    tile = min(triton.next_power_of_2(tokens), 1 << fitting.bit_length() - 1)
+    tile = triton.next_power_of_2(min(tokens, max(1, _TILE_NBYTES // longest)))
     tiles = -(-tokens // tile)
     grid = (chunks * tiles * layers * heads, len(job.chunks))
     with torch.cuda.device_of(k):

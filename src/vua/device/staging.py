@@ -51,6 +51,11 @@ class Fence:
             self.event.synchronize()
 
 
+def _end_of(stream: torch.cuda.Stream) -> Fence:
+    # A thread that waits for a blocking event sleeps; for others it would spin, beside the engine.
+    return Fence(stream.record_event(torch.cuda.Event(blocking=True)))
+
+
 @dataclass(slots=True, eq=False)
 class StagedSlab:
     """A slab on loan from a :class:`Staging`: one thread's until it is given back."""
@@ -127,7 +132,7 @@ class Staging:
         """Return the end of what the calling thread's current stream was given so far."""
         if not self._cuda:
             return Fence()
-        return Fence(torch.cuda.current_stream(self._paged.device).record_event())
+        return _end_of(torch.cuda.current_stream(self._paged.device))
 
     def load(self, staged: StagedSlab, slots: Tensor, *, after: Fence) -> Fence:
         """Queue the slab's first chunks into the cache; return when the blocks are complete.
@@ -152,7 +157,7 @@ class Staging:
             staged._mirror[:stop].copy_(staged._host[:stop], non_blocking=True)
             pinned = staged._slots[:count].copy_(slots)
             scatter(self._paged, pinned, *self._arrays(staged, staged._mirror, count))
-            staged.fence = Fence(self._load_stream.record_event())
+            staged.fence = _end_of(self._load_stream)
         return staged.fence
 
     def save(self, staged: StagedSlab, slots: Tensor) -> Fence:
@@ -174,7 +179,7 @@ class Staging:
             engine.wait_event(self._save_stream.record_event())
             stop = count * self._chunk_nbytes(staged)
             staged._host[:stop].copy_(staged._mirror[:stop], non_blocking=True)
-            staged.fence = Fence(self._save_stream.record_event())
+            staged.fence = _end_of(self._save_stream)
         return staged.fence
 
     def close(self) -> None:
