@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import os
 import random
@@ -18,7 +19,7 @@ import torch
 
 import vua.device
 from helpers import bits, noise
-from vua.device import PagedCache, PagedLayout, choose, gather, moves, scatter, slots_of
+from vua.device import PagedCache, PagedLayout, choose, gather, moves, pages, scatter, slots_of
 from vua.device.copies import proves
 from vua.device.moves import Job, Move, plan
 from vua.errors import InputError, LayoutError
@@ -240,6 +241,20 @@ class MovesTest(unittest.TestCase):
         for slots in (torch.empty(1, 0, dtype=torch.int64), torch.full((2, 3), -1)):
             with self.subTest(slots=slots):
                 self.assert_moves(fused, torch.float16, slots)
+
+    def test_cache_of_inference_mode(self) -> None:
+        """A cache that was made in inference mode, as vLLM's is, can be written outside of it."""
+        with torch.inference_mode():
+            engine = fused(torch.bfloat16, self.device)
+        before, slots = bits(engine.memory[0].cpu()), draw_slots(1, 5, seed=1, holes=False)
+        chunks = [c.to(self.device) for c in chunks_of(engine, torch.bfloat16, 1, 5)]
+        again = [torch.zeros_like(chunk) for chunk in chunks]
+
+        scatter(engine.paged, slots, *chunks, move=self.move)
+        gather(engine.paged, slots, *again, move=self.move)
+
+        self.assertEqual([bits(c.cpu()) for c in chunks], [bits(c.cpu()) for c in again])
+        self.assertTrue(before != bits(engine.memory[0].cpu()))
 
     def test_heads_and_layers(self) -> None:
         """A range of heads and layers moves these alone."""
@@ -474,6 +489,14 @@ class PagesTest(unittest.TestCase):
     def test_choice_on_a_cpu(self) -> None:
         """On the CPU PyTorch moves the rows."""
         self.assertEqual(("torch", moves.move), choose(CPU)[:2])
+
+
+class DocumentationTest(unittest.TestCase):
+    def test_examples(self) -> None:
+        """The examples in the docstrings give what they say."""
+        done = doctest.testmod(pages)
+
+        self.assertEqual((0, True), (done.failed, done.attempted > 0))
 
 
 class SlotsTest(unittest.TestCase):

@@ -203,6 +203,19 @@ class ConformanceTest(unittest.TestCase):
                 case.connector.from_gpu(again, 0, TOKENS, **case.arguments())
                 self.assertEqual(bits(obj.tensor), bits(again.tensor))
 
+    def test_caches_of_inference_mode(self) -> None:
+        """Caches that were made in inference mode, as vLLM's are, can be written outside of it."""
+        for make in CASES:
+            with self.subTest(make=make.__name__):
+                with torch.inference_mode():
+                    case = make(torch.bfloat16, self.device)
+                before, obj = case.bytes, case.blob(TOKENS, torch.bfloat16)
+
+                case.connector.to_gpu(obj, 0, TOKENS, **case.arguments())
+                case.connector.from_gpu(obj, 0, TOKENS, **case.arguments())
+
+                self.assertTrue(before != case.bytes)
+
     def test_prefix_without_slots(self) -> None:
         """A mapping that starts with -1s serves the tokens behind them."""
         for make in CASES[1:]:

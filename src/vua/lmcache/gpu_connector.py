@@ -5,7 +5,7 @@ tensors of any device, CPU included. ``start`` and ``end`` are token positions i
 sequence, half open; the memory object holds just these tokens, ``[2, layers, tokens, hidden]``,
 heads outside of elements in a row whatever the order in the cache. The copy is of bits: what
 ``from_gpu`` took out, ``to_gpu`` puts back unchanged. A method returns when its copy is complete;
-one connector serves one thread at a time.
+one connector serves one thread at a time. Caches may have been made in PyTorch's inference mode.
 
 Errors, raised before anything is copied: AssertionError for a memory object without a tensor;
 ValueError where ``kvcaches`` or ``slot_mapping`` is missing, or format, shape or slots do not fit.
@@ -40,6 +40,7 @@ class VLLMNestedTupleGPUConnector(KVBlobConnector):
     The pairs hold the whole sequence; what follows the token axis has ``hidden_dim_size`` elements.
     """
 
+    @torch.inference_mode()
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
         """Copy tokens ``start`` to ``end`` of ``kvcaches`` into the KV_BLOB object.
 
@@ -48,27 +49,25 @@ class VLLMNestedTupleGPUConnector(KVBlobConnector):
             AssertionError: The memory object has no tensor.
         """
         blob = self.blob_of(memory_obj, start, end, fmt=MemoryFormat.KV_BLOB)
-        rows = self._rows(blob, start, end, kwargs)
-        for layer, pair in enumerate(rows):
-            for array, row in enumerate(pair):
-                blob[array, layer].copy_(row.reshape(blob.shape[2:]))
-        synchronize(rows[0][0].device)
+        for row, line in self._rows(blob, start, end, kwargs):
+            line.copy_(row.reshape(line.shape))
+        synchronize(row.device)
 
+    @torch.inference_mode()
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
         """Copy the KV_BLOB object into tokens ``start`` to ``end`` of ``kvcaches``.
 
         Raises as :meth:`from_gpu` does.
         """
         blob = self.blob_of(memory_obj, start, end, fmt=MemoryFormat.KV_BLOB)
-        rows = self._rows(blob, start, end, kwargs)
-        for layer, pair in enumerate(rows):
-            for array, row in enumerate(pair):
-                row.copy_(blob[array, layer].reshape(row.shape))
-        synchronize(rows[0][0].device)
+        for row, line in self._rows(blob, start, end, kwargs):
+            row.copy_(line.reshape(row.shape))
+        synchronize(row.device)
 
     def _rows(
         self, blob: Tensor, start: int, end: int, kwargs: dict[str, Any]
-    ) -> list[list[Tensor]]:
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the tokens of each K and V in the caches, beside their place in the blob."""
         caches = self.kvcaches_of(kwargs)
         for layer, pair in enumerate(caches):
             found = [(tuple(t.shape), t.dtype) for t in pair]
@@ -83,7 +82,11 @@ class VLLMNestedTupleGPUConnector(KVBlobConnector):
                     f"layer {layer} is {found}; expected (K, V), each [{end} tokens or more, ...] "
                     f"of {self.hidden_dim_size} elements per token in {blob.dtype}"
                 )
-        return [[t[start:end] for t in pair] for pair in caches]
+        return [
+            (tensor[start:end], blob[array, layer])
+            for layer, pair in enumerate(caches)
+            for array, tensor in enumerate(pair)
+        ]
 
 
 class _PagedConnector(KVBlobConnector):
@@ -160,6 +163,7 @@ class VLLMPagedMemGPUConnector(_PagedConnector):
     slot is left alone on both sides; callers keep [start, end) clear of such.
     """
 
+    @torch.inference_mode()
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
         """Copy the slots of tokens ``start`` to ``end`` into the KV_BLOB object.
 
@@ -171,6 +175,7 @@ class VLLMPagedMemGPUConnector(_PagedConnector):
         blob = self.blob_of(memory_obj, start, end, fmt=MemoryFormat.KV_BLOB)
         self._from(blob, self._paged(kwargs, blob), self._slots(kwargs, start, end))
 
+    @torch.inference_mode()
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
         """Copy the KV_BLOB object into the slots of tokens ``start`` to ``end``, and no others.
 
@@ -234,6 +239,7 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
         if kwargs.get("kvcaches") is not None:
             self._remembered = kwargs["kvcaches"]
 
+    @torch.inference_mode()
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
         """Copy the slots of tokens ``start`` to ``end`` into the object and mark it as KV_BLOB.
 
@@ -247,6 +253,7 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
         self._from(tensor, self._paged(kwargs, tensor), self._slots(kwargs, start, end))
         set_format(memory_obj, self._format)
 
+    @torch.inference_mode()
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
         """Copy the object into the slots of tokens ``start`` to ``end``, and no others.
 
