@@ -288,6 +288,35 @@ def chunks_of(engine: Engine, dtype: torch.dtype, count: int, tokens: int) -> li
     return [noise(*shape, dim, dtype=dtype, seed=dim)[..., 1:, :] for dim in engine.dims]
 
 
+class RunsTest(MovesTest):
+    """PyTorch's other way: neighbours copied by one call, here however short the runs are."""
+
+    def setUp(self) -> None:
+        """Never fall back to indexing."""
+        indexed = mock.patch.object(moves, "_move_indexed", side_effect=AssertionError)
+        for patch in (mock.patch.object(moves, "_RUN_TOKENS", 1), indexed):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def test_blocks(self) -> None:
+        """Slots as a request's blocks give them, cut by chunks and by what is wanted."""
+        for make in ENGINES:
+            slots = slots_of([3, 1, 2, 4, 0], SLOTS, 0, 20, wanted=(1, 18)).view(2, 10)
+            with self.subTest(make=make.__name__):
+                self.assert_moves(make, torch.bfloat16, slots)
+
+    def test_runs(self) -> None:
+        """Runs end with blocks, chunks and wherever a slot is not the next one."""
+        engine = fused(torch.bfloat16)
+        k, v = chunks_of(engine, torch.bfloat16, 2, 5)
+        slots = torch.tensor([[2, 3, 4, 5, 9], [10, -1, 0, 2, 3]])
+
+        runs = moves._runs(plan(engine.paged, slots, k, v))
+
+        expected = [(0, 0, 2, 2), (0, 2, 4, 2), (0, 4, 9, 1), (1, 0, 10, 1), (1, 2, 0, 1)]
+        self.assertEqual([*expected, (1, 3, 2, 2)], runs)
+
+
 @unittest.skipUnless(HAS_TRITON, "needs Triton (pip install triton), x86-64 or Arm Linux alone")
 class InterpretedKernelTest(MovesTest):
     """The Triton kernel, run by Triton's interpreter on the CPU."""

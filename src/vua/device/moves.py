@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,9 @@ from vua.device.pages import WORDS, PagedCache
 from vua.errors import InputError, LayoutError
 
 __all__ = ["Job", "Move", "move", "plan"]
+
+_RUN_TOKENS: Final = 4
+"""The mean length of runs from which a call per run is quicker than indexing, on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,28 +100,75 @@ def _check_slots(cache: PagedCache, slots: Tensor, tokens: int) -> None:
 
 
 def move(job: Job, *, store: bool) -> None:
-    """Make the move with PyTorch's indexing, on any device: some calls per layer, none per token.
+    """Make the move with PyTorch, on any device. No calls per token.
 
     Two tokens with the same slot leave either one's bytes there.
     """
+    # An engine may have made its cache in inference mode, the only mode that can write it then.
+    with torch.inference_mode():
+        runs = _runs(job) if job.cache.device.type == "cpu" else None
+        if runs is None:
+            _move_indexed(job, store=store)
+        else:
+            _move_runs(job, runs, store=store)
+
+
+def _runs(job: Job) -> list[tuple[int, int, int, int]] | None:
+    """Cut the tokens into runs of neighbours on both sides: (chunk, token, slot, tokens).
+
+    None where they are too short to be worth a call each.
+    """
+    slots = job.slots.numpy()
+    tokens = max(1, slots.shape[1])
+    flat = slots.ravel()
+    at = np.arange(len(flat))
+    begins = (np.diff(flat, prepend=-2) != 1) | (flat % job.cache.layout.block_size == 0)
+    begins |= (at % tokens == 0) | (flat < 0)
+    first = np.flatnonzero(begins)
+    counts = np.diff(first, append=len(flat))
+    wanted = flat[first] >= 0
+    first, counts = first[wanted], counts[wanted]
+    if len(first) * _RUN_TOKENS > counts.sum():
+        return None if len(first) else []
+    parts = (first // tokens, first % tokens, flat[first], counts)
+    return list(zip(*(part.tolist() for part in parts), strict=True))
+
+
+def _move_runs(job: Job, runs: list[tuple[int, int, int, int]], *, store: bool) -> None:
+    """Copy run by run, each for all heads and as many layers as lie at one distance."""
+    layout, scale = job.cache.layout, job.word.itemsize // job.cache.itemsize
+    for pages, spans, chunk in zip(job.cache.arrays, job.cache.spans, job.chunks, strict=True):
+        for low, layers, stride in spans:
+            page = pages[low].view(job.word)
+            block, slot, head, _ = page.stride()
+            for number, token, place, count in runs:
+                start = place // layout.block_size * block + place % layout.block_size * slot
+                paged = page.as_strided(
+                    (layout.heads, layers, count, page.shape[-1]),
+                    (head, stride // scale, slot, 1),
+                    int(page.storage_offset()) + start,
+                )
+                dense = chunk[number, :, low : low + layers, token : token + count]
+                target, source = (paged, dense) if store else (dense, paged)
+                # In this thread alone: torch would wait for cores that an engine keeps busy.
+                np.copyto(target.numpy(), source.numpy())
+
+
+def _move_indexed(job: Job, *, store: bool) -> None:
     slots, tokens = job.slots.flatten(), job.slots.shape[1]
-    if not tokens:
-        return
     touched = slots >= 0
     some = None if bool(touched.all()) else touched.nonzero().flatten()
     if some is not None:
         slots = slots[some]
     block, slot = slots // job.cache.layout.block_size, slots % job.cache.layout.block_size
-    # An engine may have made its cache in inference mode, the only mode that can write it then.
-    with torch.inference_mode():
-        for pages, chunk in zip(job.cache.arrays, job.chunks, strict=True):
-            for page, rows in zip(pages, chunk.permute(2, 0, 3, 1, 4), strict=True):
-                page = page.view(job.word)  # noqa: PLW2901 - the same bytes
-                if some is None and store:  # rows are [chunks, tokens, heads, words]
-                    page[block, slot] = rows.reshape(-1, *rows.shape[2:])
-                elif some is None:
-                    rows.copy_(page[block, slot].view(rows.shape))
-                elif store:
-                    page[block, slot] = rows[some // tokens, some % tokens]
-                else:
-                    rows[some // tokens, some % tokens] = page[block, slot]
+    for pages, chunk in zip(job.cache.arrays, job.chunks, strict=True):
+        for page, rows in zip(pages, chunk.permute(2, 0, 3, 1, 4), strict=True):
+            page = page.view(job.word)  # noqa: PLW2901 - the same bytes
+            if some is None and store:  # rows are [chunks, tokens, heads, words]
+                page[block, slot] = rows.reshape(-1, *rows.shape[2:])
+            elif some is None:
+                rows.copy_(page[block, slot].view(rows.shape))
+            elif store:
+                page[block, slot] = rows[some // tokens, some % tokens]
+            else:
+                rows[some // tokens, some % tokens] = page[block, slot]

@@ -178,6 +178,8 @@ class PagedCache:
         self.arrays = tuple(tuple(t.detach().view(word) for t in array) for array in arrays)
         """``[K, V][layer]``: the rows as integers, ``[blocks, slots, heads, dim]``."""
         places = [[t.data_ptr() for t in array] for array in self.arrays]
+        self.spans = tuple(_spans(array) for array in self.arrays)
+        """Per array: (first layer, layers, elements from one to the next) of layers in a row."""
         self.table = torch.tensor(places, dtype=torch.int64).to(self.device)
         """Addresses of the first rows, ``[arrays, layers]``, on the cache's device."""
         steps = [s for r in layout.arrays for s in (r.block, r.slot, r.head, r.dim)]
@@ -234,6 +236,25 @@ class PagedCache:
             raise LayoutError(f"layers {low}..{high} are not among the {self.layers} that are here")
         arrays = [[t[:, :, start:stop] for t in array[low:high]] for array in self.arrays]
         return PagedCache(arrays, self.layout.narrow(start, stop))
+
+
+def _spans(layers: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
+    """Join neighbouring layers that lie at one distance from each other in one allocation."""
+    found: list[tuple[int, int, int]] = []
+    for number, layer in enumerate(layers):
+        step = 0
+        if number and _storage(layers[number - 1]) == _storage(layer):
+            step = int(layer.storage_offset()) - int(layers[number - 1].storage_offset())
+        first, count, stride = found[-1] if found else (0, 0, 0)
+        if step > 0 and stride in (0, step):
+            found[-1] = (first, count + 1, step)
+        else:
+            found.append((number, 1, 0))
+    return tuple(found)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _alike(tensors: Sequence[Tensor], axes: str, k_dim: int | None) -> PagedLayout:
