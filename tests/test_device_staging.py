@@ -40,7 +40,7 @@ class StagingTest(DirectoryTest):
 
     def staging(self, paged: PagedCache, *, chunks: int = 2, limit: int = 2) -> Staging:
         """A staging that is closed when the test ends."""
-        staging = Staging(paged, LAYOUT, SHARD, chunks=chunks, limit=limit)
+        staging = Staging([paged], LAYOUT, SHARD, chunks=chunks, limit=limit)
         self.addCleanup(staging.close)
         return staging
 
@@ -48,7 +48,7 @@ class StagingTest(DirectoryTest):
         """Store the four chunks, two at a time."""
         for at in (0, 2):
             staged = staging.take()
-            fence = staging.save(staged, slots_of(ids, BLOCK, 8 * at, 8 * at + 16).view(2, 8))
+            fence = staging.save(staged, [slots_of(ids, BLOCK, 8 * at, 8 * at + 16).view(2, 8)])
             fence.wait()
             for place in (0, 1):
                 memory = staged.slab.memory
@@ -74,13 +74,42 @@ class StagingTest(DirectoryTest):
             self.assertEqual(2, loaded.chunks)
             first = 8 * at
             slots = slots_of(in_ids, BLOCK, first, first + 16, wanted=(start, stop)).view(2, 8)
-            fence = staging.load(staged, slots, after=staging.mark())
+            fence = staging.load(staged, [slots], after=staging.mark())
             fence.wait()
             self.assertTrue(fence.passed())
             staging.give_back(staged)
 
         self.assertEqual(bits(expected), bits(other.cpu()))
         self.assertTrue(bits(engine("cpu", seed=2)[0]) != bits(expected))
+
+    def test_layers_with_tables_of_their_own(self) -> None:
+        """Layers may lie in caches with other block sizes and other blocks; a fault moves none."""
+        memory, paged = engine(self.device, seed=1)
+        other = noise(1, 9, SHARD.heads, 8, 16, dtype=torch.bfloat16, seed=9).to(self.device)
+        parts = [paged.narrow(layers=(0, 2)), PagedCache.of(other, "LBHNC")]
+        staging = Staging(parts, LAYOUT, SHARD, chunks=1, limit=1)
+        self.addCleanup(staging.close)
+        staged = staging.take()
+
+        out = [slots_of([3, 1], BLOCK, 0, 8).view(1, 8), slots_of([7], 8, 0, 8).view(1, 8)]
+        staging.save(staged, out).wait()
+
+        near = memory[:2, [3, 1]].permute(2, 0, 1, 3, 4).flatten(2, 3).cpu()  # [H, L, T, C]
+        whole = torch.cat([near, other[:, 7].transpose(0, 1).cpu()], dim=1)
+        k, v = (data.tobytes() for data, _ in staged.slab.arrays(0))
+        self.assertEqual([bits(whole[..., :8]), bits(whole[..., 8:])], [k, v])
+        back = [slots_of([0, 2], BLOCK, 0, 8).view(1, 8), slots_of([4], 8, 0, 8).view(1, 8)]
+        expected, expected_other = memory.cpu(), other.cpu()
+        before = [bits(expected), bits(expected_other)]
+        with self.assertRaisesRegex(InputError, "slot 72"):
+            staging.load(staged, [back[0], back[1] + 33], after=staging.mark())
+        self.assertEqual(before, [bits(memory.cpu()), bits(other.cpu())])
+        staging.load(staged, back, after=staging.mark()).wait()
+        expected[:2, [0, 2]] = expected[:2, [3, 1]]
+        expected_other[:, 4] = expected_other[:, 7]
+        self.assertEqual(
+            [bits(expected), bits(expected_other)], [bits(memory.cpu()), bits(other.cpu())]
+        )
 
     def test_first_chunks_only(self) -> None:
         """Fewer chunks than a slab has room for leave the rest of the slab alone."""
@@ -89,7 +118,7 @@ class StagingTest(DirectoryTest):
         staged = staging.take()
         staged.slab.bytes[:] = 0xA5
 
-        staging.save(staged, slots_of([5, 6], BLOCK, 0, 8).view(1, 8)).wait()
+        staging.save(staged, [slots_of([5, 6], BLOCK, 0, 8).view(1, 8)]).wait()
 
         k, v = (data.tobytes() for data, _ in staged.slab.arrays(0))
         blocks = memory[:, 5:7].permute(2, 0, 1, 3, 4).flatten(2, 3).cpu()  # [H, L, T, C]
@@ -117,14 +146,16 @@ class StagingTest(DirectoryTest):
         memory, paged = engine(self.device, seed=1)
         for shard in (Shard(0, 3, 0, 4), Shard(0, 2, 1, 3)):
             with self.subTest(shard=shard), self.assertRaises(LayoutError):
-                Staging(paged, LAYOUT, shard, chunks=1, limit=1)
+                Staging([paged], LAYOUT, shard, chunks=1, limit=1)
         staging = self.staging(paged)
         staged, before = staging.take(), bits(memory.cpu())
         for slots in (torch.zeros(3, 8), torch.zeros(0, 8), torch.zeros(8), torch.zeros(1, 7)):
             with self.subTest(shape=slots.shape), self.assertRaisesRegex(InputError, "1 to 2 chun"):
-                staging.load(staged, slots.long(), after=Fence())
+                staging.load(staged, [slots.long()], after=Fence())
+        with self.assertRaisesRegex(InputError, "2 parts"):
+            staging.load(staged, [torch.zeros(1, 8).long()] * 2, after=Fence())
         with self.assertRaisesRegex(InputError, "slot 52 is not"):
-            staging.load(staged, torch.full((1, 8), BLOCKS * BLOCK), after=Fence())
+            staging.load(staged, [torch.full((1, 8), BLOCKS * BLOCK)], after=Fence())
         self.assertEqual(before, bits(memory.cpu()))
 
     def test_threads(self) -> None:
@@ -138,8 +169,8 @@ class StagingTest(DirectoryTest):
             slots = slots_of([block, block + 1], BLOCK, 0, 8).view(1, 8)
             for _ in range(20):
                 staged = staging.take()
-                staging.save(staged, slots).wait()
-                staging.load(staged, slots, after=staging.mark()).wait()
+                staging.save(staged, [slots]).wait()
+                staging.load(staged, [slots], after=staging.mark()).wait()
                 staging.give_back(staged)
 
         def guarded(block: int) -> None:
@@ -178,7 +209,7 @@ class GPUStagingTest(StagingTest):
         torch.cuda._sleep(200_000_000)  # the engine is computing...
         memory.copy_(changed)  # ...and writes the blocks late
 
-        fence = staging.save(staged, slots_of([0, 1], BLOCK, 0, 8).view(1, 8))
+        fence = staging.save(staged, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)])
         memory.copy_(final)
         fence.wait()
 
@@ -196,7 +227,9 @@ class GPUStagingTest(StagingTest):
         torch.cuda._sleep(200_000_000)
         memory.zero_()
 
-        fence = staging.load(staged, slots_of([0, 1], BLOCK, 0, 8).view(1, 8), after=staging.mark())
+        fence = staging.load(
+            staged, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)], after=staging.mark()
+        )
         self.assertFalse(fence.passed())
         fence.wait()
 

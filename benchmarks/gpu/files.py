@@ -40,10 +40,10 @@ class Loading:
         self.bench, self.chunks = bench, chunks
         self.store, self.layout, self.keys, self.paged, self.slots = stored(bench, chunks)
         self.payload = self.layout.full.payload_nbytes(self.layout)
-        self.staging = Staging(self.paged, self.layout, self.layout.full, chunks=2, limit=2)
+        self.staging = Staging([self.paged], self.layout, self.layout.full, chunks=2, limit=2)
         for at, key in enumerate(self.keys):
             staged = self.staging.take()
-            self.staging.save(staged, self.slots[at : at + 1]).wait()
+            self.staging.save(staged, [self.slots[at : at + 1]]).wait()
             self.store.save(key, staged.slab.memory)
             self.staging.give_back(staged)
         root, shard = self.store.storage.directory, f"{self.layout.full.name}.safetensors"
@@ -65,7 +65,7 @@ class Loading:
             memory = staged.slab.memory
             loader = self.loaders.setdefault(staged.slab, self.store.loader(memory))
             expect("load", holds=loader.load(self.keys[at : at + 2]).chunks == 2)
-            staging.load(staged, self.slots[at : at + 2], after=mark)
+            staging.load(staged, [self.slots[at : at + 2]], after=mark)
         for staged in slabs:
             staging.give_back(staged)
 
@@ -155,14 +155,14 @@ def save_files(bench: Bench) -> None:
     chunks = 16 if bench.big else 4
     store, layout, keys, paged, slots = stored(bench, chunks)
     payload = layout.full.payload_nbytes(layout)
-    staging = Staging(paged, layout, layout.full, chunks=1, limit=chunks)
+    staging = Staging([paged], layout, layout.full, chunks=1, limit=chunks)
     host, far = bench.host(payload), torch.empty(payload, dtype=torch.uint8, device=bench.device)
     names = count()
 
     def queue() -> list:
         slabs = [staging.take() for _ in keys]
         for at, staged in enumerate(slabs):
-            staging.save(staged, slots[at : at + 1])
+            staging.save(staged, [slots[at : at + 1]])
         return slabs
 
     def finish(slabs: list, *, write: bool) -> None:
@@ -201,20 +201,20 @@ def save_files(bench: Bench) -> None:
 def fixed_cost(bench: Bench) -> None:
     """G7: one 64-token chunk."""
     store, layout, keys, paged, slots = stored(bench, 1)
-    staging = Staging(paged, layout, layout.full, chunks=1, limit=1)
+    staging = Staging([paged], layout, layout.full, chunks=1, limit=1)
     staged = staging.take()
-    staging.save(staged, slots).wait()
+    staging.save(staged, [slots]).wait()
     store.save(keys[0], staged.slab.memory)
     loader = store.loader(staged.slab.memory)
     small, far = bench.host(4096), torch.empty(4096, dtype=torch.uint8, device=bench.device)
 
     def from_file() -> None:
         expect("load", holds=loader.load(keys).chunks == 1)
-        staging.load(staged, slots, after=staging.mark()).wait()
+        staging.load(staged, [slots], after=staging.mark()).wait()
 
     arms: Arms = {
         "memcpy of 4 KiB": lambda: far.copy_(small, non_blocking=True),
-        "host memory to blocks": lambda: staging.load(staged, slots, after=staging.mark()).wait(),
+        "host memory to blocks": lambda: staging.load(staged, [slots], after=staging.mark()).wait(),
         "file to blocks": from_file,
     }
     payload = layout.full.payload_nbytes(layout)

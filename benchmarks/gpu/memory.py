@@ -68,7 +68,7 @@ def one_chunk(bench: Bench) -> None:
     pieces = list(zip(far.chunk(64), host.chunk(64), strict=True))
     paged = bench.cache(layout, 64)
     slots = slots_of(torch.randperm(64)[:16].tolist(), 16, 0, 256).view(1, 256)
-    staging = Staging(paged, layout, layout.full, chunks=1, limit=1)
+    staging = Staging([paged], layout, layout.full, chunks=1, limit=1)
     staged = staging.take()
     for store, way in ((True, "to the GPU"), (False, "from the GPU")):
         pairs = [(a, b) if store else (b, a) for a, b in pieces]
@@ -79,9 +79,9 @@ def one_chunk(bench: Bench) -> None:
             "one memcpy": lambda p=whole: p[0].copy_(p[1], non_blocking=True),
             "64 memcpys": lambda p=pairs: [a.copy_(b, non_blocking=True) for a, b in p],
             "staged, to or from blocks": (
-                (lambda: staging.load(staged, slots, after=Fence()).wait())
+                (lambda: staging.load(staged, [slots], after=Fence()).wait())
                 if store
-                else (lambda: staging.save(staged, slots).wait())
+                else (lambda: staging.save(staged, [slots]).wait())
             ),
         }
         if choose(bench.device).name == "triton":
@@ -115,19 +115,19 @@ def both_ways(bench: Bench) -> None:
     nbytes = layout.full.payload_nbytes(layout)
     paged = bench.cache(layout, 64)
     order = torch.randperm(64).tolist()
-    staging = Staging(paged, layout, layout.full, chunks=1, limit=2)
+    staging = Staging([paged], layout, layout.full, chunks=1, limit=2)
     one, two = staging.take(), staging.take()
     load, save = (slots_of(ids, 16, 0, 256).view(1, 256) for ids in (order[:16], order[16:32]))
     mark = staging.mark()
 
     def together() -> None:
-        fences = [staging.save(two, save), staging.load(one, load, after=mark)]
+        fences = [staging.save(two, [save]), staging.load(one, [load], after=mark)]
         for fence in fences:
             fence.wait()
 
     arms: Arms = {
-        "load": lambda: staging.load(one, load, after=mark).wait(),
-        "save": lambda: staging.save(two, save).wait(),
+        "load": lambda: staging.load(one, [load], after=mark).wait(),
+        "save": lambda: staging.save(two, [save]).wait(),
         "both at once": together,
     }
     found = bench.time(arms)
@@ -145,7 +145,7 @@ def beside_compute(bench: Bench) -> None:
     slots = slots_of(torch.randperm(64)[:16].tolist(), 16, 0, 256).view(1, 256)
     a, b = (torch.randn(8192, 8192, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    staging = Staging(paged, layout, layout.full, chunks=1, limit=2)
+    staging = Staging([paged], layout, layout.full, chunks=1, limit=2)
     moved = [0]
 
     def compute() -> None:
@@ -159,7 +159,7 @@ def beside_compute(bench: Bench) -> None:
         def work() -> None:
             slabs = [staging.take(), staging.take()]
             while not stop.is_set():
-                staging.load(slabs[0], slots, after=mark)
+                staging.load(slabs[0], [slots], after=mark)
                 slabs.reverse()
                 slabs[0].fence.wait()
                 moved[0] += 1

@@ -17,7 +17,7 @@ from torch import Tensor
 from vua.device.pages import WORDS, PagedCache
 from vua.errors import InputError, LayoutError
 
-__all__ = ["Job", "Move", "move", "plan"]
+__all__ = ["Job", "Move", "check_slots", "move", "plan"]
 
 _RUN_TOKENS: Final = 4
 """The mean length of runs from which a call per run is quicker than indexing, on a CPU."""
@@ -76,7 +76,7 @@ def plan(cache: PagedCache, slots: Tensor, k: Tensor, v: Tensor | None) -> Job:
                 f"{name} is on {chunk.device} with strides {chunk.stride()}; expected rows without "
                 f"gaps on {cache.device}"
             )
-    _check_slots(cache, slots, count * tokens)
+    check_slots(cache, slots, count * tokens)
     lengths = [s * cache.itemsize for c in chunks for s in (*c.stride()[:-1], c.storage_offset())]
     places = [c.data_ptr() for c in chunks]
     alignment = math.gcd(cache.alignment, *lengths, *places)
@@ -89,7 +89,8 @@ def plan(cache: PagedCache, slots: Tensor, k: Tensor, v: Tensor | None) -> Job:
     )
 
 
-def _check_slots(cache: PagedCache, slots: Tensor, tokens: int) -> None:
+def check_slots(cache: PagedCache, slots: Tensor, tokens: int) -> None:
+    """Refuse slots that are not one per token, or not in the cache. Raises InputError."""
     if slots.dtype != torch.int64 or slots.numel() != tokens:
         raise InputError(
             f"{slots.numel()} slots of {slots.dtype} for chunks of {tokens} tokens in all; "

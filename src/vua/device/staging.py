@@ -1,4 +1,4 @@
-"""Brings chunks from host memory into a paged cache and back, beside the engine's own work.
+"""Brings chunks from host memory into paged caches and back, beside the engine's own work.
 
 Host memory is a bounded pool of slabs in the form of files, made once, touched, page-locked where
 the cache is on a GPU, and used again. There each slab has a mirror of its size in device memory: a
@@ -18,12 +18,14 @@ On the CPU the same calls copy at once, and their fences have passed when they r
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from vua.device.copies import choose, gather, scatter
+from vua.device.moves import check_slots
 from vua.device.pages import PagedCache
 from vua.errors import InputError, LayoutError
 from vua.layout import ITEMSIZE, KVLayout, Shard
@@ -66,14 +68,14 @@ class StagedSlab:
     _mirror: Tensor = field(repr=False)
     """The same bytes on the cache's device; on the CPU ``_host`` itself."""
     _slots: Tensor = field(repr=False)
-    """Page-locked room for the slots of one transfer."""
+    """Page-locked room for the slots of one transfer, ``[parts, chunks, tokens]``."""
     _locked: bool = False
     fence: Fence = field(default_factory=Fence)
     """When the slab's last transfer is complete."""
 
 
 class Staging:
-    """The ways of one paged cache to and from host memory. Safe for threads.
+    """The ways of one shard's layers to and from host memory. Safe for threads.
 
     A load, in any thread: ``take``, read files into ``slab.memory``, ``load``, wait for the fence
     before anybody is told, ``give_back``. With two slabs in turn the next file is read while the
@@ -82,30 +84,40 @@ class Staging:
     """
 
     def __init__(
-        self, paged: PagedCache, layout: KVLayout, shard: Shard, *, chunks: int, limit: int
+        self,
+        parts: Sequence[PagedCache],
+        layout: KVLayout,
+        shard: Shard,
+        *,
+        chunks: int,
+        limit: int,
     ) -> None:
         """Lend at most ``limit`` slabs of ``chunks`` chunks of ``shard``, made when first needed.
 
-        Raises LayoutError when the cache does not hold just what the shard holds.
+        ``parts`` are the shard's layers in order: one cache, or several where an engine gives some
+        layers block tables (and block sizes) of their own.
+
+        Raises LayoutError when together they do not hold just what the shard holds.
         """
-        here = (paged.layout.heads, paged.layers, paged.layout.dims, paged.itemsize)
-        wanted = (shard.heads, shard.layers, layout.dims, ITEMSIZE[layout.dtype])
-        if here != wanted:
+        found = {(p.layout.heads, p.layout.dims, p.itemsize, p.device) for p in parts}
+        layers = sum(part.layers for part in parts)
+        wanted = (shard.heads, layout.dims, ITEMSIZE[layout.dtype])
+        if {here[:3] for here in found} != {wanted} or len(found) > 1 or layers != shard.layers:
             raise LayoutError(
-                f"the cache has (heads, layers, row lengths, item size) {here}, shard {shard.name} "
-                f"{wanted}; narrow the cache to the shard"
+                f"{layers} layers with (heads, row lengths, item size, device) {found}; shard "
+                f"{shard.name} has {shard.layers} with {wanted}: narrow the caches to the shard"
             )
-        self._paged = paged
+        self._parts, self._device = tuple(parts), parts[0].device
         self._tokens = layout.chunk_tokens
         self._pool = SlabPool(layout, shard, chunks=chunks, limit=limit)
         self._made: dict[Slab, StagedSlab] = {}
         self._lock = threading.Lock()
-        self._cuda = paged.device.type == "cuda"
+        self._cuda = self._device.type == "cuda"
         self._closed = False
-        choose(paged.device)  # here, because the trial that it makes waits for the device
+        choose(self._device)  # here, because the trial that it makes waits for the device
         if self._cuda:
-            self._load_stream = torch.cuda.Stream(paged.device)
-            self._save_stream = torch.cuda.Stream(paged.device)
+            self._load_stream = torch.cuda.Stream(self._device)
+            self._save_stream = torch.cuda.Stream(self._device)
 
     def take(self) -> StagedSlab | None:
         """Return a slab with undefined contents.
@@ -132,22 +144,22 @@ class Staging:
         """Return the end of what the calling thread's current stream was given so far."""
         if not self._cuda:
             return Fence()
-        return _end_of(torch.cuda.current_stream(self._paged.device))
+        return _end_of(torch.cuda.current_stream(self._device))
 
-    def load(self, staged: StagedSlab, slots: Tensor, *, after: Fence) -> Fence:
+    def load(self, staged: StagedSlab, slots: Sequence[Tensor], *, after: Fence) -> Fence:
         """Queue the slab's first chunks into the cache; return when the blocks are complete.
 
         Args:
             staged: its bytes must not change before the fence has passed.
-            slots: int64 in host memory, ``[chunks, tokens]``: as many chunks as are to be moved,
-                negative where a token is not to be touched.
+            slots: for each of the parts int64 in host memory, ``[chunks, tokens]``: as many chunks
+                as are to be moved, negative where a token is not to be touched.
             after: what :meth:`mark` gave when the blocks had been handed over.
 
         Raises InputError when the slots do not fit; nothing is moved then.
         """
         count = self._count(staged, slots)
         if not self._cuda:
-            scatter(self._paged, slots, *self._arrays(staged, staged._host, count))
+            self._move(scatter, staged._host, slots, staged)
             return Fence()
         staged.fence.wait()
         with torch.inference_mode(), torch.cuda.stream(self._load_stream):
@@ -155,12 +167,11 @@ class Staging:
                 self._load_stream.wait_event(after.event)
             stop = count * self._chunk_nbytes(staged)
             staged._mirror[:stop].copy_(staged._host[:stop], non_blocking=True)
-            pinned = staged._slots[:count].copy_(slots)
-            scatter(self._paged, pinned, *self._arrays(staged, staged._mirror, count))
+            self._move(scatter, staged._mirror, self._pinned(staged, slots), staged)
             staged.fence = _end_of(self._load_stream)
         return staged.fence
 
-    def save(self, staged: StagedSlab, slots: Tensor) -> Fence:
+    def save(self, staged: StagedSlab, slots: Sequence[Tensor]) -> Fence:
         """Queue the tokens of some slots into the slab's first chunks; return when they are there.
 
         Arguments and errors as for :meth:`load`. To be called where the engine queues its own work:
@@ -168,14 +179,13 @@ class Staging:
         """
         count = self._count(staged, slots)
         if not self._cuda:
-            gather(self._paged, slots, *self._arrays(staged, staged._host, count))
+            self._move(gather, staged._host, slots, staged)
             return Fence()
         staged.fence.wait()
-        engine = torch.cuda.current_stream(self._paged.device)
+        engine = torch.cuda.current_stream(self._device)
         self._save_stream.wait_event(engine.record_event())
         with torch.inference_mode(), torch.cuda.stream(self._save_stream):
-            pinned = staged._slots[:count].copy_(slots)
-            gather(self._paged, pinned, *self._arrays(staged, staged._mirror, count))
+            self._move(gather, staged._mirror, self._pinned(staged, slots), staged)
             engine.wait_event(self._save_stream.record_event())
             stop = count * self._chunk_nbytes(staged)
             staged._host[:stop].copy_(staged._mirror[:stop], non_blocking=True)
@@ -194,29 +204,54 @@ class Staging:
 
     def _make(self, slab: Slab) -> StagedSlab:
         host = torch.from_numpy(slab.bytes)
-        slots = torch.empty(slab.chunks, self._tokens, dtype=torch.int64, pin_memory=self._cuda)
+        room = (len(self._parts), slab.chunks, self._tokens)
+        slots = torch.empty(room, dtype=torch.int64, pin_memory=self._cuda)
         if not self._cuda:
             return StagedSlab(slab, host, host, slots)
         # On a stream of ours: the allocator may hand out memory that the engine's stream still uses
         # up to now, but ours would not wait for it.
         with torch.cuda.stream(self._load_stream):
-            mirror = torch.empty_like(host, device=self._paged.device)
+            mirror = torch.empty_like(host, device=self._device)
         self._save_stream.wait_stream(self._load_stream)
         # Pinned where it lies: torch's own allocator rounds up to powers of two. Where the system
         # refuses, transfers are right all the same, but hold up the thread that queues them.
-        with torch.cuda.device(self._paged.device):
+        with torch.cuda.device(self._device):
             status = torch.cuda.cudart().cudaHostRegister(
                 slab.bytes.ctypes.data, slab.bytes.nbytes, 0
             )
         return StagedSlab(slab, host, mirror, slots, int(status) == 0)
 
-    def _count(self, staged: StagedSlab, slots: Tensor) -> int:
-        if slots.shape[1:] != (self._tokens,) or not 0 < len(slots) <= staged.slab.chunks:
+    def _count(self, staged: StagedSlab, slots: Sequence[Tensor]) -> int:
+        """Return for how many chunks there are slots; check all of them before any is moved."""
+        shapes = {tuple(some.shape) for some in slots}
+        count = len(slots[0]) if slots else 0
+        fits = shapes == {(count, self._tokens)} and 0 < count <= staged.slab.chunks
+        if not fits or len(slots) != len(self._parts):
             raise InputError(
-                f"slots {tuple(slots.shape)}; expected [chunks, {self._tokens}] with 1 to "
-                f"{staged.slab.chunks} chunks"
+                f"slots for {len(slots)} parts of shapes {shapes}; expected {len(self._parts)} of "
+                f"[chunks, {self._tokens}] with 1 to {staged.slab.chunks} chunks"
             )
-        return len(slots)
+        for part, some in zip(self._parts, slots, strict=True):
+            check_slots(part, some, count * self._tokens)
+        return count
+
+    @staticmethod
+    def _pinned(staged: StagedSlab, slots: Sequence[Tensor]) -> list[Tensor]:
+        rooms = staged._slots[:, : len(slots[0])]
+        return [room.copy_(some) for room, some in zip(rooms, slots, strict=True)]
+
+    def _move(
+        self,
+        move: Callable[..., None],
+        memory: Tensor,
+        slots: Sequence[Tensor],
+        staged: StagedSlab,
+    ) -> None:
+        """Gather or scatter the first chunks of a slab's memory, part by part."""
+        arrays, low = self._arrays(staged, memory, len(slots[0])), 0
+        for part, some in zip(self._parts, slots, strict=True):
+            move(part, some, *(array[:, :, low : low + part.layers] for array in arrays))
+            low += part.layers
 
     @staticmethod
     def _chunk_nbytes(staged: StagedSlab) -> int:
@@ -225,10 +260,10 @@ class Staging:
     def _arrays(self, staged: StagedSlab, memory: Tensor, count: int) -> list[Tensor]:
         """K, and V where there is one, of the first chunks: ``[count, heads, layers, T, dim]``."""
         pieces = memory.view(staged.slab.chunks, -1)[:count]
-        arrays, at = [], 0
+        arrays, at, size = [], 0, self._parts[0].itemsize
         for _, (*shape, dim) in staged.slab.arrays(0):
-            stop = at + shape[0] * shape[1] * shape[2] * dim * self._paged.itemsize
-            part = pieces[:, at:stop].unflatten(1, (*shape, dim * self._paged.itemsize))
-            arrays.append(part.view(self._paged.arrays[0][0].dtype))
+            stop = at + shape[0] * shape[1] * shape[2] * dim * size
+            part = pieces[:, at:stop].unflatten(1, (*shape, dim * size))
+            arrays.append(part.view(self._parts[0].arrays[0][0].dtype))
             at = stop
         return arrays
