@@ -3,14 +3,14 @@
 Host memory is a bounded pool of slabs in the form of files, made once, touched, page-locked where
 the cache is on a GPU, and used again. There each slab has a mirror of its size in device memory: a
 load is one DMA transfer into the mirror and one kernel from there into the blocks, a save the
-reverse, on streams of their own, one per direction. The ordering, which is all that is subtle here:
+reverse; transfers have a stream per direction. The ordering, which is all that is subtle here:
 
 - A load starts after everything that the engine had queued when :meth:`Staging.mark` was called: no
   earlier kernel can still be using the blocks. Its fence has passed when the blocks are complete.
-- A save starts after everything queued at its call, and what the engine queues after it waits for
-  the gather (device memory to device memory, microseconds), not for the transfer to the host: no
-  later kernel can overwrite a block before it was read. Its fence has passed when the slab is
-  complete.
+- A save's gather (device memory to device memory, microseconds) is queued with the engine's own
+  work: after what may still write the blocks, before what may overwrite them. Only the transfer to
+  the host has a stream of its own, so the engine never waits for one. The fence has passed when the
+  slab is complete.
 
 On the CPU the same calls copy at once, and their fences have passed when they return.
 """
@@ -183,10 +183,10 @@ class Staging:
             return Fence()
         staged.fence.wait()
         engine = torch.cuda.current_stream(self._device)
+        with torch.inference_mode(), torch.cuda.stream(engine):  # and on its device
+            self._move(gather, staged._mirror, self._pinned(staged, slots), staged)
         self._save_stream.wait_event(engine.record_event())
         with torch.inference_mode(), torch.cuda.stream(self._save_stream):
-            self._move(gather, staged._mirror, self._pinned(staged, slots), staged)
-            engine.wait_event(self._save_stream.record_event())
             stop = count * self._chunk_nbytes(staged)
             staged._host[:stop].copy_(staged._mirror[:stop], non_blocking=True)
             staged.fence = _end_of(self._save_stream)
@@ -212,7 +212,7 @@ class Staging:
         # up to now, but ours would not wait for it.
         with torch.cuda.stream(self._load_stream):
             mirror = torch.empty_like(host, device=self._device)
-        self._save_stream.wait_stream(self._load_stream)
+        self._load_stream.synchronize()
         # Pinned where it lies: torch's own allocator rounds up to powers of two. Where the system
         # refuses, transfers are right all the same, but hold up the thread that queues them.
         with torch.cuda.device(self._device):
