@@ -34,6 +34,14 @@ EXPECTED = {
     ],
     "vua.core": ["VUA", "ClosestKV", "VUAConfig"],
     "vua.errors": ERRORS,
+    "vua.lmcache.gpu_connector": [
+        "GPUConnectorInterface",
+        "MemoryFormat",
+        "MemoryObj",
+        "VLLMNestedTupleGPUConnector",
+        "VLLMPagedMemGPUConnector",
+        "VLLMPagedMemGPUConnectorV2",
+    ],
     "vua.serdes": ["bytes_to_tensor", "tensor_to_bytes"],
 }
 TREE = {

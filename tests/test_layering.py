@@ -11,7 +11,7 @@ import vua
 SOURCE = Path(vua.__file__).parent
 
 # From the bottom up: a module may import those before it. A package's submodules come right after
-# the package and may not import each other.
+# the package and may not import each other, unless they are listed: then their order counts.
 CORE = (
     "vua.errors",
     "vua._linux",
@@ -24,6 +24,12 @@ CORE = (
     "vua.serdes",
     "vua.storage",
     "vua.slab",
+    "vua.device.pages",
+    "vua.device.moves",
+    "vua.device.kernels",
+    "vua.device.copies",
+    "vua.device.staging",
+    "vua.device",
     "vua.plan",
     "vua.store",
     "vua.directory",
@@ -31,7 +37,7 @@ CORE = (
     "vua.core",
 )
 # Above the core; none may import another one.
-ADAPTERS = ("vua.transformers", "vua.vllm", "vua.cli")
+ADAPTERS = ("vua.lmcache", "vua.transformers", "vua.vllm", "vua.cli")
 TESTING = "vua.testing"
 ENGINES = ("lmcache", "sglang", "transformers", "vllm")
 
@@ -155,6 +161,10 @@ class TestLayering(unittest.TestCase):
             ("vua.cli", "from vua.testing import X"): "above or beside",
             ("vua.cli", "from vua.vllm import X"): "above or beside",
             ("vua", "from vua.vllm import X"): "above or beside",
+            ("vua.device.pages", "from vua.device import gather"): "above or beside",
+            ("vua.device.copies", "from vua.device.staging import X"): "above or beside",
+            ("vua.slab", "from vua.device import X"): "above or beside",
+            ("vua.vllm.worker", "from vua.lmcache import X"): "above or beside",
             ("vua.core", "from . import keys"): "absolute",
             ("vua.core", "import vllm.config"): "only vua.vllm",
             ("vua.vllm.worker", "from transformers import X"): "only vua.transformers",
@@ -177,6 +187,9 @@ class TestLayering(unittest.TestCase):
         modules = {"vua", *CORE, *ADAPTERS, TESTING, "vua.storage.local", "vua.vllm.worker"}
         sound = (
             ("vua", "from vua.core import VUA"),
+            ("vua.device", "from vua.device.pages import X"),
+            ("vua.device.copies", "from vua.device import kernels"),
+            ("vua.store", "from vua.device import X"),
             ("vua.core", "from vua import keys\nfrom vua.storage.local import X"),
             ("vua.storage.local", "from vua.storage import Storage\nfrom vua.errors import X"),
             ("vua.vllm", "import vllm\nfrom vua.vllm.worker import X\nfrom vua import VUA"),

@@ -1,0 +1,108 @@
+"""Gather and scatter, by the fastest means that gives the right bytes on the cache's device."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vua.device import moves
+from vua.device.moves import Move, plan
+from vua.device.pages import PagedCache
+
+__all__ = ["Choice", "choose", "gather", "proves", "scatter", "synchronize"]
+
+
+class Choice(NamedTuple):
+    """How rows are moved on some device."""
+
+    name: str
+    """``triton`` or ``torch``."""
+    move: Move
+    reason: str
+    """Why not ``triton``; empty if it is."""
+
+
+@cache
+def choose(device: torch.device) -> Choice:
+    """Return how rows are moved on a device: by Triton where that works, proved once by a trial."""
+    if device.type != "cuda":
+        return Choice("torch", moves.move, f"the cache lies on the device {device.type}")
+    try:
+        from vua.device import kernels  # noqa: PLC0415 - Triton is optional
+
+        proved = proves(kernels.move, device)
+    except Exception as error:  # noqa: BLE001 - whatever Triton or its compiler raises, copies go on
+        return Choice("torch", moves.move, f"Triton: {type(error).__name__}: {error}")
+    if not proved:
+        return Choice("torch", moves.move, "Triton's kernel moves other bytes than PyTorch")
+    return Choice("triton", kernels.move, "")
+
+
+def proves(move: Move, device: torch.device) -> bool:
+    """Tell whether a move gives, in both directions, the same bytes as PyTorch on a small cache."""
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randint(0, 256, (3, 7, 2, 16, 2 * 96), dtype=torch.uint8, generator=generator)
+    slots = torch.randperm(7 * 16, generator=generator)[:80]
+    slots[[3, 30]] = -1
+    found = []
+    for one in (move, moves.move):
+        layers = pages.to(device, copy=True)
+        chunk = torch.full((2, 1, 2, 3, 80, 96), 7, dtype=torch.uint8, device=device)
+        paged = PagedCache.of(layers, "LBHNC")
+        one(plan(paged, slots, *chunk), store=False)
+        one(plan(paged, slots.flip(0), *chunk), store=True)
+        found.append((layers.cpu(), chunk.cpu()))
+    return all(map(torch.equal, *found))
+
+
+def gather(
+    paged: PagedCache,
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    move: Move | None = None,
+) -> None:
+    """Copy the rows of some slots out of a cache into chunk arrays, for all its heads and layers.
+
+    Args:
+        paged: the engine's cache, or some heads or layers of it (`PagedCache.narrow`).
+        slots: int64, one per token, ``[chunks, tokens]`` or flat; of a negative one nothing is
+            touched on either side. On the host, where they are checked at once, or on the cache's
+            device, which has to be waited for.
+        k: ``[chunks, heads, layers, tokens, dim]``, or without ``chunks``; on the cache's device,
+            of any dtype of its item size, any strides, rows without gaps.
+        v: likewise; None where the cache holds one latent.
+        move: how; by default what :func:`choose` says.
+
+    On a GPU this only queues the copy on the current stream.
+
+    Raises:
+        LayoutError: The chunk arrays do not fit the cache; nothing was copied.
+        InputError: The slots do not fit; nothing was copied.
+    """
+    (move or choose(paged.device).move)(plan(paged, slots, k, v), store=False)
+
+
+def scatter(
+    paged: PagedCache,
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    move: Move | None = None,
+) -> None:
+    """Copy chunk arrays into the slots of a cache: the inverse of :func:`gather`, same arguments.
+
+    All other bytes of the cache keep their value, those of the same blocks included.
+    """
+    (move or choose(paged.device).move)(plan(paged, slots, k, v), store=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until what was queued on the device's current stream is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

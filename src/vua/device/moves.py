@@ -1,0 +1,175 @@
+"""One move of rows between a paged cache and chunk arrays, checked; and how PyTorch makes it.
+
+A chunk array is ``[chunks, heads, layers, tokens, dim]``, K and V apart: what a `vua.slab.Slab`
+holds. `move` here is the reference for the kernels in `vua.device.kernels`, and their fallback.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vua.device.pages import WORDS, PagedCache
+from vua.errors import InputError, LayoutError
+
+__all__ = ["Job", "Move", "check_slots", "move", "plan"]
+
+_RUN_TOKENS: Final = 4
+"""The mean length of runs from which a call per run is quicker than indexing, on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A move whose arguments fit. Made by `plan` alone."""
+
+    cache: PagedCache
+    slots: Tensor
+    """int64 ``[chunks, tokens]`` on the cache's device; negative: the token is left alone."""
+    chunks: tuple[Tensor, ...]
+    """Per array: words ``[chunks, heads, layers, tokens, words]``."""
+    alignment: int
+    """Bytes that divide every address and stride on both sides."""
+
+    @property
+    def word(self) -> torch.dtype:
+        """The integer type that is moved."""
+        return self.chunks[0].dtype
+
+
+class Move(Protocol):
+    """A means of moving rows."""
+
+    def __call__(self, job: Job, *, store: bool) -> None:
+        """Make the move: into the cache (``store``) or out of it."""
+
+
+def plan(cache: PagedCache, slots: Tensor, k: Tensor, v: Tensor | None) -> Job:
+    """Check a move's arguments, and choose the widest word that fits all of them.
+
+    Reading slots that lie on a GPU waits for it; those in host memory are checked at once.
+
+    Raises:
+        LayoutError: The chunk arrays do not fit the cache.
+        InputError: The slots do not fit either of them.
+    """
+    given = (k,) if v is None else (k, v)
+    layout = cache.layout
+    if len(given) != len(layout.arrays):
+        has, asked = ("K and V", "K alone") if len(given) == 1 else ("one latent", "K and V")
+        raise LayoutError(f"the cache holds {has}, the chunk {asked}")
+    chunks = [t.detach().unsqueeze(0) if t.dim() == 4 else t.detach() for t in given]
+    count, tokens = (chunks[0].shape[0], chunks[0].shape[-2]) if chunks[0].dim() == 5 else (0, 0)
+    for name, chunk, dim in zip("KV", chunks, layout.dims, strict=False):
+        wanted = (count, layout.heads, cache.layers, tokens, dim)
+        if tuple(chunk.shape) != wanted or chunk.element_size() != cache.itemsize:
+            raise LayoutError(
+                f"{name} is {tuple(chunk.shape)} with {chunk.element_size()} bytes per element; "
+                f"expected [chunks, heads, layers, tokens, dim] = {wanted} with {cache.itemsize}"
+            )
+        if chunk.device != cache.device or (dim > 1 and chunk.stride(-1) != 1):
+            raise LayoutError(
+                f"{name} is on {chunk.device} with strides {chunk.stride()}; expected rows without "
+                f"gaps on {cache.device}"
+            )
+    check_slots(cache, slots, count * tokens)
+    lengths = [s * cache.itemsize for c in chunks for s in (*c.stride()[:-1], c.storage_offset())]
+    places = [c.data_ptr() for c in chunks]
+    alignment = math.gcd(cache.alignment, *lengths, *places)
+    word = WORDS[math.gcd(alignment, 8)]
+    return Job(
+        cache,
+        slots.to(cache.device, non_blocking=True).reshape(count, tokens).contiguous(),
+        tuple(c.view(WORDS[cache.itemsize]).view(word) for c in chunks),
+        alignment,
+    )
+
+
+def check_slots(cache: PagedCache, slots: Tensor, tokens: int) -> None:
+    """Refuse slots that are not one per token, or not in the cache. Raises InputError."""
+    if slots.dtype != torch.int64 or slots.numel() != tokens:
+        raise InputError(
+            f"{slots.numel()} slots of {slots.dtype} for chunks of {tokens} tokens in all; "
+            "expected one int64 per token"
+        )
+    if tokens and int(slots.max()) >= cache.layout.slots:
+        raise InputError(f"slot {int(slots.max())} is not one of the cache's {cache.layout.slots}")
+
+
+def move(job: Job, *, store: bool) -> None:
+    """Make the move with PyTorch, on any device. No calls per token.
+
+    Two tokens with the same slot leave either one's bytes there.
+    """
+    # An engine may have made its cache in inference mode, the only mode that can write it then.
+    with torch.inference_mode():
+        runs = _runs(job) if job.cache.device.type == "cpu" else None
+        if runs is None:
+            _move_indexed(job, store=store)
+        else:
+            _move_runs(job, runs, store=store)
+
+
+def _runs(job: Job) -> list[tuple[int, int, int, int]] | None:
+    """Cut the tokens into runs of neighbours on both sides: (chunk, token, slot, tokens).
+
+    None where they are too short to be worth a call each.
+    """
+    slots = job.slots.numpy()
+    tokens = max(1, slots.shape[1])
+    flat = slots.ravel()
+    at = np.arange(len(flat))
+    begins = (np.diff(flat, prepend=-2) != 1) | (flat % job.cache.layout.block_size == 0)
+    begins |= (at % tokens == 0) | (flat < 0)
+    first = np.flatnonzero(begins)
+    counts = np.diff(first, append=len(flat))
+    wanted = flat[first] >= 0
+    first, counts = first[wanted], counts[wanted]
+    if len(first) * _RUN_TOKENS > counts.sum():
+        return None if len(first) else []
+    parts = (first // tokens, first % tokens, flat[first], counts)
+    return list(zip(*(part.tolist() for part in parts), strict=True))
+
+
+def _move_runs(job: Job, runs: list[tuple[int, int, int, int]], *, store: bool) -> None:
+    """Copy run by run, each for all heads and as many layers as lie at one distance."""
+    layout, scale = job.cache.layout, job.word.itemsize // job.cache.itemsize
+    for pages, spans, chunk in zip(job.cache.arrays, job.cache.spans, job.chunks, strict=True):
+        for low, layers, stride in spans:
+            page = pages[low].view(job.word)
+            block, slot, head, _ = page.stride()
+            for number, token, place, count in runs:
+                start = place // layout.block_size * block + place % layout.block_size * slot
+                paged = page.as_strided(
+                    (layout.heads, layers, count, page.shape[-1]),
+                    (head, stride // scale, slot, 1),
+                    int(page.storage_offset()) + start,
+                )
+                dense = chunk[number, :, low : low + layers, token : token + count]
+                target, source = (paged, dense) if store else (dense, paged)
+                # In this thread alone: torch would wait for cores that an engine keeps busy.
+                np.copyto(target.numpy(), source.numpy())
+
+
+def _move_indexed(job: Job, *, store: bool) -> None:
+    slots, tokens = job.slots.flatten(), job.slots.shape[1]
+    touched = slots >= 0
+    some = None if bool(touched.all()) else touched.nonzero().flatten()
+    if some is not None:
+        slots = slots[some]
+    block, slot = slots // job.cache.layout.block_size, slots % job.cache.layout.block_size
+    for pages, chunk in zip(job.cache.arrays, job.chunks, strict=True):
+        for page, rows in zip(pages, chunk.permute(2, 0, 3, 1, 4), strict=True):
+            page = page.view(job.word)  # noqa: PLW2901 - the same bytes
+            if some is None and store:  # rows are [chunks, tokens, heads, words]
+                page[block, slot] = rows.reshape(-1, *rows.shape[2:])
+            elif some is None:
+                rows.copy_(page[block, slot].view(rows.shape))
+            elif store:
+                page[block, slot] = rows[some // tokens, some % tokens]
+            else:
+                rows[some // tokens, some % tokens] = page[block, slot]

@@ -1,0 +1,1 @@
+"""What LMCache calls GPU connectors, independent of it and working on any device's tensors."""

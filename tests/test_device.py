@@ -1,0 +1,586 @@
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import os
+import random
+import sys
+import unittest
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+
+import vua.device
+from helpers import bits, noise
+from vua.device import PagedCache, PagedLayout, choose, gather, moves, pages, scatter, slots_of
+from vua.device.copies import proves
+from vua.device.moves import Job, Move, plan
+from vua.errors import InputError, LayoutError
+from vua.serdes import DTYPES
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+LAYERS, BLOCKS, SLOTS, HEADS, DIM = 2, 5, 4, 2, 12
+CPU = torch.device("cpu")
+
+RowOf = Callable[[int, int, int, int, int], torch.Tensor]
+"""Where the test says that a row lies: (layer, array, block, slot, head) -> its elements."""
+
+
+@dataclass
+class Engine:
+    """An engine's cache: its whole memory, what it hands over, and the test's own idea of it."""
+
+    memory: list[torch.Tensor]
+    layers: torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
+    axes: str
+    row: RowOf
+    dims: tuple[int, ...] = (DIM, DIM)
+    heads: int = HEADS
+    k_dim: int | None = None
+
+    @property
+    def paged(self) -> PagedCache:
+        """The cache as VUA sees it."""
+        return PagedCache.of(self.layers, self.axes, k_dim=self.k_dim)
+
+
+def part(fused: torch.Tensor, array: int, k_dim: int = DIM) -> torch.Tensor:
+    """K's or V's share of a fused row."""
+    return fused[k_dim:] if array else fused[:k_dim]
+
+
+def fused(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+    """A fused tensor per layer, [B, H, N, C]."""
+    memory = noise(LAYERS, BLOCKS, HEADS, SLOTS, 2 * DIM, dtype=dtype).to(device)
+    return Engine(
+        [memory], list(memory), "BHNC", lambda lay, a, b, n, h: part(memory[lay, b, h, n], a)
+    )
+
+
+def fused_uneven(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+    """The same with a V that is shorter than K, and pages in NHD order."""
+    memory = noise(LAYERS, BLOCKS, SLOTS, HEADS, DIM + 4, dtype=dtype).to(device)
+    layers = [layer.transpose(1, 2) for layer in memory]
+
+    def row(lay: int, a: int, b: int, n: int, h: int) -> torch.Tensor:
+        return part(memory[lay, b, n, h], a)
+
+    return Engine([memory], layers, "BHNC", row, dims=(DIM, 4), k_dim=DIM)
+
+
+def cross_layer(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+    """One int8 allocation whose blocks hold all layers, and padding; layers are views of it."""
+    size = HEADS * SLOTS * 2 * DIM
+    stride = LAYERS * size + 8
+    memory = noise(BLOCKS * stride * dtype.itemsize, dtype=torch.int8).to(device)
+    shape, strides = (BLOCKS, HEADS, SLOTS, 2 * DIM), (stride, SLOTS * 2 * DIM, 2 * DIM, 1)
+    typed = memory.view(dtype)
+    layers = [typed.as_strided(shape, strides, lay * size) for lay in range(LAYERS)]
+    blocks = typed.view(BLOCKS, stride)[:, : LAYERS * size].unflatten(1, (LAYERS, *shape[1:]))
+    return Engine([memory], layers, "BHNC", lambda lay, a, b, n, h: part(blocks[b, lay, h, n], a))
+
+
+def one_tensor(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+    """One tensor of all layers, [B, L, N, H, C]."""
+    memory = noise(BLOCKS, LAYERS, SLOTS, HEADS, 2 * DIM, dtype=dtype).to(device)
+    return Engine([memory], memory, "BLNHC", lambda lay, a, b, n, h: part(memory[b, lay, n, h], a))
+
+
+def flash(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+    """[2, B, N, H, D] per layer."""
+    memory = noise(LAYERS, 2, BLOCKS, SLOTS, HEADS, DIM, dtype=dtype).to(device)
+    return Engine([memory], list(memory), "2BNHD", lambda lay, a, b, n, h: memory[lay, a, b, n, h])
+
+
+def flash_hnd(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+    """[2, B, H, N, D] per layer, as vLLM's CPU backend had it."""
+    memory = noise(LAYERS, 2, BLOCKS, HEADS, SLOTS, DIM, dtype=dtype).to(device)
+    return Engine([memory], list(memory), "2BHND", lambda lay, a, b, n, h: memory[lay, a, b, h, n])
+
+
+def flashinfer(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+    """[B, 2, N, H, D] per layer."""
+    memory = noise(LAYERS, BLOCKS, 2, SLOTS, HEADS, DIM, dtype=dtype).to(device)
+    return Engine([memory], list(memory), "B2NHD", lambda lay, a, b, n, h: memory[lay, b, a, n, h])
+
+
+def flashinfer_hnd(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+    """[B, 2, N, H, D] per layer, with heads outside of slots in memory."""
+    memory = noise(LAYERS, BLOCKS, 2, HEADS, SLOTS, DIM, dtype=dtype).to(device)
+    layers = [layer.transpose(2, 3) for layer in memory]
+    return Engine([memory], layers, "B2NHD", lambda lay, a, b, n, h: memory[lay, b, a, h, n])
+
+
+def latent(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+    """MLA, [B, N, latent]: rows of 72 bytes or more that no power of two divides."""
+    memory = noise(LAYERS, BLOCKS, SLOTS, 72, dtype=dtype).to(device)
+    layers = list(memory)
+    return Engine([memory], layers, "BND", lambda lay, a, b, n, h: memory[lay, b, n], (72,), 1)
+
+
+def latent_head(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+    """MLA as of vLLM 0.29, [B, 1, N, latent], a row longer than one access of the kernel."""
+    memory = noise(LAYERS, BLOCKS, 1, SLOTS, 288, dtype=dtype).to(device)
+    layers = list(memory)
+    return Engine([memory], layers, "BHND", lambda lay, a, b, n, h: memory[lay, b, 0, n], (288,), 1)
+
+
+def pairs(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+    """(K, V) per layer, each [B, N, H, D], with different row lengths."""
+    dims = (DIM, 2 * DIM)
+    memory = [
+        noise(LAYERS, BLOCKS, SLOTS, HEADS, dim, dtype=dtype, seed=dim).to(device) for dim in dims
+    ]
+    layers = list(zip(*memory, strict=True))
+    return Engine(memory, layers, "BNHD", lambda lay, a, b, n, h: memory[a][lay, b, n, h], dims)
+
+
+def pool(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+    """(K, V) per layer, each one long array of slots [N, H, D]."""
+    memory = [
+        noise(LAYERS, BLOCKS * SLOTS, HEADS, DIM, dtype=dtype, seed=a).to(device) for a in (0, 1)
+    ]
+    layers = list(zip(*memory, strict=True))
+    return Engine(memory, layers, "NHD", lambda lay, a, b, n, h: memory[a][lay, b * SLOTS + n, h])
+
+
+ENGINES = (
+    fused, fused_uneven, cross_layer, one_tensor, flash, flash_hnd, flashinfer, flashinfer_hnd,
+    latent, latent_head, pairs, pool,
+)  # fmt: skip
+
+
+def triton_kernels(*, interpreted: bool) -> ModuleType:
+    """A fresh `vua.device.kernels`: what Triton makes of it is decided when it is imported."""
+    path = Path(vua.device.__file__).with_name("kernels.py")
+    name = f"kernels_{'interpreted' if interpreted else 'compiled'}"
+    if name not in sys.modules:
+        importlib.import_module("triton")  # with the settings of this process, unlike our kernel
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        with mock.patch.dict(os.environ, TRITON_INTERPRET=str(int(interpreted))):
+            spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def draw_slots(chunks: int, tokens: int, seed: int, *, holes: bool = True) -> torch.Tensor:
+    """Different slots in any order; some tokens have none."""
+    draw = random.Random(seed)
+    slots = torch.tensor(draw.sample(range(BLOCKS * SLOTS), chunks * tokens))
+    if holes:
+        slots[draw.sample(range(chunks * tokens), chunks * tokens // 4)] = -draw.randint(1, 9)
+    return slots.view(chunks, tokens)
+
+
+def copy_by_hand(
+    engine: Engine, slots: torch.Tensor, chunks: list[torch.Tensor], *, store: bool
+) -> None:
+    """The obvious copy, one row after the other."""
+    count, heads, layers, tokens, _ = chunks[0].shape
+    places = product(range(count), range(heads), range(layers), range(tokens))
+    for (c, h, lay, t), (array, chunk) in product(list(places), enumerate(chunks)):
+        slot = int(slots[c, t])
+        if slot < 0:
+            continue
+        row = engine.row(lay, array, slot // SLOTS, slot % SLOTS, h)
+        source, target = (chunk[c, h, lay, t], row) if store else (row, chunk[c, h, lay, t])
+        target.view(torch.uint8).copy_(source.view(torch.uint8))
+
+
+class MovesTest(unittest.TestCase):
+    """Both means of moving rows against the obvious copy; subclasses name the means."""
+
+    move: Move | None = staticmethod(moves.move)
+    device = CPU
+    dtypes = tuple(DTYPES.values())
+    sizes: tuple[tuple[int, int, bool], ...] = ((1, 7, False), (2, 5, True))
+    """Chunks, tokens, and whether some tokens have no slot."""
+
+    def assert_moves(
+        self, make: Callable[..., Engine], dtype: torch.dtype, slots: torch.Tensor
+    ) -> None:
+        """Gather and scatter change what the obvious copy changes, in cache and chunks alike."""
+        engine, expected = make(dtype, self.device), make(dtype)
+        count, tokens = slots.shape
+        for store in (False, True):
+            given = chunks_of(engine, dtype, count, tokens)
+            chunks = [chunk.to(self.device, copy=True) for chunk in given]
+            wanted = [chunk.clone() for chunk in given]
+            copy = scatter if store else gather
+
+            copy(engine.paged, slots, *chunks, move=self.move)
+
+            copy_by_hand(expected, slots, wanted, store=store)
+            self.assertEqual([bits(t) for t in wanted], [bits(t.cpu()) for t in chunks])
+            after = [bits(t.cpu()) for t in engine.memory]
+            self.assertEqual([bits(t) for t in expected.memory], after)
+
+    def test_every_layout(self) -> None:
+        """Every layout, with tokens left alone and without, in one chunk and in several."""
+        for make, (count, tokens, holes) in product(ENGINES, self.sizes):
+            slots = draw_slots(count, tokens, seed=count, holes=holes)
+            with self.subTest(make=make.__name__, count=count, holes=holes):
+                self.assert_moves(make, torch.bfloat16, slots)
+
+    def test_every_dtype(self) -> None:
+        """Every dtype's bits survive, NaNs included, whatever word they are moved by."""
+        for dtype in self.dtypes:
+            with self.subTest(dtype=dtype):
+                self.assert_moves(cross_layer, dtype, draw_slots(1, 5, seed=dtype.itemsize))
+
+    def test_nothing_to_move(self) -> None:
+        """Chunks without tokens, and tokens without slots, change nothing."""
+        for slots in (torch.empty(1, 0, dtype=torch.int64), torch.full((2, 3), -1)):
+            with self.subTest(slots=slots):
+                self.assert_moves(fused, torch.float16, slots)
+
+    def test_cache_of_inference_mode(self) -> None:
+        """A cache that was made in inference mode, as vLLM's is, can be written outside of it."""
+        with torch.inference_mode():
+            engine = fused(torch.bfloat16, self.device)
+        before, slots = bits(engine.memory[0].cpu()), draw_slots(1, 5, seed=1, holes=False)
+        chunks = [c.to(self.device) for c in chunks_of(engine, torch.bfloat16, 1, 5)]
+        again = [torch.zeros_like(chunk) for chunk in chunks]
+
+        scatter(engine.paged, slots, *chunks, move=self.move)
+        gather(engine.paged, slots, *again, move=self.move)
+
+        self.assertEqual([bits(c.cpu()) for c in chunks], [bits(c.cpu()) for c in again])
+        self.assertTrue(before != bits(engine.memory[0].cpu()))
+
+    def test_heads_and_layers(self) -> None:
+        """A range of heads and layers moves these alone."""
+        for make in (fused, flash, flashinfer_hnd, pairs):
+            with self.subTest(make=make.__name__):
+                engine, expected = make(torch.float16, self.device), make(torch.float16)
+                some = engine.paged.narrow(heads=(1, 2), layers=(1, 2))
+                slots = draw_slots(1, 6, seed=1)
+                chunks = [noise(1, 1, 1, 6, dim, dtype=torch.float16) for dim in engine.dims]
+
+                moved = [chunk.to(self.device) for chunk in chunks]
+                scatter(some, slots, *moved, move=self.move)
+
+                def row(
+                    _lay: int, a: int, b: int, n: int, _h: int, whole: RowOf = expected.row
+                ) -> torch.Tensor:
+                    return whole(1, a, b, n, 1)
+
+                copy_by_hand(Engine(expected.memory, [], "", row), slots, chunks, store=True)
+                after = [bits(t.cpu()) for t in engine.memory]
+                self.assertEqual([bits(t) for t in expected.memory], after)
+
+    def test_proof(self) -> None:
+        """The trial that a kernel has to pass passes."""
+        self.assertTrue(proves(self.move or choose(self.device).move, self.device))
+
+
+def chunks_of(engine: Engine, dtype: torch.dtype, count: int, tokens: int) -> list[torch.Tensor]:
+    """Arrays full of noise, cut from larger ones."""
+    shape = (count, engine.heads, LAYERS, tokens + 1)
+    return [noise(*shape, dim, dtype=dtype, seed=dim)[..., 1:, :] for dim in engine.dims]
+
+
+class RunsTest(MovesTest):
+    """PyTorch's other way: neighbours copied by one call, here however short the runs are."""
+
+    def setUp(self) -> None:
+        """Never fall back to indexing."""
+        indexed = mock.patch.object(moves, "_move_indexed", side_effect=AssertionError)
+        for patch in (mock.patch.object(moves, "_RUN_TOKENS", 1), indexed):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def test_blocks(self) -> None:
+        """Slots as a request's blocks give them, cut by chunks and by what is wanted."""
+        for make in ENGINES:
+            slots = slots_of([3, 1, 2, 4, 0], SLOTS, 0, 20, wanted=(1, 18)).view(2, 10)
+            with self.subTest(make=make.__name__):
+                self.assert_moves(make, torch.bfloat16, slots)
+
+    def test_runs(self) -> None:
+        """Runs end with blocks, chunks and wherever a slot is not the next one."""
+        engine = fused(torch.bfloat16)
+        k, v = chunks_of(engine, torch.bfloat16, 2, 5)
+        slots = torch.tensor([[2, 3, 4, 5, 9], [10, -1, 0, 2, 3]])
+
+        runs = moves._runs(plan(engine.paged, slots, k, v))
+
+        expected = [(0, 0, 2, 2), (0, 2, 4, 2), (0, 4, 9, 1), (1, 0, 10, 1), (1, 2, 0, 1)]
+        self.assertEqual([*expected, (1, 3, 2, 2)], runs)
+
+
+@unittest.skipUnless(HAS_TRITON, "needs Triton (pip install triton), x86-64 or Arm Linux alone")
+class InterpretedKernelTest(MovesTest):
+    """The Triton kernel, run by Triton's interpreter on the CPU."""
+
+    dtypes = tuple(DTYPES[name] for name in ("BF16", "F8_E4M3", "F8_E5M2", "U8", "F32", "F64"))
+    sizes = ((2, 5, True),)  # the interpreter takes milliseconds per program
+
+    def setUp(self) -> None:
+        """Take the kernel that the interpreter runs."""
+        self.move = triton_kernels(interpreted=True).move
+
+    def test_several_tiles(self) -> None:
+        """Chunks longer than what one program moves are moved whole."""
+        kernels = triton_kernels(interpreted=True)
+        with mock.patch.object(kernels, "_TILE_NBYTES", 64):
+            for make in (fused, latent):
+                with self.subTest(make=make.__name__):
+                    self.assert_moves(make, torch.bfloat16, draw_slots(2, 7, seed=3))
+
+    def test_same_as_torch(self) -> None:
+        """Random sizes: kernel and PyTorch leave the same bytes, in both directions."""
+        draw = random.Random(20)
+        for case in range(12):
+            heads, dim, blocks = draw.randint(1, 3), draw.choice((1, 3, 8, 20, 64, 80)), 9
+            block_size, tokens = draw.choice((1, 2, 3, 16)), draw.randint(2, blocks)
+            dtype = draw.choice((torch.uint8, torch.bfloat16, torch.float32))
+            memory = noise(2, blocks, heads, block_size, 2 * dim, dtype=dtype, seed=case)
+            slots = torch.tensor(draw.sample(range(blocks * block_size), tokens))
+            with self.subTest(case=case, heads=heads, dim=dim, block_size=block_size, dtype=dtype):
+                after = []
+                for move in (self.move, moves.move):
+                    mine = memory.clone()
+                    k, v = noise(2, heads, 2, tokens, dim, dtype=dtype, seed=case)
+                    paged = PagedCache.of(mine, "LBHNC")
+                    gather(paged, slots, k, v, move=move)
+                    scatter(paged, slots.flip(0), k, v, move=move)
+                    after.append([bits(t) for t in (mine, k, v)])
+
+                self.assertEqual(*after)
+                self.assertTrue(bits(memory) != after[0][0])
+
+    def test_compiles_for_hopper(self) -> None:
+        """The kernel compiles without a GPU, and where it may, it takes 16 bytes per access."""
+        rows_of_1152_bytes = {
+            "K_ROW": 144,
+            "V_ROW": 144,
+            "K_WIDTH": 16,
+            "V_WIDTH": 16,
+            "TOKENS": 16,
+        }
+        for sizes in (HOPPER_SIZES, HOPPER_SIZES | rows_of_1152_bytes):
+            with self.subTest(sizes=sizes):
+                ptx = compile_for(90, triton_kernels(interpreted=False), sizes)
+
+                self.assertIn("ld.global.v2.b64", ptx)
+                self.assertIn("st.global.v2.b64", ptx)
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class GPUMovesTest(MovesTest):
+    """What is chosen on a GPU (the Triton kernel, if Triton is there), on the GPU."""
+
+    device = torch.device("cuda:0")
+
+    def setUp(self) -> None:
+        """Take what is chosen."""
+        self.move = choose(self.device).move
+
+    def test_choice(self) -> None:
+        """The kernel is used where Triton is installed."""
+        found = choose(self.device)
+
+        self.assertEqual(("triton" if HAS_TRITON else "torch", ""), (found.name, found.reason))
+
+
+class NegativeControlTest(unittest.TestCase):
+    """Moves that are wrong in one way each are told from right ones."""
+
+    def test_wrong_moves(self) -> None:
+        """The trial refuses a move that shifts a token, forgets V, or writes slots it must not."""
+
+        def shifted(job: Job, *, store: bool) -> None:
+            moves.move(replace(job, slots=job.slots.roll(1)), store=store)
+
+        def without_v(job: Job, *, store: bool) -> None:
+            moves.move(replace(job, chunks=(job.chunks[0], job.chunks[0].clone())), store=store)
+
+        def careless(job: Job, *, store: bool) -> None:
+            moves.move(replace(job, slots=job.slots.clamp(min=0)), store=store)
+
+        def wrong_way(job: Job, *, store: bool) -> None:
+            moves.move(job, store=not store)
+
+        for wrong in (shifted, without_v, careless, wrong_way):
+            with self.subTest(wrong=wrong.__name__):
+                self.assertFalse(proves(wrong, CPU))
+
+    def test_the_test_itself(self) -> None:
+        """The comparison with the obvious copy fails for a move that touches one slot too many."""
+
+        def careless(job: Job, *, store: bool) -> None:
+            moves.move(replace(job, slots=job.slots.clamp(min=0)), store=store)
+
+        test = MovesTest("test_every_layout")
+        test.move = careless
+        with self.assertRaises(AssertionError):
+            test.assert_moves(fused, torch.bfloat16, draw_slots(1, 7, seed=0))
+
+
+class PagesTest(unittest.TestCase):
+    """What is refused, and how it is said."""
+
+    def test_bad_tensors(self) -> None:
+        """Tensors that do not have the axes they are said to have are refused."""
+        t = torch.zeros
+        refused = (
+            (("one tensor", "axis L"), t(9, 2, 4, 8), "BHNC", None),
+            (("no paged cache",), [t(9, 2, 4, 8)], "BHNX", None),
+            (("no paged cache",), [t(9, 2, 4, 8)], "BHDC", None),
+            (("no paged cache",), [t(9, 2, 4, 8)], "BNNC", None),
+            (("shape (9, 4, 8)",), [t(9, 4, 8)], "BHNC", None),
+            (("2 in axis 2",), [t(3, 9, 4, 2, 8)], "2BNHD", None),
+            (("stride 1 in axis D",), [t(9, 4, 2, 8).transpose(2, 3)], "BNHD", None),
+            (("do not overlap",), [t(1, 4, 2, 8).expand(9, 4, 2, 8)], "BNHD", None),
+            (("found none",), [], "BHNC", None),
+            (("one shape",), [t(9, 2, 4, 8), t(9, 2, 4, 6)], "BHNC", None),
+            (("one shape",), [t(9, 2, 4, 8), t(9, 2, 4, 8).half()], "BHNC", None),
+            (("16 bytes",), [t(9, 2, 4, 8, dtype=torch.complex128)], "BHNC", None),
+            (("one element",), [t(9, 2, 4, 8)], "BHNC", 8),
+            (("blocks, slots",), [t(0, 2, 4, 8)], "BHNC", None),
+            (("pairs (K, V)",), [(t(9, 4, 2, 8),)], "BNHD", None),
+            (("pairs (K, V)",), [(t(9, 4, 2, 8),) * 2], "BNHC", None),
+            (("K and V differ",), [(t(9, 4, 2, 8), t(8, 4, 2, 8))], "BNHD", None),
+            (("K and V differ",), [(t(9, 4, 2, 8), t(9, 4, 2, 8).half())], "BNHD", None),
+        )
+        for words, layers, axes, k_dim in refused:
+            with self.subTest(words=words, axes=axes), self.assertRaises(LayoutError) as caught:
+                PagedCache.of(layers, axes, k_dim=k_dim)
+            for word in words:
+                self.assertIn(word, str(caught.exception))
+
+    def test_bad_ranges(self) -> None:
+        """Ranges of heads and layers that are not there are refused."""
+        paged = fused(torch.float16).paged
+        for kind, bad in product(("heads", "layers"), ((0, 3), (1, 1), (-1, 1))):
+            with self.subTest(kind=kind, bad=bad), self.assertRaises(LayoutError):
+                paged.narrow(**{kind: bad})
+
+    def test_bad_moves(self) -> None:
+        """Arguments that do not fit each other are refused, and nothing is copied."""
+        paged = fused(torch.float16).paged
+        k = torch.zeros(1, HEADS, LAYERS, 3, DIM, dtype=torch.float16)
+        slots = torch.tensor([1, 2, 3])
+        before = bits(paged.arrays[0][0])
+        refused = (
+            (LayoutError, "K alone", slots, k, None),
+            (LayoutError, "V is", slots, k, k[..., 1:]),
+            (LayoutError, "K is", slots, k[:, :1], k[:, :1]),
+            (LayoutError, "bytes per element", slots, k.float(), k.float()),
+            (LayoutError, "K is", slots, k[0, 0], k[0, 0]),
+            (LayoutError, "gaps", slots, k, torch.zeros(*k.shape[:-1], 2 * DIM).half()[..., ::2]),
+            (LayoutError, "on meta", slots, k.to("meta"), k.to("meta")),
+            (InputError, "2 slots", slots[:2], k, k),
+            (InputError, "int32", slots.int(), k, k),
+            (InputError, f"slot {BLOCKS * SLOTS} is not", slots + BLOCKS * SLOTS - 3, k, k),
+        )
+        for error, words, *arguments in refused:
+            for copy in (gather, scatter):
+                with self.subTest(words=words), self.assertRaises(error) as caught:
+                    copy(paged, *arguments)
+                self.assertIn(words, str(caught.exception))
+        self.assertEqual(before, bits(paged.arrays[0][0]))
+        with self.assertRaisesRegex(LayoutError, "one latent"):
+            gather(latent(torch.float16).paged, slots, k, k)
+
+    def test_widest_word(self) -> None:
+        """Rows move in words of eight bytes where everything allows, else in narrower ones."""
+        for dim, dtype, expected in (
+            (4, torch.bfloat16, torch.int64),
+            (2, torch.bfloat16, torch.int32),
+            (3, torch.bfloat16, torch.int16),
+            (8, torch.uint8, torch.int64),
+            (5, torch.uint8, torch.uint8),
+        ):
+            with self.subTest(dim=dim, dtype=dtype):
+                paged = PagedCache.of(torch.zeros(2, 3, 1, 4, 2 * dim, dtype=dtype), "LBHNC")
+                k, v = torch.zeros(2, 1, 2, 1, dim, dtype=dtype)
+
+                self.assertEqual(expected, plan(paged, torch.tensor([2]), k, v).word)
+
+    def test_layout(self) -> None:
+        """A layout says where the rows of a range of heads begin."""
+        layout = PagedLayout.of((9, 4, 16, 8), (512, 128, 8, 1), "BHNC").narrow(1, 3)
+
+        self.assertEqual((144, 2, (4, 4)), (layout.slots, layout.heads, layout.dims))
+        self.assertEqual([128, 132], [rows.offset for rows in layout.arrays])
+
+    def test_choice_on_a_cpu(self) -> None:
+        """On the CPU PyTorch moves the rows."""
+        self.assertEqual(("torch", moves.move), choose(CPU)[:2])
+
+
+class DocumentationTest(unittest.TestCase):
+    def test_examples(self) -> None:
+        """The examples in the docstrings give what they say."""
+        done = doctest.testmod(pages)
+
+        self.assertEqual((0, True), (done.failed, done.attempted > 0))
+
+
+class SlotsTest(unittest.TestCase):
+    """Slots of a request's tokens."""
+
+    def test_against_the_obvious(self) -> None:
+        """Tokens have the slots their blocks give them; others, and unwanted ones, -1."""
+        ids = [7, 0, 3]
+        for size, start, length, first in product((1, 4), (0, 1), (0, 1, 2, 3), (-2, 0, 1)):
+            stop, wanted = start + length, (start + first, start + 2)
+            expected = [
+                ids[t // size] * size + t % size if max(0, wanted[0]) <= t < wanted[1] else -1
+                for t in range(start, stop)
+            ]
+            if wanted[0] < 0:
+                wanted = (0, wanted[1])
+            with self.subTest(size=size, start=start, stop=stop, wanted=wanted):
+                self.assertEqual(expected, slots_of(ids, size, start, stop, wanted=wanted).tolist())
+
+    def test_unwanted_tokens_need_no_block(self) -> None:
+        """A batch of chunks may end behind the last block."""
+        self.assertEqual([22, 23, -1], slots_of([5], 4, 2, 5, wanted=(0, 4)).tolist())
+
+    def test_refused(self) -> None:
+        """A wanted token without a block is an error."""
+        for arguments in (([5], 4, 2, 5), ([5], 0, 0, 1), ([5], 4, 3, 2), ([5, -1], 4, 0, 5)):
+            with self.subTest(arguments=arguments), self.assertRaises(InputError):
+                slots_of(*arguments)
+
+
+HOPPER_SIZES = {
+    "HEADS": 8, "LAYERS": 32, "BLOCK_SIZE": 16, "K_ROW": 32, "V_ROW": 32, "K_WIDTH": 32,
+    "V_WIDTH": 32, "TOKENS": 64, "ALIGNED": True, "STORE": False,
+}  # fmt: skip
+
+
+def compile_for(capability: int, kernels: ModuleType, sizes: dict[str, object]) -> str:
+    """The kernel's PTX as Triton makes it for a launch with well aligned bf16 rows of 256 bytes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernels._move.arg_names
+    signature, hints = {}, {}
+    for number, name in enumerate(names):
+        pointer = name in ("table", "slots", "k", "v")
+        signature[name] = "constexpr" if name in sizes else "*i64" if pointer else "i32"
+        if name not in sizes and name not in ("tokens", "tiles"):
+            hints[number,] = [["tt.divisibility", 16]]
+    values = {(names.index(name),): value for name, value in sizes.items()}
+    source = ASTSource(kernels._move, signature, values, hints)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about Triton's own defaults
+        return str(triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,478 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import unittest
+from collections.abc import Callable, Sequence
+from enum import Enum
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import bits, noise
+from vua.lmcache.gpu_connector import (
+    GPUConnectorInterface,
+    MemoryFormat,
+    MemoryObj,
+    VLLMNestedTupleGPUConnector,
+    VLLMPagedMemGPUConnector,
+    VLLMPagedMemGPUConnectorV2,
+)
+
+LAYERS, BLOCKS, SLOTS, HEADS, SIZE = 3, 7, 4, 2, 8
+HIDDEN, TOKENS = HEADS * SIZE, 19
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+SLOT_MAPPING = torch.randperm(BLOCKS * SLOTS, generator=torch.Generator().manual_seed(0))[:TOKENS]
+
+RowOf = Callable[[int, int, int], torch.Tensor]
+"""Where the test says that a token lies: (array, layer, token) -> view of its elements."""
+
+
+class Case:
+    """One connector with a cache that it can serve, full of noise."""
+
+    def __init__(
+        self,
+        connector: GPUConnectorInterface,
+        memory: list[torch.Tensor],
+        kvcaches: Sequence[Any],
+        row: RowOf,
+        fmt: MemoryFormat = MemoryFormat.KV_BLOB,
+    ) -> None:
+        self.connector, self.memory, self.kvcaches, self.row = connector, memory, kvcaches, row
+        self.fmt = fmt
+
+    def blob(self, tokens: int, dtype: torch.dtype, seed: int = 5) -> MemoryObj:
+        """A memory object for some tokens, full of noise."""
+        shape = self.connector.get_shape(tokens)
+        return MemoryObj(noise(*shape, dtype=dtype, seed=seed), self.fmt)
+
+    def arguments(self, slots: torch.Tensor = SLOT_MAPPING) -> dict[str, Any]:
+        """What each call is given; connectors that need no slots get them all the same."""
+        return {"kvcaches": self.kvcaches, "slot_mapping": slots, "req_id": "ignored"}
+
+    @property
+    def bytes(self) -> list[bytes]:
+        """All of the cache's memory."""
+        return [bits(tensor.cpu()) for tensor in self.memory]
+
+
+def nested(dtype: torch.dtype, device: str = "cpu") -> Case:
+    """(K, V) of the whole sequence, heads apart from elements."""
+    memory = noise(LAYERS, 2, TOKENS + 3, HEADS, SIZE, dtype=dtype).to(device)
+    connector = VLLMNestedTupleGPUConnector(HIDDEN, LAYERS)
+    return Case(
+        connector,
+        [memory],
+        tuple((layer[0], layer[1]) for layer in memory),
+        lambda a, lay, t: memory[lay, a, t],
+    )
+
+
+def _paged(
+    kind: type, memory: torch.Tensor, kvcaches: Sequence[Any], row: Callable[..., torch.Tensor]
+) -> Case:
+    def token(a: int, lay: int, t: int) -> torch.Tensor:
+        slot = int(SLOT_MAPPING[t])
+        return row(a, lay, slot // SLOTS, slot % SLOTS)
+
+    return Case(kind(HIDDEN, LAYERS), [memory], kvcaches, token)
+
+
+def paged(dtype: torch.dtype, device: str = "cpu") -> Case:
+    """(K, V) of [B, N, H, D], as documented."""
+    memory = noise(LAYERS, 2, BLOCKS, SLOTS, HEADS, SIZE, dtype=dtype).to(device)
+    caches = tuple((layer[0], layer[1]) for layer in memory)
+    return _paged(
+        VLLMPagedMemGPUConnector, memory, caches, lambda a, lay, b, n: memory[lay, a, b, n]
+    )
+
+
+def paged_v2(dtype: torch.dtype, device: str = "cpu") -> Case:
+    """The same for V2."""
+    case = paged(dtype, device)
+    case.connector = VLLMPagedMemGPUConnectorV2(HIDDEN, LAYERS)
+    return case
+
+
+def flash(dtype: torch.dtype, device: str = "cpu") -> Case:
+    """[2, B, N, H, D] per layer."""
+    memory = noise(LAYERS, 2, BLOCKS, SLOTS, HEADS, SIZE, dtype=dtype).to(device)
+    return _paged(
+        VLLMPagedMemGPUConnectorV2,
+        memory,
+        list(memory),
+        lambda a, lay, b, n: memory[lay, a, b, n],
+    )
+
+
+def flashinfer(dtype: torch.dtype, device: str = "cpu") -> Case:
+    """[B, 2, N, H, D] per layer."""
+    memory = noise(LAYERS, BLOCKS, 2, SLOTS, HEADS, SIZE, dtype=dtype).to(device)
+    return _paged(
+        VLLMPagedMemGPUConnectorV2,
+        memory,
+        list(memory),
+        lambda a, lay, b, n: memory[lay, b, a, n],
+    )
+
+
+def fused(dtype: torch.dtype, device: str = "cpu") -> Case:
+    """[B, H, N, 2 * D] per layer, as vLLM hands out today."""
+    memory = noise(LAYERS, BLOCKS, HEADS, SLOTS, 2 * SIZE, dtype=dtype).to(device)
+
+    def row(a: int, lay: int, b: int, n: int) -> torch.Tensor:
+        return memory[lay, b, :, n, a * SIZE : (a + 1) * SIZE]
+
+    return _paged(VLLMPagedMemGPUConnectorV2, memory, list(memory), row)
+
+
+def latent(dtype: torch.dtype, device: str = "cpu") -> Case:
+    """MLA: one array [B, N, latent]."""
+    memory = noise(LAYERS, BLOCKS, SLOTS, HIDDEN, dtype=dtype).to(device)
+    case = _paged(
+        VLLMPagedMemGPUConnectorV2, memory, list(memory), lambda a, lay, b, n: memory[lay, b, n]
+    )
+    case.connector = VLLMPagedMemGPUConnectorV2(HIDDEN, LAYERS, use_mla=True)
+    case.fmt = MemoryFormat.KV_MLA_FMT
+    return case
+
+
+CASES = (nested, paged, paged_v2, flash, flashinfer, fused, latent)
+
+
+class ConformanceTest(unittest.TestCase):
+    """The contract, for every connector, layout and dtype."""
+
+    device = "cpu"
+
+    def test_from_gpu(self) -> None:
+        """The memory object gets exactly the tokens of [start, end); the cache stays as it is."""
+        for make, dtype, (start, end) in product(CASES, DTYPES, ((0, TOKENS), (5, 11), (3, 3))):
+            with self.subTest(make=make.__name__, dtype=dtype, start=start):
+                case = make(dtype, self.device)
+                before, obj = case.bytes, case.blob(end - start, dtype)
+
+                case.connector.from_gpu(obj, start, end, **case.arguments())
+
+                arrays, layers, tokens, _ = obj.tensor.shape
+                for a, lay, t in product(range(arrays), range(layers), range(tokens)):
+                    row = case.row(a, lay, start + t).cpu()
+                    self.assertEqual(bits(row), bits(obj.tensor[a, lay, t]))
+                self.assertEqual(before, case.bytes)
+                self.assertEqual(case.fmt, obj.metadata.fmt)
+
+    def test_to_gpu(self) -> None:
+        """Exactly the slots of [start, end) get the memory object's rows; nothing else changes."""
+        for make, dtype, (start, end) in product(CASES, DTYPES, ((0, TOKENS), (5, 11))):
+            with self.subTest(make=make.__name__, dtype=dtype, start=start):
+                case, expected = make(dtype, self.device), make(dtype)
+                obj = case.blob(end - start, dtype)
+                given = bits(obj.tensor)
+
+                case.connector.to_gpu(obj, start, end, **case.arguments())
+
+                arrays, layers, tokens, _ = obj.tensor.shape
+                for a, lay, t in product(range(arrays), range(layers), range(tokens)):
+                    row = expected.row(a, lay, start + t).view(torch.uint8)
+                    row.copy_(obj.tensor[a, lay, t].view(torch.uint8).view(row.shape))
+                self.assertEqual(expected.bytes, case.bytes)
+                self.assertTrue(case.bytes != make(dtype).bytes)
+                self.assertEqual(given, bits(obj.tensor))
+
+    def test_there_and_back(self) -> None:
+        """What from_gpu took, to_gpu puts back: also into a cache whose bytes were lost."""
+        for make, dtype in product(CASES, DTYPES):
+            with self.subTest(make=make.__name__, dtype=dtype):
+                case = make(dtype, self.device)
+                before = case.bytes
+                obj = case.blob(TOKENS, dtype)
+                case.connector.from_gpu(obj, 0, TOKENS, **case.arguments())
+                case.connector.to_gpu(obj, 0, TOKENS, **case.arguments())
+                self.assertEqual(before, case.bytes)
+                for tensor in case.memory:
+                    tensor.view(torch.uint8).zero_()
+                self.assertTrue(before != case.bytes)
+
+                case.connector.to_gpu(obj, 0, TOKENS, **case.arguments())
+
+                again = case.blob(TOKENS, dtype, seed=6)
+                case.connector.from_gpu(again, 0, TOKENS, **case.arguments())
+                self.assertEqual(bits(obj.tensor), bits(again.tensor))
+
+    def test_caches_of_inference_mode(self) -> None:
+        """Caches that were made in inference mode, as vLLM's are, can be written outside of it."""
+        for make in CASES:
+            with self.subTest(make=make.__name__):
+                with torch.inference_mode():
+                    case = make(torch.bfloat16, self.device)
+                before, obj = case.bytes, case.blob(TOKENS, torch.bfloat16)
+
+                case.connector.to_gpu(obj, 0, TOKENS, **case.arguments())
+                case.connector.from_gpu(obj, 0, TOKENS, **case.arguments())
+
+                self.assertTrue(before != case.bytes)
+
+    def test_prefix_without_slots(self) -> None:
+        """A mapping that starts with -1s serves the tokens behind them."""
+        for make in CASES[1:]:
+            with self.subTest(make=make.__name__):
+                case, whole = make(torch.float16, self.device), make(torch.float16)
+                slots = SLOT_MAPPING.clone()
+                slots[:8] = -1
+                one, other = case.blob(11, torch.float16, 1), case.blob(11, torch.float16, 2)
+
+                case.connector.from_gpu(one, 8, TOKENS, **case.arguments(slots))
+                whole.connector.from_gpu(other, 8, TOKENS, **whole.arguments())
+
+                self.assertEqual(bits(other.tensor), bits(one.tensor))
+
+    def test_tokens_without_slots(self) -> None:
+        """Tokens with negative slots are left alone on both sides, even inside of [start, end)."""
+        for make in CASES[1:]:
+            with self.subTest(make=make.__name__):
+                case = make(torch.float16, self.device)
+                before, obj = case.bytes, case.blob(TOKENS, torch.float16)
+                given = bits(obj.tensor)
+
+                case.connector.from_gpu(obj, 0, TOKENS, **case.arguments(-1 - SLOT_MAPPING))
+                case.connector.to_gpu(obj, 0, TOKENS, **case.arguments(-1 - SLOT_MAPPING))
+
+                self.assertEqual((given, before), (bits(obj.tensor), case.bytes))
+
+    def test_batched(self) -> None:
+        """The batched pair does what the single calls do, range by range."""
+        starts, ends = [0, 6, 12], [6, 12, 17]
+        for make in CASES:
+            with self.subTest(make=make.__name__):
+                case, single = make(torch.bfloat16, self.device), make(torch.bfloat16)
+                objs = [case.blob(e - s, torch.bfloat16) for s, e in zip(starts, ends, strict=True)]
+                whole = single.blob(17, torch.bfloat16)
+                single.connector.from_gpu(whole, 0, 17, **single.arguments())
+
+                case.connector.batched_from_gpu(objs, starts, ends, **case.arguments())
+
+                joined = torch.cat([obj.tensor for obj in objs], dim=2)
+                self.assertEqual(bits(whole.tensor), bits(joined))
+                before = case.bytes
+                for tensor in case.memory:
+                    tensor.view(torch.uint8).add_(1)
+                case.connector.batched_to_gpu(objs, starts, ends, **case.arguments())
+                for tensor in case.memory:
+                    tensor.view(torch.uint8).sub_(1)
+                case.connector.to_gpu(whole, 0, 17, **case.arguments())
+                self.assertEqual(before, case.bytes)
+
+
+class ErrorsTest(unittest.TestCase):
+    """The documented errors, before anything is copied."""
+
+    def test_missing_arguments(self) -> None:
+        """Without kvcaches, or without slot_mapping where it is needed, a ValueError names it."""
+        for make in CASES:
+            for name in ("kvcaches", "slot_mapping"):
+                if make is nested and name == "slot_mapping":
+                    continue
+                case = make(torch.float16)
+                arguments = case.arguments()
+                arguments.pop(name)
+                for method in (case.connector.from_gpu, case.connector.to_gpu):
+                    with self.subTest(make=make.__name__, name=name):
+                        obj, before = case.blob(4, torch.float16), case.bytes
+                        given = bits(obj.tensor)
+                        with self.assertRaisesRegex(ValueError, f"'{name}' is missing"):
+                            method(obj, 0, 4, **arguments)
+                        self.assertEqual((given, before), (bits(obj.tensor), case.bytes))
+
+    def test_no_tensor(self) -> None:
+        """A memory object without a tensor is an AssertionError."""
+        for make in CASES:
+            case = make(torch.float16)
+            for method in (case.connector.from_gpu, case.connector.to_gpu):
+                with self.subTest(make=make.__name__), self.assertRaises(AssertionError):
+                    method(MemoryObj(None, case.fmt), 0, 4, **case.arguments())
+
+    def test_other_format(self) -> None:
+        """A memory object of another format is a ValueError; V2's from_gpu sets the format."""
+        for make in CASES:
+            case = make(torch.float16)
+            obj = case.blob(4, torch.float16)
+            obj.metadata.fmt = MemoryFormat.UNDEFINED
+            with self.subTest(make=make.__name__):
+                with self.assertRaisesRegex(ValueError, "format is .*UNDEFINED"):
+                    case.connector.to_gpu(obj, 0, 4, **case.arguments())
+                if isinstance(case.connector, VLLMPagedMemGPUConnectorV2):
+                    case.connector.from_gpu(obj, 0, 4, **case.arguments())
+                    self.assertEqual(case.fmt, obj.metadata.fmt)
+                else:
+                    with self.assertRaisesRegex(ValueError, "expected KV_BLOB"):
+                        case.connector.from_gpu(obj, 0, 4, **case.arguments())
+
+    def test_what_does_not_fit(self) -> None:
+        """Sizes that contradict each other are a ValueError, and nothing is copied."""
+        case = paged_v2(torch.float16)
+        good = case.arguments()
+        whole = case.blob(4, torch.float16)
+        k = case.kvcaches[0][0]
+        refused: tuple[tuple[str, MemoryObj, int, int, dict[str, Any]], ...] = (
+            ("memory object is", whole, 0, 5, good),
+            ("memory object is", whole, -1, 3, good),
+            ("memory object is", whole, 5, 1, good),
+            ("slot_mapping is", whole, 0, 4, good | {"slot_mapping": SLOT_MAPPING[:3]}),
+            ("slot_mapping is", whole, 0, 4, good | {"slot_mapping": SLOT_MAPPING.int()}),
+            ("slot_mapping is", whole, 0, 4, good | {"slot_mapping": SLOT_MAPPING[None]}),
+            ("slot 28", whole, 0, 4, good | {"slot_mapping": torch.full((4,), 28)}),
+            ("2 layers", whole, 0, 4, good | {"kvcaches": case.kvcaches[:2]}),
+            ("elements in", MemoryObj(whole.tensor.bfloat16()), 0, 4, good),
+            ("elements in", whole, 0, 4, good | {"kvcaches": [(k[..., 1:], k[..., 1:])] * LAYERS}),
+            ("a pair", whole, 0, 4, good | {"kvcaches": [(k,)] * LAYERS}),
+            ("no known", whole, 0, 4, good | {"kvcaches": [k[..., :6]] * LAYERS}),
+            ("or more", whole, 0, 4, good | {"kvcaches": [k.new_zeros(2, 2, 4, 2, 8)] * LAYERS}),
+        )
+        before = case.bytes
+        for words, obj, start, end, arguments in refused:
+            for method in (case.connector.from_gpu, case.connector.to_gpu):
+                with self.subTest(words=words), self.assertRaisesRegex(ValueError, words):
+                    method(obj, start, end, **arguments)
+        self.assertEqual(before, case.bytes)
+        for make, caches in ((nested, [(k[:3], k[:3])] * LAYERS), (paged, [k] * LAYERS)):
+            other = make(torch.float16)
+            with self.subTest(make=make.__name__), self.assertRaises(ValueError):
+                other.connector.from_gpu(whole, 0, 4, **(good | {"kvcaches": caches}))
+
+    def test_constructor(self) -> None:
+        """Sizes below one, and use_gpu without its three companions, are a ValueError."""
+        for kind in (VLLMNestedTupleGPUConnector, VLLMPagedMemGPUConnector):
+            with self.subTest(kind=kind.__name__), self.assertRaises(ValueError):
+                kind(0, 3)
+        with self.assertRaisesRegex(ValueError, "dtype, device"):
+            VLLMPagedMemGPUConnectorV2(HIDDEN, LAYERS, use_gpu=True, chunk_size=4)
+        with self.assertRaises(TypeError):
+            GPUConnectorInterface()
+
+
+class V2Test(unittest.TestCase):
+    """What only today's connector has."""
+
+    def test_shapes(self) -> None:
+        """Memory objects are [2, layers, tokens, hidden]; of MLA, one array."""
+        for make in CASES:
+            expected = torch.Size([1 if make is latent else 2, LAYERS, 9, HIDDEN])
+            with self.subTest(make=make.__name__):
+                self.assertEqual(expected, make(torch.float16).connector.get_shape(9))
+
+    def test_cached_tokens(self) -> None:
+        """Tokens that the engine has already are not written."""
+        for cached, first in ((0, 4), (4, 4), (7, 7), (10, 10), (99, 10)):
+            with self.subTest(cached=cached):
+                case, expected = fused(torch.float16), fused(torch.float16)
+                obj = case.blob(6, torch.float16)
+
+                case.connector.to_gpu(obj, 4, 10, vllm_cached_tokens=cached, **case.arguments())
+
+                if first < 10:
+                    rest = MemoryObj(obj.tensor[:, :, first - 4 :].contiguous())
+                    expected.connector.to_gpu(rest, first, 10, **expected.arguments())
+                self.assertEqual(expected.bytes, case.bytes)
+        self.assertEqual(TOKENS, len(SLOT_MAPPING))
+        self.assertTrue((SLOT_MAPPING >= 0).all())
+
+    def test_remembered_caches(self) -> None:
+        """Caches given in advance serve calls that pass none."""
+        case = flash(torch.float16)
+        obj = case.blob(4, torch.float16)
+        case.connector.initialize_kvcaches_ptr(kvcaches=case.kvcaches)
+        case.connector.initialize_kvcaches_ptr()
+
+        case.connector.from_gpu(obj, 0, 4, slot_mapping=SLOT_MAPPING)
+
+        self.assertEqual(bits(case.row(1, 2, 3)), bits(obj.tensor[1, 2, 3]))
+
+    def test_other_caches(self) -> None:
+        """A connector follows when it is given other caches."""
+        case, other = flash(torch.float16), flashinfer(torch.float16)
+        obj = case.blob(4, torch.float16)
+        case.connector.from_gpu(obj, 0, 4, **case.arguments())
+
+        case.connector.from_gpu(obj, 0, 4, **other.arguments())
+
+        self.assertEqual(bits(other.row(1, 2, 3)), bits(obj.tensor[1, 2, 3]))
+
+    def test_named_axes(self) -> None:
+        """A layout that its shape does not tell can be named."""
+        memory = noise(LAYERS, 2, 2, SLOTS, HEADS, SIZE, dtype=torch.float16)
+        connector = VLLMPagedMemGPUConnectorV2(HIDDEN, LAYERS, axes="B2NHD")
+        obj = MemoryObj(torch.zeros(connector.get_shape(3), dtype=torch.float16))
+
+        connector.from_gpu(obj, 0, 3, kvcaches=list(memory), slot_mapping=torch.tensor([5, 0, 1]))
+
+        self.assertEqual(bits(memory[1, 1, 0, 1]), bits(obj.tensor[0, 1, 0]))
+
+    def test_fp8_by_other_names(self) -> None:
+        """An engine may call its fp8 cache uint8."""
+        case = fused(torch.uint8)
+        obj = case.blob(4, torch.float8_e4m3fn)
+
+        case.connector.from_gpu(obj, 0, 4, **case.arguments())
+
+        self.assertEqual(bits(case.row(0, 1, 2)), bits(obj.tensor[0, 1, 2]))
+
+    def test_objects_of_others(self) -> None:
+        """Memory objects that are not ours are served, and keep their own kind of format."""
+
+        class TheirFormat(Enum):
+            UNDEFINED = 0
+            KV_2LTD = 1
+
+        case = fused(torch.float16)
+        theirs: Any = SimpleNamespace(
+            tensor=torch.zeros(case.connector.get_shape(4), dtype=torch.float16),
+            metadata=SimpleNamespace(fmt=TheirFormat.UNDEFINED),
+        )
+        case.connector.from_gpu(theirs, 0, 4, **case.arguments())
+        before = case.bytes
+        case.connector.to_gpu(theirs, 0, 4, **case.arguments())
+
+        self.assertIs(TheirFormat.KV_2LTD, theirs.metadata.fmt)
+        self.assertEqual(before, case.bytes)
+
+    def test_alone(self) -> None:
+        """The connectors need no LMCache, and import no engine."""
+        script = (
+            "import sys, vua.lmcache.gpu_connector\n"
+            "print(sorted({'lmcache', 'vllm', 'sglang', 'transformers'} & set(sys.modules)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        )
+
+        self.assertEqual("[]", done.stdout.strip())
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class GPUConformanceTest(ConformanceTest):
+    """The same with the engine's cache on a GPU and memory objects in host memory."""
+
+    device = "cuda:0"
+
+    def test_buffer(self) -> None:
+        """Whole chunks pass through the buffer, partial ones beside it."""
+        case = fused(torch.float16, self.device)
+        case.connector = VLLMPagedMemGPUConnectorV2(
+            HIDDEN, LAYERS, use_gpu=True, chunk_size=8, dtype=torch.float16, device=self.device
+        )
+        before = case.bytes
+        for end in (8, 5):
+            obj = case.blob(end, torch.float16)
+            case.connector.from_gpu(obj, 0, end, **case.arguments())
+            self.assertEqual(bits(case.row(1, 2, 3).cpu()), bits(obj.tensor[1, 2, 3]))
+            case.connector.to_gpu(obj, 0, end, **case.arguments())
+            self.assertEqual(before, case.bytes)
+
+
+if __name__ == "__main__":
+    unittest.main()
