@@ -37,6 +37,8 @@ class ConnectorConfig:
     """Memory for chunks waiting to be written; what does not fit is not stored."""
     lookup_timeout_s: float = 1.0
     """After this long without an answer from the storage a request counts as a miss."""
+    io_timeout_s: float = 10.0
+    """A load or save that makes no progress for so long is given up; its tokens are recomputed."""
     strict: bool = False
     """Let errors of the connector stop the engine instead of costing hits: for tests."""
 
