@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import threading
 import unittest
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "vllm.md"
 
 pytestmark = pytest.mark.vllm
 
@@ -170,6 +174,17 @@ class StatsTest(unittest.TestCase):
             with self.subTest(name=name):
                 self.assertEqual(metric.kind == "counter", name.endswith("_total"))
                 self.assertEqual(metric.kind == "histogram", name.endswith("_seconds"))
+
+    @unittest.skipUnless(DOCUMENT.exists(), "not in a checkout")
+    def test_documentation(self) -> None:
+        """The guide names every metric, every value of its label, and no other metric."""
+        text = DOCUMENT.read_text(encoding="utf-8")
+        named = set(re.findall(r"`(vua_\w+)`", text))
+
+        self.assertEqual(set(METRICS), named)
+        for metric in METRICS.values():
+            for value in metric.values:
+                self.assertIn(f"`{value}`", text)
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")

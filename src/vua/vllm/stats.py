@@ -51,7 +51,9 @@ METRICS: Final[dict[str, Metric]] = {
         "outcome",
         ("hit", "partial", "miss", "timeout", "paused", "unnamed"),
     ),
-    "vua_lookup_seconds": Metric("histogram", "Time from asking about a prompt to the answer."),
+    "vua_lookup_seconds": Metric(
+        "histogram", "Time from a request's arrival to its answer, with any wait it asked for."
+    ),
     "vua_prompt_tokens_total": Metric("counter", "Tokens of prompts looked up."),
     "vua_loads_total": Metric(
         "counter",
