@@ -14,6 +14,8 @@ SOURCE = Path(vua.__file__).parent
 # the package and may not import each other, unless they are listed: then their order counts.
 CORE = (
     "vua.errors",
+    "vua.breaker",
+    "vua.workers",
     "vua._linux",
     "vua.native",
     "vua.layout",

@@ -79,7 +79,8 @@ class RanksTest(DirectoryTest):
     def workers(self, layout: KVLayout, sizes: tuple[int, int], *, fill: bool) -> Any:
         """Yield each rank's (worker, shard, caches)."""
         from vua.vllm.config import ConnectorConfig
-        from vua.vllm.worker import Rank, WorkerSide
+        from vua.vllm.group_side import Rank
+        from vua.vllm.worker import WorkerSide
 
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=SIZE)
         model = self.model(layout, sizes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import threading
+import time
 import unittest
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -10,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from helpers import keys_of
 from vua.identity import Identity
 from vua.layout import KVLayout
+from vua.slab import Slab
 from vua.vllm.config import ConnectorConfig
 
 pytestmark = pytest.mark.vllm
@@ -21,10 +25,23 @@ LAYOUT = KVLayout(1, 1, 8, 8, "U8", 16)
 
 def request_of(name: str, **settings: Any) -> Any:
     """A request of 64 tokens, as far as the scheduler's half looks at one."""
-    plain = {"prompt_embeds": None, "lora_request": None, "cache_salt": None, "mm_features": []}
+    plain: dict[str, Any] = {"prompt_embeds": None, "lora_request": None, "cache_salt": None}
+    plain |= {"mm_features": [], "kv_transfer_params": None}
     ids = list(range(64))
     given = {"request_id": name, "prompt_token_ids": ids, "num_tokens": 64} | plain | settings
     return SimpleNamespace(**given)
+
+
+def asking(name: str, **options: Any) -> Any:
+    """A request whose client says something about its cache."""
+    return request_of(name, kv_transfer_params={"vua": options})
+
+
+def store(side: Any, first: int, stop: int) -> None:
+    """Store these chunks of the request."""
+    memory = Slab(LAYOUT, LAYOUT.full, 1).memory
+    for key in keys_of(range(64), 16)[first:stop]:
+        side._stores[0].save(key, memory)
 
 
 def step(computed: dict[str, int]) -> Any:
@@ -41,28 +58,146 @@ def step(computed: dict[str, int]) -> Any:
     )
 
 
+def answer(side: Any, request: Any) -> tuple[int, bool]:
+    """Ask about a request, step after step, until there is an answer."""
+    while (given := side.matched_tokens(request, 0))[0] is None:
+        side.take_loads()
+    return given
+
+
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class SchedulerTest(unittest.TestCase):
-    def test_a_request_that_cannot_be_named_costs_no_other_one(self) -> None:
-        """Whatever breaks while one prompt is named, it is a miss and other prompts are stored."""
-        from vua.vllm.messages import Orders
+    def side(self, *, loads: bool = True, **settings: Any) -> Any:
+        """The scheduler's half on an empty directory."""
         from vua.vllm.model import Group, Model
         from vua.vllm.scheduler import SchedulerSide
 
         group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
-        with tempfile.TemporaryDirectory() as root:
-            config = ConnectorConfig(shared_storage_path=root, chunk_tokens=16)
-            side = SchedulerSide(model, config, loads=True, saves=True)
-            self.addCleanup(side.shutdown)
-            broken, good = request_of("broken", cache_salt="\ud800"), request_of("good")
-            with self.assertLogs("vllm.vua.scheduler", "ERROR"):
-                for one in (broken, good):
-                    while (answer := side.matched_tokens(one, 0))[0] is None:
-                        side.take_loads()
-                    self.assertEqual((0, False), answer)
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        config = ConnectorConfig(shared_storage_path=folder.name, chunk_tokens=16, **settings)
+        side = SchedulerSide(model, config, loads=loads, saves=True)
+        self.addCleanup(side.shutdown)
+        return side
 
-            orders = Orders(loads=side.take_loads())
-            side.add_saves(orders, step({"broken": 0, "good": 0}))
+    def test_a_request_that_cannot_be_named_costs_no_other_one(self) -> None:
+        """Whatever breaks while one prompt is named, it is a miss and other prompts are stored."""
+        from vua.vllm.messages import Orders
+
+        side = self.side()
+        broken, good = request_of("broken", cache_salt="\ud800"), request_of("good")
+        with self.assertLogs("vllm.vua.scheduler", "ERROR"):
+            for one in (broken, good):
+                self.assertEqual((0, False), answer(side, one))
+
+        orders = Orders(loads=side.take_loads())
+        side.add_saves(orders, step({"broken": 0, "good": 0}))
 
         self.assertEqual([4], [len(keys) for save in orders.saves for _, keys in save.parts])
+
+    def test_hanging_storage(self) -> None:
+        """Each lookup is a miss in time; after a few there are none, until storage answers."""
+        from vua.vllm.messages import Orders
+
+        side, asked, go = self.side(lookup_timeout_s=0.05), [], threading.Event()
+        self.addCleanup(go.set)
+        look_up = side._stores[0].lookup
+
+        def hanging(*args: Any) -> int:
+            asked.append(1)
+            go.wait()
+            return look_up(*args)
+
+        side._stores[0].lookup = hanging  # type: ignore[method-assign]
+        with self.assertLogs("vllm.vua.storage", "WARNING"):
+            for at in range(3):
+                self.assertEqual((0, False), answer(side, request_of(f"late {at}")))
+        self.assertEqual((0, False), side.matched_tokens(request_of("paused"), 0))
+        orders = Orders()
+        side.add_saves(orders, step({"late 0": 0, "paused": 0}))
+        self.assertEqual([], orders.saves)
+        self.assertEqual(2, len(asked), "one for each thread")
+        stats = side.stats.take()
+        assert stats is not None
+        self.assertEqual({"timeout": 3, "paused": 1}, stats.data["vua_lookups_total"])
+
+        go.set()
+        with self.assertLogs("vllm.vua.storage", "INFO"):
+            at = 0
+            while not side._lookups._guard._breaker.closed:
+                at += 1
+                answer(side, request_of(f"again {at}"))
+        answer(side, request_of("good"))
+        side.add_saves(orders, step({"good": 0}))
+        self.assertEqual([4], [len(keys) for save in orders.saves for _, keys in save.parts])
+
+    def test_engine_that_only_stores(self) -> None:
+        """It computes a prompt in one step, so what to store is known before that."""
+        from vua.vllm.messages import Orders
+
+        side = self.side(loads=False)
+        store(side, 0, 1)
+        self.assertEqual((0, False), answer(side, request_of("a")))
+        orders = Orders()
+        side.add_saves(orders, step({"a": 0}))
+
+        self.assertEqual([3], [len(keys) for save in orders.saves for _, keys in save.parts])
+
+    def test_client_limits_loads(self) -> None:
+        """A client may have less loaded than is stored, or nothing."""
+        side = self.side()
+        store(side, 0, 3)
+
+        for options, expected in (
+            ({}, (48, True)),
+            ({"load": False}, (0, False)),
+            ({"max_load_tokens": 47}, (32, True)),
+            ({"max_load_tokens": 15}, (0, False)),
+            ({"max_load_tokens": 1000}, (48, True)),
+            ({"store": False}, (48, True)),
+            ({"load": False, "store": False}, (0, False)),
+        ):
+            with self.subTest(options=options):
+                self.assertEqual(expected, answer(side, asking(str(options), **options)))
+
+    def test_client_limits_saves(self) -> None:
+        """A client may have nothing stored, or say how long it is worth keeping."""
+        from vua.vllm.messages import Orders
+        from vua.vllm.request import SaveHints
+
+        side = self.side()
+        asked = {
+            "usual": asking("usual"),
+            "not": asking("not", store=False),
+            "nothing": asking("nothing", store=False, load=False),
+            "hinted": asking("hinted", load=False, ttl_s=60, pin=True),
+        }
+        for request in asked.values():
+            self.assertEqual((0, False), answer(side, request))
+        orders = Orders()
+        side.add_saves(orders, step(dict.fromkeys(asked, 0)))
+
+        self.assertEqual([SaveHints(), SaveHints(60.0, pin=True)], [o.hints for o in orders.saves])
+
+    def test_waiting_for_a_writer(self) -> None:
+        """A client may let its request wait until all of its prompt is stored by another engine."""
+        side = self.side()
+        store(side, 0, 1)
+        self.assertEqual((16, True), answer(side, asking("impatient")))
+        waiting = asking("waiting", wait_s=20)
+        for _ in range(100):
+            self.assertIsNone(side.matched_tokens(waiting, 0)[0])
+            side.take_loads()
+        store(side, 1, 4)
+
+        self.assertEqual((48, True), answer(side, waiting))
+
+    def test_waiting_in_vain(self) -> None:
+        """A request that waits for what never comes takes what there is."""
+        side = self.side()
+        store(side, 0, 1)
+        began = time.monotonic()
+
+        self.assertEqual((16, True), answer(side, asking("waiting", wait_s=0.2)))
+        self.assertGreaterEqual(time.monotonic() - began, 0.2)

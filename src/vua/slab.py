@@ -68,6 +68,7 @@ class SlabPool:
 
     def __init__(self, layout: KVLayout, shard: Shard, *, chunks: int, limit: int) -> None:
         """Lend at most ``limit`` slabs of ``chunks`` chunks at a time; make them when needed."""
+        self.chunks = chunks
         self._size = (layout, shard, chunks)
         self._free: list[Slab] = []
         self._left = limit

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import subprocess
-import sys
-import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from urllib.error import URLError
 
 import pytest
 
 from helpers import soak
 from vllm_e2e.damage import stored
-from vllm_e2e.engine import ENVIRONMENT
-from vllm_e2e.harness import MAX_TOKENS, PROMPT, SOURCE, Batch, EngineTest, llama
+from vllm_e2e.harness import PROMPT, Batch, EngineTest, llama
+from vllm_e2e.serving import command, complete, environment, metric, scraped, servers
 
 pytestmark = pytest.mark.vllm
 
-START_TIMEOUT_S = 120.0
+CHUNK_NBYTES = 2 * 2 * 2 * 32 * 4 * 64  # layers, K and V, heads, head size, float32, tokens
 HITS = "vllm:external_prefix_cache_hits_total"
 
 
@@ -42,16 +32,50 @@ class ServeTest(EngineTest):
         """A server loads what another engine stored, and gives the tokens of one without VUA."""
         batch = Batch([PROMPT])
         (expected,) = self.fill(batch)
-        with self.server() as address:
+        with servers(self.root, []) as (address,):
             self.assertEqual(expected, complete(address))
             self.assertEqual(640, metric(address, HITS))
+            self.metrics(address)
+            not_loaded = {"kv_transfer_params": {"vua": {"load": False, "store": "perhaps"}}}
+            hits = metric(address, HITS)
+            self.assertEqual(expected, complete(address, **not_loaded))
+            self.assertEqual(hits, metric(address, HITS))
+
+    def metrics(self, address: str) -> None:
+        """Check VUA's metrics after ten chunks of a prompt of 700 tokens were loaded."""
+        labels = 'engine="0",model_name="tiny"'
+        expected = {
+            f'vua_lookups_total{{{labels},outcome="hit"}}': 1,
+            f'vua_lookups_total{{{labels},outcome="miss"}}': 0,
+            f"vua_prompt_tokens_total{{{labels}}}": 700,
+            f"vua_lookup_seconds_count{{{labels}}}": 1,
+            f'vua_loads_total{{{labels},outcome="complete"}}': 1,
+            f"vua_load_seconds_count{{{labels}}}": 1,
+            f"vua_loaded_tokens_total{{{labels}}}": 640,
+            f'vua_loaded_bytes_total{{{labels},path="slab"}}': 10 * CHUNK_NBYTES,
+            f'vua_load_stops_total{{{labels},reason="corrupt"}}': 0,
+            f'vua_pending_loads{{{labels},rank="0"}}': 0,
+            f'vua_chunks_saved_total{{{labels},outcome="written"}}': 0,
+            f"vua_stored_bytes_total{{{labels}}}": 0,
+        }
+        found = scraped(address)
+        self.assertEqual(expected, {name: found.get(name) for name in expected})
+        complete(address, PROMPT[::-1])
+        complete(address)  # what was stored behind the last step is reported in the next one
+
+        found = scraped(address)
+        self.assertEqual(10, found[f'vua_chunks_saved_total{{{labels},outcome="written"}}'])
+        self.assertEqual(10 * CHUNK_NBYTES, found[f"vua_stored_bytes_total{{{labels}}}"])
+        self.assertEqual(640, found[f"vua_stored_tokens_total{{{labels}}}"])
+        self.assertEqual(1, found[f'vua_lookups_total{{{labels},outcome="miss"}}'])
+        self.assertGreater(found[f"vua_saved_prefill_seconds_total{{{labels}}}"], 0)
 
     @soak
     def test_restarted_server(self) -> None:
         """A server loads what the one before it stored, and answers the same."""
         answers, hits = [], []
         for _ in range(2):
-            with self.server() as address:
+            with servers(self.root, []) as (address,):
                 answers.append(complete(address))
                 hits.append(metric(address, HITS))
 
@@ -73,91 +97,3 @@ class ServeTest(EngineTest):
 
         self.assertEqual(2, done.returncode)
         self.assertIn("no key 'epochs'; the nearest is 'epoch'", done.stderr)
-
-    @contextmanager
-    def server(self) -> Iterator[str]:
-        """A running server; yields its address."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        arguments = [
-            *(str(llama()), "--vua-path", str(self.root)),
-            *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
-            *("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048"),
-            *("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"),
-            *("--no-enable-prefix-caching", "--max-num-batched-tokens", "2048"),
-        ]
-        with tempfile.TemporaryFile() as log:
-            process = subprocess.Popen(
-                [*command(), *arguments],
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                address = f"http://127.0.0.1:{port}"
-                if not wait_until_healthy(process, address):
-                    log.seek(0)
-                    self.fail(f"no server:\n{log.read().decode(errors='replace')[-6000:]}")
-                yield address
-                process.send_signal(signal.SIGINT)
-                process.wait(60)
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-def command() -> list[str]:
-    """The command as a checkout has it, or the same module."""
-    script = SOURCE.parent / "bin" / "vua-vllm"
-    start = [str(script)] if script.exists() else [sys.executable, "-m", "vua.vllm.serve"]
-    return [*start, "serve"]
-
-
-def environment() -> dict[str, str]:
-    """The tests' environment, with vLLM's engine in a process of its own, as is usual."""
-    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH", "")]))
-    kept = {name: value for name, value in ENVIRONMENT.items() if "MULTIPROCESSING" not in name}
-    return {**os.environ, **kept, "PYTHON": sys.executable, "PYTHONPATH": path}
-
-
-def wait_until_healthy(process: subprocess.Popen[bytes], address: str) -> bool:
-    """Wait until the server answers; False if it ends or takes too long."""
-    until = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < until:
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (URLError, OSError):
-            time.sleep(0.2)
-    return False
-
-
-def complete(address: str) -> list[int]:
-    """The tokens that complete the usual prompt."""
-    body = {
-        "model": "tiny",
-        "prompt": PROMPT,
-        "max_tokens": MAX_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    request = urllib.request.Request(
-        f"{address}/v1/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
-    return tokens
-
-
-def metric(address: str, name: str) -> float:
-    """One of the server's counters, over all its labels."""
-    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))

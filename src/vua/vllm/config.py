@@ -37,6 +37,8 @@ class ConnectorConfig:
     """Memory for chunks waiting to be written; what does not fit is not stored."""
     lookup_timeout_s: float = 1.0
     """After this long without an answer from the storage a request counts as a miss."""
+    io_timeout_s: float = 10.0
+    """A load or save that makes no progress for so long is given up; its tokens are recomputed."""
     allow_untested_vllm: bool = False
     """Go on with a vLLM that is newer than those this version of VUA was checked against."""
     strict: bool = False

@@ -23,11 +23,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vua.directory import check_root
 from vua.errors import VUAError
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.group_side import Rank
 from vua.vllm.messages import Orders
 from vua.vllm.model import Model, UncachedError, describe
 from vua.vllm.scheduler import SchedulerSide
+from vua.vllm.stats import VUAPromMetrics, VUAStats
 from vua.vllm.versions import check_version
-from vua.vllm.worker import Rank, WorkerSide
+from vua.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,6 +124,31 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def requires_kv_delivery(self) -> bool:
         """False: a cache may drop a save, so a preempted request need not be recomputed for it."""
         return False
+
+    # -- metrics, see `stats` -----------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> VUAStats | None:
+        """Return what this half has recorded since the last step."""
+        if self._scheduler is not None:  # called once at the end of each step
+            self._scheduler.accounts.step_ended()
+            return self._scheduler.stats.take()
+        return self._worker.stats.take() if self._worker is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> VUAStats | None:
+        """Return stats that hold ``data``, or empty ones."""
+        return VUAStats(data={} if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> VUAPromMetrics:
+        """Register the metrics of vLLM's ``/metrics``."""
+        return VUAPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Finish running loads and waiting saves."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from vua.keys import ChunkKey
+from vua.vllm.request import SaveHints
 
 __all__ = ["GroupLoad", "LoadOrder", "Orders", "SaveOrder"]
 
@@ -41,6 +42,7 @@ class SaveOrder:
     """The request's block table from its first token on, per vLLM cache group."""
     parts: list[tuple[int, list[ChunkKey]]]
     """Per group of layers (its place in `Model.groups`): the chunks."""
+    hints: SaveHints = field(default_factory=SaveHints)
 
 
 @dataclass(slots=True)

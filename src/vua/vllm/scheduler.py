@@ -10,25 +10,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from vua.directory import create_stores
-from vua.errors import VUAError
-from vua.keys import ChunkKey, KeyChain, token_ids
+from vua.keys import ChunkKey
+from vua.vllm.accounts import Accounts
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.lookup import Lookup, Lookups
 from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
-from vua.vllm.model import Group, Model, fingerprint
-from vua.vllm.prefix import Found, find
+from vua.vllm.model import Group, Model
+from vua.vllm.prefix import Found
+from vua.vllm.request import OptionReader, RequestOptions
+from vua.vllm.stats import Recorder
 
 __all__ = ["SchedulerSide"]
 
 _STEP_WAIT_S: Final = 0.001
 """Time per step that lookups are waited for. Mostly they are done by then; and an engine with
 nothing else to do would otherwise spin, and starve the lookup's thread of the GIL."""
+
+_LOOK_AGAIN_S: Final = 0.02
+"""How often chunks are looked up that another engine is still writing."""
 
 log = logging.getLogger("vllm.vua.scheduler")
 
@@ -38,8 +43,9 @@ class _State:
     """One request, from its first lookup to its end."""
 
     request: Any
-    lookup: Future[Found | None]
-    asked_s: float
+    options: RequestOptions
+    lookup: Lookup
+    arrived_s: float
     local_tokens: int = 0
     """vLLM's own prefix-cache hit when it last asked."""
     failed: bool = False
@@ -65,15 +71,17 @@ class SchedulerSide:
             [group.layout for group in model.groups],
             durable=config.durable,
         )
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="vua-lookup")
+        self._lookups = Lookups(model, self._stores, config)
+        self._options = OptionReader()
         self._states: dict[str, _State] = {}
         self._loads: list[LoadOrder] = []
-        self._warned: set[str] = set()
         self._patience_s = _STEP_WAIT_S
+        self.stats = Recorder()
+        self.accounts = Accounts(self.stats, least_prefill_tokens=model.chunk_tokens)
 
     def shutdown(self) -> None:
         """Stop the lookup threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._lookups.close()
 
     # -- per request --------------------------------------------------------------------------
 
@@ -85,83 +93,65 @@ class SchedulerSide:
         state = self._state(request)
         if state.block_ids:  # it ran before and was preempted: more of it may be stored by now
             state.block_ids, state.next_save = [], None
-            state.lookup, state.asked_s = (
-                self._pool.submit(self._look_up, request),
-                time.monotonic(),
-            )
+            state.lookup = self._lookups.ask(request, state.options)
         state.local_tokens = num_computed_tokens
-        if state.failed or not self._may_load:
+        loads = self._may_load and state.options.load and not state.failed
+        if not loads and not (self._may_save and state.options.store):
             return 0, False
-        if not state.lookup.done() and self._patience_s > 0:
-            began = time.monotonic()
-            wait_for([state.lookup], timeout=self._patience_s)
-            self._patience_s -= time.monotonic() - began
-        if not state.lookup.done():
-            if time.monotonic() - state.asked_s < self._config.lookup_timeout_s:
+        self._be_patient(state.lookup)
+        if not state.lookup:
+            if time.monotonic() - state.lookup.asked_s < self._config.lookup_timeout_s:
                 return None, False
-            self._warn_once("lookup timeout", "the storage does not answer; requests are misses")
+            if state.lookup.give_up():
+                self._account(state, "timeout")
             return 0, False
-        found = state.lookup.result()
-        if found is None or found.tokens <= num_computed_tokens:
+        found = state.lookup.answer.result()
+        if loads and found is not None and self._waits(state, found):
+            return None, False
+        self._account(state, state.lookup.outcome)
+        # where it only stores: what to store is known now
+        if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False
         return found.tokens - num_computed_tokens, True
+
+    def _be_patient(self, lookup: Lookup) -> None:
+        """Wait for a lookup, together with all others no longer than this step's patience."""
+        if not lookup and self._patience_s > 0:
+            began = time.monotonic()
+            wait_for([lookup.answer], timeout=self._patience_s)
+            self._patience_s -= time.monotonic() - began
+
+    def _waits(self, state: _State, found: Found) -> bool:
+        """Whether to look again later: the client said that the prompt is being written."""
+        now, wait_s = time.monotonic(), state.options.wait_s
+        if found.stored >= len(found.keys) or now - state.arrived_s >= wait_s:
+            return False
+        if now - state.lookup.asked_s >= _LOOK_AGAIN_S:
+            state.lookup = self._lookups.ask(state.request, state.options)
+        elif self._patience_s > 0:  # do not let an idle engine spin
+            time.sleep(self._patience_s)
+            self._patience_s = 0.0
+        return True
+
+    def _account(self, state: _State, outcome: str) -> None:
+        request, seconds = state.request, time.monotonic() - state.arrived_s
+        self.accounts.answered(request.request_id, outcome, request.num_tokens, seconds)
 
     def _state(self, request: Any) -> _State:  # noqa: ANN401
         state = self._states.get(request.request_id)
         if state is None:
-            lookup = self._pool.submit(self._look_up, request)
-            state = _State(request, lookup, time.monotonic())
+            options = self._options.read(request.kv_transfer_params)
+            lookup = self._lookups.ask(request, options)
+            state = _State(request, options, lookup, lookup.asked_s)
             self._states[request.request_id] = state
         return state
-
-    def _look_up(self, request: Any) -> Found | None:  # noqa: ANN401
-        """Name the prompt's chunks and find the stored ones; None for a prompt without a name."""
-        try:
-            keys = self._keys(request)
-            if keys is None:
-                return None
-            found = find(
-                self._model,
-                self._stores,
-                keys,
-                request.num_tokens,
-                window_every_tokens=self._config.window_every_tokens,
-            )
-        except (VUAError, OSError) as problem:
-            self._warn_once(type(problem).__name__, f"not cached: {problem}")
-            return None
-        except Exception:
-            log.exception("request %s is not cached", request.request_id)
-            return None
-        log.debug(
-            "request %s: %d of %d chunks stored, %d tokens of use",
-            *(request.request_id, found.stored, len(keys), found.tokens),
-        )
-        return found
-
-    def _keys(self, request: Any) -> KeyChain | None:  # noqa: ANN401
-        if request.prompt_token_ids is None or request.prompt_embeds is not None:
-            self._warn_once("embeds", "requests with prompt embeddings are not cached")
-            return None
-        size = self._model.chunk_tokens
-        extras: dict[int, list[tuple[str, bytes]]] = {}
-        if request.lora_request is not None:
-            extras.setdefault(0, []).append(("lora", fingerprint(request.lora_request.lora_path)))
-        if request.cache_salt:
-            extras.setdefault(0, []).append(("salt", request.cache_salt.encode()))
-        for feature in request.mm_features:
-            place = feature.mm_position
-            where = f"{place.offset}+{place.length}:{feature.modality}:{feature.identifier}"
-            extras.setdefault(place.offset // size, []).append(("multimodal", where.encode()))
-        ids = token_ids(request.prompt_token_ids)
-        return KeyChain(ids, size, extras)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Order the load that was promised, into the blocks that were allocated for it."""
         if num_external_tokens == 0:
             return
         state = self._states[request.request_id]
-        found = state.lookup.result()
+        found = state.lookup.answer.result()
         if found is None:
             return
         stop = state.local_tokens + num_external_tokens
@@ -174,6 +164,7 @@ class SchedulerSide:
             block, (table,) = self._model.align, tables
             state.loading = table[state.local_tokens // block : -(-stop // block)]
         self._loads.append(LoadOrder(request.request_id, tables, parts))
+        self.accounts.load_ordered(request.request_id, num_external_tokens)
 
     def _part(self, number: int, local_tokens: int, stop: int, found: Found) -> GroupLoad:
         """What to load of one group: nothing of what vLLM has, and of a window no more than it."""
@@ -187,6 +178,7 @@ class SchedulerSide:
     def finished(self, request: Any) -> None:  # noqa: ANN401
         """Forget a request that has ended or was aborted."""
         self._states.pop(request.request_id, None)
+        self.accounts.finished(request.request_id)
 
     def received(
         self, request_ids: set[str], failed_ids: set[str], failed_blocks: set[int]
@@ -201,8 +193,11 @@ class SchedulerSide:
                 log.warning("request %s: a load failed, its tokens are recomputed", request_id)
                 state.failed = True
                 state.next_save = 0
-        for request_id in request_ids & self._states.keys():
+                bad = (at for at, block in enumerate(state.loading) if block in failed_blocks)
+                self.accounts.load_failed(request_id, next(bad, 0) * self._model.align)
+        for request_id in (request_ids | failed_ids) & self._states.keys():
             self._states[request_id].loading = []
+            self.accounts.load_ended(request_id)
 
     # -- per step -----------------------------------------------------------------------------
 
@@ -214,6 +209,7 @@ class SchedulerSide:
 
     def add_saves(self, orders: Orders, output: Any) -> None:  # noqa: ANN401
         """Add the chunks that are complete after this step's forward pass."""
+        self.accounts.step_scheduled(sum(output.num_scheduled_tokens.values()))
         if not self._may_save:
             return
         for new in output.scheduled_new_reqs:
@@ -238,7 +234,9 @@ class SchedulerSide:
             state.block_ids[number] += table
 
     def _save(self, orders: Orders, state: _State, computed: int, output: Any) -> None:  # noqa: ANN401
-        if not state.lookup.done() or (found := state.lookup.result()) is None:
+        if not state.options.store or not state.lookup:
+            return
+        if (found := state.lookup.answer.result()) is None:
             return
         request_id, size = state.request.request_id, self._model.chunk_tokens
         if state.next_save is None:
@@ -258,7 +256,8 @@ class SchedulerSide:
             if (keys := self._to_save(number, group, found, range(state.next_save, stop), tables))
         ]
         if parts:
-            orders.saves.append(SaveOrder(list(tables), parts))
+            orders.saves.append(SaveOrder(list(tables), parts, state.options.hints))
+            self.accounts.saves_ordered(request_id, sum(len(keys) for _, keys in parts))
         state.next_save = stop
 
     def _to_save(
@@ -279,8 +278,3 @@ class SchedulerSide:
             if chunk in wanted and held:
                 keys.append(found.keys[chunk])
         return keys
-
-    def _warn_once(self, cause: str, text: str) -> None:
-        if cause not in self._warned:
-            self._warned.add(cause)
-            log.warning("VUA: %s", text)

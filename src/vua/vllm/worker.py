@@ -10,158 +10,42 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final
 
 import torch
 
 from vua.directory import create_stores
 from vua.errors import StorageError
 from vua.keys import ChunkKey
-from vua.serdes import DTYPES
-from vua.slab import Slab, SlabPool
-from vua.store import Loader, Store
+from vua.slab import Slab
 from vua.vllm.config import ConnectorConfig
-from vua.vllm.messages import GroupLoad, LoadOrder, Orders
-from vua.vllm.model import Model, UncachedError
-from vua.vllm.paged import PagedKV, PageForm, fused_form, latent_form, learn_cpu_form
+from vua.vllm.group_side import GroupSide, Rank, Tables
+from vua.vllm.messages import LoadOrder, Orders
+from vua.vllm.model import Model
+from vua.vllm.stats import Recorder
+from vua.vllm.storage_guard import StorageGuard
+from vua.workers import Attempt, Workers
 
 __all__ = ["Rank", "WorkerSide"]
 
 log = logging.getLogger("vllm.vua.worker")
 
-_LOAD_SLAB_NBYTES: Final = 16 << 20
 _IDLE_WAIT_S: Final = 0.002
 """How long a step without a forward pass waits for a load to end, see take_received()."""
 
 
-Tables: TypeAlias = Mapping[str, int]
-"""The vLLM cache group of each layer, by name."""
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """One chunk on its way to storage."""
 
-
-class Rank(NamedTuple):
-    """A worker's place among the workers."""
-
-    pp: int
-    tp: int
-
-
-class _GroupSide:
-    """One group's files, buffers, and its layers in vLLM's memory, on one rank."""
-
-    def __init__(
-        self, number: int, model: Model, store: Store, rank: Rank, config: ConnectorConfig
-    ) -> None:
-        self.group, self._model = model.groups[number], model
-        self.store, self.shard = store, self.group.shards[rank.pp][rank.tp]
-        row = self.group.shards[rank.pp]
-        self.writes = row.index(self.shard) == rank.tp  # of the ranks that hold it, the first
-        layout, payload = self.group.layout, self.shard.payload_nbytes(self.group.layout)
-        chunks = max(1, _LOAD_SLAB_NBYTES // payload)
-        self.load_slabs = SlabPool(layout, self.shard, chunks=chunks, limit=config.load_threads)
-        room = (config.max_pending_save_mib << 20) // len(model.groups)
-        self.save_slabs = SlabPool(layout, self.shard, chunks=1, limit=max(1, room // payload))
-        self._loader_of: dict[Slab, Loader] = {}
-        self._places: list[tuple[int, slice, PagedKV]] = []
-        """Where layers lie: (vLLM cache group, which of this rank's layers, the pages)."""
-
-    def register(
-        self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables
-    ) -> None:
-        """Find this group's layers among the engine's tensors. Raises UncachedError."""
-        layers = self.group.layers[self.shard.layer_start : self.shard.layer_stop]
-        names = {layer_of[name]: name for name in kv_caches if tables[name] in self.group.tables}
-        if sorted(names) != list(layers):
-            msg = f"expected the layers {list(layers)}, found {sorted(names)}"
-            raise UncachedError(msg)
-        table_of = [tables[names[layer]] for layer in layers]
-        edges = [n for n in range(1, len(layers)) if table_of[n] != table_of[n - 1]]
-        for first, stop in pairwise([0, *edges, len(layers)]):
-            caches = [kv_caches[names[layer]] for layer in layers[first:stop]]
-            block_size = self._model.block_sizes[table_of[first]]
-            pages = PagedKV(caches, self._form(caches[0]), block_size)
-            self._places.append((table_of[first], slice(first, stop), pages))
-
-    def _form(self, cache: torch.Tensor) -> PageForm:
-        layout, slots = self.group.layout, cache.shape[-2]
-        if self._model.latent:
-            return latent_form(slots, layout.k_dim)
-        if layout.k_dim != layout.v_dim:
-            return fused_form(slots, layout.k_dim, layout.v_dim)
-        return learn_cpu_form(cache.dtype, slots, layout.k_dim)
-
-    def load(self, part: GroupLoad, block_ids: Sequence[Sequence[int]]) -> int:
-        """Load until something is missing; return the token up to which all is in its blocks."""
-        slab = self.load_slabs.take()
-        if slab is None or not self._places:
-            return part.start
-        try:
-            loader = self._loader_of.get(slab)
-            if loader is None:
-                loader = self.store.loader(slab.memory, target=self.shard)
-                self._loader_of[slab] = loader
-            reached = part.start
-            for at in range(0, len(part.keys), slab.chunks):
-                keys = part.keys[at : at + slab.chunks]
-                loaded = loader.load(keys)
-                for place, key in enumerate(keys[: loaded.chunks]):
-                    reached = self._scatter(slab, place, key, part, block_ids)
-                if loaded.chunks < len(keys):
-                    if loaded.reason != "error":
-                        self._weed(loader, part.keys[at + loaded.chunks + 1 :], slab.chunks)
-                    break
-            return reached
-        finally:
-            self.load_slabs.give_back(slab)
-
-    def _scatter(
-        self,
-        slab: Slab,
-        place: int,
-        key: ChunkKey,
-        part: GroupLoad,
-        block_ids: Sequence[Sequence[int]],
-    ) -> int:
-        """Bring one chunk from the slab into its blocks; return the token after its last."""
-        start, stop = max(key.start, part.start), min(key.stop, part.stop)
-        cut = slice(start - key.start, stop - key.start)
-        k, v = self._tensors(slab, place)
-        for table, layers, pages in self._places:
-            v_cut = None if v is None else v[:, layers, cut]
-            pages.scatter(block_ids[table], start, stop - start, k[:, layers, cut], v_cut)
-        return stop
-
-    @staticmethod
-    def _weed(loader: Loader, keys: Sequence[ChunkKey], room: int) -> None:
-        """Read what follows a bad chunk too.
-
-        What else is damaged is then out of sight before the recomputed chunks are saved; otherwise
-        each run would find, and heal, only one.
-        """
-        while keys:
-            loaded = loader.load(keys[:room])
-            if loaded.reason == "error":
-                return
-            keys = keys[loaded.chunks + (loaded.reason is not None) :]
-
-    def gather(self, slab: Slab, key: ChunkKey, block_ids: Sequence[Sequence[int]]) -> None:
-        """Copy one chunk out of its blocks into a slab."""
-        k, v = self._tensors(slab, 0)
-        for table, layers, pages in self._places:
-            v_part = None if v is None else v[:, layers]
-            count = key.stop - key.start
-            pages.gather(block_ids[table], key.start, count, k[:, layers], v_part)
-
-    def _tensors(self, slab: Slab, place: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        dtype = DTYPES[self.group.layout.dtype]
-        arrays = [
-            torch.from_numpy(data).view(dtype).view(shape) for data, shape in slab.arrays(place)
-        ]
-        return arrays[0], arrays[1] if len(arrays) == 2 else None
+    group: GroupSide
+    key: ChunkKey
+    slab: Slab
 
 
 class WorkerSide:
@@ -176,11 +60,21 @@ class WorkerSide:
             [group.layout for group in model.groups],
             durable=config.durable,
         )
+        self.stats = Recorder()
+        self._rank = rank.pp * len(model.groups[0].shards[0]) + rank.tp
         self._groups = [
-            _GroupSide(number, model, store, rank, config) for number, store in enumerate(stores)
+            GroupSide(number, model, store, rank, config, self.stats)
+            for number, store in enumerate(stores)
         ]
-        self._loaders = ThreadPoolExecutor(config.load_threads, thread_name_prefix="vua-load")
-        self._savers = ThreadPoolExecutor(config.save_threads, thread_name_prefix="vua-save")
+        limit_s = config.io_timeout_s
+        self._loaders: Workers[LoadOrder] = Workers(
+            config.load_threads, timeout_s=limit_s, name="vua-load"
+        )
+        self._savers: Workers[_Save] = Workers(
+            config.save_threads, timeout_s=limit_s, name="vua-save"
+        )
+        self._loads_guard, self._saves_guard = StorageGuard("loads"), StorageGuard("saves")
+        self._pending_saves = 0
         self._lock = threading.Condition()
         self._running = 0
         self._received: set[str] = set()
@@ -206,37 +100,61 @@ class WorkerSide:
         self._registered = True
 
     def shutdown(self) -> None:
-        """Finish what was ordered: all loads, and the saves that are waiting."""
-        self._loaders.shutdown()
-        self._savers.shutdown()
+        """Finish what was ordered: all loads, and the saves that are waiting; unless I/O hangs."""
+        self._loaders.close()
+        if not self._savers.close():
+            log.warning("VUA: the storage does not answer; some chunks are not stored")
 
     # -- loads --------------------------------------------------------------------------------
 
     def start_loads(self, orders: Orders) -> None:
         """Begin this step's loads; returns at once."""
+        if not orders.loads:
+            return
         with self._lock:
             self._running += len(orders.loads)
+            self.stats.set("vua_pending_loads", self._running, str(self._rank))
         for order in orders.loads:
-            self._loaders.submit(self._load, order)
+            if self._loads_guard.allows():
+                self._loaders.submit(self._load, order)
+            else:
+                self._report(order, order.parts[0].start, "paused")
 
-    def _load(self, order: LoadOrder) -> None:
-        short: int | None = None
+    def _load(self, attempt: Attempt[LoadOrder]) -> None:
+        order = attempt.what
+        short: int | None = order.parts[0].start
+        reason: str | None = "error"
         try:
             for part in order.parts:
-                reached = self._groups[part.group].load(part, order.block_ids)
-                if reached < part.stop:
-                    short = reached
+                reached, reason = self._groups[part.group].load(part, attempt)
+                short = reached if reached < part.stop else None
+                if short is not None:
                     break
         except Exception:
             log.exception("load of request %s failed", order.request_id)
-            short = order.parts[0].start
         finally:
-            with self._lock:
-                if short is not None:
-                    self._fail(order, short)
-                self._received.add(order.request_id)
-                self._running -= 1
-                self._lock.notify()
+            if attempt.settle():
+                self._loads_guard.went(well=reason != "error")
+                self._report(order, short, reason)
+
+    def _give_up_loads(self) -> None:
+        for attempt in self._loaders.overdue():
+            order = attempt.what
+            log.warning("load of request %s hangs and is given up", order.request_id)
+            self._loads_guard.went(well=False)
+            self._report(order, order.parts[0].start, "timeout")
+
+    def _report(self, order: LoadOrder, short: int | None, reason: str | None) -> None:
+        """Tell the next step that a load has ended: at token ``short``, for ``reason``."""
+        if reason is not None:
+            self.stats.add("vua_load_stops_total", label=reason)
+        with self._lock:
+            if short is not None:
+                self._fail(order, short)
+            self._received.add(order.request_id)
+            self._running -= 1
+            self.stats.set("vua_pending_loads", self._running, str(self._rank))
+            self._lock.notify()
 
     def _fail(self, order: LoadOrder, reached: int) -> None:
         """Note what was not loaded: blocks from a token on, or the request as a whole."""
@@ -252,6 +170,7 @@ class WorkerSide:
         ``idle``: this step computes nothing. While all requests wait for loads an engine goes
         round in such steps as fast as it can, holding the GIL; a short wait lets the loads run.
         """
+        self._give_up_loads()
         with self._lock:
             if idle and self._running and not self._received:
                 self._lock.wait(_IDLE_WAIT_S)
@@ -274,31 +193,66 @@ class WorkerSide:
 
     def save(self, orders: Orders) -> None:
         """Copy this step's complete chunks out of the cache; they are written in the background."""
+        self._give_up_saves()
         if self._registered:
             for order in orders.saves:
                 for number, keys in order.parts:
-                    self._save(self._groups[number], keys, order.block_ids)
+                    self._copy_out(self._groups[number], keys, order.block_ids)
 
-    def _save(
-        self, group: _GroupSide, keys: Sequence[ChunkKey], block_ids: Sequence[Sequence[int]]
+    def _copy_out(
+        self, group: GroupSide, keys: Sequence[ChunkKey], block_ids: Sequence[Sequence[int]]
     ) -> None:
-        for key in keys if group.writes else ():
+        for at, key in enumerate(keys if group.writes else ()):
+            if not self._saves_guard.allows():
+                self.stats.add("vua_chunks_saved_total", len(keys) - at, "paused")
+                return
             slab = group.save_slabs.take()
             if slab is None:
+                self.stats.add("vua_chunks_saved_total", len(keys) - at, "dropped")
                 self._warn_once("full", "storage is slower than the engine: chunks are not stored")
                 return  # a later chunk without its prefix would never be found
             group.gather(slab, key, block_ids)
-            self._savers.submit(self._write, group, key, slab)
+            self._count_pending(1)
+            self._savers.submit(self._write, _Save(group, key, slab))
 
-    def _write(self, group: _GroupSide, key: ChunkKey, slab: Slab) -> None:
+    def _write(self, attempt: Attempt[_Save]) -> None:
+        save = attempt.what
+        outcome, began = "error", time.monotonic()
         try:
-            group.store.save(key, slab.memory, shard=group.shard)
+            written = save.group.store.save(save.key, save.slab.memory, shard=save.group.shard)
+            outcome = "written" if written else "present"
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
         except Exception:
-            log.exception("chunk %s was not stored", key.name[:12])
+            log.exception("chunk %s was not stored", save.key.name[:12])
         finally:
-            group.save_slabs.give_back(slab)
+            save.group.save_slabs.give_back(save.slab)  # not earlier: a write may still read it
+            if attempt.settle():
+                self._saves_guard.went(well=outcome != "error")
+                self._count_save(save, outcome, time.monotonic() - began)
+
+    def _give_up_saves(self) -> None:
+        for attempt in self._savers.overdue():
+            if not attempt.started:
+                attempt.what.group.save_slabs.give_back(attempt.what.slab)
+            self._saves_guard.went(well=False)
+            self._count_save(attempt.what, "timeout", 0.0)
+
+    def _count_save(self, save: _Save, outcome: str, seconds: float) -> None:
+        self._count_pending(-1)
+        self.stats.add("vua_chunks_saved_total", label=outcome)
+        if outcome == "written":
+            group = save.group
+            self.stats.observe("vua_save_seconds", seconds)
+            nbytes = group.shard.payload_nbytes(group.group.layout)
+            self.stats.add("vua_stored_bytes_total", nbytes)
+            if self._rank == 0 and group is self._groups[0]:
+                self.stats.add("vua_stored_tokens_total", save.key.stop - save.key.start)
+
+    def _count_pending(self, by: int) -> None:
+        with self._lock:
+            self._pending_saves += by
+            self.stats.set("vua_pending_saves", self._pending_saves, str(self._rank))
 
     def _warn_once(self, cause: str, text: str) -> None:
         if cause not in self._warned:

@@ -1,0 +1,169 @@
+"""One group of layers on one rank: its files, its buffers, and its pages in vLLM's memory.
+
+Moves chunks between them. Whether a result is still wanted is the :class:`vua.workers.Attempt`'s to
+say: vLLM gives the blocks of a load that was reported as failed to other requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple, TypeAlias
+
+import torch
+
+from vua.keys import ChunkKey
+from vua.serdes import DTYPES
+from vua.slab import Slab, SlabPool
+from vua.store import Loader, Store
+from vua.vllm.config import ConnectorConfig
+from vua.vllm.messages import GroupLoad, LoadOrder
+from vua.vllm.model import Model, UncachedError
+from vua.vllm.paged import PagedKV, PageForm, fused_form, latent_form, learn_cpu_form
+from vua.vllm.stats import Recorder
+from vua.workers import Attempt
+
+__all__ = ["GroupSide", "Rank", "Tables"]
+
+_LOAD_SLAB_NBYTES: Final = 16 << 20
+
+Tables: TypeAlias = Mapping[str, int]
+"""The vLLM cache group of each layer, by name."""
+
+
+class Rank(NamedTuple):
+    """A worker's place among the workers."""
+
+    pp: int
+    tp: int
+
+
+class GroupSide:
+    """One group's files, buffers, and its layers in vLLM's memory, on one rank."""
+
+    def __init__(
+        self,
+        number: int,
+        model: Model,
+        store: Store,
+        rank: Rank,
+        config: ConnectorConfig,
+        stats: Recorder,
+    ) -> None:
+        """Use ``store`` for group ``number`` of the model; record into ``stats``."""
+        self._stats = stats
+        self.group, self._model = model.groups[number], model
+        self.store, self.shard = store, self.group.shards[rank.pp][rank.tp]
+        row = self.group.shards[rank.pp]
+        self.writes = row.index(self.shard) == rank.tp  # of the ranks that hold it, the first
+        layout, payload = self.group.layout, self.shard.payload_nbytes(self.group.layout)
+        chunks = max(1, _LOAD_SLAB_NBYTES // payload)
+        self.load_slabs = SlabPool(layout, self.shard, chunks=chunks, limit=config.load_threads)
+        room = (config.max_pending_save_mib << 20) // len(model.groups)
+        self.save_slabs = SlabPool(layout, self.shard, chunks=1, limit=max(1, room // payload))
+        self._loader_of: dict[Slab, Loader] = {}
+        self._places: list[tuple[int, slice, PagedKV]] = []
+        """Where layers lie: (vLLM cache group, which of this rank's layers, the pages)."""
+
+    def register(
+        self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables
+    ) -> None:
+        """Find this group's layers among the engine's tensors. Raises UncachedError."""
+        layers = self.group.layers[self.shard.layer_start : self.shard.layer_stop]
+        names = {layer_of[name]: name for name in kv_caches if tables[name] in self.group.tables}
+        if sorted(names) != list(layers):
+            msg = f"expected the layers {list(layers)}, found {sorted(names)}"
+            raise UncachedError(msg)
+        table_of = [tables[names[layer]] for layer in layers]
+        edges = [n for n in range(1, len(layers)) if table_of[n] != table_of[n - 1]]
+        for first, stop in pairwise([0, *edges, len(layers)]):
+            caches = [kv_caches[names[layer]] for layer in layers[first:stop]]
+            block_size = self._model.block_sizes[table_of[first]]
+            pages = PagedKV(caches, self._form(caches[0]), block_size)
+            self._places.append((table_of[first], slice(first, stop), pages))
+
+    def _form(self, cache: torch.Tensor) -> PageForm:
+        layout, slots = self.group.layout, cache.shape[-2]
+        if self._model.latent:
+            return latent_form(slots, layout.k_dim)
+        if layout.k_dim != layout.v_dim:
+            return fused_form(slots, layout.k_dim, layout.v_dim)
+        return learn_cpu_form(cache.dtype, slots, layout.k_dim)
+
+    def load(self, part: GroupLoad, attempt: Attempt[LoadOrder]) -> tuple[int, str | None]:
+        """Load until something is missing or nobody waits any more.
+
+        Returns the token up to which all is in its blocks, and why it stopped early, or None.
+        """
+        slab = self.load_slabs.take() if self._places else None
+        if slab is None:
+            return part.start, "unable"
+        reached = part.start
+        try:
+            loader = self._loader_of.get(slab)
+            if loader is None:
+                loader = self.store.loader(slab.memory, target=self.shard)
+                self._loader_of[slab] = loader
+            for at in range(0, len(part.keys), slab.chunks):
+                keys = part.keys[at : at + slab.chunks]
+                loaded = loader.load(keys)
+                attempt.progress()
+                with attempt.use() as wanted:
+                    if not wanted:  # the blocks may be another request's by now
+                        return reached, None
+                    for place, key in enumerate(keys[: loaded.chunks]):
+                        reached = self._scatter(slab, place, key, part, attempt.what.block_ids)
+                if loaded.chunks:
+                    self._stats.add("vua_loaded_bytes_total", loaded.nbytes, "slab")
+                if loaded.reason is not None:
+                    if loaded.reason != "error":
+                        self._weed(attempt, loader, part.keys[at + loaded.chunks + 1 :])
+                    return reached, loaded.reason
+        finally:
+            self.load_slabs.give_back(slab)  # not earlier: a hanging read may still write to it
+        return reached, None
+
+    def _scatter(
+        self,
+        slab: Slab,
+        place: int,
+        key: ChunkKey,
+        part: GroupLoad,
+        block_ids: Sequence[Sequence[int]],
+    ) -> int:
+        """Bring one chunk from the slab into its blocks; return the token after its last."""
+        start, stop = max(key.start, part.start), min(key.stop, part.stop)
+        cut = slice(start - key.start, stop - key.start)
+        k, v = self._tensors(slab, place)
+        for table, layers, pages in self._places:
+            v_cut = None if v is None else v[:, layers, cut]
+            pages.scatter(block_ids[table], start, stop - start, k[:, layers, cut], v_cut)
+        return stop
+
+    def _weed(self, attempt: Attempt[LoadOrder], loader: Loader, keys: Sequence[ChunkKey]) -> None:
+        """Read what follows a bad chunk too.
+
+        What else is damaged is then out of sight before the recomputed chunks are saved; otherwise
+        each run would find, and heal, only one.
+        """
+        while keys and attempt.wanted:
+            loaded = loader.load(keys[: self.load_slabs.chunks])
+            attempt.progress()
+            if loaded.reason == "error":
+                return
+            keys = keys[loaded.chunks + (loaded.reason is not None) :]
+
+    def gather(self, slab: Slab, key: ChunkKey, block_ids: Sequence[Sequence[int]]) -> None:
+        """Copy one chunk out of its blocks into a slab."""
+        k, v = self._tensors(slab, 0)
+        for table, layers, pages in self._places:
+            v_part = None if v is None else v[:, layers]
+            count = key.stop - key.start
+            pages.gather(block_ids[table], key.start, count, k[:, layers], v_part)
+
+    def _tensors(self, slab: Slab, place: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dtype = DTYPES[self.group.layout.dtype]
+        arrays = [
+            torch.from_numpy(data).view(dtype).view(shape) for data, shape in slab.arrays(place)
+        ]
+        return arrays[0], arrays[1] if len(arrays) == 2 else None

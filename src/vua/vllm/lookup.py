@@ -1,0 +1,158 @@
+"""Lookups of prompts on threads of their own: naming chunks and asking the storage for them.
+
+A lookup may take long or hang without anything else in the engine waiting for it. After some that
+took too long there are none for a while (see `vua.breaker`): a request is then neither loaded nor
+stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from vua.errors import VUAError
+from vua.keys import KeyChain, token_ids
+from vua.store import Store
+from vua.vllm.config import ConnectorConfig
+from vua.vllm.model import Model, fingerprint
+from vua.vllm.prefix import Found, find
+from vua.vllm.request import RequestOptions
+from vua.vllm.storage_guard import StorageGuard
+from vua.workers import Attempt, Workers
+
+__all__ = ["Lookup", "Lookups"]
+
+log = logging.getLogger("vllm.vua.scheduler")
+
+
+class Lookup:
+    """One question about a prompt. For the scheduler's thread, except `answer`."""
+
+    def __init__(
+        self,
+        request: Any,  # noqa: ANN401
+        options: RequestOptions,
+        guard: StorageGuard,
+    ) -> None:
+        """Ask now; :class:`Lookups` answers."""
+        self.request = request
+        self.most_tokens: int = request.num_tokens
+        """Tokens of which at least one is left to compute."""
+        if options.max_load_tokens is not None:
+            self.most_tokens = min(self.most_tokens, options.max_load_tokens + 1)
+        self.asked_s = time.monotonic()
+        self.answer: Future[Found | None] = Future()
+        """None where the prompt has no name, and where nobody asked the storage."""
+        self.paused = False
+        """The storage was not asked: it did not answer others."""
+        self._guard = guard
+        self._late = False
+
+    def __bool__(self) -> bool:
+        """Whether there is an answer."""
+        return self.answer.done()
+
+    @property
+    def outcome(self) -> str:
+        """The word for the answer in the metrics."""
+        if self.paused:
+            return "paused"
+        found = self.answer.result()
+        if found is None:
+            return "unnamed"
+        if found.tokens == 0:
+            return "miss"
+        return "hit" if found.stored == len(found.keys) else "partial"
+
+    def give_up(self) -> bool:
+        """Note that the answer takes too long; True the first time."""
+        if self._late:
+            return False
+        self._late = True
+        self._guard.went(well=False)
+        return True
+
+
+class Lookups:
+    """Answers questions about prompts; asked by one thread, never blocks it."""
+
+    def __init__(self, model: Model, stores: Sequence[Store], config: ConnectorConfig) -> None:
+        """Look up in ``stores``, one per group of ``model``."""
+        self._model, self._stores, self._config = model, stores, config
+        self._threads: Workers[Lookup] = Workers(
+            2, timeout_s=config.io_timeout_s, name="vua-lookup"
+        )
+        self._guard = StorageGuard("lookups")
+        self._warned: set[str] = set()
+
+    def ask(self, request: Any, options: RequestOptions) -> Lookup:  # noqa: ANN401
+        """Begin a lookup; while the storage hangs, or for one that is not wanted, there is none."""
+        lookup = Lookup(request, options, self._guard)
+        wanted = options.load or options.store
+        lookup.paused = wanted and not self._guard.allows()
+        if wanted and not lookup.paused:
+            self._threads.submit(self._answer, lookup)
+        else:
+            lookup.answer.set_result(None)
+        return lookup
+
+    def close(self) -> None:
+        """Stop the threads; waits for none."""
+        self._threads.close(finish=False)
+
+    def _answer(self, attempt: Attempt[Lookup]) -> None:
+        lookup = attempt.what
+        found = self._look_up(lookup.request, lookup.most_tokens)
+        if time.monotonic() - lookup.asked_s < self._config.lookup_timeout_s:
+            self._guard.went(well=True)
+        lookup.answer.set_result(found)
+
+    def _look_up(self, request: Any, most_tokens: int) -> Found | None:  # noqa: ANN401
+        """Name the prompt's chunks and find the stored ones; None for a prompt without a name."""
+        try:
+            keys = self._keys(request)
+            if keys is None:
+                return None
+            found = find(
+                self._model,
+                self._stores,
+                keys,
+                most_tokens,
+                window_every_tokens=self._config.window_every_tokens,
+            )
+        except (VUAError, OSError) as problem:
+            self._warn_once(type(problem).__name__, f"not cached: {problem}")
+            return None
+        except Exception:
+            log.exception("request %s is not cached", request.request_id)
+            return None
+        log.debug(
+            "request %s: %d of %d chunks stored, %d tokens of use",
+            *(request.request_id, found.stored, len(keys), found.tokens),
+        )
+        return found
+
+    def _keys(self, request: Any) -> KeyChain | None:  # noqa: ANN401
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            self._warn_once("embeds", "requests with prompt embeddings are not cached")
+            return None
+        size = self._model.chunk_tokens
+        extras: dict[int, list[tuple[str, bytes]]] = {}
+        if request.lora_request is not None:
+            extras.setdefault(0, []).append(("lora", fingerprint(request.lora_request.lora_path)))
+        if request.cache_salt:
+            extras.setdefault(0, []).append(("salt", request.cache_salt.encode()))
+        for feature in request.mm_features:
+            place = feature.mm_position
+            where = f"{place.offset}+{place.length}:{feature.modality}:{feature.identifier}"
+            extras.setdefault(place.offset // size, []).append(("multimodal", where.encode()))
+        ids = token_ids(request.prompt_token_ids)
+        return KeyChain(ids, size, extras)
+
+    def _warn_once(self, cause: str, text: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            log.warning("VUA: %s", text)

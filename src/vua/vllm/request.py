@@ -1,0 +1,133 @@
+"""What a client may say about one request's KV cache, in vLLM's ``kv_transfer_params``.
+
+``{"kv_transfer_params": {"vua": {"store": false, "ttl_s": 3600}}}`` in the body of an OpenAI
+request, or ``SamplingParams(extra_args={"kv_transfer_params": {...}})``. VUA's settings stand in an
+object of their own, so that they never meet those of other connectors. A client must not be able to
+fail a request, here or in the engine, by what it says about a cache: whatever cannot be understood
+is ignored, with one line in the log for each kind of mistake.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+__all__ = ["MAX_WAIT_S", "OptionReader", "RequestOptions", "SaveHints"]
+
+log = logging.getLogger("vllm.vua.requests")
+
+SECTION: Final = "vua"
+MAX_WAIT_S: Final = 60.0
+"""A client may let its own request wait for so long, not for ever."""
+_MAX_WARNINGS: Final = 100
+"""Kinds of mistakes that are remembered: clients choose them, so memory must be bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveHints:
+    """How long what is stored for a request is worth keeping; a store may ignore it."""
+
+    ttl_s: float | None = None
+    """Seconds after which the chunks may be deleted; None: as the directory's policy has it."""
+    pin: bool = False
+    """Whether they should stay however long they are not used."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What was asked for; the defaults are what happens without any words."""
+
+    store: bool = True
+    """Whether the prompt's chunks may be stored."""
+    load: bool = True
+    """Whether stored chunks may be used."""
+    max_load_tokens: int | None = None
+    """Load no more than the first so many tokens of the prompt; None: all that are stored."""
+    wait_s: float = 0.0
+    """How long to wait for chunks that another engine is still writing, see
+    examples/disaggregated."""
+    hints: SaveHints = field(default_factory=SaveHints)
+
+
+_DEFAULT: Final = RequestOptions()
+
+
+class OptionReader:
+    """Reads requests' options and remembers what it has complained about. For one thread."""
+
+    def __init__(self) -> None:
+        """Start without complaints."""
+        self._complained: set[str] = set()
+
+    def read(self, params: Any) -> RequestOptions:  # noqa: ANN401
+        """Return the options in a request's ``kv_transfer_params``; never raises.
+
+        ``params`` is what the client sent (anything that JSON can hold), or None.
+        """
+        if not isinstance(params, Mapping) or SECTION not in params:
+            return _DEFAULT
+        given = params[SECTION]
+        if not isinstance(given, Mapping):
+            self._complain(SECTION, f"must be an object, found {given!r:.60}")
+            return _DEFAULT
+        values = {name: self._value(name, value) for name, value in given.items()}
+        good = {name: value for name, value in values.items() if value is not None}
+        hints = {name: good.pop(name) for name in _HINTS if name in good}
+        return RequestOptions(**good, hints=SaveHints(**hints))
+
+    def _value(self, name: object, value: object) -> Any:  # noqa: ANN401
+        """Return a sound value of a known option; None when there is none."""
+        kind = _KINDS.get(name) if isinstance(name, str) else None
+        if kind is None:
+            near = difflib.get_close_matches(str(name)[:40], _KINDS, n=1, cutoff=0.0)[0]
+            self._complain("unknown", f"has no {name!r:.40}; the nearest is {near!r}")
+            return None
+        if value is None:  # as if it were not given
+            return None
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if kind == "bool" and isinstance(value, bool):
+            return value
+        if kind == "int" and isinstance(value, int) and number and value >= 0:
+            return value
+        if kind == "float" and number and (seconds := _finite(value)) >= 0:
+            return min(seconds, MAX_WAIT_S) if name == "wait_s" else seconds
+        self._complain(f"{name}", f"{name!r} must be {_WORDS[kind]}, found {value!r:.60}")
+        return None
+
+    def _complain(self, about: str, what: str) -> None:
+        if about not in self._complained and len(self._complained) < _MAX_WARNINGS:
+            self._complained.add(about)
+            log.warning(
+                "VUA: a request's kv_transfer_params[%r] %s; ignored, as will be others like it",
+                SECTION,
+                what,
+            )
+
+
+def _finite(value: Any) -> float:  # noqa: ANN401
+    """The number as a float; -1 for one that is none or too large."""
+    try:
+        number = float(value)
+    except OverflowError:
+        return -1.0
+    return number if math.isfinite(number) else -1.0
+
+
+_HINTS: Final = tuple(each.name for each in fields(SaveHints))
+_KINDS: Final = {
+    "store": "bool",
+    "load": "bool",
+    "max_load_tokens": "int",
+    "wait_s": "float",
+    "ttl_s": "float",
+    "pin": "bool",
+}
+_WORDS: Final = {
+    "bool": "true or false",
+    "int": "a whole number of tokens, 0 or more",
+    "float": "a number of seconds, 0 or more",
+}

@@ -1,0 +1,225 @@
+"""The worker's half of the vLLM connector on storage that hangs or fails, without an engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+import unittest
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from helpers import DirectoryTest, bits, keys_of, noise
+from vua.errors import StorageError
+from vua.identity import Identity
+from vua.layout import KVLayout
+
+pytestmark = pytest.mark.vllm
+
+if find_spec("vllm"):
+    from vua.vllm.config import ConnectorConfig
+    from vua.vllm.group_side import Rank
+    from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
+    from vua.vllm.model import Group, Model
+    from vua.vllm.worker import WorkerSide
+
+LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
+BLOCKS = 12
+SOON_S = 20.0
+
+
+class Hanging:
+    """A storage that hangs in the verbs that move bytes for as long as it is told to."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+        self.go = threading.Event()
+        self.problem: OSError | None = None
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def _wait(self) -> None:
+        self.calls += 1
+        self.go.wait()
+        if self.problem is not None:
+            raise self.problem
+
+    def read_files(self, *args: Any) -> int:
+        """Read many files by few calls, when it pleases."""
+        self._wait()
+        many: int = self._storage.read_files(*args)
+        return many
+
+    def open(self, *args: Any) -> Any:
+        """Open a file, when it pleases."""
+        self._wait()
+        return self._storage.open(*args)
+
+    def publish(self, *args: Any) -> None:
+        """Write a file, when it pleases."""
+        self._wait()
+        self._storage.publish(*args)
+
+
+def soon(what: Callable[[], Any]) -> Any:
+    """Ask again and again until the answer is true; return it."""
+    stop = time.monotonic() + SOON_S
+    while not (answer := what()):
+        if time.monotonic() > stop:
+            raise AssertionError("nothing came")
+        time.sleep(0.002)
+    return answer
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class HangingTest(DirectoryTest):
+    def setUp(self) -> None:
+        """A worker with a cache full of noise, and three chunks of it stored."""
+        super().setUp()
+        self.side = self.worker(io_timeout_s=0.3)
+        self.layers = {
+            f"model.layers.{layer}": noise(BLOCKS, 1, 16, 12, seed=layer) for layer in range(2)
+        }
+        layer_of = {name: at for at, name in enumerate(self.layers)}
+        self.side.register(self.layers, layer_of, dict.fromkeys(self.layers, 0))
+        self.keys = keys_of(range(48), 16)
+        self.save(self.keys)
+        soon(lambda: len(self.files()) == 3 and self.side._pending_saves == 0)
+        self.side.stats.take()
+        self.storage = Hanging(self.side._groups[0].store.storage)
+        self.side._groups[0].store.storage = self.storage  # type: ignore[assignment]
+        self.addCleanup(self.storage.go.set)
+
+    def worker(self, **settings: Any) -> WorkerSide:
+        """A worker on this test's directory."""
+        group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
+        config = ConnectorConfig(
+            shared_storage_path=str(self.root), chunk_tokens=16, load_threads=1, **settings
+        )
+        return WorkerSide(model, config, Rank(0, 0))
+
+    def save(self, keys: list[Any]) -> None:
+        """Store chunks from the blocks 1, 2, 3."""
+        self.side.save(Orders(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])]))
+
+    def load(self, name: str, blocks: list[int]) -> None:
+        """Order the stored tokens into blocks."""
+        part = GroupLoad(0, 0, 48, self.keys)
+        self.side.start_loads(Orders(loads=[LoadOrder(name, [blocks], [part])]))
+
+    def received(self) -> set[str]:
+        """The loads that end next."""
+        ended: set[str] = soon(lambda: self.side.take_received(idle=True))
+        return ended
+
+    def blocks(self, *ids: int) -> list[bytes]:
+        """What lies in blocks."""
+        return [bits(layer[list(ids)]) for layer in self.layers.values()]
+
+    def counted(self, name: str) -> dict[str, Any]:
+        """One metric since the last call."""
+        stats = self.side.stats.take()
+        found: dict[str, Any] = {} if stats is None else stats.data.get(name, {})
+        return found
+
+    def test_hanging_load(self) -> None:
+        """It is reported as failed in time, and what it reads later reaches nobody's blocks."""
+        self.load("late", [5, 6, 7])
+        self.assertEqual({"late"}, self.received())
+        self.assertEqual({5, 6, 7}, self.side.take_failed_blocks())
+        self.assertEqual({"timeout": 1}, self.counted("vua_load_stops_total"))
+
+        for layer in self.layers.values():  # the blocks are given to another request
+            layer[5:8] = 1.0
+        before = self.blocks(5, 6, 7)
+        self.assertIsNone(
+            self.side._groups[0].load_slabs.take(), "its thread may still write to the slab"
+        )
+        self.storage.go.set()
+        slab = soon(self.side._groups[0].load_slabs.take)
+        self.side._groups[0].load_slabs.give_back(slab)
+
+        self.assertEqual(before, self.blocks(5, 6, 7))
+        self.assertEqual(set(), self.side.take_received(idle=False))
+        self.assertEqual(set(), self.side.take_failed_blocks())
+
+    def test_load_in_time(self) -> None:
+        """The same load from storage that answers fills the blocks: the control of the above."""
+        self.storage.go.set()
+        self.load("good", [5, 6, 7])
+
+        self.assertEqual({"good"}, self.received())
+        self.assertEqual(set(), self.side.take_failed_blocks())
+        self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
+
+    def test_loads_behind_a_hanging_one(self) -> None:
+        """They are given up with it; after a few more, loads are refused at once, then resumed."""
+        for at in range(3):
+            self.load(f"{at}", [5, 6, 7])
+        ended: set[str] = set()
+        while len(ended) < 3:
+            ended |= self.received()
+        calls = self.storage.calls
+        self.load("refused", [8, 9, 10])
+        self.assertEqual({"refused"}, self.side.take_received(idle=False))
+        self.assertLessEqual({8, 9, 10}, self.side.take_failed_blocks())
+        self.assertEqual({"timeout": 3, "paused": 1}, self.counted("vua_load_stops_total"))
+        self.assertEqual(calls, self.storage.calls)
+
+        self.storage.go.set()
+
+        def loads_again() -> bool:
+            self.load("again", [8, 9, 10])
+            self.received()
+            return not self.side.take_failed_blocks()
+
+        soon(loads_again)
+        self.assertEqual(self.blocks(1, 2, 3), self.blocks(8, 9, 10))
+
+    def test_hanging_saves(self) -> None:
+        """They never hold up the engine; they are given up, and after a few none is begun."""
+        before = self.files()
+        keys = keys_of(range(100, 148), 16)
+        self.save(keys)
+
+        def given_up() -> bool:
+            self.save([])
+            return not self.side._saves_guard._breaker.closed
+
+        soon(given_up)
+        self.save(keys)
+
+        self.assertEqual({"timeout": 3, "paused": 3}, self.counted("vua_chunks_saved_total"))
+        self.storage.go.set()
+
+        def saved() -> bool:
+            self.save(keys)
+            return len(self.files()) == len(before) + 3
+
+        soon(saved)
+
+    def test_failing_saves(self) -> None:
+        """A full disk is not written to again and again."""
+        self.storage.problem = StorageError(28, "no space left")
+        self.storage.go.set()
+        for at in range(20):
+            self.save(keys_of(range(1000 * at, 1000 * at + 48), 16))
+            soon(lambda: self.side._pending_saves == 0)
+
+        self.assertLessEqual(self.storage.calls, 4)
+
+    def test_shutdown(self) -> None:
+        """It ends although everything hangs."""
+        self.load("late", [5, 6, 7])
+        self.save(keys_of(range(100, 148), 16))
+        with self.assertLogs("vllm.vua.worker", "WARNING"):
+            self.side.shutdown()
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,144 @@
+"""Runs `vua-vllm serve` for tests, and asks the servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+from urllib.error import URLError
+
+from vllm_e2e.engine import ENVIRONMENT
+from vllm_e2e.harness import MAX_TOKENS, PROMPT, SOURCE, llama
+
+START_TIMEOUT_S = 180.0
+
+
+@contextmanager
+def servers(root: Path, *extra: Sequence[str]) -> Iterator[list[str]]:
+    """Running servers, each with further arguments, on one directory; yields their addresses."""
+    with ExitStack() as stack:
+        started = []
+        for arguments in extra:
+            port = free_port()
+            log = stack.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen(
+                [*command(), *settings(root, port), *arguments],
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            stack.callback(kill, process)
+            started.append((process, f"http://127.0.0.1:{port}", log))
+        for process, address, log in started:
+            if not wait_until_healthy(process, address):
+                raise AssertionError(f"no server:\n{tail(log)}")
+        yield [address for _, address, _ in started]
+        for process, _, _ in started:
+            process.send_signal(signal.SIGINT)
+        for process, _, _ in started:
+            process.wait(60)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def tail(log: IO[bytes]) -> str:
+    """The end of what a server said."""
+    log.seek(0)
+    return log.read().decode(errors="replace")[-6000:]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def settings(root: Path, port: int) -> list[str]:
+    """The arguments of all servers."""
+    return [
+        *(str(llama()), "--vua-path", str(root)),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
+        *("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048"),
+        *("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"),
+        *("--no-enable-prefix-caching", "--max-num-batched-tokens", "2048"),
+    ]
+
+
+def command() -> list[str]:
+    """The command as a checkout has it, or the same module."""
+    script = SOURCE.parent / "bin" / "vua-vllm"
+    start = [str(script)] if script.exists() else [sys.executable, "-m", "vua.vllm.serve"]
+    return [*start, "serve"]
+
+
+def environment() -> dict[str, str]:
+    """The tests' environment, with vLLM's engine in a process of its own, as is usual."""
+    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH", "")]))
+    kept = {name: value for name, value in ENVIRONMENT.items() if "MULTIPROCESSING" not in name}
+    return {**os.environ, **kept, "PYTHON": sys.executable, "PYTHONPATH": path}
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], address: str) -> bool:
+    """Wait until the server answers; False if it ends or takes too long."""
+    until = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < until:
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (URLError, OSError):
+            time.sleep(0.2)
+    return False
+
+
+def complete(address: str, prompt: Sequence[int] = PROMPT, **asked: Any) -> list[int]:
+    """The tokens that complete a prompt; with ``asked`` as further words of the request."""
+    body = {
+        **asked,
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
+    return tokens
+
+
+def metric(address: str, name: str) -> float:
+    """One of the server's counters, over all its labels."""
+    found = scraped(address)
+    return sum(value for series, value in found.items() if series.startswith(name + "{"))
+
+
+def scraped(address: str) -> dict[str, float]:
+    """All of the server's metrics, by name and labels."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {series: float(value) for series, value in pairs}
