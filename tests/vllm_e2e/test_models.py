@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from vua.testing.models import make_model
 
 pytestmark = pytest.mark.vllm
 
+AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 BATCH = Batch([PROMPT])
 WINDOW_CHUNKS = 2  # of 64 tokens, for a window of 128
 UNCACHED = "served without a stored KV cache"
@@ -247,6 +249,7 @@ class UncachedModelsTest(EngineTest):
         """MLA on a CPU, where vLLM's reference backend cannot continue a prefix, goes without."""
         self.check({"model": str(deepseek()), "block_size": 16}, "MLA backend")
 
+    @unittest.skipUnless(AVX512, "vLLM's CPU backend has fp8 caches with AVX-512 only")
     def test_fp8_cache(self) -> None:
         """A cache of a type that VUA does not know is not stored."""
         self.check({"model": str(llama()), "kv_cache_dtype": "fp8"}, "not supported")

@@ -11,6 +11,7 @@ from vua.errors import ConfigError
 
 __all__ = ["ConnectorConfig"]
 
+_MAY_BE_ZERO = frozenset({"load_in_step_mib"})
 _ALIASES = {"path": "shared_storage_path", "split_factor": "chunk_tokens"}
 
 
@@ -39,6 +40,12 @@ class ConnectorConfig:
     """After this long without an answer from the storage a request counts as a miss."""
     io_timeout_s: float = 10.0
     """A load or save that makes no progress for so long is given up; its tokens are recomputed."""
+    load_in_step_mib: int = 0
+    """Loads up to this size are done within the engine's step, which waits for them, instead of
+    beside it: sooner for a request alone, at the cost of all others. 0: none. One worker only, and
+    not with vLLM's asynchronous scheduling or sliding windows."""
+    save_generated: bool = False
+    """Store the chunks of generated tokens too, not only those of prompts."""
     allow_untested_vllm: bool = False
     """Go on with a vLLM that is newer than those this version of VUA was checked against."""
     strict: bool = False
@@ -59,9 +66,12 @@ class ConnectorConfig:
             ):
                 msg = f"kv_connector_extra_config: {field.name} must be {kind}, found {value!r}"
                 raise ConfigError(msg)
-            if isinstance(value, int | float) and kind != "bool" and value <= 0:
-                msg = f"kv_connector_extra_config: {field.name} must be positive, found {value!r}"
-                raise ConfigError(msg)
+            if isinstance(value, int | float) and kind != "bool":
+                least = 0 if field.name in _MAY_BE_ZERO else 1e-9
+                if value < least:
+                    text = "at least 0" if least == 0 else "positive"
+                    msg = f"kv_connector_extra_config: {field.name} must be {text}, found {value!r}"
+                    raise ConfigError(msg)
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, object]) -> ConnectorConfig:
