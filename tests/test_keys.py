@@ -128,7 +128,7 @@ class TestKeyChain(unittest.TestCase):
         chain = KeyChain(token_ids(range(11)), 4)
 
         self.assertEqual(2, len(chain))
-        self.assertEqual((b"", 0, 4), chain[0][1:])
+        self.assertEqual((b"", 0, 4), chain[0][1:4])
         self.assertEqual((chain[0].prefix_hash, 4, 8), chain[1][1:])
         self.assertEqual(32, len(chain[1].prefix_hash))
 

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from vua.bounds import Bounds
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.identity import Identity
+from vua.keeper import Keeper
 from vua.layout import KVLayout
 from vua.storage.local import LocalStorage, explained
 from vua.store import Store
@@ -109,13 +111,22 @@ def open_store(root: Path, identity: Identity) -> Store | None:
     found = read_namespace(root / identity.namespace)
     if found.layout is None:
         return None
-    return Store(LocalStorage(found.path), identity.namespace, found.layout)
+    storage = LocalStorage(found.path)
+    return Store(storage, identity.namespace, found.layout, Keeper(root, storage))
 
 
 def create_store(
-    root: Path, identity: Identity, layout: KVLayout, *, durable: bool = False
+    root: Path,
+    identity: Identity,
+    layout: KVLayout,
+    *,
+    durable: bool = False,
+    bounds: Bounds | None = None,
 ) -> Store:
     """Open the store of ``identity`` for reading and writing, describing it if nobody has.
+
+    It keeps ``root`` within ``bounds``, within what ``bounds.json`` says, or else within the
+    defaults of :mod:`vua.bounds`.
 
     Raises:
         LayoutError: the namespace holds another layout; nothing stored is touched.
@@ -137,7 +148,7 @@ def create_store(
     if found.layout != layout:
         storage.close()
         raise LayoutError(_difference(path, found.layout, layout))
-    return Store(storage, identity.namespace, layout)
+    return Store(storage, identity.namespace, layout, Keeper(root, storage, bounds))
 
 
 def _difference(path: Path, stored: KVLayout, given: KVLayout) -> str:

@@ -45,6 +45,13 @@ class ChunkKey(NamedTuple):
     """Index of the chunk's first token in the prompt."""
     stop: int
     """One past the index of its last token."""
+    previous: bytes = b""
+    """The chunk before it, where extras hide that in ``parent``; else empty."""
+
+    @property
+    def before(self) -> bytes:
+        """The prefix hash of the chunk before it, empty for a first chunk."""
+        return self.previous or (self.parent if self.start else b"")
 
     @property
     def name(self) -> str:
@@ -171,9 +178,10 @@ class KeyChain:
         parent = keys[-1].prefix_hash if keys else _NO_PARENT
         extras, sha256 = self._extras, hashlib.sha256
         for index in range(len(keys), count):
+            previous = b""
             if index in extras:
-                parent = extras_parent(parent, extras[index])
+                previous, parent = parent, extras_parent(parent, extras[index])
             start = index * size
             digest = sha256(b"".join((parent, ids[4 * start : 4 * (start + size)]))).digest()
-            keys.append(ChunkKey(digest, parent, start, start + size))
+            keys.append(ChunkKey(digest, parent, start, start + size, previous))
             parent = digest

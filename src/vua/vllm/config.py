@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from vua.bounds import Bounds
 from vua.errors import ConfigError
 
 __all__ = ["ConnectorConfig"]
@@ -34,6 +35,12 @@ class ConnectorConfig:
     """Memory for chunks waiting to be written; what does not fit is not stored."""
     lookup_timeout_s: float = 1.0
     """After this long without an answer from the storage a request counts as a miss."""
+    max_bytes: int | str | None = None
+    """Size of the whole directory: bytes, ``"500G"`` or a share of its file system, ``"80%"``."""
+    min_free_bytes: int | str | None = None
+    """Bytes of the file system that are left free, in the same forms."""
+    ttl_s: float | None = None
+    """Seconds without use after which a chunk is deleted; by default none."""
     strict: bool = False
     """Let errors of the connector stop the engine instead of costing hits: for tests."""
 
@@ -44,6 +51,8 @@ class ConnectorConfig:
             "int": (int,),
             "bool": (bool,),
             "float": (int, float),
+            "int | str | None": (int, str, type(None)),
+            "float | None": (int, float, type(None)),
         }
         for field in fields(self):
             value, kind = getattr(self, field.name), field.type
@@ -55,6 +64,15 @@ class ConnectorConfig:
             if isinstance(value, int | float) and kind != "bool" and value <= 0:
                 msg = f"kv_connector_extra_config: {field.name} must be positive, found {value!r}"
                 raise ConfigError(msg)
+
+        _ = self.bounds  # raises for unusable ones
+
+    @property
+    def bounds(self) -> Bounds:
+        """What the settings say about the directory's size."""
+        return Bounds(
+            max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
+        )
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, object]) -> ConnectorConfig:

@@ -68,7 +68,11 @@ class SchedulerSide:
         self._model, self._config = model, config
         self._may_load, self._may_save = loads, saves
         self._store: Store = create_store(
-            Path(config.shared_storage_path), model.identity, model.layout, durable=config.durable
+            Path(config.shared_storage_path),
+            model.identity,
+            model.layout,
+            durable=config.durable,
+            bounds=config.bounds,
         )
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="vua-lookup")
         self._states: dict[str, _State] = {}
@@ -79,6 +83,8 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Stop the lookup threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._store.keeper is not None:
+            self._store.keeper.close()
 
     # -- per request --------------------------------------------------------------------------
 
@@ -136,6 +142,7 @@ class SchedulerSide:
         except Exception:
             log.exception("request %s is not cached", request.request_id)
             return None
+        self._store.used(keys, stored)
         log.debug("request %s: %d of %d chunks stored", request.request_id, stored, len(keys))
         return _Found(keys, stored)
 

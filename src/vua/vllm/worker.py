@@ -47,7 +47,11 @@ class WorkerSide:
         """Prepare for the rectangle ``shard``; only one of the ranks that hold it ``writes``."""
         self._model, self._config, self._shard, self._writes = model, config, shard, writes
         self._store: Store = create_store(
-            Path(config.shared_storage_path), model.identity, model.layout, durable=config.durable
+            Path(config.shared_storage_path),
+            model.identity,
+            model.layout,
+            durable=config.durable,
+            bounds=config.bounds,
         )
         payload = shard.payload_nbytes(model.layout)
         chunks = max(1, _LOAD_SLAB_NBYTES // payload)
@@ -89,6 +93,8 @@ class WorkerSide:
         """Finish what was ordered: all loads, and the saves that are waiting."""
         self._loaders.shutdown()
         self._savers.shutdown()
+        if self._store.keeper is not None:
+            self._store.keeper.close()
 
     # -- loads --------------------------------------------------------------------------------
 
