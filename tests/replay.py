@@ -16,15 +16,15 @@ import numpy as np
 
 from vua.bounds import Bounds
 from vua.directory import create_store
-from vua.entry import EntryCodec
 from vua.identity import Identity
 from vua.keys import KeyChain, token_ids
-from vua.layout import KVLayout, MemoryMap
+from vua.layout import KVLayout
 
 Trace = Sequence[Sequence[int]]
 """Per request the ids of its blocks; equal ids mean equal prefixes up to there."""
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, k_dim=4, v_dim=4, dtype="F32", chunk_tokens=1)
+NBYTES = 512
 
 
 def read_trace(path: Path, requests: int | None = None) -> Trace:
@@ -68,23 +68,27 @@ class Cache:
     def __init__(self, root: Path, capacity: int | None = None, model: str = "replay") -> None:
         """Open ``root`` for ``capacity`` chunks."""
         identity = Identity(model=model, kv_dtype=LAYOUT.dtype, chunk_tokens=1, name=model)
-        self.nbytes = EntryCodec(identity.namespace, LAYOUT, LAYOUT.full).file_nbytes
-        most = None if capacity is None else capacity * self.nbytes
+        most = None if capacity is None else capacity * NBYTES
         bounds = Bounds(max_bytes=most, min_free_bytes=0)
         self.store = create_store(root, identity, LAYOUT, bounds=bounds)
-        self.buffer = np.zeros((2, 4), dtype=np.float32)
-        base = self.buffer.ctypes.data
-        arrays = [np.array([base + 16 * n], dtype=np.uint64) for n in range(2)]
-        zero = np.zeros(1, dtype=np.uint64)
-        self.memory = MemoryMap(tuple(arrays), (16, 16), (zero, zero), 1, [self.buffer])
+        self.buffer = np.zeros(NBYTES, dtype=np.uint8)
+        self.iovecs = np.array([[self.buffer.ctypes.data, NBYTES]], dtype=np.uint64)
+        if self.store.keeper is None:
+            raise AssertionError
+        self.keeper = self.store.keeper
 
     def request(self, blocks: Sequence[int]) -> int:
-        """Look a prompt up, use what is there, store the rest; return the chunks found."""
+        """Look a prompt up, use what is there, store the rest; return the chunks found.
+
+        The files hold no entries: nothing reads them here, and making them would take most of the
+        time.
+        """
         keys = KeyChain(token_ids(blocks), 1)
         found = self.store.lookup(keys)
         self.store.used(keys, found, wait=True)
         for place in range(found, len(keys)):
-            self.store.save(keys[place], self.memory)
+            if not self.store.storage.exists(keys[place].name, LAYOUT.full):
+                self.keeper.publish(keys[place], LAYOUT.full, self.iovecs)
         return found
 
 
@@ -109,10 +113,9 @@ def main() -> None:
             ours = ratio(map(cache.request, trace), trace)
             took = time.monotonic() - began
         theirs = ratio(lru_hits(trace, capacity), trace)
-        counts = cache.store.keeper.counts if cache.store.keeper else {}
         print(
             f"{capacity} blocks: hit ratio {ours:.4f}, LRU {theirs:.4f}, "
-            f"{ours / theirs:.4f} of it; {took:.0f} s, {dict(counts)}"
+            f"{ours / theirs:.4f} of it; {took:.0f} s, {dict(cache.keeper.counts)}"
         )
         sys.stdout.flush()
 

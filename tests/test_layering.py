@@ -28,6 +28,7 @@ CORE = (
     "vua.lease",
     "vua.eviction",
     "vua.keeper",
+    "vua.lineage",
     "vua.gc",
     "vua.slab",
     "vua.plan",

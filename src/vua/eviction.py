@@ -24,7 +24,7 @@ from vua.recency import stamp_ns
 from vua.storage.local import chunk_path
 from vua.survey import PIN, TRASH, Candidate, Space, listed, oldest, spaces
 
-__all__ = ["Evictor", "Freed", "bury", "delete_tree"]
+__all__ = ["NOTHING", "Evictor", "Freed", "bury", "delete_tree"]
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,9 @@ class Freed(NamedTuple):
     def __add__(self, other: Freed) -> Freed:  # type: ignore[override]
         """Return the sum."""
         return Freed(self.chunks + other.chunks, self.nbytes + other.nbytes)
+
+
+NOTHING: Final = Freed(0, 0)
 
 
 def bury(space: Space, chunk: str, *, pinned: bool = False) -> int | None:
@@ -121,7 +124,7 @@ class Evictor:
 
         Raises OSError where the directory cannot be listed or written to.
         """
-        freed, brought = Freed(0, 0), -1
+        freed, brought = NOTHING, -1
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}
             while True:
@@ -146,9 +149,9 @@ class Evictor:
     def _evict(victim: Candidate, by_name: dict[str, Space]) -> Freed:
         space = by_name.get(victim.space)
         if space is None or stamp_ns(space.fd, victim.chunk) != victim.stamp:
-            return Freed(0, 0)  # used since, or gone
+            return NOTHING  # used since, or gone
         nbytes = bury(space, victim.chunk)
         if nbytes is None:
-            return Freed(0, 0)
+            return NOTHING
         log.debug("evicted chunk %s", victim.chunk[:12])
         return Freed(1, nbytes)

@@ -25,7 +25,7 @@ from typing import Final
 from vua._linux import Iovecs
 from vua.bounds import Bounds, Limits
 from vua.errors import ConfigError, StorageFullError
-from vua.eviction import Evictor, Freed, bury
+from vua.eviction import NOTHING, Evictor, Freed, bury
 from vua.keys import ChunkKey
 from vua.layout import Shard
 from vua.lease import lease, upkeep_directory
@@ -267,7 +267,7 @@ class Keeper:
                 with lease(directory) as held:
                     if held is None:
                         self._someone_evicts = True
-                        return Freed(0, 0)
+                        return NOTHING
                     expired = 0
                     if ttl_s is not None:
                         expired = server_now_ns(directory) - int(ttl_s * 1e9)
@@ -281,7 +281,7 @@ class Keeper:
                 os.close(directory)
         except OSError as problem:
             self._warn_once("evict", f"nothing can be evicted from {self._root}: {problem}")
-            return Freed(0, 0)
+            return NOTHING
         self.counts["chunks_evicted"] += freed.chunks
         self.counts["bytes_evicted"] += freed.nbytes
         return freed

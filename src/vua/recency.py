@@ -24,7 +24,7 @@ from typing import Final
 
 from vua.storage.local import chunk_path
 
-__all__ = ["Recent", "inherit", "server_now_ns", "stamp_ns", "touch"]
+__all__ = ["Recent", "inherit", "server_now_ns", "set_stamp", "stamp_ns", "touch"]
 
 _STEP_NS: Final = 1000
 """Between a parent's stamp and its child's: what all common file systems can tell apart."""
@@ -45,7 +45,8 @@ def stamp_ns(directory: int, chunk: str) -> int | None:
         return None
 
 
-def _set(directory: int, chunk: str, stamp: int) -> None:
+def set_stamp(directory: int, chunk: str, stamp: int) -> None:
+    """Give a chunk a stamp that came from this file system. Raises OSError."""
     path = chunk_path(chunk)
     os.utime(path, ns=(stamp, stamp), dir_fd=directory, follow_symlinks=False)
 
@@ -63,7 +64,7 @@ def touch(directory: int, chunks: Sequence[str]) -> int:
                 os.utime(chunk_path(chunk), dir_fd=directory, follow_symlinks=False)  # server's now
                 now = os.stat(chunk_path(chunk), dir_fd=directory).st_mtime_ns
             else:
-                _set(directory, chunk, now - done * _STEP_NS)
+                set_stamp(directory, chunk, now - done * _STEP_NS)
             done += 1
     except OSError:
         pass  # gone, or a directory that others own: recency is a help, not a duty
@@ -76,7 +77,7 @@ def inherit(directory: int, chunk: str, parent: str) -> bool:
     if stamp is None:
         return False
     try:
-        _set(directory, chunk, stamp - _STEP_NS)
+        set_stamp(directory, chunk, stamp - _STEP_NS)
     except OSError:
         return stamp_ns(directory, chunk) is None or stamp_ns(directory, parent) is not None
     return True
