@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 _POOL: Final = 1 << 16
 """Chunks gathered by one pass over all stamps. A million chunks take a pass of some 5 seconds per
 65,536 evicted, which make room for half a terabyte."""
+_SETTLED_NS: Final = 60 * 10**9
+"""A chain that is still being stored gains chunks that a pass did not see. So what was used this
+short before a pass is evicted right after it or not at all, and not remembered."""
 _PULSE: Final = 16
 """Chunks deleted between two signs of life."""
 
@@ -109,6 +112,7 @@ class Evictor:
     def evict(
         self,
         nbytes: int,
+        now_ns: int,
         *,
         before_ns: int | None = None,
         expired_ns: int = 0,
@@ -118,12 +122,27 @@ class Evictor:
 
         Args:
             nbytes: how much to free; less is freed when no more may be deleted.
+            now_ns: the server's time, as :func:`vua.recency.server_now_ns` gives it.
             before_ns: stop at a chunk with this stamp or a younger one.
             expired_ns: delete all chunks with stamps before this, whatever ``nbytes``.
             pulse: called every few chunks with what is freed so far.
 
         Raises OSError where the directory cannot be listed or written to.
         """
+        try:
+            return self._run(nbytes, before_ns, expired_ns, pulse)
+        finally:
+            young = now_ns - _SETTLED_NS
+            if self._pool and self._pool[0].stamp > young:
+                self._pool = [one for one in self._pool if one.stamp <= young]
+
+    def _run(
+        self,
+        nbytes: int,
+        before_ns: int | None,
+        expired_ns: int,
+        pulse: Callable[[Freed], None] | None,
+    ) -> Freed:
         freed, brought = NOTHING, -1
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}

@@ -197,12 +197,13 @@ def _evict(
                     held.renew()
                     show(f"{freed.chunks} chunks evicted")
 
+                now_ns = server_now_ns(directory)
                 if limits.ttl_s is not None:
-                    expired_ns = server_now_ns(directory) - int(limits.ttl_s * 1e9)
-                    report.expired = evictor.evict(0, expired_ns=expired_ns, pulse=pulse)
+                    expired_ns = now_ns - int(limits.ttl_s * 1e9)
+                    report.expired = evictor.evict(0, now_ns, expired_ns=expired_ns, pulse=pulse)
                 need = _look(root, limits, report)
                 if need > 0:
-                    report.evicted = evictor.evict(need, pulse=pulse)
+                    report.evicted = evictor.evict(need, now_ns, pulse=pulse)
                     _look(root, limits, report)
                 return
         if _look(root, limits, report) <= 0 and limits.ttl_s is None:

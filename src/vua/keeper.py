@@ -135,7 +135,9 @@ class Keeper:
         """
         directory = self._storage.fileno()
         nbytes, parent = int(iovecs[:, 1].sum()), key.before.hex()
-        before_ns = stamp_ns(directory, parent) if parent else None
+        before_ns = None  # what was used less recently than its parent makes room for it
+        if parent:  # without one nothing does: who would find it?
+            before_ns = stamp_ns(directory, parent) or 0
         with self._lock:
             if not self._make_room(nbytes, before_ns):
                 self.counts["chunks_refused"] += 1
@@ -218,7 +220,7 @@ class Keeper:
 
     def _burst(self, nbytes: int) -> int:
         most = self._limits.max_bytes * _BURST if self._limits else nbytes
-        return int(min(most, _BURST_FILES * nbytes))
+        return int(min(most // nbytes, _BURST_FILES)) * nbytes
 
     def _measure(self) -> None:
         """Find out what the bounds are and what is there; believe in it for a step."""
@@ -268,13 +270,12 @@ class Keeper:
                     if held is None:
                         self._someone_evicts = True
                         return NOTHING
-                    expired = 0
-                    if ttl_s is not None:
-                        expired = server_now_ns(directory) - int(ttl_s * 1e9)
+                    now_ns = server_now_ns(directory)
                     freed = self._evictor.evict(
                         nbytes,
+                        now_ns,
                         before_ns=before_ns,
-                        expired_ns=expired,
+                        expired_ns=0 if ttl_s is None else now_ns - int(ttl_s * 1e9),
                         pulse=lambda _: held.renew(),
                     )
             finally:

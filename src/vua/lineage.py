@@ -71,6 +71,18 @@ class Chain:
                 return above[:-1]
             above = further
 
+    def descendants(self, chunk: str) -> list[str]:
+        """Return a chunk and all that follow it, parents before children; [] if it is not there."""
+        children: dict[int, list[int]] = {}
+        for index, before in enumerate(self.parent.tolist()):
+            if before != index:
+                children.setdefault(before, []).append(index)
+        start = np.flatnonzero(self.names == np.frombuffer(bytes.fromhex(chunk), "V32"))
+        found = start.tolist()
+        for index in found:  # grows meanwhile
+            found += children.get(index, [])
+        return [self.name(index) for index in found]
+
     def name(self, index: int) -> str:
         """Return the name of a chunk."""
         return bytes(self.names[index]).hex()
