@@ -187,10 +187,10 @@ class TestPins(GcTest):
     def test_pinned_stays(self) -> None:
         """A pin keeps a chunk and its prefix from every reason to go, until it is lifted."""
         names = names_of(self.branch)
-        stamps = [os.stat(self.path(name)).st_mtime_ns for name in names]
+        stamps = [self.path(name).stat().st_mtime_ns for name in names]
         self.assertEqual(names[:4][::-1], pin(self.opened, names[3]))
         self.assertEqual(names[:1], pin(self.opened, names[0]))
-        self.assertEqual(stamps, [os.stat(self.path(name)).st_mtime_ns for name in names])
+        self.assertEqual(stamps, [self.path(name).stat().st_mtime_ns for name in names])
         collect(self.root, self.limits(max_bytes=0, ttl_s=1e-6))
         self.assertEqual([2, 4, 0], [*map(self.stored, (self.trunk, self.branch, self.other))])
 

@@ -85,7 +85,7 @@ def _remove(root: Path, target: _Target, *, force: bool) -> tuple[Freed, int]:
         doomed = [chain.name(index) for index in range(len(chain.names))]
         if force or not chain.pinned.any():
             trash = root / f"{TRASH}{secrets.token_hex(8)}"
-            os.rename(root / space.name, trash)
+            (root / space.name).rename(trash)
             fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 return Freed(len(doomed), delete_tree(fd, trash.name)), 0
