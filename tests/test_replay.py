@@ -28,19 +28,19 @@ class TestReplay(DirectoryTest):
 
     def test_synthetic(self) -> None:
         """Conversations that go on, in a cache for a fifth of them."""
-        self.assertGreaterEqual(self.compare(synthetic_trace(130), 90), 0.98)
+        self.assertGreaterEqual(self.compare(synthetic_trace(80), 70), 0.98)
 
     def test_control(self) -> None:
         """Without recency the same cache falls short: the measure can tell."""
         real = Store.used
         self.addCleanup(setattr, Store, "used", real)
         Store.used = lambda *args, **options: None  # type: ignore[method-assign]
-        self.assertLess(self.compare(synthetic_trace(130), 90), 0.98)
+        self.assertLess(self.compare(synthetic_trace(80), 70), 0.98)
 
     @needs_trace
     def test_trace(self) -> None:
         """The first of the real requests."""
-        self.assertGreaterEqual(self.compare(read_trace(Path(TRACE), 80), 400), 0.98)
+        self.assertGreaterEqual(self.compare(read_trace(Path(TRACE), 40), 250), 0.98)
 
     @soak
     @needs_trace

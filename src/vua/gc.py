@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import numpy as np
 
 from vua.bounds import Limits
 from vua.eviction import NOTHING, Evictor, Freed, bury, delete_tree
+from vua.keeper import TOLERANCE
 from vua.lease import UPKEEP, lease, upkeep_directory
 from vua.lineage import Chain, chain_of, link_of
 from vua.recency import server_now_ns, stamp_ns
@@ -30,6 +32,7 @@ __all__ = ["GRACE_S", "Report", "collect"]
 GRACE_S: Final = 3600.0
 """No writer takes longer for a file: what is temporary and older was left behind by a crash."""
 
+_EVERY_NAME: Final = sys.maxsize
 _LEASE_WAIT_S: Final = 60.0
 
 
@@ -55,10 +58,10 @@ class Report:
 
     @property
     def within(self) -> bool:
-        """Whether the cache is within its bounds now."""
+        """Whether the cache is within its bounds now, but for what writers add meanwhile."""
         limits = self.limits
         enough = self.free_nbytes >= limits.min_free_bytes
-        return self.usage.nbytes <= limits.max_bytes and enough
+        return self.usage.nbytes <= limits.max_bytes * (1 + TOLERANCE) and enough
 
 
 def collect(
@@ -204,7 +207,7 @@ def _evict(
                 need = _look(root, limits, report)
                 if need > 0:
                     report.evicted = evictor.evict(need, now_ns, pulse=pulse)
-                    _look(root, limits, report)
+                    _look(root, limits, report)  # others go on writing meanwhile
                 return
         if _look(root, limits, report) <= 0 and limits.ttl_s is None:
             return  # somebody else has done it
@@ -216,7 +219,7 @@ def _evict(
 
 def _look(root: str | os.PathLike[str], limits: Limits, report: Report) -> int:
     """Note what is occupied and free; return the bytes that must go."""
-    report.usage = measure(root, exact=report.usage.chunks < 1 << 16)
+    report.usage = measure(root, counted=_EVERY_NAME)
     status = os.statvfs(root)
     report.free_nbytes = status.f_bavail * status.f_frsize
     return max(

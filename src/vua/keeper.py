@@ -50,6 +50,8 @@ _BURST_FILES: Final = 64
 _STEPS: Final = (1 / 512, 1 / 32)
 _AGREED: Final = 1 / 200
 _PAUSES_S: Final = (1.0, 300.0)
+_DEAR_S: Final = 0.25
+"""A search for room that took longer, and in vain, is not repeated for ten times as long."""
 _ADOPT_S: Final = 5.0
 """A chunk that was stored before its parent, or whose parent vanished, is looked at after this."""
 _PENDING_TOUCHES: Final = 256
@@ -72,6 +74,7 @@ class Keeper:
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_evicted, bytes_evicted, chunks_refused, orphans, full."""
         self._lock = threading.Lock()
+        self._touch_lock = threading.Lock()  # a reader never waits for an eviction
         self._evictor = Evictor(root)
         self._limits: Limits | None = None
         self._usage = self._free = self._since = 0
@@ -87,7 +90,7 @@ class Keeper:
 
     def close(self) -> None:
         """Finish what is to be stamped, and release the thread. A second call does nothing."""
-        with self._lock:
+        with self._touch_lock:
             pool, self._touching = self._touching, None
         if pool is not None:
             pool.shutdown()
@@ -108,7 +111,7 @@ class Keeper:
         if wait:
             touch(self._storage.fileno(), chunks)
             return
-        with self._lock:
+        with self._touch_lock:
             if self._pending >= _PENDING_TOUCHES:
                 return  # the storage is slow; recency may be a little wrong
             self._pending += 1
@@ -120,7 +123,7 @@ class Keeper:
         try:
             touch(self._storage.fileno(), chunks)
         finally:
-            with self._lock:
+            with self._touch_lock:
                 self._pending -= 1
 
     # -- writing ------------------------------------------------------------------------------
@@ -204,6 +207,9 @@ class Keeper:
             self._usage -= freed.nbytes
             self._free += freed.nbytes
             if freed.nbytes < need and not self._tolerable(limits, nbytes):
+                cost_s = time.monotonic() - now_s
+                if cost_s > _DEAR_S:
+                    self._paused_until_s = now_s + 10 * cost_s
                 return False
         self._usage += nbytes
         self._free -= nbytes

@@ -149,23 +149,23 @@ def mark(directory: int, chunk: str, name: str) -> bool:
     return True
 
 
-def measure(root: str | os.PathLike[str], *, exact: bool = False) -> Usage:
+def measure(root: str | os.PathLike[str], *, counted: int = _COUNTED) -> Usage:
     """Return what ``root`` occupies, in about a tenth of a second however large it is.
 
-    Counts up to 65,536 names per namespace, and multiplies by the mean size of 256 random chunks;
-    with ``exact`` everything is looked at. Raises OSError for ``root`` alone.
+    Counts ``counted`` names per namespace (or somewhat more) and extrapolates from there;
+    multiplies by the mean size of 256 random chunks. Raises OSError for ``root`` alone.
     """
     nbytes, chunks, whole = 0, 0, True
     with spaces(root) as found:
         for space in found:
-            one = _measure(space, exact=exact)
+            one = _measure(space, counted)
             nbytes += one.nbytes + chunk_nbytes(space, QUARANTINE)
             chunks += one.chunks
             whole = whole and one.exact
     return Usage(nbytes, chunks, whole)
 
 
-def _measure(space: Space, *, exact: bool) -> Usage:
+def _measure(space: Space, counted: int) -> Usage:
     fans = fans_of(space)
     random.shuffle(fans)
     names: list[str] = []
@@ -174,11 +174,11 @@ def _measure(space: Space, *, exact: bool) -> Usage:
         with listed(space.fd, fan) as entries:
             names += [f"{fan}/{entry.name}" for entry in entries if len(entry.name) == 64]
         seen += 1
-        if len(names) >= _COUNTED and not exact:
+        if len(names) >= counted:
             break
     if not names:
         return Usage(0, 0, exact=True)
-    sized = names if exact or len(names) <= _SIZED else random.sample(names, _SIZED)
+    sized = names if len(names) <= _SIZED else random.sample(names, _SIZED)
     total = sum(chunk_nbytes(space, path) for path in sized)
     chunks = round(len(names) * len(fans) / seen)
     return Usage(round(total / len(sized) * chunks), chunks, exact=len(sized) == chunks)

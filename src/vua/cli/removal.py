@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ def rm(
             picked = [_resolve(found, text) for text in targets] or [_Target(one) for one in found]
             for target in picked:
                 show(f"{target.space.name[:SHORT]}/{target.chunk[:SHORT]}")
-                gone, held = _remove(root, target, force=force)
+                gone, held = _remove(root, target, show, force=force)
                 freed, kept = freed + gone, kept + held
     except OSError as problem:
         if isinstance(problem, StorageError):
@@ -76,9 +77,11 @@ def rm(
     return DAMAGED if kept else SOUND
 
 
-def _remove(root: Path, target: _Target, *, force: bool) -> tuple[Freed, int]:
+def _remove(
+    root: Path, target: _Target, show: Callable[[str], None], *, force: bool
+) -> tuple[Freed, int]:
     space, freed = target.space, NOTHING
-    chain = chain_of(space)
+    chain = chain_of(space, show)
     if target.chunk:
         doomed = chain.descendants(target.chunk)
     else:
