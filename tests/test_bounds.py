@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import subprocess
 import unittest
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,25 @@ class TestKeeper(DirectoryTest):
             (3, 3), (cache.keeper.counts["full"], cache.keeper.counts["chunks_refused"])
         )
         self.assertEqual([], list(self.root.rglob(".tmp-*")))
+
+    def test_small_disk(self) -> None:
+        """On a real file system that is full the newest is stored all the same."""
+        disk = self.root / "disk"
+        disk.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            self.skipTest("this user may not mount a tmpfs")
+        try:
+            cache = Cache(disk, 10_000)
+            for number in range(200):
+                cache.request([number, number])
+            self.assertGreater(cache.keeper.counts["full"], 0)
+            self.assertEqual(0, cache.keeper.counts["chunks_refused"])
+            self.assertEqual(2, cache.store.lookup(KeyChain(token_ids([199, 199]), 1)))
+            self.assertEqual([], list(disk.rglob(".tmp-*")))
+        finally:
+            cache.store.storage.close()  # type: ignore[attr-defined]
+            subprocess.run(["umount", str(disk)], check=True)
 
     @staticmethod
     def full(code: int, times: int) -> Any:

@@ -67,3 +67,26 @@ class SchedulerTest(unittest.TestCase):
             side.add_saves(orders, step({"broken": 0, "good": 0}))
 
         self.assertEqual([4], [len(save.keys) for save in orders.saves])
+
+    def test_no_store(self) -> None:
+        """A request that asks not to be stored is not; others are."""
+        from vua.vllm.messages import Orders
+        from vua.vllm.model import Model
+        from vua.vllm.scheduler import SchedulerSide
+
+        model = Model(
+            Identity(model="m", chunk_tokens=16), LAYOUT, 16, latent=False, shards=((LAYOUT.full,),)
+        )
+        with tempfile.TemporaryDirectory() as root:
+            config = ConnectorConfig(shared_storage_path=root, chunk_tokens=16)
+            side = SchedulerSide(model, config, loads=True, saves=True)
+            self.addCleanup(side.shutdown)
+            for value, saved in ((True, []), (False, [4])):
+                name = f"store {not value}"
+                request = request_of(name, kv_transfer_params={"vua_no_store": value})
+                while side.matched_tokens(request, 0)[0] is None:
+                    side.take_loads()
+                orders = Orders(loads=side.take_loads())
+                side.add_saves(orders, step({name: 0}))
+                with self.subTest(value=value):
+                    self.assertEqual(saved, [len(save.keys) for save in orders.saves])

@@ -1,10 +1,10 @@
 """Deletes what was not used for longest, leaves before their prefixes, until there is room.
 
 Why not the oldest of a small random sample, as Redis does it (its documentation on key eviction)?
-Chunks depend on each other: a random victim in the middle of a chain makes all that follows
-unreachable. Stamps (:mod:`vua.recency`) order a chain only if *the* oldest chunk goes first. So one
-pass over all stamps gathers the oldest, and these are evicted in order over many bursts, each
-looked at again first; `docs/decisions/0004-bounds.md` has the measurements.
+Chunks depend on each other, and a victim in the middle of a chain leaves all that follows out of
+reach. Stamps (:mod:`vua.recency`) order a chain only if *the* oldest chunk goes first. So one pass
+over all stamps gathers the oldest, and these are evicted in order over many bursts, each looked at
+again first; `docs/decisions/0004-bounds.md` has the measurements.
 
 A chunk leaves by one rename of its directory and is then deleted file by file: it is out of sight
 at once and as a whole, and who has a file open goes on reading it.

@@ -30,6 +30,9 @@ _STEP_WAIT_S: Final = 0.001
 """Time per step that lookups are waited for. Mostly they are done by then; and an engine with
 nothing else to do would otherwise spin, and starve the lookup's thread of the GIL."""
 
+NO_STORE: Final = "vua_no_store"
+"""A request with this in its `kv_transfer_params` reads the cache and leaves nothing in it."""
+
 log = logging.getLogger("vllm.vua.scheduler")
 
 
@@ -230,6 +233,8 @@ class SchedulerSide:
 
     def _save(self, orders: Orders, state: _State, computed: int, output: Any) -> None:  # noqa: ANN401
         if not state.lookup.done() or (found := state.lookup.result()) is None:
+            return
+        if (getattr(state.request, "kv_transfer_params", None) or {}).get(NO_STORE):
             return
         if state.next_save is None:
             state.next_save = found.stored
