@@ -28,6 +28,8 @@ DEFAULT_MAX: Final = "80%"
 there, and ext4 and XFS slow down when nearly full."""
 DEFAULT_MIN_FREE: Final = "5%"
 """Left free whoever fills the disk: the cache must never be why others get ENOSPC."""
+DEFAULT_MIN_FREE_MOST: Final = 10 << 30
+"""And no more than this: of a large share 5 % would be much."""
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:iB|B)?", re.IGNORECASE)
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -114,7 +116,10 @@ class Limits:
 
         return cls(
             max_bytes=min(sizes("max_bytes") or [nbytes_of(DEFAULT_MAX, whole)]),
-            min_free_bytes=max(sizes("min_free_bytes") or [nbytes_of(DEFAULT_MIN_FREE, whole)]),
+            min_free_bytes=max(
+                sizes("min_free_bytes")
+                or [min(nbytes_of(DEFAULT_MIN_FREE, whole), DEFAULT_MIN_FREE_MOST)]
+            ),
             ttl_s=min((one.ttl_s for one in everything if one.ttl_s is not None), default=None),
             max_bytes_per_salt=min(sizes("max_bytes_per_salt"), default=None),
         )

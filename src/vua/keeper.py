@@ -11,6 +11,7 @@ Nothing here belongs on an engine's own path: `publish` may delete for as long a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -50,6 +51,10 @@ _BURST_FILES: Final = 64
 _STEPS: Final = (1 / 512, 1 / 32)
 _AGREED: Final = 1 / 200
 _PAUSES_S: Final = (1.0, 300.0)
+_NO_ROOM: Final = (
+    "what is stored was used more recently, is pinned, or others fill the disk; raise max_bytes, "
+    "lower min_free_bytes, or see `vua du`"
+)
 _DEAR_S: Final = 0.25
 """A search for room that took longer, and in vain, is not repeated for ten times as long."""
 _ADOPT_S: Final = 5.0
@@ -186,8 +191,9 @@ class Keeper:
             except IndexError:  # another thread took it
                 return
             fd = self._storage.fileno()
-            if not inherit(fd, chunk, parent) and bury(Space("", fd), chunk) is not None:
-                self.counts["orphans"] += 1  # nobody would ever find it
+            with contextlib.suppress(OSError):
+                if not inherit(fd, chunk, parent) and bury(Space("", fd), chunk) is not None:
+                    self.counts["orphans"] += 1  # nobody would ever find it
 
     # -- room ---------------------------------------------------------------------------------
 
@@ -207,6 +213,7 @@ class Keeper:
             self._usage -= freed.nbytes
             self._free += freed.nbytes
             if freed.nbytes < need and not self._tolerable(limits, nbytes):
+                self._warn_once("refused", f"{self._root}: no room for a chunk: {_NO_ROOM}")
                 cost_s = time.monotonic() - now_s
                 if cost_s > _DEAR_S:
                     self._paused_until_s = now_s + 10 * cost_s
