@@ -192,9 +192,8 @@ class VUA:
     def close(self) -> None:
         """Wait for running work and release the threads."""
         self._pool.shutdown()
-        for store in (self._reader, self._writer):
-            if store is not None and store.keeper is not None:
-                store.keeper.close()
+        for store in filter(None, (self._reader, self._writer)):
+            store.close()
 
     # -- put ----------------------------------------------------------------------------------
 

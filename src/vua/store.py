@@ -78,6 +78,11 @@ class Store:
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
         corrupt, foreign, error."""
 
+    def close(self) -> None:
+        """Finish what the keeper still has to do; a second call does nothing."""
+        if self.keeper is not None:
+            self.keeper.close()
+
     def codec(self, shard: Shard) -> EntryCodec:
         """Return the codec of files of ``shard``."""
         codec = self._codecs.get(shard)

@@ -86,8 +86,7 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Stop the lookup threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._store.keeper is not None:
-            self._store.keeper.close()
+        self._store.close()
 
     # -- per request --------------------------------------------------------------------------
 

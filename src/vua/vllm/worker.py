@@ -93,8 +93,7 @@ class WorkerSide:
         """Finish what was ordered: all loads, and the saves that are waiting."""
         self._loaders.shutdown()
         self._savers.shutdown()
-        if self._store.keeper is not None:
-            self._store.keeper.close()
+        self._store.close()
 
     # -- loads --------------------------------------------------------------------------------
 
