@@ -129,9 +129,17 @@ class TestKeyChain(unittest.TestCase):
         chain = KeyChain(token_ids(range(11)), 4)
 
         self.assertEqual(2, len(chain))
-        self.assertEqual((b"", 0, 4), chain[0][1:])
-        self.assertEqual((chain[0].prefix_hash, 4, 8), chain[1][1:])
+        self.assertEqual((b"", 0, 4), chain[0][1:4])
+        self.assertEqual((chain[0].prefix_hash, 4, 8), chain[1][1:4])
         self.assertEqual(32, len(chain[1].prefix_hash))
+
+    def test_before(self) -> None:
+        """A key knows the chunk before it, also where extras hide that in its parent."""
+        chain = KeyChain(token_ids(range(16)), 4, {0: [("salt", b"s")], 2: [("image", b"i")]})
+
+        befores = [chain[place].before for place in range(4)]
+        self.assertEqual([b"", *(chain[place].prefix_hash for place in range(3))], befores)
+        self.assertNotEqual(chain[2].parent, chain[2].before)
 
     def test_any_order(self) -> None:
         """Keys are the same in whatever order they are asked for."""

@@ -90,8 +90,11 @@ class HangingTest(DirectoryTest):
         self.save(self.keys)
         soon(lambda: len(self.files()) == 3 and self.side._pending_saves == 0)
         self.side.stats.take()
-        self.storage = Hanging(self.side._groups[0].store.storage)
-        self.side._groups[0].store.storage = self.storage  # type: ignore[assignment]
+        store = self.side._groups[0].store
+        self.storage = Hanging(store.storage)
+        store.storage = self.storage  # type: ignore[assignment]
+        assert store.keeper is not None
+        store.keeper._storage = self.storage  # type: ignore[assignment]
         self.addCleanup(self.storage.go.set)
 
     def worker(self, **settings: Any) -> WorkerSide:

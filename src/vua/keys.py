@@ -46,6 +46,13 @@ class ChunkKey(NamedTuple):
     """Index of the chunk's first token in the prompt."""
     stop: int
     """One past the index of its last token."""
+    previous: bytes = b""
+    """The chunk before it, where extras hide that in ``parent``; else empty."""
+
+    @property
+    def before(self) -> bytes:
+        """The prefix hash of the chunk before it, empty for a first chunk."""
+        return self.previous or (self.parent if self.start else b"")
 
     @property
     def name(self) -> str:
@@ -171,8 +178,8 @@ class KeyChain:
     def run(self, first: int, stop: int) -> KeyRun:
         """Return the keys of chunks ``first`` to ``stop`` in a form that is cheap to hand on."""
         self.first(stop)
-        within = {at: extra for at, extra in self._extras.items() if first <= at < stop}
-        parents = {at: self._keys[at].parent for at in (first, *within) if at < stop}
+        special = [at for at in self._extras if first < at < stop]
+        parents = {at: _above(self._keys[at]) for at in (first, *special) if at < stop}
         digests = bytes(self._digests[_HASH_NBYTES * first : _HASH_NBYTES * stop])
         return KeyRun(first, self._chunk_tokens, digests, parents)
 
@@ -192,11 +199,12 @@ class KeyChain:
         parent = keys[-1].prefix_hash if keys else _NO_PARENT
         extras, sha256 = self._extras, hashlib.sha256
         for index in range(len(keys), count):
+            previous = b""
             if index in extras:
-                parent = extras_parent(parent, extras[index])
+                previous, parent = parent, extras_parent(parent, extras[index])
             start = index * size
             digest = sha256(b"".join((parent, ids[4 * start : 4 * (start + size)]))).digest()
-            keys.append(ChunkKey(digest, parent, start, start + size))
+            keys.append(ChunkKey(digest, parent, start, start + size, previous))
             self._digests += digest
             parent = digest
 
@@ -212,7 +220,11 @@ class KeyRun(Sequence[ChunkKey]):
     __slots__ = ("_chunk_tokens", "_digests", "_first", "_parents")
 
     def __init__(
-        self, first: int, chunk_tokens: int, digests: bytes, parents: Mapping[int, bytes]
+        self,
+        first: int,
+        chunk_tokens: int,
+        digests: bytes,
+        parents: Mapping[int, tuple[bytes, bytes]],
     ) -> None:
         """Take over what :meth:`KeyChain.run` has put together.
 
@@ -220,7 +232,8 @@ class KeyRun(Sequence[ChunkKey]):
             first: index of the first chunk in its prompt.
             chunk_tokens: tokens per chunk.
             digests: prefix hashes, 32 bytes each.
-            parents: chunk index -> parent, where that is not the prefix hash before it.
+            parents: chunk index -> parent and ``previous`` of its key, for the first chunk and
+                wherever the parent is not the prefix hash before it.
         """
         self._first, self._chunk_tokens = first, chunk_tokens
         self._digests, self._parents = digests, parents
@@ -244,14 +257,17 @@ class KeyRun(Sequence[ChunkKey]):
             inside = range(first, first + stop - start)
             parents = {at: parent for at, parent in self._parents.items() if at in inside}
             if start < stop:
-                parents[first] = self[start].parent
+                parents[first] = _above(self[start])
             cut = self._digests[_HASH_NBYTES * start : _HASH_NBYTES * stop]
             return KeyRun(first, self._chunk_tokens, cut, parents)
         at = range(len(self))[index]
         place = at * _HASH_NBYTES
         digest = self._digests[place : place + _HASH_NBYTES]
-        parent = self._parents.get(self._first + at)
-        if parent is None:
-            parent = self._digests[place - _HASH_NBYTES : place]
+        above = self._parents.get(self._first + at)
+        parent, previous = above or (self._digests[place - _HASH_NBYTES : place], b"")
         start = (self._first + at) * self._chunk_tokens
-        return ChunkKey(digest, parent, start, start + self._chunk_tokens)
+        return ChunkKey(digest, parent, start, start + self._chunk_tokens, previous)
+
+
+def _above(key: ChunkKey) -> tuple[bytes, bytes]:
+    return key.parent, key.previous

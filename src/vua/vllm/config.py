@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from vua.bounds import Bounds
 from vua.errors import ConfigError
 
 __all__ = ["ConnectorConfig"]
@@ -48,6 +49,12 @@ class ConnectorConfig:
     """Store the chunks of generated tokens too, not only those of prompts."""
     allow_untested_vllm: bool = False
     """Go on with a vLLM that is newer than those this version of VUA was checked against."""
+    max_bytes: int | str | None = None
+    """Size of the whole directory: bytes, ``"500G"`` or a share of its file system, ``"80%"``."""
+    min_free_bytes: int | str | None = None
+    """Bytes of the file system that are left free, in the same forms."""
+    ttl_s: float | None = None
+    """Seconds without use after which a chunk is deleted; by default none."""
     strict: bool = False
     """Let errors of the connector stop the engine instead of costing hits: for tests."""
 
@@ -58,6 +65,8 @@ class ConnectorConfig:
             "int": (int,),
             "bool": (bool,),
             "float": (int, float),
+            "int | str | None": (int, str, type(None)),
+            "float | None": (int, float, type(None)),
         }
         for field in fields(self):
             value, kind = getattr(self, field.name), field.type
@@ -72,6 +81,15 @@ class ConnectorConfig:
                     text = "at least 0" if least == 0 else "positive"
                     msg = f"kv_connector_extra_config: {field.name} must be {text}, found {value!r}"
                     raise ConfigError(msg)
+
+        _ = self.bounds  # raises for unusable ones
+
+    @property
+    def bounds(self) -> Bounds:
+        """What the settings say about the directory's size."""
+        return Bounds(
+            max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
+        )
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, object]) -> ConnectorConfig:

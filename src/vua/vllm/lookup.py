@@ -133,6 +133,7 @@ class Lookups:
         except Exception:
             log.exception("request %s is not cached", request.request_id)
             return None
+        self._stores[0].used(keys, found.stored)  # one keeper watches over all groups' files
         log.debug(
             "request %s: %d of %d chunks stored, %d tokens of use",
             *(request.request_id, found.stored, len(keys), found.tokens),

@@ -99,6 +99,7 @@ class SchedulerSide:
             model.identity,
             [group.layout for group in model.groups],
             durable=self._config.durable,
+            bounds=self._config.bounds,
         )
         self._model, self._lookups = model, Lookups(model, self._stores, self._config)
 
@@ -123,6 +124,7 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Stop the lookup threads."""
         self._lookups.close()
+        self._stores[0].close()
 
     # -- per request --------------------------------------------------------------------------
 

@@ -91,6 +91,7 @@ class WorkerSide:
             model.identity,
             [group.layout for group in model.groups],
             durable=self._config.durable,
+            bounds=self._config.bounds,
         )
 
     def _follow(self, epoch: str | None) -> None:
@@ -122,6 +123,8 @@ class WorkerSide:
         self._loaders.close()
         if not self._savers.close():
             log.warning("VUA: the storage does not answer; some chunks are not stored")
+        for group in self._groups[:1]:  # one keeper for all
+            group.store.close()
 
     # -- loads --------------------------------------------------------------------------------
 
