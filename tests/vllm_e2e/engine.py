@@ -154,7 +154,7 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
     from vllm import SamplingParams
 
     if step.get("reset"):
-        if not llm.reset_prefix_cache():
+        if not llm.reset_prefix_cache(reset_connector=step["reset"] == "all"):
             raise RuntimeError("the prefix cache could not be reset")
         return []
     prompts = [

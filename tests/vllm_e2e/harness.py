@@ -58,6 +58,8 @@ class Batch:
 
 RESET = Batch((), max_tokens=0)
 """Instead of a batch: let vLLM forget its own prefix cache."""
+RESET_ALL = Batch((), max_tokens=1)
+"""Likewise, and tell the connector that the weights may have changed."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ class Phase:
         }
         if settings.get("tensor_parallel_size", 1) > 1:
             settings["distributed_executor_backend"] = "mp"
-        steps = [{"reset": True} if b is RESET else b.describe() for b in self.batches]
+        resets = {id(RESET): {"reset": "own"}, id(RESET_ALL): {"reset": "all"}}
+        steps = [resets.get(id(b)) or b.describe() for b in self.batches]
         described = {"engine": settings, "steps": steps}
         if self.root is not None:
             described["transfer"] = self._transfer(self.root)
