@@ -26,7 +26,7 @@ from vua.slab import Slab
 from vua.store import Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.group_side import GroupSide, Rank, Tables
-from vua.vllm.messages import LoadOrder, Orders
+from vua.vllm.messages import LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Model
 from vua.vllm.stats import Recorder
 from vua.vllm.storage_guard import StorageGuard
@@ -49,6 +49,8 @@ class _Save:
     """Where to: after a reset what was computed before it must not get into the new epoch."""
     key: ChunkKey
     slab: Slab
+    pin: bool = False
+    """Whether it, and so all of its prefix, is to stay."""
 
 
 class WorkerSide:
@@ -244,11 +246,9 @@ class WorkerSide:
             if self._spoilt and not self._spoilt.isdisjoint(order.block_ids[0]):
                 continue
             for number, keys in order.parts:
-                self._copy_out(self._groups[number], keys, order.block_ids)
+                self._copy_out(self._groups[number], keys, order)
 
-    def _copy_out(
-        self, group: GroupSide, keys: Sequence[ChunkKey], block_ids: Sequence[Sequence[int]]
-    ) -> None:
+    def _copy_out(self, group: GroupSide, keys: Sequence[ChunkKey], order: SaveOrder) -> None:
         for at, key in enumerate(keys if group.writes else ()):
             if not self._saves_guard.allows():
                 self.stats.add("vua_chunks_saved_total", len(keys) - at, "paused")
@@ -258,9 +258,10 @@ class WorkerSide:
                 self.stats.add("vua_chunks_saved_total", len(keys) - at, "dropped")
                 self._warn_once("full", "storage is slower than the engine: chunks are not stored")
                 return  # a later chunk without its prefix would never be found
-            group.gather(slab, key, block_ids)
+            group.gather(slab, key, order.block_ids)
             self._count_pending(1)
-            self._savers.submit(self._write, _Save(group, group.store, key, slab))
+            pin = order.hints.pin and at == len(keys) - 1  # holds those before it too
+            self._savers.submit(self._write, _Save(group, group.store, key, slab, pin))
 
     def _write(self, attempt: Attempt[_Save]) -> None:
         save = attempt.what
@@ -268,6 +269,8 @@ class WorkerSide:
         try:
             written = save.store.save(save.key, save.slab.memory, shard=save.group.shard)
             outcome = "written" if written else "present"
+            if save.pin and save.store.keeper is not None:
+                save.store.keeper.pin(save.key.name)
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
         except Exception:
