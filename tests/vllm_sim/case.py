@@ -283,7 +283,7 @@ def slow_storage(case: Case) -> Iterator[None]:
         yield
 
 
-WARNINGS = {"does not answer": "lookup timeouts", "slower than the engine": "full save queues"}
+WARNINGS = {"lookups fail or hang": "lookup pauses", "slower than the engine": "full save queues"}
 """What the connector's warnings tell, by a part of their text."""
 
 

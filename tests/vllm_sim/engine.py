@@ -133,8 +133,10 @@ def kv_cache_config(settings: Settings) -> Any:
 class Load:
     """A load that is running."""
 
+    tokens: int
+    """How many were promised."""
     blocks: list[int]
-    """The blocks that it fills."""
+    """The blocks that it fills, where vLLM recomputes single blocks; else none."""
     failed: set[int] = field(default_factory=set)
 
 
@@ -243,8 +245,10 @@ class Engine:
         for order in output.kv_connector_metadata.loads:
             if order.request_id in self.loading:
                 raise Wrong(f"{order.request_id}: a second load was ordered beside the first")
-            first, last = order.start // self._block_size, -(-order.stop // self._block_size)
-            self.loading[order.request_id] = Load(order.block_ids[first:last])
+            (part,), (table,) = order.parts, order.block_ids
+            first, last = part.start // self._block_size, -(-part.stop // self._block_size)
+            tokens = part.stop - part.start
+            self.loading[order.request_id] = Load(tokens, table[first:last])
             self._turns[order.request_id] += 1
             self.counts["loads"] += 1
             if self._turns[order.request_id] > LOADS_PER_TURN:
@@ -261,8 +265,8 @@ class Engine:
             load = self.loading.pop(request_id, None)
             if load is None:
                 raise Wrong(f"{request_id} is reported as received and was not loading")
-            good = len(load.blocks) - len(load.failed)
-            self.counts["loaded tokens"] += good * self._block_size
+            lost = len(load.failed) * self._block_size
+            self.counts["loaded tokens"] += load.tokens - lost
 
     def reset_prefix_cache(self, *, running: bool) -> None:
         """Forget vLLM's own prefix cache, with ``running`` by preempting all requests."""
