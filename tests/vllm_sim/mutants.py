@@ -252,7 +252,7 @@ def chunks_come_from_the_wrong_place(patches: ExitStack) -> None:
     instead(patches, Slab, "arrays", lambda original, self, _chunk: original(self, 0))
 
 
-@mutation(prefix_caching=True, block_sizes=(16, 16), chunk_tokens=96, room=3.0)
+@mutation(prefix_caching=True, block_sizes=(16, 16), chunk_tokens=96, requests=10, room=2.0)
 def chunks_are_not_cut_at_the_start(patches: ExitStack) -> None:
     """A load that begins inside a chunk takes the chunk's first tokens."""
 
