@@ -169,9 +169,7 @@ class SchedulerSide:
     def _part(self, number: int, local_tokens: int, stop: int, found: Found) -> GroupLoad:
         """What to load of one group: nothing of what vLLM has, and of a window no more than it."""
         group, size = self._model.groups[number], self._model.chunk_tokens
-        start = group.first_needed(stop)
-        start -= start % min(size, *(self._model.block_sizes[table] for table in group.tables))
-        start = max(start, local_tokens)
+        start = max(self._model.first_loaded(group, stop), local_tokens)
         keys = found.keys.first(-(-stop // size))[start // size :]
         return GroupLoad(number, start, stop, keys)
 
