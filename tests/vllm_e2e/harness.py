@@ -49,11 +49,21 @@ class Batch:
     prompts: Sequence[Sequence[int]]
     salt: str | None = None
     max_tokens: int = MAX_TOKENS
+    loras: Sequence[str | None] = ()
+    """Per prompt the directory of its adapter; empty: none has one."""
+    abort: Sequence[int] = ()
+    """Prompts whose requests are aborted while they are loaded, see `aborts`."""
 
     def describe(self) -> dict[str, Any]:
         """The driver's form of it."""
-        salts = [self.salt] * len(self.prompts)
-        return {"prompts": self.prompts, "salts": salts, "max_tokens": self.max_tokens}
+        count = len(self.prompts)
+        return {
+            "prompts": self.prompts,
+            "salts": [self.salt] * count,
+            "max_tokens": self.max_tokens,
+            "loras": list(self.loras) or [None] * count,
+            "abort": self.abort,
+        }
 
 
 RESET = Batch((), max_tokens=0)
@@ -74,6 +84,8 @@ class Phase:
     """Further settings of kv_transfer_config."""
     strike: str | None = None
     """What happens to all files whenever a lookup has answered."""
+    trouble: dict[str, Any] = field(default_factory=dict)
+    """What else goes wrong meanwhile, see `trouble.trouble`."""
 
     def describe(self) -> dict[str, Any]:
         """The driver's form of it."""
@@ -97,6 +109,8 @@ class Phase:
         described = {"engine": settings, "steps": steps}
         if self.root is not None:
             described["transfer"] = self._transfer(self.root)
+        if self.trouble:
+            described["trouble"] = self.trouble
         if self.strike:
             described |= {"strike_after_lookup": self.strike, "strike_at": str(self.root)}
         return described
@@ -129,7 +143,8 @@ class Served:
     so with those that a failed load did not bring."""
     finish: list[str]
     counts: dict[str, int]
-    """Events of the worker's store, "tokens_loaded" into the engine's cache, "preemptions".
+    """Events of the worker's store, "tokens_loaded" into the engine's cache, "tokens_drafted",
+    "preemptions", files "struck" by a storm.
     With several workers there are only the last."""
     problem: str | None
     log: str
