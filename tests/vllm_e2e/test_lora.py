@@ -68,7 +68,9 @@ class LoraTest(EngineTest):
         self.assertEqual(3, len(set(map(tuple, expected))))  # they do change the tokens
         self.assertEqual(30, len(stored(self.root)))
 
-        for batches in (in_turn, [self.ask(one, two, None)]):
+        # A request without adapter in one batch with others gets theirs in vLLM 0.32's CPU build,
+        # with or without a connector: so it comes by itself.
+        for batches in (in_turn, [self.ask(one, two), self.ask(None)]):
             warm = self.warm(*batches)
             self.assertEqual([expected, [640] * 3], [warm.tokens, warm.cached])
             self.assertEqual(3 * 640, warm.counts["tokens_loaded"])
