@@ -185,7 +185,7 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 
 def adapter(path: str | None) -> Any:
-    """vLLM's request for the LoRA adapter in a directory."""
+    """What vLLM asks for the LoRA adapter in a directory by."""
     from vllm.lora.request import LoRARequest
 
     return path and LoRARequest(Path(path).name, 1 + zlib.crc32(path.encode()), path)

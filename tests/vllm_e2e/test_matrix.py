@@ -45,14 +45,14 @@ class Kind:
 
     model: Callable[[], Path]
     blocks: int
-    """A pool in which one request of 1024 tokens fits (what its windows hold), six of 420 do not."""
+    """A pool in which a request of 1024 tokens fits (of windows what they hold), not six of 420."""
     window: bool = False
     """Whether it has layers with a window beside others: where a second prompt leaves the first
     one, the window was not stored."""
 
     @property
     def engine(self) -> dict[str, Any]:
-        """vLLM's settings for it."""
+        """Settings of vLLM for it."""
         return {"model": str(self.model())}
 
 
@@ -155,7 +155,7 @@ class MatrixTest(EngineTest):
         single = self.serve(batch, engine=KINDS["gpt-oss"].engine)
 
         self.assertEqual(
-            self.baseline(batch, engine=KINDS["gpt-oss"].engine) + [[512]],
+            [*self.baseline(batch, engine=KINDS["gpt-oss"].engine), [512]],
             [*single.tokens, single.cached],
         )
 
@@ -163,11 +163,11 @@ class MatrixTest(EngineTest):
     def test_each_way_by_itself(self) -> None:
         """Every cell with a directory and engines of its own, and with its negative control."""
         for name in KINDS:
-            for way in WAYS:
-                with self.subTest(name, way=way):
+            for title, way in WAYS.items():
+                with self.subTest(name, way=title):
                     self.setUp()
-                    self.check(name, WAYS[way])
-                    self.check_noise(WAYS[way].batches)
+                    self.check(name, way)
+                    self.check_noise(way.batches)
 
     @soak
     def test_rows_on_two_workers(self) -> None:

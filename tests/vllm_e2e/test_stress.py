@@ -1,4 +1,4 @@
-"""Many requests, little room, a directory under attack: never another token, never a lost request."""
+"""Many requests, little room, a directory under attack: no other token, no lost request."""
 
 from __future__ import annotations
 

@@ -36,9 +36,7 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
 
 
 @contextmanager
-def _storm(
-    counts: MutableMapping[str, int], *, at: str, seed: int, one_of: int
-) -> Iterator[None]:
+def _storm(counts: MutableMapping[str, int], *, at: str, seed: int, one_of: int) -> Iterator[None]:
     """Damage, cut or delete one of so many files, each soon after it has come into being."""
     over = threading.Event()
     thread = threading.Thread(target=_rage, args=(counts, Path(at), seed, one_of, over))
