@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from vua import __version__
+from vua.cli.bench import add_arguments, bench
 from vua.cli.inspection import inspect
 from vua.cli.listing import ls
 from vua.cli.text import UNUSABLE, as_json
@@ -38,6 +39,9 @@ def _parser() -> argparse.ArgumentParser:
 
     one = commands.add_parser("verify", parents=[common], help="read every file and check it")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
+
+    one = commands.add_parser("bench", parents=[common], help="measure VUA, or a directory")
+    add_arguments(one)
     return parser
 
 
@@ -51,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = ls(options.directory, long=options.long, write=write)
         elif options.command == "inspect":
             code = inspect(options.files, write=write)
+        elif options.command == "bench":
+            code = bench(options, write=write)
         else:
             code = verify(options.directory, write=write)
         sys.stdout.flush()
