@@ -219,7 +219,7 @@ class WorkerSide:
         save = attempt.what
         outcome, began = "error", time.monotonic()
         try:
-            written = save.group.store.save(save.key, save.slab.memory, shard=save.group.shard)
+            written = save.group.saver(save.slab).save(save.key)
             outcome = "written" if written else "present"
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
