@@ -152,8 +152,7 @@ class FsNative(Pool):
         """The current generation's keys."""
         first = self.generation * 1_000_000
         return [
-            ObjectKey((first + n).to_bytes(32, "big"), "bench", 0)
-            for n in range(len(self.source))
+            ObjectKey((first + n).to_bytes(32, "big"), "bench", 0) for n in range(len(self.source))
         ]
 
     def files(self) -> list[str]:
@@ -173,9 +172,7 @@ class FsNative(Pool):
     def load(self) -> None:
         """Submit all chunks and wait for the completion."""
         task = self.adapter.submit_load_task(self.keys(), self.results)
-        self._wait(
-            self.adapter.get_load_event_fd(), lambda: self.adapter.query_load_result(task)
-        )
+        self._wait(self.adapter.get_load_event_fd(), lambda: self.adapter.query_load_result(task))
 
     @staticmethod
     def _wait(fd: int, ask: Any) -> Any:

@@ -24,8 +24,9 @@ BUILD = (
 # What LMCache's storage imports and the base environment lacks; not all of its requirements, of
 # which most are clients of other stores.
 NEEDED = (
-    "aiofile", "aiofiles", "sortedcontainers", "blake3", "msgspec", "pyyaml", "aiohttp", "httptools",
-    "nvtx", "redis", "xxhash", "safetensors", "py-cpuinfo", "psutil", "prometheus_client", "cachetools",
+    "aiofile", "aiofiles", "sortedcontainers", "blake3", "msgspec", "pyyaml", "aiohttp",
+    "httptools", "nvtx", "redis", "xxhash", "safetensors", "py-cpuinfo", "psutil",
+    "prometheus_client", "cachetools",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""How other stores write and read the same bytes, each by its own code (or, where it has none that
-can be called alone, by the same library calls on the same files).
+"""How other stores write and read the same bytes, each by its own code.
 
-Every store loads into memory that is used again; what hands out its own memory is copied there.
+Where that cannot be called alone, by the same library calls on the same files. Every store loads
+into memory that is used again; what hands out its own memory is copied there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Store:
         """Delete the current files and choose new names; untimed."""
         for path in self.files():
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                Path(path).unlink()
         self.generation += 1
 
     def save(self) -> None:
@@ -71,7 +71,7 @@ class Raw(Store):
             fd = os.open(path + ".tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             os.pwritev(fd, [chunk], 0)
             os.close(fd)
-            os.rename(path + ".tmp", path)
+            Path(path + ".tmp").rename(path)
 
     def load(self) -> None:
         """Open, preadv, close."""

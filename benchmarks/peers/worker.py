@@ -39,12 +39,10 @@ class Worker:
         for name, kind in list(self.classes.items()):
             try:
                 store = kind(self.root / f"{self.made}-{len(self.stores)}", source, layers)
-                store.save()
-                store.target[:] = 0
-                store.load()
-                if not np.array_equal(store.loaded(), source):
-                    raise RuntimeError("it loaded other bytes than were saved")
-            except Exception as problem:  # a peer that does not run here is left out, with its reason
+                check(store)
+            except (
+                Exception
+            ) as problem:  # a peer that does not run here is left out, with its reason
                 if not trial:
                     raise
                 self.missing[name] = f"{type(problem).__name__}: {problem}"[:300]
@@ -81,6 +79,15 @@ class Worker:
         return {"seconds": time.perf_counter() - start}
 
 
+def check(store: stores.Store) -> None:
+    """Raise unless the store loads what it saved."""
+    store.save()
+    store.target[:] = 0
+    store.load()
+    if not np.array_equal(store.loaded(), store.source):
+        raise RuntimeError("it loaded other bytes than were saved")
+
+
 def main() -> int:
     """Answer until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
@@ -92,7 +99,7 @@ def main() -> int:
         for line in sys.stdin:
             try:
                 found = worker.answer(json.loads(line))
-            except Exception as problem:  # the other side decides what it means
+            except Exception as problem:  # noqa: BLE001 - the other side decides what it means
                 found = {"error": f"{type(problem).__name__}: {problem}"}
             print(json.dumps(found), file=answers, flush=True)
         worker.close()

@@ -29,9 +29,7 @@ def moves(bench: Bench) -> Iterator[Row]:
             yield from _form(bench, axes, f"{name}, blocks of {block}", heads, dim, block)
 
 
-def _form(
-    bench: Bench, axes: str, name: str, heads: int, dim: int, block: int
-) -> Iterator[Row]:
+def _form(bench: Bench, axes: str, name: str, heads: int, dim: int, block: int) -> Iterator[Row]:
     import torch
 
     from vua.device import PagedCache, gather, scatter, slots_of
@@ -70,4 +68,3 @@ def _form(
         yield timings.row("C4", name, arm, "memcpy", nbytes=nbytes, target=0.9)
         yield timings.row("C4", name, arm, "index_select", nbytes=nbytes)
     yield timings.row("C4", name, "index_select", "memcpy", nbytes=nbytes)
-

@@ -13,7 +13,7 @@ from vua.bench.suite import Bench
 __all__ = ["miss_overhead", "recovered"]
 
 _TIMEOUT_S = 900
-_REASON = "no --engine; benchmarks/peers/engine.py measures it with vLLM on this machine, in minutes"
+_REASON = "no --engine; benchmarks/engine.py measures it with vLLM in minutes"
 
 
 def miss_overhead(bench: Bench) -> Iterator[Row]:
@@ -28,7 +28,7 @@ def miss_overhead(bench: Bench) -> Iterator[Row]:
 
 
 def recovered(bench: Bench) -> Iterator[Row]:
-    """C6: the part of the prefill that a hit saves, and what is left over the engine's own cache."""
+    """C6: the part of the prefill that a hit saves, and the engine's own prefix cache saves."""
     found = _ask(bench, "C6")
     if found is None:
         return

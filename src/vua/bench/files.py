@@ -60,21 +60,23 @@ class RawFile:
             self._calls.append((part.ctypes.data, len(part), at))
             at += int(part[:, 1].sum())
 
-    def read(self, flags: int = 0) -> None:
-        """Open, read everything, close."""
+    def read(self, flags: int = 0) -> int:
+        """Open, read everything, close; return how much that was."""
         fd = os.open(self.path, os.O_RDONLY | flags)
-        done = sum(_LIBC.preadv(fd, address, count, at) for address, count, at in self._calls)
+        done: int = sum(_LIBC.preadv(fd, address, count, at) for address, count, at in self._calls)
         os.close(fd)
         expect(f"{self.path}: read {done} of {self.nbytes} bytes", holds=done == self.nbytes)
+        return done
 
-    def write(self, flags: int = 0) -> None:
-        """Write everything to a temporary name beside the file, close, rename."""
+    def write(self, flags: int = 0) -> int:
+        """Write everything to a temporary name beside the file, close, rename; return how much."""
         temporary = f"{self.path}.tmp"
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600)
-        done = sum(_LIBC.pwritev(fd, address, count, at) for address, count, at in self._calls)
+        done: int = sum(_LIBC.pwritev(fd, address, count, at) for address, count, at in self._calls)
         os.close(fd)
         os.rename(temporary, self.path)
         expect(f"{self.path}: wrote {done} of {self.nbytes} bytes", holds=done == self.nbytes)
+        return done
 
 
 def in_buffer(paths: Sequence[str], buffer: Buffer, nbytes: int) -> list[RawFile]:

@@ -56,7 +56,7 @@ class Stored:
         return load
 
     def check(self, memory: Memory, load: Callable[[], None]) -> None:
-        """Raise unless ``load`` brings the bytes that were stored, and memory without it differs."""
+        """Raise unless ``load`` brings the bytes that were stored, into memory that differs."""
         memory.words[:] = 0
         tokens = self.source.tokens()
         expect("control: wiped memory", holds=not np.array_equal(memory.tokens(), tokens))
@@ -78,13 +78,13 @@ def warm(bench: Bench) -> Iterator[Row]:
         bench.drop(root)
 
 
-def _idle(
-    bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
-) -> Iterator[Row]:
+def _idle(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]) -> Iterator[Row]:
     case = stored.case
     files = stored.raw_files(memory)
     arms = {
-        "memcpy": Arm(partial(np.copyto, memory.words.reshape(-1), stored.source.words.reshape(-1))),
+        "memcpy": Arm(
+            partial(np.copyto, memory.words.reshape(-1), stored.source.words.reshape(-1))
+        ),
         "raw preadv": Arm(lambda: [file.read() for file in files]),
         "load": Arm(load),
         "load, one thread": Arm(partial(one_thread, load)),
@@ -104,9 +104,7 @@ def _idle(
         yield row(arm, "memcpy" if arm == "raw preadv" else "raw preadv")
 
 
-def _busy(
-    bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
-) -> Iterator[Row]:
+def _busy(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]) -> Iterator[Row]:
     """Beside a thread that computes in Python, as an engine's."""
     if memory.place == "dense":
         return

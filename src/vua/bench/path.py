@@ -51,15 +51,15 @@ class Demand:
 
     @classmethod
     def of(cls, model: str, prefill_tokens_s: float, ranks: int = 1) -> Demand:
-        """Return the demand of a model by name, or by its bytes per token. Raises InputError."""
+        """Return the demand of a model by name, or by its bytes per token."""
         if prefill_tokens_s <= 0 or ranks < 1:
             raise InputError(f"prefill {prefill_tokens_s} tokens/s, {ranks} ranks: expected more")
         if model.isdigit():
             return cls(f"{model} bytes/token", int(model), prefill_tokens_s)
         if model not in MODELS:
             raise InputError(
-                f"model {model!r} is not known here; give its bytes of K and V per token, or one of "
-                f"{', '.join(MODELS)}"
+                f"model {model!r} is not known here; give its bytes of K and V per token, or one "
+                f"of {', '.join(MODELS)}"
             )
         layout = layout_of(model)
         share = 1 if layout.kv_heads == 1 else ranks  # an MLA rank holds the whole latent
@@ -160,7 +160,7 @@ def _bandwidth(
     paths = [str(home / f"{size}-{n}") for n in range(count)]
     files = in_buffer(paths, Buffer(count * size), size)
     flag = getattr(os, "O_DIRECT", 0)
-    ways: list[tuple[str, Callable[[RawFile], None], bool]] = [
+    ways: list[tuple[str, Callable[[RawFile], object], bool]] = [
         ("write", lambda file: file.write(), False),
         ("read, warm", lambda file: file.read(), False),
         ("read, cold", lambda file: file.read(), True),
@@ -189,7 +189,7 @@ def _bandwidth(
 
 
 def _round(
-    files: Sequence[RawFile], way: Callable[[RawFile], None], threads: int, *, cold: bool
+    files: Sequence[RawFile], way: Callable[[RawFile], object], threads: int, *, cold: bool
 ) -> float:
     if cold:
         cool([file.path for file in files])
@@ -208,9 +208,7 @@ def _round(
     return sum(file.nbytes for file in files) / (time.perf_counter() - start) / 1e9
 
 
-def _worth(
-    demand: Demand, speeds: Sequence[Speed], rates: dict[str, float]
-) -> dict[str, object]:
+def _worth(demand: Demand, speeds: Sequence[Speed], rates: dict[str, float]) -> dict[str, object]:
     """Where loading beats computing: ``n / prefill > fixed + n * bytes / bandwidth``."""
     needed = demand.token_nbytes * demand.prefill_tokens_s / 1e9
     cases = list(_states(demand, speeds, rates, needed))

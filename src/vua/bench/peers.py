@@ -68,7 +68,7 @@ class Peers:
             raise MeasurementError(f"the peers' worker: {answer['error']}")
         return answer
 
-    def __enter__(self) -> Peers:
+    def __enter__(self) -> Peers:  # noqa: PYI034 - Self needs Python 3.11
         return self
 
     def __exit__(

@@ -46,7 +46,8 @@ def write_forever(root: Path, case: Case, seed: int) -> None:
         memory.words[:] = number % _PATTERN + 1
         store.save(keys_of(case.layout, 1, seed * 1_000_000 + number)[0], memory.map)
         if number == 0:
-            print("writing", flush=True)
+            sys.stdout.write("writing\n")
+            sys.stdout.flush()
 
 
 @contextmanager
@@ -92,9 +93,7 @@ def sharing(bench: Bench) -> Iterator[Row]:
         "load alone": Arm(load),
         "load beside a writer": Arm(partial(beside, load)),
         "raw preadv alone": Arm(lambda: [file.read() for file in files]),
-        "raw preadv beside a writer": Arm(
-            partial(beside, lambda: [file.read() for file in files])
-        ),
+        "raw preadv beside a writer": Arm(partial(beside, lambda: [file.read() for file in files])),
     }
     timings = measure(arms, "load alone", bench.rounds(3), warm=False)
     row = partial(timings.row, "C13", case.name, nbytes=case.nbytes)
@@ -124,7 +123,9 @@ def _killed(bench: Bench, root: Path, case: Case, first: int) -> Row:
     expect("chunks of killed writers", holds=found >= kills)
     share = torn / found
     name = f"{found} chunks of {kills} killed writers"
-    return Row("C13", name, "torn or wrong", "chunks", share, share, share, target=0.0, better="lower")
+    return Row(
+        "C13", name, "torn or wrong", "chunks", share, share, share, target=0.0, better="lower"
+    )
 
 
 def bursts(bench: Bench) -> Iterator[Row]:
@@ -191,6 +192,4 @@ def _burst(
 
 
 if __name__ == "__main__":
-    write_forever(
-        Path(sys.argv[1]), TINY[0] if sys.argv[3] == "1" else CASES[1], int(sys.argv[2])
-    )
+    write_forever(Path(sys.argv[1]), TINY[0] if sys.argv[3] == "1" else CASES[1], int(sys.argv[2]))

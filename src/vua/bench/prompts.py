@@ -22,7 +22,7 @@ Place = Literal["dense", "paged", "staged"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One geometry: a chunk's layout (2-byte elements), how many chunks, tokens of a paged block."""
+    """One geometry, in elements of 2 bytes."""
 
     name: str
     layout: KVLayout

@@ -16,18 +16,28 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from vua.bench.measure import Row, expect, percentile
-from vua.bench.prompts import staged
 from vua.bench.suite import Bench
 from vua.directory import create_store
 from vua.errors import InputError
 from vua.identity import Identity
 from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout
-from vua.store import Store
+from vua.slab import Slab
 
-__all__ = ["Replayed", "Request", "belady", "bounded", "hits", "lru", "multi_round", "read", "replay"]
+__all__ = [
+    "Replayed",
+    "Request",
+    "belady",
+    "bounded",
+    "hits",
+    "lru",
+    "multi_round",
+    "read",
+    "replay",
+]
 
 BLOCK_TOKENS: Final = 512
 _SUITE_REQUESTS: Final = 1000
@@ -92,7 +102,7 @@ class Replayed:
 
 def read(path: Path, limit: int | None = None) -> list[Request]:
     """Read a trace's first ``limit`` requests. Raises InputError, OSError."""
-    found = []
+    found: list[Request] = []
     with path.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, 1):
             if limit is not None and len(found) == limit:
@@ -113,7 +123,7 @@ def read(path: Path, limit: int | None = None) -> list[Request]:
 def multi_round(users: int, rounds: int, blocks: int) -> list[Request]:
     """Return a generated chat: each round repeats the user's history and adds ``blocks``."""
     history: list[list[int]] = [[0] for _ in range(users)]  # one block that all have in common
-    ids, found = iter(range(1, 1 << 31)), []
+    ids, found = iter(range(1, 1 << 31)), list[Request]()
     for _ in range(rounds):
         for one in history:
             one += [next(ids) for _ in range(blocks)]
@@ -163,10 +173,8 @@ def replay(root: Path, requests: Sequence[Request], show: Callable[[str], None])
     )  # fmt: skip
 
 
-def staged_ids(layout: KVLayout, chunks: int) -> tuple[Any, Any]:
+def staged_ids(layout: KVLayout, chunks: int) -> tuple[npt.NDArray[np.uint64], Slab]:
     """Return the first word of each chunk's place, ``[chunks]``, and the slab they lie in."""
-    from vua.slab import Slab
-
     slab = Slab(layout, layout.full, chunks)
     return slab.bytes.view(np.uint64).reshape(chunks, -1)[:, 0], slab
 

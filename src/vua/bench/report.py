@@ -90,7 +90,9 @@ def _chart(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _grid(longest: float, scale: float) -> Iterator[str]:
-    step = next(s for s in (10.0**n * m for n in range(-2, 9) for m in (1, 2, 5)) if longest / s < 7)
+    step = next(
+        s for s in (10.0**n * m for n in range(-2, 9) for m in (1, 2, 5)) if longest / s < 7
+    )
     for number in range(int(longest / step) + 1):
         x = _LEFT + number * step * scale
         colour = "#444" if number * step == 1 else "#ddd"
@@ -103,8 +105,10 @@ def _bar(row: Mapping[str, Any], y: float, scale: float) -> list[str]:
     low, high = (_LEFT + row[name] * scale for name in ("low", "high"))
     parts = [
         _text(24, y + 12, f"{row['arm']} / {row['of']}"),
-        f'<rect x="{_LEFT}" y="{y}" width="{length:.1f}" height="{_BAR}" '
-        f'fill="{_COLOURS[row["met"]]}"/>',
+        (
+            f'<rect x="{_LEFT}" y="{y}" width="{length:.1f}" height="{_BAR}" '
+            f'fill="{_COLOURS[row["met"]]}"/>'
+        ),
         f'<line x1="{low:.1f}" y1="{middle}" x2="{high:.1f}" y2="{middle}" stroke="black"/>',
         _text(max(_LEFT + length, high) + 4, y + 12, _number(row["ratio"])),
     ]

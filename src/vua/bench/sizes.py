@@ -94,6 +94,4 @@ def _shards(layout: KVLayout, ranks: int) -> list[Shard]:
     if layout.kv_heads == 1:
         return [layout.full]
     step = layout.kv_heads // ranks
-    return [
-        Shard(0, layout.layers, n * step, (n + 1) * step, layout.group) for n in range(ranks)
-    ]
+    return [Shard(0, layout.layers, n * step, (n + 1) * step, layout.group) for n in range(ranks)]

@@ -49,7 +49,7 @@ class Settings:
     peers: Sequence[str] = ()
     """Command of the peers' worker (benchmarks/peers/worker.py)."""
     engine: Sequence[str] = ()
-    """Command of the engine's worker (benchmarks/peers/engine.py)."""
+    """Command of the engine's worker (benchmarks/engine.py)."""
     trace: Path | None = None
     """A request trace for C7 and C11; a generated one otherwise."""
     largest: int = 100_000

@@ -107,7 +107,11 @@ def _replay(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: 
     reference = {} if options.reference is None else belady(options.reference, len(requests))
     capacities = sorted(reference) or [1953, 5859, 19531, 58593]
     bounded = [
-        {"blocks": capacity, "LRU, simulated": lru(requests, capacity), **reference.get(capacity, {})}
+        {
+            "blocks": capacity,
+            "LRU, simulated": lru(requests, capacity),
+            **reference.get(capacity, {}),
+        }
         for capacity in capacities
     ]
     return {"version": 1, "trace": options.target.name, **done.describe(), "bounded": bounded}
@@ -145,7 +149,9 @@ def _print_path(report: dict[str, Any]) -> None:
         print("\n--model and --prefill tell which prompt lengths are worth loading")
         return
     model = worth["model"]
-    print(f"\n{model['name']}, {model['prefill_tokens_s']:g} tokens/s: worth loading above ", end="")
+    print(
+        f"\n{model['name']}, {model['prefill_tokens_s']:g} tokens/s: worth loading above ", end=""
+    )
     print(f"{worth['break_even_gb_s']:.3f} GB/s")
     rows = [
         [case["files"], f"{case['gb_s']:.2f}", f"{case['speed_up_bound']:.1f}",
@@ -156,7 +162,9 @@ def _print_path(report: dict[str, Any]) -> None:
 
 
 def _print_replay(report: dict[str, Any]) -> None:
-    print(f"{report['requests']:,} requests, {report['tokens']:,} tokens, {report['seconds']:.0f} s")
+    print(
+        f"{report['requests']:,} requests, {report['tokens']:,} tokens, {report['seconds']:.0f} s"
+    )
     for name in ("token_hit_ratio", "hit_ratio", "ideal_ratio"):
         print(f"{name.replace('_', ' ')}: {report[name]:.4f}")
     p50, p90, p99 = report["lookup_ms"]
