@@ -161,8 +161,16 @@ def format_() -> int:
 
 
 def bench(*arguments: str) -> int:
-    """Measures the byte path (benchmarks/bytepath.py)."""
-    return run("benchmarks/bytepath.py", *arguments)
+    """Runs the benchmark suite, with the other stores where `dev.py peers` has installed them."""
+    peers = ROOT / ".venv-peers" / "bin" / "python"
+    worker = ROOT / "benchmarks" / "peers" / "worker.py"
+    words = ["--peers", shlex.join([str(peers), str(worker)])] if peers.exists() else []
+    return run("-m", "vua.cli", "bench", *words, *arguments)
+
+
+def peers(*arguments: str) -> int:
+    """Installs the stores that the suite compares with, into .venv-peers."""
+    return run("benchmarks/peers/setup.py", *arguments)
 
 
 def soak(*arguments: str) -> int:
@@ -175,7 +183,9 @@ def ci() -> int:
     return lint() or test() or demo("--quick")
 
 
-TARGETS = {f.__name__.rstrip("_"): f for f in (setup, demo, test, lint, format_, bench, soak, ci)}
+TARGETS = {
+    f.__name__.rstrip("_"): f for f in (setup, demo, test, lint, format_, bench, peers, soak, ci)
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -168,7 +168,7 @@ class FsTierDirect(FsTier):
     direct = True
 
 
-def known() -> Iterator[tuple[str, type[Store]]]:
+def known(*, lmcache: bool) -> Iterator[tuple[str, type[Store]]]:
     """Names and classes; those that cannot be made here say why when they are made."""
     yield "raw, in the peers' process", Raw
     yield "safetensors", Safetensors
@@ -176,6 +176,8 @@ def known() -> Iterator[tuple[str, type[Store]]]:
     yield "vLLM ExampleConnector's files", ExampleConnector
     yield "vLLM fs tier", FsTier
     yield "vLLM fs tier, O_DIRECT", FsTierDirect
+    if not lmcache:
+        return
     try:
         import lmcache_stores
     except ImportError as problem:

@@ -1,7 +1,8 @@
-"""Other stores for `vua bench --peers`: `PYTHON benchmarks/peers/worker.py DIRECTORY`.
+"""Other stores for `vua bench --peers`: `PYTHON benchmarks/peers/worker.py [NAME...] DIRECTORY`.
 
 Speaks JSON lines, one answer per question, and does nothing between them, so that its arms take
-turns with all others. See vua/bench/peers.py for the questions.
+turns with all others. With names (`raw`, `safetensors`: how they begin) only those stores. See
+vua/bench/peers.py for the questions.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import stores
 class Worker:
     """Keeps every store with the same chunks."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, only: tuple[str, ...]) -> None:
         """Find out which stores work here, with small chunks."""
         self.root, self.made = root, 0
-        self.classes = dict(stores.known())
+        known = (one for one in stores.known(lmcache=not only) if one[0].startswith(only or ""))
+        self.classes = dict(known)
         self.missing: dict[str, str] = {}
         self.stores: dict[str, stores.Store] = {}
         self.prepare(nbytes=65536, chunks=2, layers=2, trial=True)
@@ -93,7 +95,7 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a peer prints goes to the error output
     with contextlib.redirect_stdout(sys.stderr):
-        worker = Worker(Path(sys.argv[1]))
+        worker = Worker(Path(sys.argv[-1]), tuple(sys.argv[1:-1]))
         hello = {"arms": list(worker.classes), "missing": worker.missing}
         print(json.dumps(hello), file=answers, flush=True)
         for line in sys.stdin:

@@ -220,9 +220,9 @@ def _computes(_number: int) -> None:
 def by_store_size(bench: Bench) -> Iterator[Row]:
     """C10: lookup, save, load and opening, in stores of 1e3 chunks and more."""
     sizes, size = [], 300 if bench.tiny else 1000
-    while size <= (3000 if bench.tiny else bench.settings.largest):
+    while size <= (900 if bench.tiny else bench.settings.largest):
         sizes.append(size)
-        size *= 10
+        size *= 3 if bench.tiny else 10
     if not bench.tiny and sizes[-1] < 1_000_000:
         reason = f"takes some five minutes; --largest 1000000 does it (now {sizes[-1]:,})"
         bench.skip("C10", "1,000,000 chunks", reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -16,8 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from vua.bench.loads import Stored
 from vua.bench.measure import Arm, Row, expect, measure, percentile
@@ -52,6 +51,7 @@ def write_forever(root: Path, case: Case, seed: int) -> None:
 
 @contextmanager
 def _writer(root: Path, seed: int, *, tiny: bool) -> Iterator[subprocess.Popen[str]]:
+    """Run the writer, stopped at first; SIGCONT lets it write. Killed in the end, writing."""
     command = [sys.executable, "-m", "vua.bench.processes", str(root), str(seed), str(int(tiny))]
     here = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
@@ -61,6 +61,7 @@ def _writer(root: Path, seed: int, *, tiny: bool) -> Iterator[subprocess.Popen[s
     try:
         line = writer.stdout.readline() if writer.stdout else ""
         expect("the writing process", holds=line == "writing\n")
+        writer.send_signal(signal.SIGSTOP)
         yield writer
     finally:
         writer.kill()
@@ -71,47 +72,66 @@ def _writer(root: Path, seed: int, *, tiny: bool) -> Iterator[subprocess.Popen[s
 
 def sharing(bench: Bench) -> Iterator[Row]:
     """C13: loads while another process writes; then what a killed writer leaves."""
-    case = (TINY if bench.tiny else CASES)[1 if not bench.tiny else 0]
+    case = TINY[0] if bench.tiny else CASES[1]
     root = bench.place("shared")
     stored = Stored(root, case)
     memory = make("staged", case)
     load = stored.loader(memory)
     stored.check(memory, load)
     files = stored.raw_files(memory)
-    seeds = itertools.count(1)
 
-    def beside(work: Callable[[], object]) -> float:
-        with _writer(root, next(seeds), tiny=bench.tiny):
-            took = []
-            for _ in range(2 if bench.tiny else 15):
-                start = time.perf_counter()
-                work()
-                took.append(time.perf_counter() - start)
-        return percentile(took, 50)
+    def raw() -> None:
+        for file in files:
+            file.read()
 
-    arms = {
-        "load alone": Arm(load),
-        "load beside a writer": Arm(partial(beside, load)),
-        "raw preadv alone": Arm(lambda: [file.read() for file in files]),
-        "raw preadv beside a writer": Arm(partial(beside, lambda: [file.read() for file in files])),
-    }
-    timings = measure(arms, "load alone", bench.rounds(3), warm=False)
+    with _writer(root, 1, tiny=bench.tiny) as writer:
+
+        def beside(work: Callable[[], object]) -> float:
+            writer.send_signal(signal.SIGCONT)
+            try:
+                return median_s(work, 2 if bench.tiny else 15)
+            finally:
+                writer.send_signal(signal.SIGSTOP)
+
+        count = 2 if bench.tiny else 15
+        arms = {
+            "load alone": Arm(lambda: median_s(load, count)),
+            "load beside a writer": Arm(partial(beside, load)),
+            "raw preadv alone": Arm(lambda: median_s(raw, count)),
+            "raw preadv beside a writer": Arm(partial(beside, raw)),
+        }
+        timings = measure(arms, "load alone", bench.rounds(5))
+        writer.send_signal(signal.SIGCONT)
+        time.sleep(0.05)
     row = partial(timings.row, "C13", case.name, nbytes=case.nbytes)
     yield row("load beside a writer", "load alone", target=0.7)
     yield row("raw preadv beside a writer", "raw preadv alone")
     stored.check(memory, load)
-    yield _killed(bench, root, case, next(seeds))
+    kills = 1 if bench.tiny else 5
+    pause = random.Random(3)  # noqa: S311 - a pause, not a secret
+    for seed in range(2, kills + 1):
+        with _writer(root, seed, tiny=bench.tiny) as writer:
+            writer.send_signal(signal.SIGCONT)
+            time.sleep(0.05 + 0.2 * pause.random())
+    yield _killed(root, case, kills)
     bench.drop(root)
 
 
-def _killed(bench: Bench, root: Path, case: Case, first: int) -> Row:
-    """Kill writers in the middle; every chunk is then whole or not there."""
-    pause, torn, found = random.Random(3), 0, 0  # noqa: S311 - a pause, not a secret
-    kills = 1 if bench.tiny else 4
-    for seed in range(first, first + kills):
-        with _writer(root, seed, tiny=bench.tiny):
-            time.sleep(0.05 + 0.2 * pause.random())
-        store, memory = _shared(root, case), staged(case.layout, 1)
+def median_s(work: Callable[[], object], count: int) -> float:
+    """Return the median time of ``count`` calls in seconds."""
+    took = []
+    for _ in range(count):
+        start = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - start)
+    return percentile(took, 50)
+
+
+def _killed(root: Path, case: Case, kills: int) -> Row:
+    """Every chunk of killed writers is whole or not there."""
+    store, memory = _shared(root, case), staged(case.layout, 1)
+    torn = found = 0
+    for seed in range(1, kills + 1):
         for number in itertools.count():
             key = keys_of(case.layout, 1, seed * 1_000_000 + number)
             loaded = store.load(key, memory.map)
@@ -119,7 +139,7 @@ def _killed(bench: Bench, root: Path, case: Case, first: int) -> Row:
                 torn += loaded.reason != "missing"
                 break
             found += 1
-            torn += not np.array_equal(memory.words, np.full_like(memory.words, number % 64 + 1))
+            torn += bool((memory.words != number % _PATTERN + 1).any())
     expect("chunks of killed writers", holds=found >= kills)
     share = torn / found
     name = f"{found} chunks of {kills} killed writers"
