@@ -186,8 +186,16 @@ def format_() -> int:
 
 
 def bench(*arguments: str) -> int:
-    """Measures the byte path (benchmarks/bytepath.py)."""
-    return run("benchmarks/bytepath.py", *arguments)
+    """Runs the benchmark suite, with the other stores where `dev.py peers` has installed them."""
+    peers = ROOT / ".venv-peers" / "bin" / "python"
+    worker = ROOT / "benchmarks" / "peers" / "worker.py"
+    words = ["--peers", shlex.join([str(peers), str(worker)])] if peers.exists() else []
+    return run("-m", "vua.cli", "bench", *words, *arguments)
+
+
+def peers(*arguments: str) -> int:
+    """Installs the stores that the suite compares with, into .venv-peers."""
+    return run("benchmarks/peers/setup.py", *arguments)
 
 
 def soak(*arguments: str) -> int:
@@ -202,7 +210,7 @@ def ci() -> int:
 
 TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
-    for f in (setup, demo, test, test_oldest, lint, format_, bench, soak, ci)
+    for f in (setup, demo, test, test_oldest, lint, format_, bench, peers, soak, ci)
 }
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from vua import __version__
 from vua.bounds import Bounds
+from vua.cli.bench import add_arguments, bench
 from vua.cli.capacity import du, gc, ttl
 from vua.cli.inspection import inspect
 from vua.cli.listing import ls
@@ -43,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("verify", parents=[common], help="read every file and check it")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     _add_upkeep(commands, common)
+
+    one = commands.add_parser("bench", parents=[common], help="measure VUA, or a directory")
+    add_arguments(one)
     return parser
 
 
@@ -111,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = ls(options.directory, long=options.long, write=write)
         elif options.command == "inspect":
             code = inspect(options.files, write=write)
+        elif options.command == "bench":
+            code = bench(options, write=write)
         elif options.command == "verify":
             code = verify(options.directory, write=write)
         else:

@@ -23,7 +23,7 @@ from vua.directory import create_stores
 from vua.errors import StorageError
 from vua.keys import ChunkKey
 from vua.slab import Slab
-from vua.store import Store
+from vua.store import Saver, Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.group_side import GroupSide, Rank, Tables
 from vua.vllm.messages import LoadOrder, Orders, SaveOrder
@@ -45,8 +45,8 @@ class _Save:
     """One chunk on its way to storage."""
 
     group: GroupSide
-    store: Store
-    """Where to: after a reset what was computed before it must not get into the new epoch."""
+    saver: Saver
+    """Taken when it is copied: after a reset it must not get into the new epoch."""
     key: ChunkKey
     slab: Slab
     pin: bool = False
@@ -261,16 +261,17 @@ class WorkerSide:
             group.gather(slab, key, order.block_ids)
             self._count_pending(1)
             pin = order.hints.pin and at == len(keys) - 1  # holds those before it too
-            self._savers.submit(self._write, _Save(group, group.store, key, slab, pin))
+            self._savers.submit(self._write, _Save(group, group.saver(slab), key, slab, pin))
 
     def _write(self, attempt: Attempt[_Save]) -> None:
         save = attempt.what
         outcome, began = "error", time.monotonic()
         try:
-            written = save.store.save(save.key, save.slab.memory, shard=save.group.shard)
+            written = save.saver.save(save.key)
             outcome = "written" if written else "present"
-            if save.pin and save.store.keeper is not None:
-                save.store.keeper.pin(save.key.name)
+            keeper = save.saver.store.keeper
+            if save.pin and keeper is not None:
+                keeper.pin(save.key.name)
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
         except Exception:
