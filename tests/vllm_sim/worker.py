@@ -14,7 +14,6 @@ from typing import Any
 
 from vllm_sim.truth import Cache, Chain, Oracle, Shape, first_read
 
-
 NULL_BLOCK = 0
 """What vLLM puts into a table where a window needs nothing."""
 
@@ -106,7 +105,7 @@ class Worker:
                 row.tables = [list(table) for table in fresh]
             elif fresh is not None:
                 for table, more in zip(row.tables, fresh, strict=True):
-                    table += more
+                    table.extend(more)
 
     def _forward(self, output: Any) -> dict[str, list[int]]:
         """Write K/V, check all that attention would then read, sample.
