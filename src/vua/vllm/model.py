@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,23 @@ class Model:
     """Tokens per block of each of vLLM's cache groups."""
     latent: bool
     """Whether K and V are one latent (MLA)."""
+
+    def in_epoch(self, epoch: str) -> Model:
+        """The same cache in another epoch, so in another namespace."""
+        return replace(self, identity=replace(self.identity, epoch=epoch))
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of K and V of one token, all workers together."""
+        return sum(
+            group.layout.full.payload_nbytes(group.layout) // group.layout.chunk_tokens
+            for group in self.groups
+        )
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that each hold a part of it."""
+        return sum(len(row) for row in self.groups[0].shards)
 
     @property
     def chunk_tokens(self) -> int:

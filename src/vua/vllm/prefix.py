@@ -23,17 +23,20 @@ _MAX_PROBES: Final = 1000
 there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Found:
     """What a lookup learned about a prompt."""
 
     keys: KeyChain
+    """The prompt's chunks; later perhaps those of generated tokens too."""
     tokens: int
     """Tokens from its start on that can be loaded; ends with a block of every cache group."""
     stored: int
     """Leading chunks of which the leading groups' files are there."""
     windows: tuple[frozenset[int], ...]
     """Per group of layers, the chunks to store: of use only to groups with a window."""
+    prompt_chunks: int
+    """How many chunks the prompt has."""
 
 
 def find(
@@ -73,7 +76,7 @@ def find(
     if tokens < min(stored * size, most) // align * align:
         ends.add(stored)  # somebody else's prompt went another way here, others may follow
     windows = tuple(_window_chunks(model, group, ends) for group in model.groups)
-    return Found(keys, tokens, stored, windows)
+    return Found(keys, tokens, stored, windows, len(keys))
 
 
 def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]:
