@@ -35,12 +35,6 @@ RARE = (
     *("aborted loads", "deleted namespaces", "failed as a whole"),
     *("full save queues", "lookup pauses"),
 )
-    "aborted loads",
-    "failed as a whole",
-    "deleted namespaces",
-    "full save queues",
-    "lookup pauses",
-)
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
