@@ -39,10 +39,11 @@ def change_tables(patches: ExitStack, change: Callable[[str, list[list[int]]], A
     def build(original: Any, self: Any, output: Any) -> Any:
         state, seen = output.kv_connector_block_state, copy.copy(output)
 
-        def block_ids(request_id: str) -> Any:
-            return change(request_id, [list(t) for t in state.get_block_ids(request_id)])
-
-        seen.kv_connector_block_state = SimpleNamespace(get_block_ids=block_ids)
+        tables = {
+            request_id: change(request_id, [list(t) for t in state.get_block_ids(request_id)])
+            for request_id in output.num_scheduled_tokens
+        }
+        seen.kv_connector_block_state = SimpleNamespace(get_block_ids=tables.get)
         return original(self, seen)
 
     instead(patches, Connector, "build_connector_meta", build)
