@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from vua.store import Store
 
 __all__ = ["Stored", "cold", "warm"]
 
-_THREADS = 4
+_THREADS: Final = 4
 
 
 class Stored:
@@ -193,6 +195,8 @@ def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:
         size = files[0].nbytes
         direct = in_buffer(stored.paths, Buffer(case.chunks * (size + 4096)), size)
         arms["O_DIRECT"] = Arm(lambda: [file.read(os.O_DIRECT) for file in direct], cooled)
+        with_threads = partial(_in_threads, direct, os.O_DIRECT)
+        arms[f"O_DIRECT, {_THREADS} threads"] = Arm(with_threads, cooled)
         limit = "O_DIRECT"
     else:
         bench.skip("C2", "the O_DIRECT limit", why_not)
@@ -208,3 +212,14 @@ def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:
         if arm != limit:
             target = 0.9 if arm == "load" else None
             yield timings.row("C2", case.name, arm, limit, nbytes=case.nbytes, target=target)
+
+
+def _in_threads(files: Sequence[RawFile], flags: int) -> None:
+    """Read files from several threads, as many requests at once as fio with that depth."""
+
+    def read(part: Sequence[RawFile]) -> None:
+        for file in part:
+            file.read(flags)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(read, [files[n::_THREADS] for n in range(_THREADS)]))

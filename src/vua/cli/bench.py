@@ -6,10 +6,11 @@ import argparse
 import json
 import shlex
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vua.cli.text import SOUND, Write, as_json, progress, table
+from vua.cli.text import SOUND, Write, progress, table
 from vua.errors import InputError
 
 __all__ = ["add_arguments", "bench"]
@@ -72,7 +73,7 @@ def bench(options: argparse.Namespace, *, write: Write | None) -> int:
     return SOUND
 
 
-def _suite(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: ANN401
+def _suite(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
     from vua.bench.suite import Settings, run
 
     settings = Settings(
@@ -87,7 +88,7 @@ def _suite(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: A
     return run(settings, show)
 
 
-def _path(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: ANN401
+def _path(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
     from vua.bench.path import Demand, probe
 
     if (options.model is None) != (options.prefill is None):
@@ -98,7 +99,7 @@ def _path(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: AN
     return probe(options.target, demand, show, tiny=options.tiny)
 
 
-def _replay(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: ANN401
+def _replay(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
     from vua.bench.replay import belady, lru, read, replay
 
     requests = read(options.target, options.requests)
@@ -118,7 +119,7 @@ def _replay(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: 
 
 
 def _print(what: str, report: dict[str, Any], write: Write | None) -> None:
-    if write is as_json or write is not None:
+    if write is not None:
         write(report)
     elif what == "path":
         _print_path(report)
