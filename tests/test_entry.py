@@ -65,7 +65,7 @@ class TestRoundTrip(unittest.TestCase):
         layouts = (LAYOUT, LATENT)
         for layout, key in itertools.product(layouts, (FIRST, SECOND)):
             key = ChunkKey(  # noqa: PLW2901
-                key.prefix_hash, key.parent, *(n * layout.chunk_tokens // 4 for n in key[2:])
+                key.prefix_hash, key.parent, *(n * layout.chunk_tokens // 4 for n in key[2:4])
             )
             for shard in {layout.full, Shard(1, 2, 0, 1), Shard(0, 3, 0, layout.kv_heads)}:
                 codec = EntryCodec(NAMESPACE, layout, shard)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -128,9 +129,17 @@ class TestKeyChain(unittest.TestCase):
         chain = KeyChain(token_ids(range(11)), 4)
 
         self.assertEqual(2, len(chain))
-        self.assertEqual((b"", 0, 4), chain[0][1:])
-        self.assertEqual((chain[0].prefix_hash, 4, 8), chain[1][1:])
+        self.assertEqual((b"", 0, 4), chain[0][1:4])
+        self.assertEqual((chain[0].prefix_hash, 4, 8), chain[1][1:4])
         self.assertEqual(32, len(chain[1].prefix_hash))
+
+    def test_before(self) -> None:
+        """A key knows the chunk before it, also where extras hide that in its parent."""
+        chain = KeyChain(token_ids(range(16)), 4, {0: [("salt", b"s")], 2: [("image", b"i")]})
+
+        befores = [chain[place].before for place in range(4)]
+        self.assertEqual([b"", *(chain[place].prefix_hash for place in range(3))], befores)
+        self.assertNotEqual(chain[2].parent, chain[2].before)
 
     def test_any_order(self) -> None:
         """Keys are the same in whatever order they are asked for."""
@@ -235,6 +244,45 @@ class TestExtras(unittest.TestCase):
         self.assertNotEqual(parent, extras_parent(parent, one))
         for first, second in itertools.permutations([b"", b"p" * 32, b"q" * 32], 2):
             self.assertNotEqual(extras_parent(first, one), extras_parent(second, one))
+
+
+class TestKeyRun(unittest.TestCase):
+    """Keys in their compact form are the same keys."""
+
+    def test_same_keys(self) -> None:
+        """Every run and every slice of it, with extras in between, pickled and not."""
+        extras = {0: [("salt", b"s")], 3: [("multimodal", b"m")], 6: [("multimodal", b"n")]}
+        for some in ({}, extras):
+            chain = KeyChain(token_ids(list(range(100))), 12, some)
+            keys = chain.first(8)
+            for first, stop in itertools.combinations(range(9), 2):
+                run = KeyChain(token_ids(list(range(100))), 12, some).run(first, stop)
+                self.assertEqual(keys[first:stop], list(run))
+                self.assertEqual(keys[first:stop], list(pickle.loads(pickle.dumps(run))))
+                self.assertEqual(keys[stop - 1], run[-1])
+                for a, b in itertools.combinations_with_replacement(range(len(run) + 1), 2):
+                    self.assertEqual(keys[first:stop][a:b], list(run[a:b]))
+                with self.assertRaises(IndexError):
+                    run[stop - first]
+            with self.assertRaisesRegex(ValueError, "step"):
+                chain.run(0, 4)[::2]
+
+    def test_small(self) -> None:
+        """A long prompt's keys take little more than their digests."""
+        chain = KeyChain(token_ids(np.arange(131072, dtype=np.int64)), 64)
+        self.assertLess(len(pickle.dumps(chain.run(0, 2048))), 2048 * 32 + 300)
+
+    def test_longer(self) -> None:
+        """A chain that goes on has the same keys as one of the whole, and the first stays."""
+        ids = list(range(200))
+        extras = {1: [("salt", b"s")]}
+        short = KeyChain(token_ids(ids[:70]), 16, extras)
+        short.first(2)
+        longer = short.longer(token_ids(ids))
+        whole = KeyChain(token_ids(ids), 16, extras)
+        self.assertEqual(whole.first(12), longer.first(12))
+        self.assertEqual((4, 12), (len(short), len(longer)))
+        self.assertEqual(whole.first(4), short.first(4))
 
 
 if __name__ == "__main__":

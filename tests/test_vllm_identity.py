@@ -196,7 +196,7 @@ class RequestFieldsTest(DirectoryTest):
         while (answer := self.side.matched_tokens(request, 0))[0] is None:
             self.side.take_loads()
         if save:
-            found = self.side._states[request.request_id].lookup.result()
+            found = self.side._states[request.request_id].lookup.answer.result()
             if found is not None:
                 self.store(found.keys.first(4))
         self.side.finished(request)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
+from vua.bounds import Bounds
 from vua.directory import check_root, create_store, open_store
 from vua.errors import ConfigError, InputError, LayoutError
 from vua.identity import Identity
@@ -66,7 +67,17 @@ class VUAConfig:
     threads: int = min(4, os.cpu_count() or 1)
     """Sequences of a batch that are worked on at the same time."""
 
-    _FIELDS = ("split_factor", "model", "epoch", "durable", "threads")
+    max_bytes: int | str | None = None
+    """Size of the whole directory: bytes, ``"500G"`` or a share of the file system. See Bounds."""
+    min_free_bytes: int | str | None = None
+    """Bytes of the file system that are left free, in the same forms."""
+    ttl_s: float | None = None
+    """Seconds without use after which a chunk is deleted; by default none."""
+
+    _FIELDS = (
+        *("split_factor", "model", "epoch", "durable", "threads"),
+        *("max_bytes", "min_free_bytes", "ttl_s"),
+    )
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401
         """Set fields by name. Raises ConfigError for an unknown one, naming the nearest."""
@@ -81,6 +92,15 @@ class VUAConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 msg = f"VUAConfig.{name} must be a positive int, found {value!r}"
                 raise ConfigError(msg)
+
+        _ = self.bounds  # raises for unusable ones
+
+    @property
+    def bounds(self) -> Bounds:
+        """What the settings say about the directory's size."""
+        return Bounds(
+            max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
+        )
 
     def __repr__(self) -> str:
         """Return the call that makes an equal config."""
@@ -172,6 +192,8 @@ class VUA:
     def close(self) -> None:
         """Wait for running work and release the threads."""
         self._pool.shutdown()
+        for store in filter(None, (self._reader, self._writer)):
+            store.close()
 
     # -- put ----------------------------------------------------------------------------------
 
@@ -235,7 +257,11 @@ class VUA:
         with self._lock:
             if self._writer is None or self._writer.layout != layout:
                 self._writer = create_store(  # raises for another layout, unless it was emptied
-                    self.path, self._identity, layout, durable=self.config.durable
+                    self.path,
+                    self._identity,
+                    layout,
+                    durable=self.config.durable,
+                    bounds=self.config.bounds,
                 )
                 self._reader = self._writer
             return self._writer
@@ -243,6 +269,8 @@ class VUA:
     def _put(self, store: Store, ids: bytes, cache: Cache) -> int:
         keys = KeyChain(ids, self.config.split_factor)
         saver, written = store.saver(cache.memory(self.config.split_factor)), 0
+        stored = store.lookup(keys)
+        store.used(keys, stored, wait=stored < len(keys))  # before it makes room for the rest
         for place in range(len(keys)):
             written += saver.save(keys[place], place=place)
         log.debug("put %d tokens: %d of %d chunks written", len(ids) // 4, written, len(keys))
@@ -310,6 +338,7 @@ class VUA:
         arrays = allocate(layout, found, pinned=device.type == "cuda")
         loaded = store.load(keys.first(found), memory_map(arrays, layout.chunk_tokens))
         length = loaded.chunks * layout.chunk_tokens
+        store.used(keys, loaded.chunks)
         log.debug("get %d tokens: %d found (%s)", len(ids) // 4, length, loaded.reason or "whole")
         if length == 0:
             return ClosestKV(row[..., :0], [])

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from vua.bounds import Bounds
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.identity import Identity
+from vua.keeper import Keeper
 from vua.layout import KVLayout, Shard
 from vua.storage.local import LocalStorage, explained
 from vua.store import Store
@@ -128,23 +130,37 @@ def open_store(root: Path, identity: Identity) -> Store | None:
     found = read_namespace(root / identity.namespace)
     if found.layout is None:
         return None
-    return Store(LocalStorage(found.path), identity.namespace, found.layout)
+    storage = LocalStorage(found.path)
+    return Store(storage, identity.namespace, found.layout, Keeper(root, storage))
 
 
 def create_store(
-    root: Path, identity: Identity, layout: KVLayout, *, durable: bool = False
+    root: Path,
+    identity: Identity,
+    layout: KVLayout,
+    *,
+    durable: bool = False,
+    bounds: Bounds | None = None,
 ) -> Store:
     """Open the store of ``identity`` for reading and writing, describing it if nobody has.
+
+    It keeps ``root`` within ``bounds``, within what ``bounds.json`` says, or else within the
+    defaults of :mod:`vua.bounds`.
 
     Raises:
         LayoutError: the namespace holds another layout; nothing stored is touched.
         NotWritableError, StorageFullError, StorageError: it cannot be created.
     """
-    return create_stores(root, identity, [layout], durable=durable)[0]
+    return create_stores(root, identity, [layout], durable=durable, bounds=bounds)[0]
 
 
 def create_stores(
-    root: Path, identity: Identity, layouts: Sequence[KVLayout], *, durable: bool = False
+    root: Path,
+    identity: Identity,
+    layouts: Sequence[KVLayout],
+    *,
+    durable: bool = False,
+    bounds: Bounds | None = None,
 ) -> list[Store]:
     """Open a store for each group of a model's layers, in one namespace; see `create_store`."""
     path, wanted = root / identity.namespace, tuple(layouts)
@@ -163,7 +179,8 @@ def create_stores(
     if found.layouts != wanted:
         storage.close()
         raise LayoutError(_difference(path, found.layouts, wanted))
-    return [Store(storage, identity.namespace, layout) for layout in wanted]
+    keeper = Keeper(root, storage, bounds)
+    return [Store(storage, identity.namespace, layout, keeper) for layout in wanted]
 
 
 def _difference(path: Path, stored: Sequence[KVLayout], given: Sequence[KVLayout]) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,13 @@ from vua.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ChunkKey", "KeyChain", "Tokens", "token_ids"]
+__all__ = ["ChunkKey", "KeyChain", "KeyRun", "Tokens", "token_ids"]
 
 Tokens = "torch.Tensor | npt.NDArray[np.generic] | Sequence[int]"
 
 _EXTRAS_TAG = b"vua.extras.v1"
 _NO_PARENT = b""
+_HASH_NBYTES: Final = 32
 
 
 class ChunkKey(NamedTuple):
@@ -45,6 +46,13 @@ class ChunkKey(NamedTuple):
     """Index of the chunk's first token in the prompt."""
     stop: int
     """One past the index of its last token."""
+    previous: bytes = b""
+    """The chunk before it, where extras hide that in ``parent``; else empty."""
+
+    @property
+    def before(self) -> bytes:
+        """The prefix hash of the chunk before it, empty for a first chunk."""
+        return self.previous or (self.parent if self.start else b"")
 
     @property
     def name(self) -> str:
@@ -145,6 +153,7 @@ class KeyChain:
         self._chunk_tokens = chunk_tokens
         self._extras = dict(extras or {})
         self._keys: list[ChunkKey] = []
+        self._digests = bytearray()
         self._length = len(ids) // (4 * chunk_tokens)
 
     def __len__(self) -> int:
@@ -166,14 +175,99 @@ class KeyChain:
             self._extend(min(count, self._length))
         return self._keys[:count]
 
+    def run(self, first: int, stop: int) -> KeyRun:
+        """Return the keys of chunks ``first`` to ``stop`` in a form that is cheap to hand on."""
+        self.first(stop)
+        special = [at for at in self._extras if first < at < stop]
+        parents = {at: _above(self._keys[at]) for at in (first, *special) if at < stop}
+        digests = bytes(self._digests[_HASH_NBYTES * first : _HASH_NBYTES * stop])
+        return KeyRun(first, self._chunk_tokens, digests, parents)
+
+    def longer(self, ids: bytes) -> KeyChain:
+        """Return the chain of a prompt that begins with this one and goes on.
+
+        Args:
+            ids: the token ids of the longer prompt, as :func:`token_ids` returns them; what this
+                chain has hashed is not hashed again.
+        """
+        chain = KeyChain(ids, self._chunk_tokens, self._extras)
+        chain._keys, chain._digests = self._keys[:], self._digests[:]
+        return chain
+
     def _extend(self, count: int) -> None:
         keys, ids, size = self._keys, self._ids, self._chunk_tokens
         parent = keys[-1].prefix_hash if keys else _NO_PARENT
         extras, sha256 = self._extras, hashlib.sha256
         for index in range(len(keys), count):
+            previous = b""
             if index in extras:
-                parent = extras_parent(parent, extras[index])
+                previous, parent = parent, extras_parent(parent, extras[index])
             start = index * size
             digest = sha256(b"".join((parent, ids[4 * start : 4 * (start + size)]))).digest()
-            keys.append(ChunkKey(digest, parent, start, start + size))
+            keys.append(ChunkKey(digest, parent, start, start + size, previous))
+            self._digests += digest
             parent = digest
+
+
+class KeyRun(Sequence[ChunkKey]):
+    """Keys of chunks that follow each other, a few bytes each: cheap to slice and pickle.
+
+    >>> run = KeyChain(token_ids(range(256)), 64).run(1, 4)
+    >>> len(run), run[0].start, run[1].parent == run[0].prefix_hash, len(run[1:])
+    (3, 64, True, 2)
+    """
+
+    __slots__ = ("_chunk_tokens", "_digests", "_first", "_parents")
+
+    def __init__(
+        self,
+        first: int,
+        chunk_tokens: int,
+        digests: bytes,
+        parents: Mapping[int, tuple[bytes, bytes]],
+    ) -> None:
+        """Take over what :meth:`KeyChain.run` has put together.
+
+        Args:
+            first: index of the first chunk in its prompt.
+            chunk_tokens: tokens per chunk.
+            digests: prefix hashes, 32 bytes each.
+            parents: chunk index -> parent and ``previous`` of its key, for the first chunk and
+                wherever the parent is not the prefix hash before it.
+        """
+        self._first, self._chunk_tokens = first, chunk_tokens
+        self._digests, self._parents = digests, parents
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self._digests) // _HASH_NBYTES
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkKey: ...
+    @overload
+    def __getitem__(self, index: slice) -> KeyRun: ...
+    def __getitem__(self, index: int | slice) -> ChunkKey | KeyRun:
+        """Return one key, or the run of a slice without a step."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                msg = f"a run of keys has no slices of step {step}"
+                raise ValueError(msg)
+            stop, first = max(start, stop), self._first + start
+            inside = range(first, first + stop - start)
+            parents = {at: parent for at, parent in self._parents.items() if at in inside}
+            if start < stop:
+                parents[first] = _above(self[start])
+            cut = self._digests[_HASH_NBYTES * start : _HASH_NBYTES * stop]
+            return KeyRun(first, self._chunk_tokens, cut, parents)
+        at = range(len(self))[index]
+        place = at * _HASH_NBYTES
+        digest = self._digests[place : place + _HASH_NBYTES]
+        above = self._parents.get(self._first + at)
+        parent, previous = above or (self._digests[place - _HASH_NBYTES : place], b"")
+        start = (self._first + at) * self._chunk_tokens
+        return ChunkKey(digest, parent, start, start + self._chunk_tokens, previous)
+
+
+def _above(key: ChunkKey) -> tuple[bytes, bytes]:
+    return key.parent, key.previous

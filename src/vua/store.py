@@ -21,6 +21,7 @@ import numpy as np
 from vua.aim import Aim
 from vua.entry import EntryCodec
 from vua.errors import EntryError, ForeignEntryError, InputError
+from vua.keeper import Keeper
 from vua.keys import ChunkKey
 from vua.layout import KVLayout, MemoryMap, Shard, cover
 from vua.plan import Plan
@@ -60,15 +61,26 @@ class Loaded:
 class Store:
     """Saves, finds and loads the chunks of one namespace. Safe for threads, processes and hosts."""
 
-    def __init__(self, storage: Storage, namespace: str, layout: KVLayout) -> None:
-        """Use ``storage`` for chunks of ``layout`` in ``namespace`` (64 hex)."""
+    def __init__(
+        self, storage: Storage, namespace: str, layout: KVLayout, keeper: Keeper | None = None
+    ) -> None:
+        """Use ``storage`` for chunks of ``layout`` in ``namespace`` (64 hex).
+
+        With a ``keeper`` of that storage the cache stays within its bounds.
+        """
         self.storage, self.namespace, self.layout = storage, namespace, layout
+        self.keeper = keeper
         self._codecs: dict[Shard, EntryCodec] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
-        """Events so far: chunks_loaded, chunks_saved, chunks_present, missing, corrupt, foreign,
-        error."""
+        """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
+        corrupt, foreign, error."""
+
+    def close(self) -> None:
+        """Finish what the keeper still has to do; a second call does nothing."""
+        if self.keeper is not None:
+            self.keeper.close()
 
     def codec(self, shard: Shard) -> EntryCodec:
         """Return the codec of files of ``shard``."""
@@ -113,6 +125,11 @@ class Store:
         if all(self.storage.exists(name, shard) for shard in wanted):
             return True
         return cover(self.layout.full, self.storage.shards(name)) is not None
+
+    def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
+        """Note that the first ``chunks`` chunks were used; see :meth:`vua.keeper.Keeper.used`."""
+        if self.keeper is not None and chunks and self.keeper.wants(keys[chunks - 1].name, wait):
+            self.keeper.used([keys[place].name for place in range(chunks)], wait=wait)
 
     # -- load ---------------------------------------------------------------------------------
 
@@ -160,8 +177,9 @@ class Store:
             shard: the rectangle that ``memory`` holds; by default the whole model.
             place: which chunk place of ``memory`` to take.
 
-        Returns whether a file was written. Raises StorageError (NotWritableError,
-        StorageFullError); what was stored before is untouched.
+        Returns whether a file was written; not if it is there, or there is no room for it. Raises
+        StorageError (NotWritableError, StorageFullError); of what was stored before nothing
+        changes, but the keeper may evict some.
         """
         return self.saver(memory, shard=shard).save(key, place=place)
 
@@ -187,7 +205,11 @@ class Store:
         sums = np.array(plan.checksums(windows, 0, len(plan.units)), dtype=np.uint64)
         text = codec.encode_header(key, sums, writer=_WRITER)
         header[0] = np.frombuffer(text, dtype=np.uint8)
-        self.storage.publish(key.name, shard, iovecs)
+        if self.keeper is None:
+            self.storage.publish(key.name, shard, iovecs)
+        elif not self.keeper.publish(key, shard, iovecs):
+            self._count("chunks_refused")
+            return False
         self._count("chunks_saved")
         log.debug("saved chunk %s/%s", key.name[:12], shard.name)
         return True
@@ -198,18 +220,18 @@ class Saver:
 
     def __init__(self, store: Store, shard: Shard, memory: MemoryMap) -> None:
         """Prepare to save ``shard`` from ``memory``; :meth:`Store.saver` calls this."""
-        self.shard = shard
-        self._store, self._memory = store, memory
+        self.store, self.shard = store, shard
+        self._memory = memory
         self._plan: Plan | None = None
 
     def save(self, key: ChunkKey, *, place: int = 0) -> bool:
         """Write the chunk at ``place`` of the memory map; see :meth:`Store.save`."""
-        return self._store._save(key, self, place)
+        return self.store._save(key, self, place)
 
     def plan(self) -> Plan:
         """Return how the shard lies in memory, worked out when it is first needed."""
         if self._plan is None:
-            self._plan = Plan(self._store.codec(self.shard), self.shard, self.shard, self._memory)
+            self._plan = Plan(self.store.codec(self.shard), self.shard, self.shard, self._memory)
         return self._plan
 
 

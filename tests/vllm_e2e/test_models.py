@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,17 @@ import numpy as np
 import pytest
 
 from vllm_e2e.damage import CHUNK, chunk_files, flip, stored
-from vllm_e2e.harness import PROMPT, RESET, Batch, EngineTest, llama, make, models, tokens
+from vllm_e2e.harness import (
+    PROMPT,
+    RESET,
+    Batch,
+    EngineTest,
+    llama,
+    make,
+    models,
+    needs_windows,
+    tokens,
+)
 from vua.directory import create_stores, namespaces
 from vua.keys import KeyChain, token_ids
 from vua.slab import Slab
@@ -18,6 +29,7 @@ from vua.testing.models import make_model
 
 pytestmark = pytest.mark.vllm
 
+AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 BATCH = Batch([PROMPT])
 WINDOW_CHUNKS = 2  # of 64 tokens, for a window of 128
 UNCACHED = "served without a stored KV cache"
@@ -116,6 +128,7 @@ class CachedModelsTest(EngineTest):
         self.fill(BATCH, engine={"model": str(make_model(models() / "llama-2", seed=2))})
 
 
+@needs_windows
 class WindowedModelsTest(EngineTest):
     """Layers with a sliding window: their chunks are stored, and loaded, where they are of use."""
 
@@ -247,6 +260,7 @@ class UncachedModelsTest(EngineTest):
         """MLA on a CPU, where vLLM's reference backend cannot continue a prefix, goes without."""
         self.check({"model": str(deepseek()), "block_size": 16}, "MLA backend")
 
+    @unittest.skipUnless(AVX512, "vLLM's CPU backend has fp8 caches with AVX-512 only")
     def test_fp8_cache(self) -> None:
         """A cache of a type that VUA does not know is not stored."""
         self.check({"model": str(llama()), "kv_cache_dtype": "fp8"}, "not supported")

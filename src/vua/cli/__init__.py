@@ -1,7 +1,8 @@
 """The command `vua`: looks into a cache directory. Needs no engine, no GPU and no server.
 
-Nothing here changes a directory, and all of it may run while others write there. Exit codes: 0
-all is well, 1 damage was found, 2 the question makes no sense (or the directory cannot be read).
+All of it may run while others read and write there; `gc`, `rm`, `pin` and `ttl` alone change
+anything. Exit codes: 0 all is well, 1 damage was found (or a directory stays beyond its bounds,
+or pins kept something), 2 the question makes no sense (or the directory cannot be read).
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import sys
 from collections.abc import Sequence
 
 from vua import __version__
+from vua.bounds import Bounds
 from vua.cli.bench import add_arguments, bench
+from vua.cli.capacity import du, gc, ttl
 from vua.cli.inspection import inspect
 from vua.cli.listing import ls
-from vua.cli.text import UNUSABLE, as_json
+from vua.cli.removal import pins, rm
+from vua.cli.text import UNUSABLE, Write, as_json
 from vua.cli.verification import verify
 from vua.errors import VUAError
 
@@ -39,10 +43,66 @@ def _parser() -> argparse.ArgumentParser:
 
     one = commands.add_parser("verify", parents=[common], help="read every file and check it")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    _add_upkeep(commands, common)
 
     one = commands.add_parser("bench", parents=[common], help="measure VUA, or a directory")
     add_arguments(one)
     return parser
+
+
+def _add_upkeep(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, parents=[common], help=text)
+        one.add_argument("directory", metavar="DIR", help="directory of the cache")
+        return one
+
+    one = add("du", "show what a directory occupies, and its bounds")
+    one.add_argument("--quick", action="store_true", help="estimate it from a sample")
+
+    one = add("gc", "bring a directory within its bounds and sweep it")
+    size = "bytes, 500G or a share of the disk like 80%%"
+    one.add_argument("--max-bytes", metavar="SIZE", help=f"of the whole directory: {size}")
+    one.add_argument("--min-free", metavar="SIZE", help="left free on the disk")
+    one.add_argument("--max-per-salt", metavar="SIZE", help="of each cache salt's chunks")
+    one.add_argument(
+        "--ttl", metavar="SECONDS", type=float, help="delete what was not used so long"
+    )
+    one.add_argument("--set", action="store_true", help="keep these in bounds.json, for everybody")
+    one.add_argument("--quick", action="store_true", help="do not look for orphans and salts")
+
+    one = add("ttl", "show or set the time without use after which chunks are deleted")
+    one.add_argument("seconds", metavar="SECONDS", nargs="?", type=float)
+    one.add_argument("--off", action="store_true", help="keep chunks for as long as there is room")
+
+    one = add("rm", "delete chunks with all that follows them, or namespaces")
+    one.add_argument("names", metavar="NAME", nargs="*", help="6 or more hex digits of a name")
+    one.add_argument("--all", action="store_true", help="everything")
+    one.add_argument("--pinned", action="store_true", help="pinned chunks too")
+
+    one = add("pin", "keep chunks and their prefixes; without NAME list what is kept")
+    one.add_argument("names", metavar="NAME", nargs="*", help="6 or more hex digits of a chunk's")
+    one.add_argument("--remove", action="store_true", help="unpin")
+
+
+def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
+    where = options.directory
+    if options.command == "du":
+        return du(where, quick=options.quick, write=write)
+    if options.command == "ttl":
+        return ttl(where, options.seconds, off=options.off, write=write)
+    if options.command == "rm":
+        return rm(where, options.names, everything=options.all, force=options.pinned, write=write)
+    if options.command == "pin":
+        return pins(where, options.names, remove=options.remove, write=write)
+    said = Bounds(
+        max_bytes=options.max_bytes,
+        min_free_bytes=options.min_free,
+        ttl_s=options.ttl,
+        max_bytes_per_salt=options.max_per_salt,
+    )
+    return gc(where, said, keep=options.set, quick=options.quick, write=write)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,8 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = inspect(options.files, write=write)
         elif options.command == "bench":
             code = bench(options, write=write)
-        else:
+        elif options.command == "verify":
             code = verify(options.directory, write=write)
+        else:
+            code = _run_upkeep(options, write)
         sys.stdout.flush()
     except BrokenPipeError:  # `vua ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

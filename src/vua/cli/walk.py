@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from vua.bounds import SETTINGS
 from vua.directory import DESCRIPTION, Namespace, check_root, namespaces
 from vua.errors import StorageError
 from vua.layout import Shard
+from vua.lease import UPKEEP
 from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, explained
+from vua.survey import AFTER, PIN, TRASH
 
 __all__ = ["Found", "Kind", "described", "open_root", "walk"]
 
-Kind = Literal["entry", "temporary", "quarantined", "stray", "unreadable"]
+Kind = Literal["entry", "temporary", "quarantined", "mark", "stray", "unreadable"]
 
 _FAN: Final = re.compile(r"[0-9a-f]{2}")
 _CHUNK: Final = re.compile(r"[0-9a-f]{64}")
@@ -55,7 +58,8 @@ def open_root(directory: str) -> tuple[list[Namespace], list[str]]:
     try:
         found = list(namespaces(root))
         known = {namespace.name for namespace in found}
-        return found, sorted({path.name for path in root.iterdir()} - known)
+        names = {path.name for path in root.iterdir()} - known - {SETTINGS, UPKEEP}
+        return found, sorted(name for name in names if not name.startswith(TRASH))
     except OSError as problem:
         if isinstance(problem, StorageError):
             raise
@@ -76,6 +80,8 @@ def walk(namespace: Path) -> Iterator[Found]:
             yield item
         elif item.name == QUARANTINE and _is_directory(item):
             yield from _all(namespace, QUARANTINE, "quarantined")
+        elif item.name.startswith(TRASH) and _is_directory(item):
+            yield from _all(namespace, item.name, "temporary")
         elif _FAN.fullmatch(item.name) and _is_directory(item):
             yield from _fan(namespace, item.name)
         elif item.name != DESCRIPTION:
@@ -125,6 +131,8 @@ def _file(item: os.DirEntry[str], below: str, kind: Kind, chunk: str = "") -> It
         kind = "temporary"
     elif chunk and shard is not None:
         kind = "entry"
+    elif chunk and item.name.startswith((PIN, AFTER)):
+        kind = "mark"
     try:
         status = item.stat(follow_symlinks=False)
     except FileNotFoundError:

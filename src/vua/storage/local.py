@@ -110,6 +110,10 @@ class LocalStorage:
         """Release the directory. Open readers stay usable; a second call does nothing."""
         self._release()
 
+    def fileno(self) -> int:
+        """Return the descriptor of the directory: the same one for as long as this is open."""
+        return self._fd
+
     # -- reading ------------------------------------------------------------------------------
 
     def open(self, chunk: str, shard: Shard) -> FileReader:

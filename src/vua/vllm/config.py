@@ -7,10 +7,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from vua.bounds import Bounds
 from vua.errors import ConfigError
 
 __all__ = ["ConnectorConfig"]
 
+_MAY_BE_ZERO = frozenset({"load_in_step_mib"})
 _ALIASES = {"path": "shared_storage_path", "split_factor": "chunk_tokens"}
 
 
@@ -39,8 +41,20 @@ class ConnectorConfig:
     """After this long without an answer from the storage a request counts as a miss."""
     io_timeout_s: float = 10.0
     """A load or save that makes no progress for so long is given up; its tokens are recomputed."""
+    load_in_step_mib: int = 0
+    """Loads up to this size are done within the engine's step, which waits for them, instead of
+    beside it: sooner for a request alone, at the cost of all others. 0: none. One worker only, and
+    not with vLLM's asynchronous scheduling or sliding windows."""
+    save_generated: bool = False
+    """Store the chunks of generated tokens too, not only those of prompts."""
     allow_untested_vllm: bool = False
     """Go on with a vLLM that is newer than those this version of VUA was checked against."""
+    max_bytes: int | str | None = None
+    """Size of the whole directory: bytes, ``"500G"`` or a share of its file system, ``"80%"``."""
+    min_free_bytes: int | str | None = None
+    """Bytes of the file system that are left free, in the same forms."""
+    ttl_s: float | None = None
+    """Seconds without use after which a chunk is deleted; by default none."""
     strict: bool = False
     """Let errors of the connector stop the engine instead of costing hits: for tests."""
 
@@ -51,6 +65,8 @@ class ConnectorConfig:
             "int": (int,),
             "bool": (bool,),
             "float": (int, float),
+            "int | str | None": (int, str, type(None)),
+            "float | None": (int, float, type(None)),
         }
         for field in fields(self):
             value, kind = getattr(self, field.name), field.type
@@ -59,9 +75,21 @@ class ConnectorConfig:
             ):
                 msg = f"kv_connector_extra_config: {field.name} must be {kind}, found {value!r}"
                 raise ConfigError(msg)
-            if isinstance(value, int | float) and kind != "bool" and value <= 0:
-                msg = f"kv_connector_extra_config: {field.name} must be positive, found {value!r}"
-                raise ConfigError(msg)
+            if isinstance(value, int | float) and kind != "bool":
+                least = 0 if field.name in _MAY_BE_ZERO else 1e-9
+                if value < least:
+                    text = "at least 0" if least == 0 else "positive"
+                    msg = f"kv_connector_extra_config: {field.name} must be {text}, found {value!r}"
+                    raise ConfigError(msg)
+
+        _ = self.bounds  # raises for unusable ones
+
+    @property
+    def bounds(self) -> Bounds:
+        """What the settings say about the directory's size."""
+        return Bounds(
+            max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
+        )
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, object]) -> ConnectorConfig:

@@ -83,6 +83,10 @@ class GroupSide:
             pages = PagedKV(caches, self._form(caches[0]), block_size)
             self._places.append((table_of[first], slice(first, stop), pages))
 
+    def reopen(self, store: Store) -> None:
+        """Use another store from now on; what is running goes on with the one it began with."""
+        self.store, self._loader_of, self._saver_of = store, {}, {}
+
     def _form(self, cache: torch.Tensor) -> PageForm:
         layout, slots = self.group.layout, cache.shape[-2]
         if self._model.latent:
@@ -101,10 +105,10 @@ class GroupSide:
             return part.start, "unable"
         reached = part.start
         try:
-            loader = self._loader_of.get(slab)
+            loaders = self._loader_of
+            loader = loaders.get(slab)
             if loader is None:
-                loader = self.store.loader(slab.memory, target=self.shard)
-                self._loader_of[slab] = loader
+                loader = loaders[slab] = self.store.loader(slab.memory, target=self.shard)
             for at in range(0, len(part.keys), slab.chunks):
                 keys = part.keys[at : at + slab.chunks]
                 loaded = loader.load(keys)

@@ -80,6 +80,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                     self._config,
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
+                    loads_in_step=self._loads_in_step(vllm_config, model),
                 )
                 self._announce(model, transfer)
             else:
@@ -100,6 +101,21 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 'request. Set kv_load_failure_policy="recompute" in --kv-transfer-config',
                 transfer.kv_load_failure_policy,
             )
+
+    def _loads_in_step(self, vllm_config: VllmConfig, model: Model) -> bool:
+        """Whether loads within a step are safe: if one fails nothing of that step may count.
+
+        A worker does not know in time that another one's load has failed, and with asynchronous
+        scheduling the next step is under way already.
+        """
+        safe = model.plain and model.workers == 1
+        safe = safe and not vllm_config.scheduler_config.async_scheduling
+        if self._config.load_in_step_mib and not safe:
+            log.warning(
+                "VUA: load_in_step_mib has no effect with several workers, asynchronous scheduling "
+                "or sliding windows"
+            )
+        return safe
 
     def _make_worker(self, model: Model) -> WorkerSide:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
@@ -175,14 +191,14 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Order the load of ``num_external_tokens`` into the request's blocks."""
         side = self._scheduler
         if side is not None:
-            side.allocated(request, blocks, num_external_tokens)
+            self._guarded(lambda: side.allocated(request, blocks, num_external_tokens), None)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return this step's orders for the workers."""
         side = self._scheduler
         if side is None:
             return Orders()
-        orders = Orders(loads=side.take_loads())
+        orders = Orders(loads=side.take_loads(), epoch=side.epoch)
         self._guarded(lambda: side.add_saves(orders, scheduler_output), None)
         return orders
 
@@ -199,9 +215,22 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; its blocks may be freed at once, saves have copied them out."""
-        if self._scheduler is not None:
-            self._scheduler.finished(request)
+        side = self._scheduler
+        if side is not None:
+            self._guarded(lambda: side.finished(request), None)
         return False, None
+
+    def reset_cache(self) -> bool | None:
+        """Leave everything stored so far unused: the weights may have changed. False: could not."""
+        side = self._scheduler
+        if side is None:
+            return None
+        try:
+            side.reset()
+        except VUAError as problem:
+            log.warning("VUA: the cache could not be reset, it is unchanged: %s", problem)
+            return False
+        return True
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -230,7 +259,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self._idle = forward_context.attn_metadata is None
         orders = self._get_connector_metadata()
         if self._worker is not None and isinstance(orders, Orders):
-            self._worker.start_loads(orders)
+            side = self._worker
+            self._guarded(lambda: side.start_loads(orders), None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: no forward pass reads a block before its load is reported."""

@@ -43,6 +43,7 @@ class Lookup:
         """Tokens of which at least one is left to compute."""
         if options.max_load_tokens is not None:
             self.most_tokens = min(self.most_tokens, options.max_load_tokens + 1)
+        self.token_ids: Sequence[int] | None = request.prompt_token_ids
         self.asked_s = time.monotonic()
         self.answer: Future[Found | None] = Future()
         """None where the prompt has no name, and where nobody asked the storage."""
@@ -91,6 +92,8 @@ class Lookups:
     def ask(self, request: Any, options: RequestOptions) -> Lookup:  # noqa: ANN401
         """Begin a lookup; while the storage hangs, or for one that is not wanted, there is none."""
         lookup = Lookup(request, options, self._guard)
+        if self._config.save_generated and request.num_output_tokens:  # it was preempted
+            lookup.token_ids = list(request.all_token_ids)
         wanted = options.load or options.store
         lookup.paused = wanted and not self._guard.allows()
         if wanted and not lookup.paused:
@@ -105,22 +108,23 @@ class Lookups:
 
     def _answer(self, attempt: Attempt[Lookup]) -> None:
         lookup = attempt.what
-        found = self._look_up(lookup.request, lookup.most_tokens)
+        found = self._look_up(lookup)
         if time.monotonic() - lookup.asked_s < self._config.lookup_timeout_s:
             self._guard.went(well=True)
         lookup.answer.set_result(found)
 
-    def _look_up(self, request: Any, most_tokens: int) -> Found | None:  # noqa: ANN401
+    def _look_up(self, lookup: Lookup) -> Found | None:
         """Name the prompt's chunks and find the stored ones; None for a prompt without a name."""
+        request = lookup.request
         try:
-            keys = self._keys(request)
+            keys = self._keys(request, lookup.token_ids)
             if keys is None:
                 return None
             found = find(
                 self._model,
                 self._stores,
                 keys,
-                most_tokens,
+                lookup.most_tokens,
                 window_every_tokens=self._config.window_every_tokens,
             )
         except (VUAError, OSError) as problem:
@@ -129,14 +133,15 @@ class Lookups:
         except Exception:
             log.exception("request %s is not cached", request.request_id)
             return None
+        self._stores[0].used(keys, found.stored)  # one keeper watches over all groups' files
         log.debug(
             "request %s: %d of %d chunks stored, %d tokens of use",
             *(request.request_id, found.stored, len(keys), found.tokens),
         )
         return found
 
-    def _keys(self, request: Any) -> KeyChain | None:  # noqa: ANN401
-        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+    def _keys(self, request: Any, ids: Sequence[int] | None) -> KeyChain | None:  # noqa: ANN401
+        if ids is None or request.prompt_embeds is not None:
             self._warn_once("embeds", "requests with prompt embeddings are not cached")
             return None
         size = self._model.chunk_tokens
@@ -149,8 +154,7 @@ class Lookups:
             place = feature.mm_position
             where = f"{place.offset}+{place.length}:{feature.modality}:{feature.identifier}"
             extras.setdefault(place.offset // size, []).append(("multimodal", where.encode()))
-        ids = token_ids(request.prompt_token_ids)
-        return KeyChain(ids, size, extras)
+        return KeyChain(token_ids(ids), size, extras)
 
     def _warn_once(self, cause: str, text: str) -> None:
         if cause not in self._warned:

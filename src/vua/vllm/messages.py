@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -20,7 +21,7 @@ class GroupLoad:
     """Place in `Model.groups`."""
     start: int
     stop: int
-    keys: list[ChunkKey]
+    keys: Sequence[ChunkKey]
     """The chunks that cover [start, stop), in order."""
 
 
@@ -32,6 +33,8 @@ class LoadOrder:
     block_ids: list[list[int]]
     """The request's block table from its first token on, per vLLM cache group."""
     parts: list[GroupLoad]
+    in_step: bool = False
+    """To be done before this step's forward pass, which reads it; not reported when it ends."""
 
 
 @dataclass(slots=True)
@@ -40,7 +43,7 @@ class SaveOrder:
 
     block_ids: list[list[int]]
     """The request's block table from its first token on, per vLLM cache group."""
-    parts: list[tuple[int, list[ChunkKey]]]
+    parts: list[tuple[int, Sequence[ChunkKey]]]
     """Per group of layers (its place in `Model.groups`): the chunks."""
     hints: SaveHints = field(default_factory=SaveHints)
 
@@ -51,3 +54,5 @@ class Orders(KVConnectorMetadata):
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
+    epoch: str | None = None
+    """Which epoch they belong to, another one after a reset; None: nobody says."""

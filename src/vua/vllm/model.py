@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,23 @@ class Model:
     latent: bool
     """Whether K and V are one latent (MLA)."""
 
+    def in_epoch(self, epoch: str) -> Model:
+        """The same cache in another epoch, so in another namespace."""
+        return replace(self, identity=replace(self.identity, epoch=epoch))
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of K and V of one token, all workers together."""
+        return sum(
+            group.layout.full.payload_nbytes(group.layout) // group.layout.chunk_tokens
+            for group in self.groups
+        )
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that each hold a part of it."""
+        return sum(len(row) for row in self.groups[0].shards)
+
     @property
     def chunk_tokens(self) -> int:
         """Tokens per chunk."""
@@ -78,6 +95,15 @@ class Model:
     def align(self) -> int:
         """What the length of a hit must be a multiple of: it ends with a block in every group."""
         return math.lcm(*self.block_sizes)
+
+    def first_loaded(self, group: Group, tokens: int) -> int:
+        """The first token to load of a group for whoever goes on behind ``tokens`` tokens.
+
+        Where that is behind the first token of a block, the block is loaded whole nevertheless:
+        vLLM's own prefix cache offers it to other requests, whose windows may begin earlier.
+        """
+        first = group.first_needed(tokens)
+        return first - first % math.lcm(*(self.block_sizes[table] for table in group.tables))
 
     @property
     def plain(self) -> bool:

@@ -8,15 +8,16 @@ tensors: hashing and lookups run on a thread of their own, and the answer until 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from vua.directory import create_stores
-from vua.keys import ChunkKey
+from vua.keys import ChunkKey, token_ids
 from vua.vllm.accounts import Accounts
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.lookup import Lookup, Lookups
@@ -50,6 +51,8 @@ class _State:
     """vLLM's own prefix-cache hit when it last asked."""
     failed: bool = False
     """A load for it failed: it is computed, not looked up again."""
+    outdated: bool = False
+    """It began before a reset."""
     loading: list[int] = field(default_factory=list)
     """Blocks that a running load fills; empty where a load fails as a whole."""
     block_ids: list[list[int]] = field(default_factory=list)
@@ -61,27 +64,67 @@ class _State:
 class SchedulerSide:
     """Decides per request. One instance per engine core; called from its thread only."""
 
-    def __init__(self, model: Model, config: ConnectorConfig, *, loads: bool, saves: bool) -> None:
-        """Open the namespace; ``loads``/``saves`` say what the engine's role permits."""
-        self._model, self._config = model, config
+    def __init__(
+        self,
+        model: Model,
+        config: ConnectorConfig,
+        *,
+        loads: bool,
+        saves: bool,
+        loads_in_step: bool = True,
+    ) -> None:
+        """Open the namespace.
+
+        Args:
+            model: the engine's KV cache.
+            config: the connector's settings.
+            loads: whether the engine's role permits it to load.
+            saves: likewise to save.
+            loads_in_step: whether the engine can wait for a load within a step.
+        """
+        self._config = config
         self._may_load, self._may_save = loads, saves
-        self._stores = create_stores(
-            Path(config.shared_storage_path),
-            model.identity,
-            [group.layout for group in model.groups],
-            durable=config.durable,
-        )
-        self._lookups = Lookups(model, self._stores, config)
+        self._open(model)
         self._options = OptionReader()
         self._states: dict[str, _State] = {}
         self._loads: list[LoadOrder] = []
         self._patience_s = _STEP_WAIT_S
+        self._in_step_nbytes = config.load_in_step_mib << 20 if loads_in_step else 0
         self.stats = Recorder()
         self.accounts = Accounts(self.stats, least_prefill_tokens=model.chunk_tokens)
+
+    def _open(self, model: Model) -> None:
+        self._stores = create_stores(
+            Path(self._config.shared_storage_path),
+            model.identity,
+            [group.layout for group in model.groups],
+            durable=self._config.durable,
+            bounds=self._config.bounds,
+        )
+        self._model, self._lookups = model, Lookups(model, self._stores, self._config)
+
+    def reset(self) -> None:
+        """Leave everything stored so far unused: the model's weights may have been replaced.
+
+        What is stored from now on is of an epoch that only this engine knows, since nobody can tell
+        which weights those are. Requests that are running already are neither loaded nor stored.
+
+        Raises StorageError, LayoutError: nothing is changed then.
+        """
+        epoch = f"{self._config.epoch}+{secrets.token_hex(8)}"
+        old = self._lookups
+        self._open(self._model.in_epoch(epoch))
+        old.close()
+        for state in self._states.values():
+            state.outdated = True
+        log.info(
+            "VUA: the cache was reset; this engine now uses %s", self._model.identity.namespace
+        )
 
     def shutdown(self) -> None:
         """Stop the lookup threads."""
         self._lookups.close()
+        self._stores[0].close()
 
     # -- per request --------------------------------------------------------------------------
 
@@ -96,7 +139,7 @@ class SchedulerSide:
             state.lookup = self._lookups.ask(request, state.options)
         state.local_tokens = num_computed_tokens
         loads = self._may_load and state.options.load and not state.failed
-        if not loads and not (self._may_save and state.options.store):
+        if state.outdated or not (loads or (self._may_save and state.options.store)):
             return 0, False
         self._be_patient(state.lookup)
         if not state.lookup:
@@ -112,7 +155,12 @@ class SchedulerSide:
         # where it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False
-        return found.tokens - num_computed_tokens, True
+        tokens = found.tokens - num_computed_tokens
+        return tokens, not self._in_step(tokens)
+
+    def _in_step(self, tokens: int) -> bool:
+        """Whether so small a load is done within the step."""
+        return tokens * self._model.token_nbytes <= self._in_step_nbytes
 
     def _be_patient(self, lookup: Lookup) -> None:
         """Wait for a lookup, together with all others no longer than this step's patience."""
@@ -152,8 +200,6 @@ class SchedulerSide:
             return
         state = self._states[request.request_id]
         found = state.lookup.answer.result()
-        if found is None:
-            return
         stop = state.local_tokens + num_external_tokens
         tables = [list(table) for table in blocks.get_block_ids()]
         parts = [
@@ -163,17 +209,17 @@ class SchedulerSide:
         if self._model.plain:
             block, (table,) = self._model.align, tables
             state.loading = table[state.local_tokens // block : -(-stop // block)]
-        self._loads.append(LoadOrder(request.request_id, tables, parts))
+        in_step = self._in_step(num_external_tokens)
+        self._loads.append(LoadOrder(request.request_id, tables, parts, in_step))
         self.accounts.load_ordered(request.request_id, num_external_tokens)
 
-    def _part(self, number: int, local_tokens: int, stop: int, found: Found) -> GroupLoad:
+    def _part(self, number: int, local_tokens: int, stop: int, found: Found | None) -> GroupLoad:
         """What to load of one group: nothing of what vLLM has, and of a window no more than it."""
+        if found is None:  # cannot be; a load without keys fails, and vLLM does not wait for ever
+            return GroupLoad(number, local_tokens, stop, [])
         group, size = self._model.groups[number], self._model.chunk_tokens
-        start = group.first_needed(stop)
-        start -= start % min(size, *(self._model.block_sizes[table] for table in group.tables))
-        start = max(start, local_tokens)
-        keys = found.keys.first(-(-stop // size))[start // size :]
-        return GroupLoad(number, start, stop, keys)
+        start = max(self._model.first_loaded(group, stop), local_tokens)
+        return GroupLoad(number, start, stop, found.keys.run(start // size, -(-stop // size)))
 
     def finished(self, request: Any) -> None:  # noqa: ANN401
         """Forget a request that has ended or was aborted."""
@@ -207,6 +253,11 @@ class SchedulerSide:
         self._patience_s = _STEP_WAIT_S
         return loads
 
+    @property
+    def epoch(self) -> str:
+        """The epoch that orders belong to."""
+        return self._model.identity.epoch
+
     def add_saves(self, orders: Orders, output: Any) -> None:  # noqa: ANN401
         """Add the chunks that are complete after this step's forward pass."""
         self.accounts.step_scheduled(sum(output.num_scheduled_tokens.values()))
@@ -234,7 +285,7 @@ class SchedulerSide:
             state.block_ids[number] += table
 
     def _save(self, orders: Orders, state: _State, computed: int, output: Any) -> None:  # noqa: ANN401
-        if not state.options.store or not state.lookup:
+        if not state.options.store or state.outdated or not state.lookup:
             return
         if (found := state.lookup.answer.result()) is None:
             return
@@ -243,7 +294,10 @@ class SchedulerSide:
             state.next_save = found.stored
             if not self._model.plain:  # windows before it may be missing, and come by now
                 state.next_save = min(found.stored, computed // size)
-        complete = computed + output.num_scheduled_tokens[request_id]
+        # of scheduled tokens those after the last known one are guesses
+        complete = min(computed + output.num_scheduled_tokens[request_id], state.request.num_tokens)
+        if self._config.save_generated and complete // size > len(found.keys):
+            found.keys = found.keys.longer(token_ids(state.request.all_token_ids[:complete]))
         stop = min(complete // size, len(found.keys))
         if stop <= state.next_save:
             return
@@ -262,12 +316,14 @@ class SchedulerSide:
 
     def _to_save(
         self, number: int, group: Group, found: Found, chunks: range, tables: list[list[int]]
-    ) -> list[ChunkKey]:
+    ) -> Sequence[ChunkKey]:
         """Those of the chunks that are of use to a group, and still in its blocks."""
         if group.layout.window is None:
-            return [found.keys[chunk] for chunk in chunks]
+            return found.keys.run(chunks.start, chunks.stop)
         size = self._model.chunk_tokens
-        wanted = chunks if group in self._model.leading else found.windows[number]
+        wanted: Container[int] = found.windows[number]
+        if group in self._model.leading:
+            wanted = chunks
         keys = []
         for chunk in chunks:
             held = all(
@@ -275,6 +331,6 @@ class SchedulerSide:
                 for table in group.tables
                 for block in (self._model.block_sizes[table],)
             )
-            if chunk in wanted and held:
+            if held and (chunk in wanted or chunk >= found.prompt_chunks):  # of unknown end
                 keys.append(found.keys[chunk])
         return keys

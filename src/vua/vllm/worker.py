@@ -23,9 +23,10 @@ from vua.directory import create_stores
 from vua.errors import StorageError
 from vua.keys import ChunkKey
 from vua.slab import Slab
+from vua.store import Saver, Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.group_side import GroupSide, Rank, Tables
-from vua.vllm.messages import LoadOrder, Orders
+from vua.vllm.messages import LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Model
 from vua.vllm.stats import Recorder
 from vua.vllm.storage_guard import StorageGuard
@@ -44,8 +45,12 @@ class _Save:
     """One chunk on its way to storage."""
 
     group: GroupSide
+    saver: Saver
+    """Taken when it is copied: after a reset it must not get into the new epoch."""
     key: ChunkKey
     slab: Slab
+    pin: bool = False
+    """Whether it, and so all of its prefix, is to stay."""
 
 
 class WorkerSide:
@@ -54,12 +59,8 @@ class WorkerSide:
     def __init__(self, model: Model, config: ConnectorConfig, rank: Rank) -> None:
         """Open the namespace for the rectangles that ``rank`` holds."""
         self._model, self._config = model, config
-        stores = create_stores(
-            Path(config.shared_storage_path),
-            model.identity,
-            [group.layout for group in model.groups],
-            durable=config.durable,
-        )
+        self._epoch = model.identity.epoch
+        stores = self._open(model)
         self.stats = Recorder()
         self._rank = rank.pp * len(model.groups[0].shards[0]) + rank.tp
         self._groups = [
@@ -80,8 +81,28 @@ class WorkerSide:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._spoilt: set[int] = set()
+        """Blocks that this step computes with although a load did not fill them: nothing that
+        depends on them is stored."""
         self._registered = False
         self._warned: set[str] = set()
+
+    def _open(self, model: Model) -> list[Store]:
+        return create_stores(
+            Path(self._config.shared_storage_path),
+            model.identity,
+            [group.layout for group in model.groups],
+            durable=self._config.durable,
+            bounds=self._config.bounds,
+        )
+
+    def _follow(self, epoch: str | None) -> None:
+        """Leave what was stored before a reset. Raises StorageError."""
+        if epoch is not None and epoch != self._epoch:
+            stores = self._open(self._model.in_epoch(epoch))
+            for group, store in zip(self._groups, stores, strict=True):
+                group.reopen(store)
+            self._epoch = epoch
 
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables
@@ -104,24 +125,42 @@ class WorkerSide:
         self._loaders.close()
         if not self._savers.close():
             log.warning("VUA: the storage does not answer; some chunks are not stored")
+        for group in self._groups[:1]:  # one keeper for all
+            group.store.close()
 
     # -- loads --------------------------------------------------------------------------------
 
     def start_loads(self, orders: Orders) -> None:
-        """Begin this step's loads; returns at once."""
+        """Begin this step's loads; waits only for those that belong into the step itself.
+
+        vLLM waits for each other one: whatever happens, it is reported when it has ended.
+        """
+        self._spoilt = set()
         if not orders.loads:
             return
         with self._lock:
             self._running += len(orders.loads)
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
+        in_step = []
         for order in orders.loads:
-            if self._loads_guard.allows():
-                self._loaders.submit(self._load, order)
-            else:
-                self._report(order, order.parts[0].start, "paused")
+            try:
+                self._follow(orders.epoch)
+                if not self._loads_guard.allows():
+                    self._report(order, order.parts[0].start, "paused")
+                    continue
+                attempt = self._loaders.submit(self._load, order)
+                if order.in_step:
+                    in_step.append(attempt)
+            except Exception:
+                log.exception("load of request %s could not begin", order.request_id)
+                self._report(order, order.parts[0].start, "error")
+        while any(attempt.wanted for attempt in in_step):
+            self._give_up_loads()
+            with self._lock:
+                self._lock.wait(_IDLE_WAIT_S)
 
     def _load(self, attempt: Attempt[LoadOrder]) -> None:
-        order = attempt.what
+        order, epoch = attempt.what, self._epoch
         short: int | None = order.parts[0].start
         reason: str | None = "error"
         try:
@@ -130,6 +169,8 @@ class WorkerSide:
                 short = reached if reached < part.stop else None
                 if short is not None:
                     break
+            if epoch != self._epoch:
+                short, reason = order.parts[0].start, "reset"
         except Exception:
             log.exception("load of request %s failed", order.request_id)
         finally:
@@ -151,7 +192,8 @@ class WorkerSide:
         with self._lock:
             if short is not None:
                 self._fail(order, short)
-            self._received.add(order.request_id)
+            if not order.in_step:
+                self._received.add(order.request_id)
             self._running -= 1
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
             self._lock.notify()
@@ -160,7 +202,10 @@ class WorkerSide:
         """Note what was not loaded: blocks from a token on, or the request as a whole."""
         if self._model.plain:
             (part,), (table,), block = order.parts, order.block_ids, self._model.align
-            self._failed_blocks.update(table[reached // block : -(-part.stop // block)])
+            bad = table[reached // block : -(-part.stop // block)]
+            self._failed_blocks.update(bad)
+            if order.in_step:
+                self._spoilt.update(bad)
         else:  # what lies before a gap is of no use: the windows there are not in any block
             self._failed.add(order.request_id)
 
@@ -194,14 +239,16 @@ class WorkerSide:
     def save(self, orders: Orders) -> None:
         """Copy this step's complete chunks out of the cache; they are written in the background."""
         self._give_up_saves()
-        if self._registered:
-            for order in orders.saves:
-                for number, keys in order.parts:
-                    self._copy_out(self._groups[number], keys, order.block_ids)
+        if not self._registered or not orders.saves:
+            return
+        self._follow(orders.epoch)
+        for order in orders.saves:
+            if self._spoilt and not self._spoilt.isdisjoint(order.block_ids[0]):
+                continue
+            for number, keys in order.parts:
+                self._copy_out(self._groups[number], keys, order)
 
-    def _copy_out(
-        self, group: GroupSide, keys: Sequence[ChunkKey], block_ids: Sequence[Sequence[int]]
-    ) -> None:
+    def _copy_out(self, group: GroupSide, keys: Sequence[ChunkKey], order: SaveOrder) -> None:
         for at, key in enumerate(keys if group.writes else ()):
             if not self._saves_guard.allows():
                 self.stats.add("vua_chunks_saved_total", len(keys) - at, "paused")
@@ -211,16 +258,20 @@ class WorkerSide:
                 self.stats.add("vua_chunks_saved_total", len(keys) - at, "dropped")
                 self._warn_once("full", "storage is slower than the engine: chunks are not stored")
                 return  # a later chunk without its prefix would never be found
-            group.gather(slab, key, block_ids)
+            group.gather(slab, key, order.block_ids)
             self._count_pending(1)
-            self._savers.submit(self._write, _Save(group, key, slab))
+            pin = order.hints.pin and at == len(keys) - 1  # holds those before it too
+            self._savers.submit(self._write, _Save(group, group.saver(slab), key, slab, pin))
 
     def _write(self, attempt: Attempt[_Save]) -> None:
         save = attempt.what
         outcome, began = "error", time.monotonic()
         try:
-            written = save.group.saver(save.slab).save(save.key)
+            written = save.saver.save(save.key)
             outcome = "written" if written else "present"
+            keeper = save.saver.store.keeper
+            if save.pin and keeper is not None:
+                keeper.pin(save.key.name)
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
         except Exception:
@@ -262,4 +313,7 @@ class WorkerSide:
     @property
     def counts(self) -> Mapping[str, int]:
         """Events of this rank's stores so far."""
-        return sum((group.store.counts for group in self._groups), Counter())
+        counts: Counter[str] = Counter()
+        for group in self._groups:
+            counts.update(group.store.counts)
+        return counts

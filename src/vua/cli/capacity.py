@@ -1,0 +1,187 @@
+"""`vua gc`, `vua ttl` and `vua du`: how large a directory may be, is, and becomes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from vua.bounds import Bounds, Limits, read_bounds, write_bounds
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, progress, size, table, when
+from vua.directory import check_root
+from vua.errors import StorageError
+from vua.eviction import Freed
+from vua.gc import Report, collect
+from vua.storage.local import QUARANTINE, explained
+from vua.survey import PIN, Space, chunk_nbytes, chunks_of, fans_of, listed, measure, spaces, unused
+
+__all__ = ["du", "gc", "ttl"]
+
+
+def _limits(root: Path, said: Bounds) -> Limits:
+    try:
+        return Limits.of(root, said)
+    except OSError as problem:
+        raise explained(problem, str(root)) from problem
+
+
+def gc(directory: str, said: Bounds, *, keep: bool, quick: bool, write: Write | None) -> int:
+    """Bring a directory within its bounds and sweep it; exit status 1 if it stays beyond them.
+
+    With ``keep`` what is ``said`` goes into ``bounds.json`` first.
+    """
+    root = check_root(directory, create=False)
+    if keep:
+        _keep(root, said)
+    limits = _limits(root, said)
+    try:
+        with progress() as show:
+            report = collect(root, limits, quick=quick, show=show)
+    except OSError as problem:
+        if isinstance(problem, StorageError):
+            raise
+        raise explained(problem, directory) from problem
+    if write is not None:
+        write({"directory": directory, **_described(report)})
+    else:
+        _print(directory, report)
+    return SOUND if report.within and not report.problems else DAMAGED
+
+
+def _described(report: Report) -> dict[str, object]:
+    swept = {
+        name: {"chunks": freed.chunks, "nbytes": freed.nbytes} for name, freed in _freed(report)
+    }
+    return {
+        "within": report.within,
+        "chunks": report.usage.chunks,
+        "nbytes": report.usage.nbytes,
+        "exact": report.usage.exact,
+        "free_nbytes": report.free_nbytes,
+        "limits": asdict(report.limits),
+        "deleted": swept,
+        "seconds": round(report.seconds, 3),
+        "problems": report.problems,
+    }
+
+
+def _freed(report: Report) -> list[tuple[str, Freed]]:
+    names = ("evicted", "expired", "over_quota", "orphans", "leftovers")
+    return [(name, getattr(report, name)) for name in names]
+
+
+def _print(directory: str, report: Report) -> None:
+    usage, limits = report.usage, report.limits
+    rows = [
+        (name.replace("_", " "), freed.chunks, size(freed.nbytes)) for name, freed in _freed(report)
+    ]
+    table(["deleted", " chunks", " size"], rows)
+    state = "within" if report.within else "BEYOND"
+    print(
+        f"{directory}: {usage.chunks} chunks, {size(usage.nbytes)}, {state} its bounds of "
+        f"{size(limits.max_bytes)} with {size(limits.min_free_bytes)} of the disk left free "
+        f"({size(report.free_nbytes)} are); {report.seconds:.1f} s"
+    )
+    for problem in report.problems:
+        print(problem)
+
+
+def _keep(root: Path, said: Bounds) -> None:
+    """Put what is said into ``bounds.json``, beside what stands there."""
+    news = {name: value for name, value in asdict(said).items() if value is not None}
+    try:
+        write_bounds(root, replace(read_bounds(root), **news))
+    except OSError as problem:
+        raise explained(problem, str(root)) from problem
+
+
+def ttl(directory: str, seconds: float | None, *, off: bool, write: Write | None) -> int:
+    """Show, set or (``off``) lift the time without use after which chunks are deleted."""
+    root = check_root(directory, create=False)
+    if off:
+        write_bounds(root, replace(read_bounds(root), ttl_s=None))
+    elif seconds is not None:
+        _keep(root, Bounds(ttl_s=seconds))
+    now = read_bounds(root).ttl_s
+    if write is not None:
+        write({"directory": directory, "ttl_s": now})
+    else:
+        text = "no time to live" if now is None else f"unused chunks are deleted after {now:g} s"
+        print(f"{directory}: {text}")
+    return SOUND
+
+
+def du(directory: str, *, quick: bool, write: Write | None) -> int:
+    """Show what a directory occupies, by namespace; ``quick`` estimates it from a sample."""
+    root = check_root(directory, create=False)
+    try:
+        if quick:
+            usage, rows = measure(root), []
+        else:
+            with progress() as show, spaces(root) as found:
+                rows = [_occupied(space, show) for space in found]
+            usage = measure(root)._replace(
+                nbytes=sum(int(str(row["nbytes"])) for row in rows),
+                chunks=sum(int(str(row["chunks"])) for row in rows),
+                exact=True,
+            )
+        status = os.statvfs(root)
+    except OSError as problem:
+        raise explained(problem, directory) from problem
+    limits = _limits(root, Bounds())
+    free = status.f_bavail * status.f_frsize
+    if write is not None:
+        whole = {"nbytes": usage.nbytes, "chunks": usage.chunks, "exact": usage.exact}
+        end = {"limits": asdict(limits), "free_nbytes": free}
+        write({"directory": directory, **whole, **end, "namespaces": rows})
+        return SOUND
+    if rows:
+        names = ("namespace", "chunks", "nbytes", "pinned", "quarantine", "leftovers")
+        shown = [[_short(name, row[name]) for name in names] for row in rows]
+        used = [
+            [when(float(str(row[k])) / 1e9) if row[k] else "-" for k in ("oldest_ns", "newest_ns")]
+            for row in rows
+        ]
+        head = [names[0], *(f" {name.replace('nbytes', 'size')}" for name in names[1:])]
+        lines = [one + two for one, two in zip(shown, used, strict=True)]
+        table([*head, "least recently used", "last used"], lines)
+    print(
+        f"{directory}: {usage.chunks} chunks, {'' if usage.exact else 'about '}"
+        f"{size(usage.nbytes)} of at most {size(limits.max_bytes)}; {size(free)} of the disk free"
+    )
+    return SOUND
+
+
+def _short(name: str, value: object) -> object:
+    if name == "namespace":
+        return str(value)[:SHORT]
+    return value if name in ("chunks", "pinned") else size(int(str(value)))
+
+
+def _occupied(space: Space, show: Callable[[str], None]) -> dict[str, object]:
+    chunks = nbytes = pinned = 0
+    oldest, newest = None, None
+    for fan in fans_of(space):
+        for chunk, stamp in chunks_of(space, fan):
+            chunks += 1
+            with listed(space.fd, f"{fan}/{chunk}") as entries:
+                found = list(entries)
+                with contextlib.suppress(OSError):
+                    nbytes += sum(one.stat(follow_symlinks=False).st_size for one in found)
+            pinned += any(one.name.startswith(PIN) for one in found)
+            oldest = stamp if oldest is None else min(oldest, stamp)
+            newest = stamp if newest is None else max(newest, stamp)
+        show(f"{space.name[:SHORT]}: {fan}, {chunks} chunks, {size(nbytes)}")
+    quarantine = chunk_nbytes(space, QUARANTINE)
+    return {
+        "namespace": space.name,
+        "chunks": chunks,
+        "nbytes": nbytes + quarantine,
+        "pinned": pinned,
+        "quarantine": quarantine,
+        "leftovers": sum(size_ for _, _, size_ in unused(space)),
+        "oldest_ns": oldest,
+        "newest_ns": newest,
+    }

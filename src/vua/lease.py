@@ -1,0 +1,87 @@
+"""Who evicts: one at a time per cache directory, by agreement and not by lock.
+
+``<root>/.upkeep/lease`` is created exclusively, its time renewed by the holder, and taken over when
+it has not been renewed for `EXPIRY_S` *by the server's clock*. It only saves work. Two holders at
+once (a host that slept, an NFS client that created twice) delete the same oldest chunks and at
+worst a burst too many; no wrong byte and no lost prefix can come of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from vua.recency import server_now_ns
+
+__all__ = ["EXPIRY_S", "UPKEEP", "lease", "upkeep_directory"]
+
+UPKEEP: Final = ".upkeep"
+EXPIRY_S: Final = 30.0
+"""Without a sign of life for so long a holder counts as dead. A burst takes a second or so."""
+
+_LEASE: Final = "lease"
+
+
+def upkeep_directory(root: str | os.PathLike[str]) -> int:
+    """Open (and make, 0700) the directory of the lease; the caller closes it. Raises OSError."""
+    path = Path(root) / UPKEEP
+    path.mkdir(mode=0o700, exist_ok=True)
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+class Lease:
+    """A lease that is held."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def renew(self) -> None:
+        """Give a sign of life."""
+        with contextlib.suppress(OSError):
+            os.utime(self._fd)
+
+
+@contextlib.contextmanager
+def lease(directory: int) -> Iterator[Lease | None]:
+    """Hold the lease in ``directory`` (a descriptor); None while somebody else does.
+
+    Raises OSError where nothing can be created there.
+    """
+    fd = _create(directory)
+    if fd is None and _expired(directory):
+        with contextlib.suppress(OSError):  # somebody else was faster
+            aside = f"{_LEASE}-{secrets.token_hex(4)}"
+            os.rename(_LEASE, aside, src_dir_fd=directory, dst_dir_fd=directory)
+            os.unlink(aside, dir_fd=directory)
+        fd = _create(directory)
+    if fd is None:
+        yield None
+        return
+    try:
+        yield Lease(fd)
+    finally:
+        with contextlib.suppress(OSError):
+            ours, there = os.fstat(fd), os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
+            if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
+                os.unlink(_LEASE, dir_fd=directory)
+        os.close(fd)
+
+
+def _create(directory: int) -> int | None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(_LEASE, flags, 0o600, dir_fd=directory)
+    except FileExistsError:
+        return None
+
+
+def _expired(directory: int) -> bool:
+    try:
+        renewed = os.stat(_LEASE, dir_fd=directory, follow_symlinks=False).st_mtime_ns
+        return server_now_ns(directory) - renewed > EXPIRY_S * 1e9
+    except FileNotFoundError:
+        return True

@@ -1,0 +1,124 @@
+"""Replays a trace of requests through a bounded cache, and through an LRU list of the same size."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vua.bounds import Bounds
+from vua.directory import create_store
+from vua.identity import Identity
+from vua.keys import KeyChain, token_ids
+from vua.layout import KVLayout
+
+Trace = Sequence[Sequence[int]]
+"""Per request the ids of its blocks; equal ids mean equal prefixes up to there."""
+
+LAYOUT = KVLayout(layers=1, kv_heads=1, k_dim=4, v_dim=4, dtype="F32", chunk_tokens=1)
+NBYTES = 512
+
+
+def read_trace(path: Path, requests: int | None = None) -> Trace:
+    """The requests of a trace in the form of the Mooncake project's."""
+    with path.open(encoding="utf-8") as lines:
+        found = [json.loads(line)["hash_ids"] for line in lines]
+    return found[:requests]
+
+
+def synthetic_trace(requests: int, seed: int = 0) -> Trace:
+    """Conversations that go on: each request extends one of the recent ones, or is new."""
+    chance = random.Random(seed)
+    open_: list[list[int]] = []
+    fresh, trace = 1, []
+    for _ in range(requests):
+        if not open_ or chance.random() < 0.25:
+            open_.append([0])  # all share a system prompt
+        at = len(open_) - 1 - min(int(chance.expovariate(0.08)), len(open_) - 1)
+        grown = chance.randint(1, 6)
+        open_[at] = [*open_[at], *range(fresh, fresh + grown)]
+        fresh += grown
+        trace.append(open_[at])
+    return trace
+
+
+def lru_hits(trace: Trace, capacity: int) -> Iterator[int]:
+    """Per request the leading blocks that an LRU list of ``capacity`` blocks has."""
+    cached: OrderedDict[int, None] = OrderedDict()
+    for blocks in trace:
+        yield next((n for n, block in enumerate(blocks) if block not in cached), len(blocks))
+        for block in reversed(blocks):  # the tail first, so that it goes first
+            cached[block] = None
+            cached.move_to_end(block)
+        while len(cached) > capacity:
+            cached.popitem(last=False)
+
+
+class Cache:
+    """A cache of tiny chunks in a directory."""
+
+    def __init__(self, root: Path, capacity: int | None = None, model: str = "replay") -> None:
+        """Open ``root`` for ``capacity`` chunks."""
+        identity = Identity(model=model, kv_dtype=LAYOUT.dtype, chunk_tokens=1, name=model)
+        most = None if capacity is None else capacity * NBYTES
+        bounds = Bounds(max_bytes=most, min_free_bytes=0)
+        self.store = create_store(root, identity, LAYOUT, bounds=bounds)
+        self.buffer = np.zeros(NBYTES, dtype=np.uint8)
+        self.iovecs = np.array([[self.buffer.ctypes.data, NBYTES]], dtype=np.uint64)
+        if self.store.keeper is None:
+            raise AssertionError
+        self.keeper = self.store.keeper
+
+    def request(self, blocks: Sequence[int]) -> int:
+        """Look a prompt up, use what is there, store the rest; return the chunks found.
+
+        The files hold no entries: nothing reads them here, and making them would take most of the
+        time.
+        """
+        keys = KeyChain(token_ids(blocks), 1)
+        found = self.store.lookup(keys)
+        self.store.used(keys, found, wait=True)
+        for place in range(found, len(keys)):
+            if not self.store.storage.exists(keys[place].name, LAYOUT.full):
+                self.keeper.publish(keys[place], LAYOUT.full, self.iovecs)
+        return found
+
+
+def ratio(hits: Iterator[int], trace: Trace) -> float:
+    """Blocks found of all blocks asked for."""
+    return sum(hits) / sum(map(len, trace))
+
+
+def main() -> None:
+    """Compare both on a trace file for some capacities."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("capacity", type=int, nargs="+", help="in blocks")
+    parser.add_argument("--requests", type=int)
+    parser.add_argument("--directory", help="where the cache is made, e.g. on a tmpfs")
+    options = parser.parse_args()
+    trace = read_trace(options.trace, options.requests)
+    for capacity in options.capacity:
+        with tempfile.TemporaryDirectory(dir=options.directory) as root:
+            began = time.monotonic()
+            cache = Cache(Path(root), capacity)
+            ours = ratio(map(cache.request, trace), trace)
+            took = time.monotonic() - began
+        theirs = ratio(lru_hits(trace, capacity), trace)
+        print(
+            f"{capacity} blocks: hit ratio {ours:.4f}, LRU {theirs:.4f}, "
+            f"{ours / theirs:.4f} of it; {took:.0f} s, {dict(cache.keeper.counts)}"
+        )
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
