@@ -98,7 +98,7 @@ def _idle(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
         peers.prepare(nbytes=payload, chunks=case.chunks, layers=case.layout.layers)
         arms |= {f"peer: {arm}": Arm(partial(peers.load, arm)) for arm in peers.arms}
     name = f"{case.name}, {memory.place}"
-    timings = measure(arms, "raw preadv", bench.rounds(11))
+    timings = measure(arms, "raw preadv", bench.rounds(9))
     row = partial(timings.row, "C1", name, nbytes=case.nbytes)
     yield row("load", "raw preadv", target=0.9)
     yield row("load", "memcpy", target=0.6)
@@ -172,7 +172,7 @@ def cold(bench: Bench) -> Iterator[Row]:
     for case in TINY if bench.tiny else (CASES[0], CASES[2]):
         root = bench.place("cold")
         stored = Stored(root, case)
-        cool(stored.paths)
+        cool(stored.paths, sync=True)
         if not is_cold(stored.paths[0]):
             bench.skip("C2", case.name, "this file system keeps files in memory: none became cold")
             bench.drop(root)
@@ -185,7 +185,7 @@ def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:
     case, memory = stored.case, make("staged", stored.case)
     load = stored.loader(memory)
     stored.check(memory, load)
-    files, cooled = stored.raw_files(memory), partial(cool, stored.paths)
+    files, cooled = stored.raw_files(memory), partial(cool, stored.paths, sync=False)
     arms = {
         "raw preadv": Arm(lambda: [file.read() for file in files], cooled),
         "load": Arm(load, cooled),
@@ -207,7 +207,7 @@ def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:
             arms[f"peer: {arm}"] = Arm(
                 partial(bench.peers.load, arm), partial(bench.peers.cool, arm)
             )
-    timings = measure(arms, limit, bench.rounds(7))
+    timings = measure(arms, limit, bench.rounds(5))
     for arm in arms:
         if arm != limit:
             target = 0.9 if arm == "load" else None

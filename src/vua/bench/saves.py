@@ -109,7 +109,7 @@ def saves(bench: Bench) -> Iterator[Row]:
         saving.check()
         with ThreadPoolExecutor(2, thread_name_prefix="vua-bench-save") as pool:
             arms = _arms(bench, saving, pool)
-            timings = measure(arms, "raw pwritev", bench.rounds(9))
+            timings = measure(arms, "raw pwritev", bench.rounds(7))
         row = partial(timings.row, "C3", case.name, of="raw pwritev")
         for arm in arms:
             if arm == "save, caller blocked":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, help="a request trace for C7")
     parser.add_argument("--largest", type=int, default=100_000, help="chunks for C10 at most")
     parser.add_argument("--requests", type=int, help="replay only the first of them")
+    parser.add_argument("--max-bytes", metavar="SIZE", help="replay with a bounded store")
     parser.add_argument("--reference", type=Path, help="JSON of hit ratios by policy, for replay")
     parser.add_argument("--model", help="for path: a model's name, or bytes of K and V per token")
     parser.add_argument("--prefill", type=float, metavar="TOKENS/S", help="its prefill speed")
@@ -100,13 +102,17 @@ def _path(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str,
 
 
 def _replay(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
-    from vua.bench.replay import belady, lru, read, replay
+    from vua.bench.replay import belady, block_file_nbytes, lru, read, replay
+    from vua.bounds import nbytes_of
 
     requests = read(options.target, options.requests)
     with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=options.dir) as name:
-        done = replay(Path(name), requests, show)
+        done = replay(Path(name), requests, show, max_bytes=options.max_bytes)
     reference = {} if options.reference is None else belady(options.reference, len(requests))
     capacities = sorted(reference) or [1953, 5859, 19531, 58593]
+    if options.max_bytes is not None:
+        room = nbytes_of(options.max_bytes, shutil.disk_usage(options.dir or "/").total)
+        capacities = [room // block_file_nbytes()]
     bounded = [
         {
             "blocks": capacity,
