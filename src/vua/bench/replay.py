@@ -150,11 +150,7 @@ def replay(
         ConfigError: ``max_bytes`` is no size.
         MeasurementError: a load brought another block, or less than the lookup found.
     """
-    bounds = Bounds(max_bytes="100%" if max_bytes is None else max_bytes, min_free_bytes=0)
-    identity = Identity(model="replay", chunk_tokens=BLOCK_TOKENS)
-    store = create_store(root, identity, _LAYOUT, bounds=bounds)
-    one, many = staged_ids(1), staged_ids(_ROOM)
-    loader, saver = store.loader(many[1].memory), store.saver(one[1].memory)
+    session = _Session(root, max_bytes)
     seen: set[int] = set()
     hit = ideal = written = 0
     lookups, start = [], time.perf_counter()
@@ -162,23 +158,14 @@ def replay(
         prompt = _prompt(request)
         began = time.perf_counter()
         chain = KeyChain(token_ids(prompt), BLOCK_TOKENS)
-        found = store.lookup(chain)
+        found = session.store.lookup(chain)
         lookups.append(time.perf_counter() - began)
-        for at in range(0, found, _ROOM):
-            keys = [chain[n] for n in range(at, min(found, at + _ROOM))]
-            expect("a load after a hit", holds=loader.load(keys).chunks == len(keys))
-            ids = request.whole[at : at + len(keys)]
-            expect("the loaded blocks", holds=(many[0][: len(keys)] == ids).all())
-        store.used(chain, found, wait=True)
-        for place in range(found, len(chain)):
-            one[0][0] = request.whole[place]
-            if not saver.save(chain[place]) and max_bytes is not None:
-                break  # no room; what follows would not be found without it
-            written += 1
+        session.load(request, chain, found)
+        written += session.save(request, chain, found)
         hit, ideal = hit + found, ideal + _leading(seen, request.whole)
         seen.update(request.whole)
         show(f"request {number + 1} of {len(requests)}")
-    store.close()
+    session.store.close()
     file_nbytes = block_file_nbytes()
     blocks = sum(len(request.whole) for request in requests)
     p50, p90, p99 = (percentile(lookups, at) * 1e3 for at in (50, 90, 99))
@@ -190,12 +177,44 @@ def replay(
     )  # fmt: skip
 
 
+class _Session:
+    """A store of blocks, and the memory that they pass through."""
+
+    def __init__(self, root: Path, max_bytes: int | str | None) -> None:
+        bounds = Bounds(max_bytes="100%" if max_bytes is None else max_bytes, min_free_bytes=0)
+        identity = Identity(model="replay", chunk_tokens=BLOCK_TOKENS)
+        self.store = create_store(root, identity, _LAYOUT, bounds=bounds)
+        self._id, one = _staged(1)
+        self._ids, many = _staged(_ROOM)
+        self._saver, self._loader = self.store.saver(one.memory), self.store.loader(many.memory)
+
+    def load(self, request: Request, chain: KeyChain, found: int) -> None:
+        """Load the blocks that were found, compare them, and note that they were used."""
+        for at in range(0, found, _ROOM):
+            keys = [chain[n] for n in range(at, min(found, at + _ROOM))]
+            expect("a load after a hit", holds=self._loader.load(keys).chunks == len(keys))
+            ids = request.whole[at : at + len(keys)]
+            expect("the loaded blocks", holds=(self._ids[: len(keys)] == ids).all())
+        self.store.used(chain, found, wait=True)
+
+    def save(self, request: Request, chain: KeyChain, found: int) -> int:
+        """Save what follows the blocks that were found; return how many were written."""
+        written = 0
+        for place in range(found, len(chain)):
+            self._id[0] = request.whole[place]
+            if self._saver.save(chain[place]):
+                written += 1
+            elif not self.store.holds(chain[place], [_LAYOUT.full]):
+                break  # no room; what follows would not be found without it
+        return written
+
+
 def block_file_nbytes() -> int:
     """Return the size of a block's file."""
     return EntryCodec("0" * 64, _LAYOUT, _LAYOUT.full).file_nbytes
 
 
-def staged_ids(chunks: int) -> tuple[npt.NDArray[np.uint64], Slab]:
+def _staged(chunks: int) -> tuple[npt.NDArray[np.uint64], Slab]:
     """Return the first word of each chunk's place, ``[chunks]``, and the slab they lie in."""
     slab = Slab(_LAYOUT, _LAYOUT.full, chunks)
     return slab.bytes.view(np.uint64).reshape(chunks, -1)[:, 0], slab
