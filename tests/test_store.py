@@ -223,6 +223,21 @@ class TestShards(StoreTest):
             for want, got in zip(expected.buffers, memory.buffers, strict=True):
                 np.testing.assert_array_equal(want, got)
 
+    def test_saver_again(self) -> None:
+        """A saver writes what lies in its memory at the time, prompt after prompt."""
+        other, keys = model_arrays(SMALL, CHUNKS, seed=5), keys_of(range(50, 62), 4)
+        shard = split(SMALL, 2)[1]
+        memory = Memory(SMALL, shard, CHUNKS, block_tokens=2)
+        saver = self.store.saver(memory.map(), shard=shard)
+        for chain, model in ((self.keys, self.model), (keys, other)):
+            memory.fill(rectangle(model, shard))
+            written = [saver.save(key, place=n) for n, key in enumerate(chain)]
+            self.assertEqual([True] * CHUNKS, written)
+        self.assertFalse(saver.save(keys[0], place=1))
+
+        self.check(self.store, self.model, shard, self.keys)
+        self.check(self.store, other, shard, keys)
+
     def test_many_chunks(self) -> None:
         """More chunks than are prepared at a time are loaded all the same."""
         count = 150

@@ -87,12 +87,16 @@ def in_buffer(paths: Sequence[str], buffer: Buffer, nbytes: int) -> list[RawFile
     return [RawFile(path, row, buffer) for path, row in zip(paths, rows, strict=True)]
 
 
-def cool(paths: Sequence[str | Path]) -> None:
-    """Write files to disk and ask the kernel to forget them (some file systems will not)."""
+def cool(paths: Sequence[str | Path], *, sync: bool) -> None:
+    """Ask the kernel to forget files (some file systems will not).
+
+    ``sync`` writes them to disk before, without which they stay; a flush per file takes its time.
+    """
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(fd)
+            if sync:
+                os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)

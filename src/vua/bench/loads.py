@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from vua.store import Store
 
 __all__ = ["Stored", "cold", "warm"]
 
-_THREADS = 4
+_THREADS: Final = 4
 
 
 class Stored:
@@ -96,7 +98,7 @@ def _idle(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
         peers.prepare(nbytes=payload, chunks=case.chunks, layers=case.layout.layers)
         arms |= {f"peer: {arm}": Arm(partial(peers.load, arm)) for arm in peers.arms}
     name = f"{case.name}, {memory.place}"
-    timings = measure(arms, "raw preadv", bench.rounds(11))
+    timings = measure(arms, "raw preadv", bench.rounds(9))
     row = partial(timings.row, "C1", name, nbytes=case.nbytes)
     yield row("load", "raw preadv", target=0.9)
     yield row("load", "memcpy", target=0.6)
@@ -170,7 +172,7 @@ def cold(bench: Bench) -> Iterator[Row]:
     for case in TINY if bench.tiny else (CASES[0], CASES[2]):
         root = bench.place("cold")
         stored = Stored(root, case)
-        cool(stored.paths)
+        cool(stored.paths, sync=True)
         if not is_cold(stored.paths[0]):
             bench.skip("C2", case.name, "this file system keeps files in memory: none became cold")
             bench.drop(root)
@@ -183,7 +185,7 @@ def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:
     case, memory = stored.case, make("staged", stored.case)
     load = stored.loader(memory)
     stored.check(memory, load)
-    files, cooled = stored.raw_files(memory), partial(cool, stored.paths)
+    files, cooled = stored.raw_files(memory), partial(cool, stored.paths, sync=False)
     arms = {
         "raw preadv": Arm(lambda: [file.read() for file in files], cooled),
         "load": Arm(load, cooled),
@@ -193,6 +195,8 @@ def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:
         size = files[0].nbytes
         direct = in_buffer(stored.paths, Buffer(case.chunks * (size + 4096)), size)
         arms["O_DIRECT"] = Arm(lambda: [file.read(os.O_DIRECT) for file in direct], cooled)
+        with_threads = partial(_in_threads, direct, os.O_DIRECT)
+        arms[f"O_DIRECT, {_THREADS} threads"] = Arm(with_threads, cooled)
         limit = "O_DIRECT"
     else:
         bench.skip("C2", "the O_DIRECT limit", why_not)
@@ -203,8 +207,19 @@ def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:
             arms[f"peer: {arm}"] = Arm(
                 partial(bench.peers.load, arm), partial(bench.peers.cool, arm)
             )
-    timings = measure(arms, limit, bench.rounds(7))
+    timings = measure(arms, limit, bench.rounds(5))
     for arm in arms:
         if arm != limit:
             target = 0.9 if arm == "load" else None
             yield timings.row("C2", case.name, arm, limit, nbytes=case.nbytes, target=target)
+
+
+def _in_threads(files: Sequence[RawFile], flags: int) -> None:
+    """Read files from several threads, as many requests at once as fio with that depth."""
+
+    def read(part: Sequence[RawFile]) -> None:
+        for file in part:
+            file.read(flags)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(read, [files[n::_THREADS] for n in range(_THREADS)]))

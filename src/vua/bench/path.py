@@ -172,7 +172,7 @@ def _bandwidth(
         ]
     for file in files:
         file.write()
-    cool(paths)
+    cool(paths, sync=True)
     unmeasured = []
     if not is_cold(paths[0]):
         reason = "this file system keeps files in memory, or cannot be asked"
@@ -192,7 +192,7 @@ def _round(
     files: Sequence[RawFile], way: Callable[[RawFile], object], threads: int, *, cold: bool
 ) -> float:
     if cold:
-        cool([file.path for file in files])
+        cool([file.path for file in files], sync=True)
     parts = [files[n::threads] for n in range(threads)]
 
     def work(part: Sequence[RawFile]) -> None:

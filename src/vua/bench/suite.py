@@ -118,7 +118,7 @@ def parts() -> dict[str, Part]:
 
 
 def run(settings: Settings, show: Callable[[str], None]) -> dict[str, object]:
-    """Run the suite and return its report, plain values for JSON.
+    """Run the suite and return its report, plain values for JSON; Ctrl-C ends it early.
 
     Raises:
         InputError: an unknown number was asked for.
@@ -139,10 +139,14 @@ def run(settings: Settings, show: Callable[[str], None]) -> dict[str, object]:
                 bench.skip("C1-C3", f"peer {name}", reason)
         else:
             bench.skip("C1-C3", "all peers", "no --peers; benchmarks/peers/setup.py installs them")
-        for number, part in parts().items():
-            if number in wanted:
-                show(f"{number} {NUMBERS[number]}")
-                bench.rows += part(bench)
+        try:
+            for number, part in parts().items():
+                if number in wanted:
+                    show(f"{number} {NUMBERS[number]}")
+                    for row in part(bench):
+                        bench.rows.append(row)
+        except KeyboardInterrupt:
+            bench.skip(number, "the rest of the run", "interrupted; this table is what there was")
         return {
             "version": 1,
             "machine": machine,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vua.cli.text import SOUND, Write, as_json, progress, table
+from vua.cli.text import SOUND, Write, progress, table
 from vua.errors import InputError
 
 __all__ = ["add_arguments", "bench"]
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, help="a request trace for C7")
     parser.add_argument("--largest", type=int, default=100_000, help="chunks for C10 at most")
     parser.add_argument("--requests", type=int, help="replay only the first of them")
+    parser.add_argument("--max-bytes", metavar="SIZE", help="replay with a bounded store")
     parser.add_argument("--reference", type=Path, help="JSON of hit ratios by policy, for replay")
     parser.add_argument("--model", help="for path: a model's name, or bytes of K and V per token")
     parser.add_argument("--prefill", type=float, metavar="TOKENS/S", help="its prefill speed")
@@ -72,7 +75,7 @@ def bench(options: argparse.Namespace, *, write: Write | None) -> int:
     return SOUND
 
 
-def _suite(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: ANN401
+def _suite(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
     from vua.bench.suite import Settings, run
 
     settings = Settings(
@@ -87,7 +90,7 @@ def _suite(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: A
     return run(settings, show)
 
 
-def _path(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: ANN401
+def _path(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
     from vua.bench.path import Demand, probe
 
     if (options.model is None) != (options.prefill is None):
@@ -98,14 +101,18 @@ def _path(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: AN
     return probe(options.target, demand, show, tiny=options.tiny)
 
 
-def _replay(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: ANN401
-    from vua.bench.replay import belady, lru, read, replay
+def _replay(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
+    from vua.bench.replay import belady, block_file_nbytes, lru, read, replay
+    from vua.bounds import nbytes_of
 
     requests = read(options.target, options.requests)
     with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=options.dir) as name:
-        done = replay(Path(name), requests, show)
+        done = replay(Path(name), requests, show, max_bytes=options.max_bytes)
     reference = {} if options.reference is None else belady(options.reference, len(requests))
     capacities = sorted(reference) or [1953, 5859, 19531, 58593]
+    if options.max_bytes is not None:
+        room = nbytes_of(options.max_bytes, shutil.disk_usage(options.dir or "/").total)
+        capacities = [room // block_file_nbytes()]
     bounded = [
         {
             "blocks": capacity,
@@ -118,7 +125,7 @@ def _replay(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: 
 
 
 def _print(what: str, report: dict[str, Any], write: Write | None) -> None:
-    if write is as_json or write is not None:
+    if write is not None:
         write(report)
     elif what == "path":
         _print_path(report)
