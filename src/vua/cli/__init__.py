@@ -12,10 +12,12 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 from vua import __version__
 from vua.bounds import Bounds
 from vua.cli.capacity import du, gc, ttl
+from vua.cli.explain import Question, explain
 from vua.cli.inspection import inspect
 from vua.cli.listing import ls
 from vua.cli.removal import pins, rm
@@ -42,8 +44,33 @@ def _parser() -> argparse.ArgumentParser:
 
     one = commands.add_parser("verify", parents=[common], help="read every file and check it")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    _add_explain(commands, common)
     _add_upkeep(commands, common)
     return parser
+
+
+def _add_explain(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    one = commands.add_parser("explain", parents=[common], help="say why a prompt hits or misses")
+    one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    what = one.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--tokens", metavar="FILE", help="token ids: a JSON list, or integers; - stdin"
+    )
+    what.add_argument("--prompt", metavar="FILE", help="text for --model's tokenizer.json; - stdin")
+    one.add_argument("--model", metavar="MODELDIR", help="the model's directory")
+    one.add_argument("--namespace", metavar="NS", default="", help="first digits of a namespace")
+    one.add_argument("--chunk-tokens", metavar="N", type=int, help="tokens per chunk")
+    one.add_argument("--salt", metavar="S", default="", help="the requests' cache salt")
+    one.add_argument("--epoch", metavar="E", default="", help="the engine's epoch, with --model")
+    one.add_argument("--quick", action="store_true", help="do not look for other continuations")
+
+
+def _run_explain(options: argparse.Namespace, write: Write | None) -> int:
+    names = (field.name for field in fields(Question))
+    question = Question(**{name: getattr(options, name) for name in names})
+    return explain(options.directory, question, write=write)
 
 
 def _add_upkeep(
@@ -113,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = inspect(options.files, write=write)
         elif options.command == "verify":
             code = verify(options.directory, write=write)
+        elif options.command == "explain":
+            code = _run_explain(options, write)
         else:
             code = _run_upkeep(options, write)
         sys.stdout.flush()
