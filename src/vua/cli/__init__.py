@@ -1,8 +1,9 @@
 """The command `vua`: looks into a cache directory. Needs no engine, no GPU and no server.
 
 All of it may run while others read and write there; `gc`, `rm`, `pin` and `ttl` alone change
-anything. Exit codes: 0 all is well, 1 damage was found (or a directory stays beyond its bounds,
-or pins kept something), 2 the question makes no sense (or the directory cannot be read).
+anything (`doctor` makes a directory for a while). Exit codes: 0 all is well, 1 damage was found (or
+a directory stays beyond its bounds, pins kept something, `doctor` found something bad), 2 the
+question makes no sense (or the directory cannot be read).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import fields
 from vua import __version__
 from vua.bounds import Bounds
 from vua.cli.capacity import du, gc, ttl
+from vua.cli.doctor import doctor
 from vua.cli.explain import Question, explain
 from vua.cli.inspection import inspect
 from vua.cli.listing import ls
@@ -43,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("files", metavar="FILE", nargs="+", help="file of one chunk")
 
     one = commands.add_parser("verify", parents=[common], help="read every file and check it")
+    one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    one = commands.add_parser("doctor", parents=[common], help="test what VUA relies on")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     _add_explain(commands, common)
     _add_upkeep(commands, common)
@@ -140,6 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = inspect(options.files, write=write)
         elif options.command == "verify":
             code = verify(options.directory, write=write)
+        elif options.command == "doctor":
+            code = doctor(options.directory, write=write)
         elif options.command == "explain":
             code = _run_explain(options, write)
         else:
