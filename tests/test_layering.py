@@ -30,8 +30,8 @@ CORE = (
     "vua.survey",
     "vua.lease",
     "vua.eviction",
-    "vua.keeper",
     "vua.lineage",
+    "vua.keeper",
     "vua.gc",
     "vua.slab",
     "vua.device.pages",
@@ -41,6 +41,7 @@ CORE = (
     "vua.device.staging",
     "vua.device",
     "vua.plan",
+    "vua.aim",
     "vua.store",
     "vua.directory",
     "vua.tensors",
@@ -48,6 +49,8 @@ CORE = (
 )
 # Above the core; none may import another one.
 ADAPTERS = ("vua.lmcache", "vua.transformers", "vua.vllm", "vua.cli")
+BENCH = "vua.bench"
+"""Measures the core; the command line runs it."""
 TESTING = "vua.testing"
 ENGINES = ("lmcache", "sglang", "transformers", "vllm")
 
@@ -62,7 +65,7 @@ def within(module: str, package: str) -> bool:
 
 def layer_of(module: str) -> str | None:
     """The entry of the lists above that the module belongs to; None if there is none."""
-    layers = (*CORE, *ADAPTERS, TESTING)
+    layers = (*CORE, BENCH, *ADAPTERS, TESTING)
     return next((layer for layer in layers if within(module, layer)), None)
 
 
@@ -81,6 +84,8 @@ def may_import(importer: str, imported: str) -> bool:
         return above not in CORE or (imported != "vua" and rank_of(imported) < rank_of(importer))
     if below == TESTING:
         return above == TESTING
+    if below == BENCH:
+        return above in (BENCH, "vua.cli")
     return above in (below, TESTING)
 
 
@@ -158,7 +163,8 @@ class TestLayering(unittest.TestCase):
 
     def test_faults_are_found(self) -> None:
         """Each rule catches a line that breaks it."""
-        modules = {"vua", *CORE, *ADAPTERS, TESTING, "vua.storage.local", "vua.storage.memory"}
+        modules = {"vua", *CORE, BENCH, *ADAPTERS, TESTING}
+        modules |= {"vua.storage.local", "vua.storage.memory"}
         broken = {
             ("vua.errors", "import vua.core"): "above or beside",
             ("vua.keys", "from vua import store"): "above or beside",
@@ -170,6 +176,9 @@ class TestLayering(unittest.TestCase):
             ("vua.core", "from vua.testing import X"): "above or beside",
             ("vua.cli", "from vua.testing import X"): "above or beside",
             ("vua.cli", "from vua.vllm import X"): "above or beside",
+            ("vua.bench", "from vua.cli import X"): "above or beside",
+            ("vua.core", "from vua.bench import X"): "above or beside",
+            ("vua.vllm.worker", "from vua.bench import X"): "above or beside",
             ("vua", "from vua.vllm import X"): "above or beside",
             ("vua.device.pages", "from vua.device import gather"): "above or beside",
             ("vua.device.copies", "from vua.device.staging import X"): "above or beside",
@@ -194,7 +203,8 @@ class TestLayering(unittest.TestCase):
 
     def test_sound_lines_pass(self) -> None:
         """What the layers allow is not called a fault."""
-        modules = {"vua", *CORE, *ADAPTERS, TESTING, "vua.storage.local", "vua.vllm.worker"}
+        modules = {"vua", *CORE, BENCH, *ADAPTERS, TESTING}
+        modules |= {"vua.storage.local", "vua.vllm.worker"}
         sound = (
             ("vua", "from vua.core import VUA"),
             ("vua.device", "from vua.device.pages import X"),
@@ -202,6 +212,8 @@ class TestLayering(unittest.TestCase):
             ("vua.store", "from vua.device import X"),
             ("vua.core", "from vua import keys\nfrom vua.storage.local import X"),
             ("vua.storage.local", "from vua.storage import Storage\nfrom vua.errors import X"),
+            ("vua.bench", "from vua.store import Store"),
+            ("vua.cli", "from vua.bench import suite"),
             ("vua.vllm", "import vllm\nfrom vua.vllm.worker import X\nfrom vua import VUA"),
             ("vua.testing", "import vllm, transformers\nfrom vua.core import VUA"),
             ("vua.transformers", "import torch\nmodel.eval()"),

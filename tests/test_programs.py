@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -24,15 +23,6 @@ def run(*command: str, cwd: str | Path = ROOT) -> subprocess.CompletedProcess[st
 
 
 class TestPrograms(unittest.TestCase):
-    def test_benchmark(self) -> None:
-        """The byte path benchmark runs, verifies what it loads and writes its JSON."""
-        with tempfile.TemporaryDirectory() as name:
-            out = Path(name) / "result.json"
-            done = run("benchmarks/bytepath.py", "--quick", "--json", str(out))
-
-            self.assertEqual(0, done.returncode, done.stderr)
-            self.assertEqual(3, len(json.loads(out.read_text())["loads"]))
-
     def test_readme_example(self) -> None:
         """The README's Python example runs as it stands."""
         text = (ROOT / "README.md").read_text()

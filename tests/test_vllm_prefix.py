@@ -56,10 +56,10 @@ class PrefixTest(DirectoryTest):
         from vua.vllm.prefix import find
 
         rng = np.random.default_rng(5)
-        for number, (block, ragged) in enumerate(itertools.product((4, 8, 24), (0, 1, 5))):
+        for number, (block, ragged) in enumerate(itertools.product((4, 8, 16, 24), (0, 1, 5))):
             tokens = CHUNKS * SIZE + ragged
             keys = self.keys(tokens)
-            for trial in range(12):
+            for trial in range(9):
                 model = self.model(FULL, WINDOWED, block=block)
                 root = self.root / f"{number}-{trial}"
                 root.mkdir()
@@ -75,14 +75,15 @@ class PrefixTest(DirectoryTest):
                 best = max(
                     end
                     for end in range(0, min(stored * SIZE, tokens - 1) + 1, block)
-                    if self.usable(end, stored, there)
+                    if self.usable(end, stored, there, block)
                 )
                 self.assertEqual((stored, best), (found.stored, found.tokens), (block, there))
 
     @staticmethod
-    def usable(end: int, stored: int, there: set[int]) -> bool:
-        """Whether every token that is attended to from ``end`` on is stored."""
-        windows = {token // SIZE for token in range(max(0, end - WINDOW + 1), end)}
+    def usable(end: int, stored: int, there: set[int], block: int) -> bool:
+        """Whether all blocks with a token that is attended to from ``end`` on are stored."""
+        first = max(0, end - WINDOW + 1) // block * block
+        windows = {token // SIZE for token in range(first, end)}
         return end <= stored * SIZE and windows <= there
 
     def test_what_to_store(self) -> None:

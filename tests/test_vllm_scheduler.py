@@ -39,7 +39,8 @@ def asking(name: str, **options: Any) -> Any:
 
 def store(side: Any, first: int, stop: int) -> None:
     """Store these chunks of the request."""
-    memory = Slab(LAYOUT, LAYOUT.full, 1).memory
+    layout = side._stores[0].layout
+    memory = Slab(layout, layout.full, 1).memory
     for key in keys_of(range(64), 16)[first:stop]:
         side._stores[0].save(key, memory)
 
@@ -67,13 +68,15 @@ def answer(side: Any, request: Any) -> tuple[int, bool]:
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class SchedulerTest(unittest.TestCase):
-    def side(self, *, loads: bool = True, **settings: Any) -> Any:
+    def side(
+        self, *, loads: bool = True, layout: KVLayout = LAYOUT, block: int = 16, **settings: Any
+    ) -> Any:
         """The scheduler's half on an empty directory."""
         from vua.vllm.model import Group, Model
         from vua.vllm.scheduler import SchedulerSide
 
-        group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
+        group = Group(layout, (0,), ((layout.full,),), (0,))
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (block,), latent=False)
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         config = ConnectorConfig(shared_storage_path=folder.name, chunk_tokens=16, **settings)
@@ -95,6 +98,20 @@ class SchedulerTest(unittest.TestCase):
         side.add_saves(orders, step({"broken": 0, "good": 0}))
 
         self.assertEqual([4], [len(keys) for save in orders.saves for _, keys in save.parts])
+
+    def test_blocks_at_the_edge_of_a_window_are_loaded_whole(self) -> None:
+        """The prefix cache of vLLM offers them to requests whose windows begin earlier in them."""
+        windowed = KVLayout(1, 1, 8, 8, "U8", 16, "w10")
+        side = self.side(layout=windowed, block=32)
+        store(side, 0, 4)
+        request = request_of("long", prompt_token_ids=list(range(65)), num_tokens=65)
+        self.assertEqual((64, True), answer(side, request))
+
+        side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([0, 7],)), 64)
+
+        ((part,),) = (order.parts for order in side.take_loads())
+        self.assertEqual((32, 64), (part.start, part.stop))
+        self.assertEqual([32, 48], [key.start for key in part.keys])
 
     def test_hanging_storage(self) -> None:
         """Each lookup is a miss in time; after a few there are none, until storage answers."""

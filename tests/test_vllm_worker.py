@@ -23,6 +23,7 @@ if find_spec("vllm"):
     from vua.vllm.group_side import Rank
     from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
     from vua.vllm.model import Group, Model
+    from vua.vllm.request import SaveHints
     from vua.vllm.worker import WorkerSide
 
 LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
@@ -215,6 +216,17 @@ class HangingTest(DirectoryTest):
             soon(lambda: self.side._pending_saves == 0)
 
         self.assertLessEqual(self.storage.calls, 4)
+
+    def test_pin(self) -> None:
+        """A client's hint holds the chunks of its request and their prefix; others are not held."""
+        self.storage.go.set()
+        keys = keys_of(range(100, 148), 16)
+        hints = SaveHints(pin=True)
+        self.side.save(Orders(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
+        soon(lambda: self.side._pending_saves == 0)
+
+        pins = sorted(path.parent.name for path in self.root.rglob("pin-*"))
+        self.assertEqual(sorted(key.name for key in keys), pins)
 
     def test_shutdown(self) -> None:
         """It ends although everything hangs."""

@@ -268,11 +268,11 @@ class VUA:
 
     def _put(self, store: Store, ids: bytes, cache: Cache) -> int:
         keys = KeyChain(ids, self.config.split_factor)
-        memory, written = cache.memory(self.config.split_factor), 0
+        saver, written = store.saver(cache.memory(self.config.split_factor)), 0
         stored = store.lookup(keys)
         store.used(keys, stored, wait=stored < len(keys))  # before it makes room for the rest
         for place in range(len(keys)):
-            written += store.save(keys[place], memory, place=place)
+            written += saver.save(keys[place], place=place)
         log.debug("put %d tokens: %d of %d chunks written", len(ids) // 4, written, len(keys))
         return written
 

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from vua import lineage
 from vua._linux import Iovecs
 from vua.bounds import Bounds, Limits
 from vua.errors import ConfigError, StorageFullError
@@ -130,6 +131,17 @@ class Keeper:
         finally:
             with self._touch_lock:
                 self._pending -= 1
+
+    def pin(self, chunk: str) -> bool:
+        """Keep a chunk and its prefix from eviction; returns whether any is held.
+
+        Reads one header per chunk of the prefix; never raises for the state of the storage.
+        """
+        try:
+            return bool(lineage.pin(Space("", self._storage.fileno()), chunk))
+        except OSError as problem:
+            self._warn_once("pin", f"{self._root}: nothing can be pinned: {problem}")
+            return False
 
     # -- writing ------------------------------------------------------------------------------
 

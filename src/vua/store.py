@@ -18,20 +18,19 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from vua._linux import Iovecs
+from vua.aim import Aim
 from vua.entry import EntryCodec
-from vua.errors import CorruptEntryError, EntryError, ForeignEntryError, InputError
+from vua.errors import EntryError, ForeignEntryError, InputError
 from vua.keeper import Keeper
 from vua.keys import ChunkKey
 from vua.layout import KVLayout, MemoryMap, Shard, cover
 from vua.plan import Plan
 from vua.storage import Reader, Storage
 
-__all__ = ["Keys", "Loaded", "Loader", "Store"]
+__all__ = ["Keys", "Loaded", "Loader", "Saver", "Store"]
 
 log = logging.getLogger(__name__)
 
-_BATCH_CHUNKS: Final = 64
 _WRITER: Final = f"vua {socket.gethostname()}"
 
 
@@ -182,12 +181,24 @@ class Store:
         StorageError (NotWritableError, StorageFullError); of what was stored before nothing
         changes, but the keeper may evict some.
         """
-        shard = self.layout.full if shard is None else shard
+        return self.saver(memory, shard=shard).save(key, place=place)
+
+    def saver(self, memory: MemoryMap, *, shard: Shard | None = None) -> Saver:
+        """Return something that saves from ``memory`` again and again, for one thread at a time.
+
+        Args:
+            memory: where the shard's tokens lie.
+            shard: the rectangle that ``memory`` holds; by default the whole model.
+        """
+        return Saver(self, self.layout.full if shard is None else shard, memory)
+
+    def _save(self, key: ChunkKey, saver: Saver, place: int) -> bool:
+        shard = saver.shard
         codec = self.codec(shard)
         if self.storage.exists(key.name, shard, codec.file_nbytes):
             self._count("chunks_present")
             return False
-        plan = Plan(codec, shard, shard, memory)
+        plan = saver.plan()
         header = np.empty((1, codec.header_nbytes), dtype=np.uint8)
         iovecs = plan.iovecs(range(place, place + 1), header)[0]
         windows = plan.windows(range(place, place + 1))[0]
@@ -204,6 +215,26 @@ class Store:
         return True
 
 
+class Saver:
+    """Saves from one memory map, keeping what it has worked out about it. One thread at a time."""
+
+    def __init__(self, store: Store, shard: Shard, memory: MemoryMap) -> None:
+        """Prepare to save ``shard`` from ``memory``; :meth:`Store.saver` calls this."""
+        self.store, self.shard = store, shard
+        self._memory = memory
+        self._plan: Plan | None = None
+
+    def save(self, key: ChunkKey, *, place: int = 0) -> bool:
+        """Write the chunk at ``place`` of the memory map; see :meth:`Store.save`."""
+        return self.store._save(key, self, place)
+
+    def plan(self) -> Plan:
+        """Return how the shard lies in memory, worked out when it is first needed."""
+        if self._plan is None:
+            self._plan = Plan(self.store.codec(self.shard), self.shard, self.shard, self._memory)
+        return self._plan
+
+
 class Loader:
     """Loads into one memory map, keeping what it has worked out about it. One thread at a time."""
 
@@ -211,7 +242,7 @@ class Loader:
         """Prepare to load ``target`` into ``memory``; :meth:`Store.loader` calls this."""
         self._store, self._target, self._memory = store, target, memory
         self._room = memory.chunks(store.layout)
-        self._aims: dict[tuple[Shard, Shard], _Aim] = {}
+        self._aims: dict[tuple[Shard, Shard], Aim] = {}
         self._follow(store._last_cover.get(target) or [(target, target)])
 
     def load(self, keys: Keys) -> Loaded:
@@ -268,7 +299,7 @@ class Loader:
         for stored, taken in cover:
             if (stored, taken) not in self._aims:
                 plan = Plan(self._store.codec(stored), taken, self._target, self._memory)
-                self._aims[stored, taken] = _Aim(plan)
+                self._aims[stored, taken] = Aim(plan)
         self._cover = cover
         self._route = [(stored, self._aims[stored, taken]) for stored, taken in cover]
 
@@ -282,71 +313,3 @@ class Loader:
             finally:
                 reader.close()
         return None
-
-
-class _Aim:
-    """A plan with addresses worked out for the next batch of chunks."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._native = plan.batch()
-        self._headers = np.empty((_BATCH_CHUNKS, plan.codec.header_nbytes), dtype=np.uint8)
-        self._batch = range(0)
-        self._iovecs: Iovecs = np.empty((0, 0, 2), dtype=np.uint64)
-        self._windows: list[list[list[memoryview]]] = []
-
-    def _prepare(self, place: int, stop: int) -> int:
-        """Have addresses for ``place``; return where they lie."""
-        batch = range(place, min(stop, place + _BATCH_CHUNKS))
-        longer = self._batch.start == place and batch.stop > self._batch.stop
-        if place not in self._batch or longer:
-            self._batch = batch
-            self._iovecs = self._plan.iovecs(self._batch, self._headers)
-            self._address: int = self._iovecs.ctypes.data
-            self._windows = []
-        return self._address + (place - self._batch.start) * self._iovecs.strides[0]
-
-    def read_many(self, storage: Storage, shard: Shard, keys: Sequence[ChunkKey], at: int) -> int:
-        """Read and verify the files of ``keys`` into places from ``at`` on, by a call per batch.
-
-        Returns how many are good; the one after them is for :meth:`read` to judge.
-        """
-        done = 0
-        while done < len(keys):
-            iovecs = self._prepare(at + done, at + len(keys))
-            batch = keys[done : self._batch.stop - at]
-            names = [key.name for key in batch]
-            got = storage.read_files(names, shard, self._native, iovecs)
-            row = at + done - self._batch.start
-            for key, header in zip(batch[:got], self._headers[row:], strict=False):
-                try:
-                    self._plan.codec.check_header(memoryview(header), key)
-                except EntryError:
-                    return done
-                done += 1
-            if got < len(batch):
-                break
-        return done
-
-    def read(self, reader: Reader, key: ChunkKey, place: int, stop: int) -> None:
-        """Read and verify one file into ``place``. Raises EntryError, OSError."""
-        plan = self._plan
-        if reader.nbytes != plan.codec.file_nbytes:
-            msg = f"{reader.nbytes} bytes long, expected {plan.codec.file_nbytes}"
-            raise CorruptEntryError(msg)
-        iovecs = self._prepare(place, stop)
-        if not self._windows:
-            self._windows = plan.windows(self._batch)
-        at = place - self._batch.start
-        sums = None
-        for row, row_stop, nbytes, offset, first, last in plan.slices:
-            got = reader.read_into(iovecs + 16 * row, row_stop - row, nbytes, offset)
-            if got != nbytes:
-                msg = f"ends inside bytes {offset}..{offset + nbytes}"
-                raise CorruptEntryError(msg)
-            if sums is None:
-                table = plan.codec.check_header(memoryview(self._headers[at].data), key)
-                sums = (table if plan.table_index is None else table[plan.table_index]).tolist()
-            if plan.checksums(self._windows[at], first, last) != sums[first:last]:
-                msg = f"a checksum of bytes {offset}..{offset + nbytes} does not match"
-                raise CorruptEntryError(msg)

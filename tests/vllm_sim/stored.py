@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from vllm_sim.truth import Chain, rows
+from vllm_sim.truth import Chain, Shape, first_read, rows
 from vllm_sim.worker import Wrong
-from vua.directory import namespaces, open_store
+from vua.directory import create_stores, namespaces
 from vua.keys import ChunkKey, KeyChain, token_ids
 from vua.slab import Slab
 from vua.store import Store
@@ -20,24 +20,56 @@ from vua.store import Store
 class Inventory:
     """What a directory holds."""
 
+    shape: Shape
     chunk_tokens: int
-    good: set[str] = field(default_factory=set)
-    """Names of the chunks that are right."""
+    good: set[tuple[int, str]] = field(default_factory=set)
+    """The chunks that are right: the window of the layers, the name."""
     damaged: int = 0
 
-    @property
-    def chunks(self) -> int:
-        """How many chunks are right."""
-        return len(self.good)
+    def stored(self, chain: Chain, window: int) -> list[bool]:
+        """Which chunks of a prompt are stored for the layers of a window."""
+        return [(window, key.name) in self.good for key in keys_of(chain, self.chunk_tokens)]
 
-    def leading(self, chain: Chain) -> int:
-        """How many leading chunks of a prompt are stored."""
-        count = 0
-        for key in keys_of(chain, self.chunk_tokens):
-            if key.name not in self.good:
-                break
-            count += 1
-        return count
+    def usable(self, chain: Chain, block_size: int) -> Iterator[int]:
+        """How many tokens may be loaded, by the definition, the most first.
+
+        Whoever computes the token behind them finds all that it attends to, and what is loaded ends
+        with a block.
+        """
+        stored = {window: self.stored(chain, window) for window in self.shape.kinds}
+        size = self.chunk_tokens
+        most = min(len(chain.prompt) - 1, len(chain.prompt) // size * size)
+        for end in range(most // block_size * block_size, 0, -block_size):
+            needed = {w: range(first_read(end, w) // size, -(-end // size)) for w in stored}
+            if all(stored[w][chunk] for w, chunks in needed.items() for chunk in chunks):
+                yield end
+        yield 0
+
+    @property
+    def leading(self) -> list[int]:
+        """The windows of the layers of which everything is stored: no window, if there are such."""
+        return [0] if 0 in self.shape.kinds else list(self.shape.kinds)
+
+    def missing(self, chain: Chain, *, windows: bool) -> list[tuple[int, int]]:
+        """What should be stored of a prompt and is not: (window, chunk).
+
+        With ``windows``, also what other layers than the leading ones need to go on at the end.
+        """
+        size, missing = self.chunk_tokens, []
+        for window in self.shape.kinds:
+            stored = self.stored(chain, window)
+            if 0 < window < size:
+                continue  # vLLM may free the start of a chunk before its end is computed
+            first = 0 if window in self.leading else first_read(len(stored) * size, window) // size
+            if windows or window in self.leading:
+                chunks = range(first, len(stored))
+                missing += [(window, chunk) for chunk in chunks if not stored[chunk]]
+        return missing
+
+    def has_hole(self, chain: Chain) -> bool:
+        """Whether something is stored behind what is missing, where all should be stored."""
+        stored = [self.stored(chain, window) for window in self.leading]
+        return any(chunks != sorted(chunks, reverse=True) for chunks in stored)
 
 
 def keys_of(chain: Chain, chunk_tokens: int) -> list[ChunkKey]:
@@ -47,31 +79,38 @@ def keys_of(chain: Chain, chunk_tokens: int) -> list[ChunkKey]:
     return keys.first(len(keys))
 
 
-def take_inventory(root: Path, chunk_tokens: int, chains: Sequence[Chain]) -> Inventory:
+def take_inventory(
+    root: Path, shape: Shape, chunk_tokens: int, chains: Sequence[Chain]
+) -> Inventory:
     """Read every stored chunk. Raises Wrong for one with a wrong value or an unknown name."""
     known = {key.name: (key, chain) for chain in chains for key in keys_of(chain, chunk_tokens)}
-    inventory = Inventory(chunk_tokens)
+    inventory = Inventory(shape, chunk_tokens)
     for namespace in namespaces(root):
-        store = open_store(root, namespace.identity) if namespace.identity else None
-        if store is None:
+        if namespace.identity is None:
             raise Wrong(f"{namespace.path} is not described")
-        slab = Slab(store.layout, store.layout.full, 1)
-        for name in sorted({name for name, _, _ in store.storage.scan()}):
-            if name not in known:
-                raise Wrong(f"chunk {name} is stored and no prompt has it")
-            if _is_right(store, slab, *known[name]):
-                inventory.good.add(name)
-            else:
-                inventory.damaged += 1
+        stores = create_stores(root, namespace.identity, namespace.layouts)
+        if {store.layout.window or 0 for store in stores} != set(shape.kinds):
+            raise Wrong(f"{namespace.path} has other groups of layers: {namespace.layouts}")
+        there = {(shard.group, name) for name, shard, _ in stores[0].storage.scan()}
+        for store in stores:
+            window, slab = store.layout.window or 0, Slab(store.layout, store.layout.full, 1)
+            for name in sorted(name for group, name in there if group == store.layout.group):
+                if name not in known:
+                    raise Wrong(f"chunk {name} is stored and no prompt has it")
+                if _is_right(store, slab, *known[name], shape):
+                    inventory.good.add((window, name))
+                else:
+                    inventory.damaged += 1
     return inventory
 
 
-def _is_right(store: Store, slab: Slab, key: ChunkKey, chain: Chain) -> bool:
+def _is_right(store: Store, slab: Slab, key: ChunkKey, chain: Chain, shape: Shape) -> bool:
     if not store.load([key], slab.memory).chunks:
         return False
-    expected = rows(chain.hashes(key.start, key.stop))
-    for (data, shape), wanted in zip(slab.arrays(0), expected, strict=True):
-        found = data.view(np.int16).reshape(shape)
+    layers = shape.kinds[store.layout.window or 0]
+    expected = rows(chain.hashes(key.start, key.stop), shape, layers)
+    for (data, size), wanted in zip(slab.arrays(0), expected, strict=True):
+        found = data.view(np.int16).reshape(size)
         if not np.array_equal(found, wanted.transpose(2, 1, 0, 3)):
             raise Wrong(f"the stored tokens {key.start}..{key.stop} of a prompt are wrong")
     return True

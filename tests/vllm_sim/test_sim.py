@@ -28,7 +28,7 @@ MUST_HAPPEN = (
     *("checked tokens", "damaged files", "empty steps", "failed blocks", "hit at the end"),
     *("loaded tokens", "preemptions", "rejected drafts", "resets", "stored chunks"),
 )
-RARE = ("aborted loads", "deleted namespaces", "full save queues", "lookup timeouts")
+RARE = ("aborted loads", "deleted namespaces", "full save queues", "lookup pauses")
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")

@@ -8,7 +8,7 @@ once in 2**14 per element, and a slot has hundreds of elements.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
@@ -20,6 +20,8 @@ import torch
 Hashes = npt.NDArray[np.uint64]
 """One per token: the digest of all tokens up to and including it."""
 Rows = npt.NDArray[np.int16]
+_Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Writes K and V, ``[K and V, tokens, heads, dim]``, of one layer: (cache, slots, K and V)."""
 
 VOCABULARY: Final = 400
 _MASK: Final = (1 << 64) - 1
@@ -73,60 +75,111 @@ class Chain:
 class Shape:
     """The model's KV cache."""
 
-    layers: int = 2
+    windows: tuple[int, ...] = (0, 0)
+    """Per layer the tokens that it attends to, its own one included; 0 stands for all."""
     heads: int = 2
     dim: int = 64
+    latent: bool = False
+    """Whether K and V are one row (MLA)."""
+
+    @property
+    def kinds(self) -> dict[int, tuple[int, ...]]:
+        """The layers of each window, those that attend to everything first."""
+        number = range(len(self.windows))
+        return {
+            w: tuple(n for n in number if self.windows[n] == w) for w in sorted({*self.windows})
+        }
 
 
-SHAPE: Final = Shape()
+MODELS: Final = ("full", "hybrid", "windowed", "latent", "two windows")
 
 
-def rows(hashes: Hashes, shape: Shape = SHAPE) -> Rows:
+def make_shape(model: str, window: int) -> Shape:
+    """One of `MODELS`, with layers of this window where it has any."""
+    if model == "hybrid":  # three cache groups of two layers: one of full attention, two of windows
+        return Shape((window, window, 0, window, window, 0), dim=32)
+    if model == "two windows":
+        return Shape((window + 32, 0, window))
+    if model == "windowed":
+        return Shape((window, window))
+    return Shape(heads=1, dim=96, latent=True) if model == "latent" else Shape()
+
+
+def rows(hashes: Hashes, shape: Shape, layers: Sequence[int]) -> Rows:
     """The K and V of tokens as bit patterns: ``[K and V, tokens, layers, heads, dim]``."""
-    size = (2, 1, shape.layers, shape.heads, shape.dim)
-    each = np.arange(np.prod(size), dtype=np.uint64).reshape(size) * np.uint64(2)
-    factors = each * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x5851F42D4C957F2D)
+    size = (1 if shape.latent else 2, 1, len(shape.windows), shape.heads, shape.dim)
+    each = np.arange(np.prod(size), dtype=np.uint64).reshape(size)[:, :, list(layers)]
+    factors = np.uint64(2) * each * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x5851F42D4C957F2D)
     mixed = (hashes ^ hashes >> np.uint64(29))[None, :, None, None, None] * (factors | np.uint64(1))
     return ((mixed >> np.uint64(50)) + np.uint64(_LOWEST)).astype(np.int16)
 
 
+def first_read(position: int, window: int) -> int:
+    """The first token that the token at ``position`` attends to."""
+    return max(0, position - window + 1) if window else 0
+
+
 class Cache:
-    """A paged KV cache as vLLM's CPU worker allocates it, written by vLLM's own operator."""
+    """A paged KV cache as vLLM's CPU worker allocates it, written by vLLM's own operators.
 
-    def __init__(self, blocks: int, block_size: int, shape: Shape = SHAPE) -> None:
-        """Allocate ``blocks`` blocks, one allocation for all layers."""
-        from vllm.v1.attention.backends import cpu_attn
+    The n-th layers of all cache groups share memory: a block belongs to one group at a time.
+    """
 
-        self.shape, self.block_size = shape, block_size
-        size = (shape.layers, blocks, shape.heads, block_size, 2 * shape.dim)
+    def __init__(
+        self, shape: Shape, groups: Sequence[Sequence[int]], blocks: int, block_size: int
+    ) -> None:
+        """Allocate ``blocks`` blocks; ``groups``: the layers of each cache group."""
+        self.shape, self.groups, self.block_size = shape, groups, block_size
+        page = (shape.heads, block_size, 2 * shape.dim)
+        page = (block_size, shape.dim) if shape.latent else page
+        size = (max(len(layers) for layers in groups), blocks, *page)
         self.memory = torch.zeros(size, dtype=torch.bfloat16)
         self._bits = self.memory.view(torch.int16).numpy()
-        isa = cpu_attn._get_attn_isa(torch.bfloat16, block_size, shape.dim)
+        self._write_layer = self._latent_writer() if shape.latent else self._writer()
+
+    def _writer(self) -> _Write:
+        from vllm.v1.attention.backends import cpu_attn
+
+        isa = cpu_attn._get_attn_isa(torch.bfloat16, self.block_size, self.shape.dim)
         scales = {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
-        self._layer = SimpleNamespace(isa=isa, attn_type="decoder", kv_cache_dtype="auto", **scales)
-        self._update: Any = cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update
+        layer = SimpleNamespace(isa=isa, attn_type="decoder", kv_cache_dtype="auto", **scales)
+        update: Any = cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update
+        return lambda cache, slots, kv: update(layer, layer, kv[0], kv[1], cache, slots)
+
+    def _latent_writer(self) -> _Write:
+        from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+        update: Any = CPUMLAImpl.do_kv_cache_update
+        rank = self.shape.dim - 32  # the rest is RoPE's part of the latent
+
+        def write(cache: torch.Tensor, slots: torch.Tensor, kv: torch.Tensor) -> None:
+            update(None, kv[0, :, 0, :rank], kv[0, :, :, rank:], cache, slots, "auto", None)
+
+        return write
 
     @property
     def layers(self) -> dict[str, torch.Tensor]:
         """The tensors as vLLM registers them."""
-        return {f"model.layers.{n}.self_attn.attn": part for n, part in enumerate(self.memory)}
+        return {
+            layer_name(number): self.memory[at]
+            for layers in self.groups
+            for at, number in enumerate(layers)
+        }
 
-    def write(self, table: Sequence[int], start: int, hashes: Hashes) -> None:
-        """Write tokens from ``start`` on, as the attention layers do."""
+    def write(self, group: int, table: Sequence[int], start: int, hashes: Hashes) -> None:
+        """Write tokens from ``start`` on, as the attention layers of a group do."""
         at = np.arange(start, start + len(hashes))
         slots = np.array(table)[at // self.block_size] * self.block_size + at % self.block_size
-        self.write_rows(slots, rows(hashes, self.shape))
+        self.write_rows(slots, rows(hashes, self.shape, self.groups[group]))
 
     def write_rows(self, slots: npt.NDArray[np.int64], values: Rows) -> None:
         """Write K and V, ``[K and V, tokens, layers, heads, dim]``, into slots."""
-        k, v = torch.from_numpy(values).view(torch.bfloat16)
-        where = torch.from_numpy(slots)
-        for number, layer in enumerate(self.memory):
-            mine = (k[:, number].contiguous(), v[:, number].contiguous())
-            self._update(self._layer, self._layer, *mine, layer, where)
+        kv, where = torch.from_numpy(values).view(torch.bfloat16), torch.from_numpy(slots)
+        for number in range(values.shape[2]):
+            self._write_layer(self.memory[number], where, kv[:, :, number].contiguous())
 
     def page(self, block: int) -> Rows:
-        """A block's bits in all layers: ``[layers, heads, block_size, width]``."""
+        """A block's bits in all layers of the group it belongs to, layers first."""
         return self._bits[:, block]
 
     def poison(self, blocks: Sequence[int], pattern: int) -> None:
@@ -135,35 +188,46 @@ class Cache:
 
 
 class Oracle:
-    """What the blocks of a cache must hold."""
+    """What the blocks of a cache group must hold."""
 
-    def __init__(self, block_size: int, shape: Shape = SHAPE) -> None:
+    def __init__(self, shape: Shape, layers: Sequence[int], block_size: int) -> None:
         """Learn which elements of a page belong to which slot from the operator itself."""
         self.block_size = block_size
-        self._scratch = Cache(1, block_size, shape)
+        self._scratch = Cache(shape, [layers], 1, block_size)
         self._pages: dict[int, Rows] = {}
-        number = np.arange(block_size, dtype=np.int16)[None, :, None, None, None]
-        size = (2, block_size, shape.layers, shape.heads, shape.dim)
-        owners = np.broadcast_to(number + np.int16(_LOWEST), size)
-        self._scratch.write_rows(np.arange(block_size), np.ascontiguousarray(owners))
+        values = rows(np.zeros(block_size, dtype=np.uint64), shape, layers)
+        values[:] = np.arange(block_size)[None, :, None, None, None] + _LOWEST
+        self._scratch.write_rows(np.arange(block_size), values)
         self._owner = self._scratch.page(0).copy() - _LOWEST
 
-    def wrong_block(self, cache: Cache, table: Sequence[int], hashes: Hashes) -> int | None:
-        """The index of the first block whose first ``len(hashes)`` tokens are not these."""
-        for index in range(-(-len(hashes) // self.block_size)):
+    def wrong_block(
+        self, cache: Cache, table: Sequence[int], hashes: Hashes, first: int
+    ) -> int | None:
+        """The index of the first block with a wrong value among tokens ``first`` and following.
+
+        ``hashes`` are those of all tokens from the start of the prompt on.
+        """
+        for index in range(first // self.block_size, -(-len(hashes) // self.block_size)):
             mine = hashes[index * self.block_size : (index + 1) * self.block_size]
-            if index >= len(table) or not self._holds(cache.page(table[index]), mine):
+            skipped = first - index * self.block_size
+            if index >= len(table) or not self._holds(cache.page(table[index]), mine, skipped):
                 return index
         return None
 
-    def _holds(self, page: Rows, hashes: Hashes) -> bool:
+    def _holds(self, page: Rows, hashes: Hashes, skipped: int) -> bool:
         held, last = len(hashes), int(hashes[-1])
         expected = self._pages.get(last) if held == self.block_size else None
         if expected is None:
-            self._scratch.write([0], 0, hashes)
+            self._scratch.write(0, [0], 0, hashes)
             expected = self._scratch.page(0)
-        if held < self.block_size:
-            return not ((page != expected) & (self._owner < held)).any()
-        if last not in self._pages:
-            self._pages[last] = expected.copy()
-        return np.array_equal(page, expected)
+            if held == self.block_size:
+                expected = self._pages[last] = expected.copy()
+        if held == self.block_size and skipped <= 0:
+            return np.array_equal(page, expected)
+        mine = (self._owner >= skipped) & (self._owner < held)
+        return not ((page != expected) & mine).any()
+
+
+def layer_name(number: int) -> str:
+    """What vLLM calls a layer."""
+    return f"model.layers.{number}.self_attn.attn"

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_sim.truth import Cache, Chain, Oracle
+from vllm_sim.truth import Cache, Chain, Oracle, Shape, first_read
+
+NULL_BLOCK = 0
+"""What vLLM puts into a table where a window needs nothing."""
 
 
 class Wrong(AssertionError):  # noqa: N818 - what a test fails with
@@ -24,7 +27,8 @@ class Row:
     """One request, as far as a model runner knows it."""
 
     chain: Chain
-    table: list[int]
+    tables: list[list[int]]
+    """Per cache group. Of blocks that vLLM has freed behind a window the numbers stay."""
     end: int = 0
     """The position after the last token that was sampled for it."""
 
@@ -32,16 +36,21 @@ class Row:
 class Worker:
     """One rank. `execute` is a step of the engine."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, block_size: int, seed: int) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, shape: Shape, seed: int) -> None:
         """Make the connector's worker half, then the KV cache, as `Worker` does."""
         from vllm.distributed import kv_transfer
+        from vllm.model_executor.models.utils import extract_layer_index
 
         self._config = vllm_config
         kv_transfer.ensure_kv_transfer_initialized(vllm_config, kv_cache_config)
         self.connector: Any = kv_transfer.get_kv_transfer_group()
-        self.cache = Cache(kv_cache_config.num_blocks, block_size)
+        found = kv_cache_config.kv_cache_groups
+        groups = [[extract_layer_index(name) for name in group.layer_names] for group in found]
+        block_size = found[0].kv_cache_spec.block_size
+        self.cache = Cache(shape, groups, kv_cache_config.num_blocks, block_size)
         self.connector.register_kv_caches(self.cache.layers)
-        self._oracle = Oracle(block_size)
+        self._oracles = [Oracle(shape, layers, block_size) for layers in groups]
+        self._windows = [shape.windows[layers[0]] for layers in groups]
         self._random = random.Random(seed)
         self._rows: dict[str, Row] = {}
         self._poisoned: set[int] = set()
@@ -65,7 +74,7 @@ class Worker:
         self.connector.handle_preemptions(output.kv_connector_metadata)
         fresh = set(free) - self._poisoned
         self._poisoned = set(free)
-        self.cache.poison(list(fresh), self._random.randrange(256))
+        self.cache.poison([NULL_BLOCK, *fresh], self._random.randrange(256))
         self._update(output, chains)
         self.drafts = None
         if not output.total_num_scheduled_tokens:
@@ -88,14 +97,15 @@ class Worker:
         for request_id in output.finished_req_ids:
             self._rows.pop(request_id, None)
         for new in output.scheduled_new_reqs:
-            self._rows[new.req_id] = Row(chains[new.req_id], list(new.block_ids[0]))
+            self._rows[new.req_id] = Row(chains[new.req_id], [list(t) for t in new.block_ids])
         cached = output.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
             row, fresh = self._rows[request_id], cached.new_block_ids[at]
             if request_id in cached.resumed_req_ids:
-                row.table = list(fresh[0])
+                row.tables = [list(table) for table in fresh]
             elif fresh is not None:
-                row.table += fresh[0]
+                for table, more in zip(row.tables, fresh, strict=True):
+                    table.extend(more)
 
     def _forward(self, output: Any) -> dict[str, list[int]]:
         """Write K/V, check all that attention would then read, sample.
@@ -118,7 +128,8 @@ class Worker:
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             start, row = started[request_id], self._rows[request_id]
             stop = start + count - len(drafts)
-            self.cache.write(row.table, start, row.chain.hashes(start, stop, drafts))
+            for group, table in enumerate(row.tables):
+                self.cache.write(group, table, start, row.chain.hashes(start, stop, drafts))
             right = row.chain.tokens(stop, stop + len(drafts) + 1)
             accepted = 0
             while accepted < len(drafts) and drafts[accepted] == right[accepted]:
@@ -127,19 +138,24 @@ class Worker:
             row.end = stop + accepted + 1
             self.counts["computed tokens"] += count
             self.counts["rejected drafts"] += len(drafts) - accepted
-        for request_id in scheduled:
-            self._check(request_id, started[request_id])
+        for request_id, count in scheduled.items():
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            self._check(request_id, started[request_id], count, drafts)
         for name, layer in self.cache.layers.items():
             self.connector.save_kv_layer(name, layer, self)
         return sampled
 
-    def _check(self, request_id: str, computed: int) -> None:
+    def _check(self, request_id: str, start: int, count: int, drafts: Sequence[int]) -> None:
+        """Compare every slot that attention reads for tokens ``start`` and following."""
         row = self._rows[request_id]
-        index = self._oracle.wrong_block(self.cache, row.table, row.chain.hashes(0, computed))
-        if index is not None:
-            message = f"{request_id}: block {index} of its first {computed} computed tokens"
-            raise Wrong(f"{message} holds a wrong value (its table: {row.table})")
-        self.counts["checked tokens"] += computed
+        hashes = row.chain.hashes(0, start + count - len(drafts), drafts)
+        for group, table in enumerate(row.tables):
+            first = first_read(start, self._windows[group])
+            index = self._oracles[group].wrong_block(self.cache, table, hashes, first)
+            if index is not None:
+                message = f"{request_id}: block {index} of {start} + {count} tokens"
+                raise Wrong(f"{message} holds a wrong value (group {group}, its table: {table})")
+            self.counts["checked tokens"] += len(hashes) - first
 
     def _propose(self, request_id: str, sampled: Sequence[int]) -> list[int]:
         """Draft tokens, of which some are right."""

@@ -17,6 +17,7 @@ from dataclasses import fields
 
 from vua import __version__
 from vua.bounds import Bounds
+from vua.cli.bench import add_arguments, bench
 from vua.cli.capacity import du, gc, ttl
 from vua.cli.doctor import doctor
 from vua.cli.explain import Question, explain
@@ -50,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     _add_explain(commands, common)
     _add_upkeep(commands, common)
+
+    one = commands.add_parser("bench", parents=[common], help="measure VUA, or a directory")
+    add_arguments(one)
     return parser
 
 
@@ -142,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = ls(options.directory, long=options.long, write=write)
         elif options.command == "inspect":
             code = inspect(options.files, write=write)
+        elif options.command == "bench":
+            code = bench(options, write=write)
         elif options.command == "verify":
             code = verify(options.directory, write=write)
         elif options.command == "doctor":

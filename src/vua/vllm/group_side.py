@@ -15,7 +15,7 @@ import torch
 from vua.keys import ChunkKey
 from vua.serdes import DTYPES
 from vua.slab import Slab, SlabPool
-from vua.store import Loader, Store
+from vua.store import Loader, Saver, Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.messages import GroupLoad, LoadOrder
 from vua.vllm.model import Model, UncachedError
@@ -62,6 +62,7 @@ class GroupSide:
         room = (config.max_pending_save_mib << 20) // len(model.groups)
         self.save_slabs = SlabPool(layout, self.shard, chunks=1, limit=max(1, room // payload))
         self._loader_of: dict[Slab, Loader] = {}
+        self._saver_of: dict[Slab, Saver] = {}
         self._places: list[tuple[int, slice, PagedKV]] = []
         """Where layers lie: (vLLM cache group, which of this rank's layers, the pages)."""
 
@@ -84,7 +85,7 @@ class GroupSide:
 
     def reopen(self, store: Store) -> None:
         """Use another store from now on; what is running goes on with the one it began with."""
-        self.store, self._loader_of = store, {}
+        self.store, self._loader_of, self._saver_of = store, {}, {}
 
     def _form(self, cache: torch.Tensor) -> PageForm:
         layout, slots = self.group.layout, cache.shape[-2]
@@ -156,6 +157,13 @@ class GroupSide:
             if loaded.reason == "error":
                 return
             keys = keys[loaded.chunks + (loaded.reason is not None) :]
+
+    def saver(self, slab: Slab) -> Saver:
+        """Return what saves this rank's shard from a slab; for who holds the slab."""
+        saver = self._saver_of.get(slab)
+        if saver is None:
+            saver = self._saver_of[slab] = self.store.saver(slab.memory, shard=self.shard)
+        return saver
 
     def gather(self, slab: Slab, key: ChunkKey, block_ids: Sequence[Sequence[int]]) -> None:
         """Copy one chunk out of its blocks into a slab."""

@@ -96,6 +96,15 @@ class Model:
         """What the length of a hit must be a multiple of: it ends with a block in every group."""
         return math.lcm(*self.block_sizes)
 
+    def first_loaded(self, group: Group, tokens: int) -> int:
+        """The first token to load of a group for whoever goes on behind ``tokens`` tokens.
+
+        Where that is behind the first token of a block, the block is loaded whole nevertheless:
+        vLLM's own prefix cache offers it to other requests, whose windows may begin earlier.
+        """
+        first = group.first_needed(tokens)
+        return first - first % math.lcm(*(self.block_sizes[table] for table in group.tables))
+
     @property
     def plain(self) -> bool:
         """Whether all layers attend to everything: any part of a hit is of use by itself."""

@@ -75,20 +75,19 @@ def find(
     ends = {len(keys), *range(0, len(keys), max(1, window_every_tokens // size))}
     if tokens < min(stored * size, most) // align * align:
         ends.add(stored)  # somebody else's prompt went another way here, others may follow
-    windows = tuple(_window_chunks(group, ends, size, leading) for group in model.groups)
+    windows = tuple(_window_chunks(model, group, ends) for group in model.groups)
     return Found(keys, tokens, stored, windows, len(keys))
 
 
-def _window_chunks(
-    group: Group, ends: set[int], size: int, leading: Sequence[Group]
-) -> frozenset[int]:
+def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]:
     """The chunks that hold the group's window before each of the given chunk counts."""
-    if group in leading:
+    if group in model.leading:
         return frozenset()
-    wanted: set[int] = set()
+    size, wanted = model.chunk_tokens, set[int]()
     for end in ends:
         # one chunk more: a request that ends with this chunk has to compute its last token
-        wanted.update(range(group.first_needed(max(0, (end - 1) * size)) // size, end))
+        first = model.first_loaded(group, max(0, (end - 1) * size))
+        wanted.update(range(first // size, end))
     return frozenset(wanted)
 
 
@@ -96,7 +95,7 @@ class _Probe:
     """Looks for the windows that a hit of a certain length needs."""
 
     def __init__(self, model: Model, stores: Sequence[Store], keys: KeyChain) -> None:
-        self._size, self._keys = model.chunk_tokens, keys
+        self._model, self._size, self._keys = model, model.chunk_tokens, keys
         pairs = zip(model.groups, stores, strict=True)
         self._windows = [(group, store) for group, store in pairs if group not in model.leading]
         self._seen: dict[tuple[int, int], bool] = {}
@@ -109,7 +108,7 @@ class _Probe:
         if not tokens:
             return None
         for number, (group, store) in enumerate(self._windows):
-            first = group.first_needed(tokens) // self._size
+            first = self._model.first_loaded(group, tokens) // self._size
             last = -(-tokens // self._size)
             # The lowest first: without it, no hit ends inside the window either.
             for chunk in (first, *range(last - 1, first, -1)):

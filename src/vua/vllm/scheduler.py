@@ -218,9 +218,7 @@ class SchedulerSide:
         if found is None:  # cannot be; a load without keys fails, and vLLM does not wait for ever
             return GroupLoad(number, local_tokens, stop, [])
         group, size = self._model.groups[number], self._model.chunk_tokens
-        start = group.first_needed(stop)
-        start -= start % min(size, *(self._model.block_sizes[table] for table in group.tables))
-        start = max(start, local_tokens)
+        start = max(self._model.first_loaded(group, stop), local_tokens)
         return GroupLoad(number, start, stop, found.keys.run(start // size, -(-stop // size)))
 
     def finished(self, request: Any) -> None:  # noqa: ANN401

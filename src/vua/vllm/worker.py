@@ -23,10 +23,10 @@ from vua.directory import create_stores
 from vua.errors import StorageError
 from vua.keys import ChunkKey
 from vua.slab import Slab
-from vua.store import Store
+from vua.store import Saver, Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.group_side import GroupSide, Rank, Tables
-from vua.vllm.messages import LoadOrder, Orders
+from vua.vllm.messages import LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Model
 from vua.vllm.stats import Recorder
 from vua.vllm.storage_guard import StorageGuard
@@ -45,10 +45,12 @@ class _Save:
     """One chunk on its way to storage."""
 
     group: GroupSide
-    store: Store
-    """Where to: after a reset what was computed before it must not get into the new epoch."""
+    saver: Saver
+    """Taken when it is copied: after a reset it must not get into the new epoch."""
     key: ChunkKey
     slab: Slab
+    pin: bool = False
+    """Whether it, and so all of its prefix, is to stay."""
 
 
 class WorkerSide:
@@ -244,11 +246,9 @@ class WorkerSide:
             if self._spoilt and not self._spoilt.isdisjoint(order.block_ids[0]):
                 continue
             for number, keys in order.parts:
-                self._copy_out(self._groups[number], keys, order.block_ids)
+                self._copy_out(self._groups[number], keys, order)
 
-    def _copy_out(
-        self, group: GroupSide, keys: Sequence[ChunkKey], block_ids: Sequence[Sequence[int]]
-    ) -> None:
+    def _copy_out(self, group: GroupSide, keys: Sequence[ChunkKey], order: SaveOrder) -> None:
         for at, key in enumerate(keys if group.writes else ()):
             if not self._saves_guard.allows():
                 self.stats.add("vua_chunks_saved_total", len(keys) - at, "paused")
@@ -258,16 +258,20 @@ class WorkerSide:
                 self.stats.add("vua_chunks_saved_total", len(keys) - at, "dropped")
                 self._warn_once("full", "storage is slower than the engine: chunks are not stored")
                 return  # a later chunk without its prefix would never be found
-            group.gather(slab, key, block_ids)
+            group.gather(slab, key, order.block_ids)
             self._count_pending(1)
-            self._savers.submit(self._write, _Save(group, group.store, key, slab))
+            pin = order.hints.pin and at == len(keys) - 1  # holds those before it too
+            self._savers.submit(self._write, _Save(group, group.saver(slab), key, slab, pin))
 
     def _write(self, attempt: Attempt[_Save]) -> None:
         save = attempt.what
         outcome, began = "error", time.monotonic()
         try:
-            written = save.store.save(save.key, save.slab.memory, shard=save.group.shard)
+            written = save.saver.save(save.key)
             outcome = "written" if written else "present"
+            keeper = save.saver.store.keeper
+            if save.pin and keeper is not None:
+                keeper.pin(save.key.name)
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
         except Exception:

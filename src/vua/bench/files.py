@@ -1,0 +1,164 @@
+"""Files below VUA: raw reads and writes, O_DIRECT, cold files, and what the machine is."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from vua import _linux, native
+from vua._linux import IOV_MAX, Iovecs
+from vua.bench.measure import expect
+
+__all__ = ["Buffer", "RawFile", "cool", "describe_machine", "direct_works", "is_cold"]
+
+PAGE: Final = 4096
+_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+_HUGE: Final = 2 << 20
+
+_LIBC: Final = ctypes.CDLL(None)
+for _call in (_LIBC.preadv, _LIBC.pwritev):
+    _call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+    _call.restype = ctypes.c_ssize_t
+
+
+class Buffer:
+    """Touched, page aligned memory, on huge pages where the system gives them."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Map and touch ``nbytes``."""
+        self._map = mmap.mmap(-1, -(-nbytes // _HUGE) * _HUGE + _HUGE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        skip = -whole.ctypes.data % _HUGE
+        self.bytes: npt.NDArray[np.uint8] = whole[skip : skip + nbytes]
+        self.bytes[:] = 1
+
+
+class RawFile:
+    """A file's bytes and where they go, with all addresses worked out before the clock starts.
+
+    The floor under every store: one ``preadv`` (or ``pwritev``) per 1024 iovecs, unverified.
+    """
+
+    def __init__(self, path: str, rows: Iovecs, owner: object) -> None:
+        """Prepare to move the file ``path`` to or from ``rows`` (address, nbytes) of ``owner``."""
+        self.path, self.nbytes, self._owner = path, int(rows[:, 1].sum()), owner
+        self._rows = np.ascontiguousarray(rows)
+        self._calls, at = [], 0
+        for start in range(0, len(self._rows), IOV_MAX):
+            part = self._rows[start : start + IOV_MAX]
+            self._calls.append((part.ctypes.data, len(part), at))
+            at += int(part[:, 1].sum())
+
+    def read(self, flags: int = 0) -> int:
+        """Open, read everything, close; return how much that was."""
+        fd = os.open(self.path, os.O_RDONLY | flags)
+        done: int = sum(_LIBC.preadv(fd, address, count, at) for address, count, at in self._calls)
+        os.close(fd)
+        expect(f"{self.path}: read {done} of {self.nbytes} bytes", holds=done == self.nbytes)
+        return done
+
+    def write(self, flags: int = 0) -> int:
+        """Write everything to a temporary name beside the file, close, rename; return how much."""
+        temporary = f"{self.path}.tmp"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600)
+        done: int = sum(_LIBC.pwritev(fd, address, count, at) for address, count, at in self._calls)
+        os.close(fd)
+        os.rename(temporary, self.path)
+        expect(f"{self.path}: wrote {done} of {self.nbytes} bytes", holds=done == self.nbytes)
+        return done
+
+
+def in_buffer(paths: Sequence[str], buffer: Buffer, nbytes: int) -> list[RawFile]:
+    """Return files of ``nbytes`` each that lie one after the other, page aligned, in a buffer."""
+    step = -(-nbytes // PAGE) * PAGE
+    base = buffer.bytes.ctypes.data
+    rows = [np.array([[base + n * step, nbytes]], dtype=np.uint64) for n in range(len(paths))]
+    return [RawFile(path, row, buffer) for path, row in zip(paths, rows, strict=True)]
+
+
+def cool(paths: Sequence[str | Path]) -> None:
+    """Write files to disk and ask the kernel to forget them (some file systems will not)."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def is_cold(path: str | Path) -> bool:
+    """Whether the first page of a file would have to be read from the device."""
+    room = np.zeros(PAGE, dtype=np.uint8)
+    rows = np.array([[room.ctypes.data, PAGE]], dtype=np.uint64)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return _linux.preadv_cached(fd, rows.ctypes.data, 1, 0) < 0
+    finally:
+        os.close(fd)
+
+
+def direct_works(directory: Path) -> str | None:
+    """Return None when O_DIRECT reads and writes work in a directory, otherwise why not."""
+    if not _DIRECT:
+        return "this system has no O_DIRECT"
+    path = directory / ".vua-bench-direct"
+    try:
+        (one,) = in_buffer([str(path)], Buffer(PAGE), PAGE)
+        one.write(_DIRECT)
+        one.read(_DIRECT)
+    except OSError as problem:
+        return f"O_DIRECT is refused here: {problem.strerror}"
+    finally:
+        path.unlink(missing_ok=True)
+    return None
+
+
+def describe_machine(directory: Path) -> dict[str, object]:
+    """Return what the numbers depend on: processors, system, versions, file system, load."""
+    return {
+        "cpu": _cpu_model(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "xxhash": xxhash.VERSION,
+        "file_system": file_system(directory),
+        "load_average": [round(value, 2) for value in os.getloadavg()],
+        "native_load_loop": native.library(wait=True) is not None,
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def file_system(directory: Path) -> str:
+    """Return the type of the file system that a directory lies on, as the mount table says."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "unknown"
+    best, kind = "", "unknown"
+    for line in mounts:
+        point, found = line.split()[1:3]
+        inside = directory.resolve().is_relative_to(point.replace("\\040", " "))
+        if inside and len(point) >= len(best):
+            best, kind = point, found
+    return kind

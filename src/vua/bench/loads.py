@@ -1,0 +1,210 @@
+"""C1, C2: loads of whole prefixes, warm and cold, against raw reads of the same bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from vua import _linux, native
+from vua.bench.files import Buffer, RawFile, cool, direct_works, in_buffer, is_cold
+from vua.bench.measure import Arm, Row, busy_thread, expect, measure
+from vua.bench.prompts import CASES, TINY, Case, Memory, file_path, file_rows, keys_of, make, noise
+from vua.bench.suite import Bench
+from vua.directory import create_store
+from vua.identity import Identity
+from vua.keys import ChunkKey
+from vua.store import Store
+
+__all__ = ["Stored", "cold", "warm"]
+
+_THREADS = 4
+
+
+class Stored:
+    """A case's chunks in a store of their own."""
+
+    def __init__(self, root: Path, case: Case) -> None:
+        """Store the chunks below ``root``."""
+        self.case, self.source = case, noise(case)
+        identity = Identity(model=case.name, chunk_tokens=case.layout.chunk_tokens)
+        self.store: Store = create_store(root, identity, case.layout)
+        self.keys: list[ChunkKey] = keys_of(case.layout, case.chunks)
+        for place, key in enumerate(self.keys):
+            self.store.save(key, self.source.map, place=place)
+        self.root = str(root / identity.namespace)
+        self.paths = [file_path(self.root, self.store, key) for key in self.keys]
+
+    def raw_files(self, memory: Memory) -> list[RawFile]:
+        """Return the same files, to be read into the same memory without VUA."""
+        rows, headers = file_rows(self.store, memory.map, len(self.keys))
+        owner = (memory, headers)
+        return [RawFile(path, row, owner) for path, row in zip(self.paths, rows, strict=True)]
+
+    def loader(self, memory: Memory) -> Callable[[], None]:
+        """Return a load of all chunks; for staged memory with the loader kept, as adapters do."""
+        kept = self.store.loader(memory.map) if memory.place == "staged" else None
+
+        def load() -> None:
+            loaded = (kept or self.store.loader(memory.map)).load(self.keys)
+            expect(f"load of {self.case.name}", holds=loaded.chunks == len(self.keys))
+
+        return load
+
+    def check(self, memory: Memory, load: Callable[[], None]) -> None:
+        """Raise unless ``load`` brings the bytes that were stored, into memory that differs."""
+        memory.words[:] = 0
+        tokens = self.source.tokens()
+        expect("control: wiped memory", holds=not np.array_equal(memory.tokens(), tokens))
+        load()
+        expect("the loaded bytes", holds=np.array_equal(memory.tokens(), tokens))
+
+
+def warm(bench: Bench) -> Iterator[Row]:
+    """C1: loads from the page cache into dense, paged and staged memory, idle and busy."""
+    for case in TINY if bench.tiny else CASES:
+        root = bench.place("warm")
+        stored = Stored(root, case)
+        for place in ("dense", "paged", "staged"):
+            memory = make(place, case)
+            load = stored.loader(memory)
+            stored.check(memory, load)
+            yield from _idle(bench, stored, memory, load)
+            yield from _busy(bench, stored, memory, load)
+        bench.drop(root)
+
+
+def _idle(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]) -> Iterator[Row]:
+    case = stored.case
+    files = stored.raw_files(memory)
+    arms = {
+        "memcpy": Arm(
+            partial(np.copyto, memory.words.reshape(-1), stored.source.words.reshape(-1))
+        ),
+        "raw preadv": Arm(lambda: [file.read() for file in files]),
+        "load": Arm(load),
+        "load, one thread": Arm(partial(one_thread, load)),
+        "load, in Python": Arm(partial(in_python, load)),
+    }
+    peers = bench.peers if memory.place == "staged" else None
+    if peers:
+        payload = case.nbytes // case.chunks
+        peers.prepare(nbytes=payload, chunks=case.chunks, layers=case.layout.layers)
+        arms |= {f"peer: {arm}": Arm(partial(peers.load, arm)) for arm in peers.arms}
+    name = f"{case.name}, {memory.place}"
+    timings = measure(arms, "raw preadv", bench.rounds(11))
+    row = partial(timings.row, "C1", name, nbytes=case.nbytes)
+    yield row("load", "raw preadv", target=0.9)
+    yield row("load", "memcpy", target=0.6)
+    for arm in ("raw preadv", *list(arms)[3:]):
+        yield row(arm, "memcpy" if arm == "raw preadv" else "raw preadv")
+
+
+def _busy(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]) -> Iterator[Row]:
+    """Beside a thread that computes in Python, as an engine's."""
+    if memory.place == "dense":
+        return
+    files = stored.raw_files(memory)
+    arms = {
+        "raw preadv": Arm(lambda: [file.read() for file in files]),
+        "load": Arm(load),
+        "load, in Python": Arm(partial(in_python, load)),
+        "load, in Python, GIL released": Arm(partial(in_python, partial(released, load))),
+    }
+    with busy_thread():
+        timings = measure(arms, "raw preadv", bench.rounds(3))
+    name = f"{stored.case.name}, {memory.place}, beside a busy thread"
+    row = partial(timings.row, "C1", name, nbytes=stored.case.nbytes)
+    for arm in list(arms)[1:3]:
+        yield row(arm, "raw preadv")
+    yield row("load, in Python, GIL released", "load, in Python")
+
+
+def one_thread(load: Callable[[], None]) -> None:
+    """Load with one thread of the native loop."""
+    kept = native._THREADS
+    native._THREADS = 1  # type: ignore[misc]
+    try:
+        load()
+    finally:
+        native._THREADS = kept  # type: ignore[misc]
+
+
+def in_python(load: Callable[[], None]) -> None:
+    """Load by the path that is always there."""
+    with _environment(VUA_NATIVE="off"):
+        load()
+
+
+def released(load: Callable[[], None]) -> None:
+    """Load as if the GIL were released at every read."""
+    kept = _linux._calls.pop("preadv_cached", None)
+    try:
+        load()
+    finally:
+        if kept is not None:
+            _linux._calls["preadv_cached"] = kept
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    kept = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def cold(bench: Bench) -> Iterator[Row]:
+    """C2: the same from the device, the page cache emptied of the files before every read."""
+    why_not = direct_works(bench.root)
+    for case in TINY if bench.tiny else (CASES[0], CASES[2]):
+        root = bench.place("cold")
+        stored = Stored(root, case)
+        cool(stored.paths)
+        if not is_cold(stored.paths[0]):
+            bench.skip("C2", case.name, "this file system keeps files in memory: none became cold")
+            bench.drop(root)
+            return
+        yield from _cold(bench, stored, why_not)
+        bench.drop(root)
+
+
+def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:
+    case, memory = stored.case, make("staged", stored.case)
+    load = stored.loader(memory)
+    stored.check(memory, load)
+    files, cooled = stored.raw_files(memory), partial(cool, stored.paths)
+    arms = {
+        "raw preadv": Arm(lambda: [file.read() for file in files], cooled),
+        "load": Arm(load, cooled),
+    }
+    limit = "raw preadv"
+    if why_not is None:
+        size = files[0].nbytes
+        direct = in_buffer(stored.paths, Buffer(case.chunks * (size + 4096)), size)
+        arms["O_DIRECT"] = Arm(lambda: [file.read(os.O_DIRECT) for file in direct], cooled)
+        limit = "O_DIRECT"
+    else:
+        bench.skip("C2", "the O_DIRECT limit", why_not)
+    if bench.peers:
+        payload = case.nbytes // case.chunks
+        bench.peers.prepare(nbytes=payload, chunks=case.chunks, layers=case.layout.layers)
+        for arm in bench.peers.arms:
+            arms[f"peer: {arm}"] = Arm(
+                partial(bench.peers.load, arm), partial(bench.peers.cool, arm)
+            )
+    timings = measure(arms, limit, bench.rounds(7))
+    for arm in arms:
+        if arm != limit:
+            target = 0.9 if arm == "load" else None
+            yield timings.row("C2", case.name, arm, limit, nbytes=case.nbytes, target=target)

@@ -1,0 +1,243 @@
+"""What a directory can do, and from which prompt length on it pays to load from there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from vua.bench.files import (
+    Buffer,
+    RawFile,
+    cool,
+    describe_machine,
+    direct_works,
+    in_buffer,
+    is_cold,
+)
+from vua.bench.measure import percentile
+from vua.bench.sizes import MODELS, layout_of, token_nbytes
+from vua.errors import InputError
+
+__all__ = ["Demand", "probe"]
+
+_SIZES: Final = (256 << 10, 2 << 20, 8 << 20)
+_THREADS: Final = (1, 2, 4)
+_TOTAL_NBYTES: Final = 128 << 20
+_NAMES: Final = 256
+_LENGTHS: Final = (256, 1024, 4096, 16384, 65536, 131072)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a prompt's KV cache weighs and what computing it costs."""
+
+    name: str
+    token_nbytes: int
+    """Bytes of K and V per token that one process loads."""
+    prefill_tokens_s: float
+    """Prefill speed, tokens per second."""
+
+    @classmethod
+    def of(cls, model: str, prefill_tokens_s: float, ranks: int = 1) -> Demand:
+        """Return the demand of a model by name, or by its bytes per token."""
+        if prefill_tokens_s <= 0 or ranks < 1:
+            raise InputError(f"prefill {prefill_tokens_s} tokens/s, {ranks} ranks: expected more")
+        if model.isdigit():
+            return cls(f"{model} bytes/token", int(model), prefill_tokens_s)
+        if model not in MODELS:
+            raise InputError(
+                f"model {model!r} is not known here; give its bytes of K and V per token, or one "
+                f"of {', '.join(MODELS)}"
+            )
+        layout = layout_of(model)
+        share = 1 if layout.kv_heads == 1 else ranks  # an MLA rank holds the whole latent
+        return cls(model, token_nbytes(layout) // share, prefill_tokens_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One way to move files of one size."""
+
+    what: str
+    nbytes: int
+    threads: int
+    gb_s: float
+    """Median of the rounds, 1e9 bytes per second."""
+    low: float
+    high: float
+
+
+def probe(
+    directory: Path, demand: Demand | None, show: Callable[[str], None], *, tiny: bool = False
+) -> dict[str, object]:
+    """Measure a directory and return plain values for JSON. Leaves nothing behind.
+
+    Raises OSError: the directory cannot be written.
+    """
+    home = Path(tempfile.mkdtemp(prefix=".vua-bench-", dir=directory))
+    try:
+        why_not = direct_works(home)
+        show("metadata")
+        rates = _metadata(home, 32 if tiny else _NAMES)
+        speeds: list[Speed] = []
+        unmeasured = [] if why_not is None else [{"what": "O_DIRECT", "reason": why_not}]
+        for size in _SIZES[:1] if tiny else _SIZES:
+            show(f"files of {size >> 10} KiB")
+            found, missing = _bandwidth(home, size, tiny=tiny, direct=why_not is None)
+            speeds += found
+            unmeasured += missing
+        gds = gpu_direct()
+        return {
+            "version": 1,
+            "directory": str(directory),
+            "machine": describe_machine(home),
+            "o_direct": why_not is None,
+            "gpu_direct": gds,
+            "metadata_us": rates,
+            "bandwidth": [asdict(speed) for speed in speeds],
+            "unmeasured": unmeasured,
+            "worth_loading": None if demand is None else _worth(demand, speeds, rates),
+        }
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def gpu_direct() -> str:
+    """Say whether files can go straight to a GPU here, or why not."""
+    if not Path("/dev/nvidia0").exists():
+        return "no: no NVIDIA GPU"
+    if not Path("/proc/driver/nvidia-fs").exists():
+        return "compatibility mode at best: the kernel module nvidia-fs is not loaded"
+    if find_spec("cuda") is None and find_spec("kvikio") is None:
+        return "no: neither cuda.bindings nor kvikio is installed"
+    return "perhaps: nvidia-fs is loaded and a library is installed"
+
+
+def _metadata(home: Path, count: int) -> dict[str, float]:
+    """Microseconds per operation, medians: what a lookup and a save need beside bytes."""
+    names = [str(home / f"{n:04}") for n in range(count)]
+    acts: dict[str, Callable[[str], object]] = {
+        "mkdir": os.mkdir,
+        "create": lambda name: os.close(os.open(f"{name}/t", os.O_WRONLY | os.O_CREAT, 0o600)),
+        "rename": lambda name: os.rename(f"{name}/t", f"{name}/f"),
+        "lookup, found": lambda name: os.stat(f"{name}/f"),
+        "lookup, not found": lambda name: os.path.exists(f"{name}/none"),
+        "open and close": lambda name: os.close(os.open(f"{name}/f", os.O_RDONLY)),
+        "list": os.listdir,
+        "unlink": lambda name: os.unlink(f"{name}/f"),
+        "rmdir": os.rmdir,
+    }
+    rates = {}
+    for what, act in acts.items():
+        took = []
+        for name in names:
+            start = time.perf_counter()
+            act(name)
+            took.append((time.perf_counter() - start) * 1e6)
+        rates[what] = statistics.median(took)
+        if what.startswith("lookup"):
+            rates[f"{what}, p99"] = percentile(took, 99)
+    return rates
+
+
+def _bandwidth(
+    home: Path, size: int, *, tiny: bool, direct: bool
+) -> tuple[list[Speed], list[dict[str, str]]]:
+    """Write and read files of one size by raw calls: warm, cold, and past the page cache."""
+    count = 4 if tiny else max(8, min(64, _TOTAL_NBYTES // size))
+    paths = [str(home / f"{size}-{n}") for n in range(count)]
+    files = in_buffer(paths, Buffer(count * size), size)
+    flag = getattr(os, "O_DIRECT", 0)
+    ways: list[tuple[str, Callable[[RawFile], object], bool]] = [
+        ("write", lambda file: file.write(), False),
+        ("read, warm", lambda file: file.read(), False),
+        ("read, cold", lambda file: file.read(), True),
+    ]
+    if direct:
+        ways += [
+            ("write, O_DIRECT", lambda file: file.write(flag), False),
+            ("read, cold, O_DIRECT", lambda file: file.read(flag), True),
+        ]
+    for file in files:
+        file.write()
+    cool(paths)
+    unmeasured = []
+    if not is_cold(paths[0]):
+        reason = "this file system keeps files in memory, or cannot be asked"
+        unmeasured.append({"what": f"cold reads of {size >> 10} KiB", "reason": reason})
+        ways = [way for way in ways if not way[2]]
+    found = []
+    for (what, way, cold), threads in itertools.product(ways, (1, 2) if tiny else _THREADS):
+        rates = sorted(_round(files, way, threads, cold=cold) for _ in range(2 if tiny else 3))
+        low, middle, high = (percentile(rates, at) for at in (25, 50, 75))
+        found.append(Speed(what, size, threads, middle, low, high))
+    for path in paths:
+        os.unlink(path)
+    return found, unmeasured
+
+
+def _round(
+    files: Sequence[RawFile], way: Callable[[RawFile], object], threads: int, *, cold: bool
+) -> float:
+    if cold:
+        cool([file.path for file in files])
+    parts = [files[n::threads] for n in range(threads)]
+
+    def work(part: Sequence[RawFile]) -> None:
+        for file in part:
+            way(file)
+
+    start = time.perf_counter()
+    if threads == 1:
+        work(parts[0])
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, parts))
+    return sum(file.nbytes for file in files) / (time.perf_counter() - start) / 1e9
+
+
+def _worth(demand: Demand, speeds: Sequence[Speed], rates: dict[str, float]) -> dict[str, object]:
+    """Where loading beats computing: ``n / prefill > fixed + n * bytes / bandwidth``."""
+    needed = demand.token_nbytes * demand.prefill_tokens_s / 1e9
+    cases = list(_states(demand, speeds, rates, needed))
+    return {"model": asdict(demand), "break_even_gb_s": needed, "cases": cases}
+
+
+def _states(
+    demand: Demand, speeds: Sequence[Speed], rates: dict[str, float], needed: float
+) -> Iterator[dict[str, object]]:
+    for what in ("read, warm", "read, cold", "read, cold, O_DIRECT"):
+        found = [speed for speed in speeds if speed.what == what]
+        if not found:
+            continue
+        best = max(found, key=lambda speed: speed.gb_s)
+        probes = 2 * np.log2(_LENGTHS[-1] / 64)
+        fixed = (probes * rates["lookup, found, p99"] + rates["open and close"]) / 1e6
+        gain = 1 / demand.prefill_tokens_s - demand.token_nbytes / (best.gb_s * 1e9)
+        seconds = {
+            str(length): {
+                "compute_s": length / demand.prefill_tokens_s,
+                "load_s": fixed + length * demand.token_nbytes / (best.gb_s * 1e9),
+            }
+            for length in _LENGTHS
+        }
+        yield {
+            "files": what,
+            "gb_s": best.gb_s,
+            "threads": best.threads,
+            "speed_up_bound": best.gb_s / needed,
+            "worth_from_tokens": None if gain <= 0 else int(np.ceil(fixed / gain)),
+            "by_length": seconds,
+        }

@@ -1,0 +1,190 @@
+"""C3: saves against raw writes of the same bytes, and how long the caller is blocked."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from vua.bench.files import Buffer, RawFile, direct_works, in_buffer
+from vua.bench.measure import Arm, Row, expect, measure
+from vua.bench.prompts import (
+    CASES,
+    TINY,
+    Case,
+    file_path,
+    file_rows,
+    keys_of,
+    make,
+    noise,
+    staged,
+)
+from vua.bench.suite import Bench
+from vua.directory import create_store
+from vua.identity import Identity
+from vua.keys import ChunkKey
+from vua.store import Store
+
+__all__ = ["saves"]
+
+
+class Saving:
+    """The same chunks, written again and again under new names."""
+
+    def __init__(self, root: Path, case: Case) -> None:
+        """Make the memory that is written from."""
+        self.root, self.case, source = root, case, noise(case)
+        identity = Identity(model=case.name, chunk_tokens=case.layout.chunk_tokens)
+        self.store: Store = create_store(root / "vua", identity, case.layout)
+        self.staged, self.paged = make("staged", case), make("paged", case)
+        first = keys_of(case.layout, case.chunks)
+        for place, key in enumerate(first):
+            self.store.save(key, source.map, place=place)
+        for memory in (self.staged, self.paged):
+            expect("load", holds=self.store.load(first, memory.map).chunks == case.chunks)
+        rows, headers = file_rows(self.store, self.staged.map, case.chunks)
+        self._files = [RawFile("", row, (self.staged, headers)) for row in rows]
+        self.seeds = itertools.count(100)
+        self.keys: list[ChunkKey] = []
+        self.written: list[str] = []
+        (root / "raw").mkdir()
+
+    def fresh(self) -> None:
+        """Delete what was written last, leave recycled memory, and think of new names.
+
+        A write into memory that the system has to find first takes several times as long; a write
+        and delete of the same size before each timed one puts all arms into the same state.
+        """
+        home = f"{self.root}/vua/{self.store.namespace}"
+        saved = [file_path(home, self.store, key) for key in self.keys]
+        for path in (*saved, *self.written):
+            Path(path).unlink(missing_ok=True)
+        seed = next(self.seeds)
+        self.keys = keys_of(self.case.layout, self.case.chunks, seed)
+        self.written = [f"{self.root}/raw/{seed}-{n}" for n in range(self.case.chunks)]
+        scratch = self.root / "scratch"
+        scratch.write_bytes(bytes(self.case.nbytes))
+        scratch.unlink()
+
+    def raw(self) -> None:
+        """Write the same bytes to as many files by pwritev and rename, checksums not made."""
+        for file, path in zip(self._files, self.written, strict=True):
+            file.path = path
+            file.write()
+
+    def save(self, *, from_paged: bool) -> None:
+        """Save every chunk."""
+        memory = self.paged if from_paged else self.staged
+        for place, key in enumerate(self.keys):
+            expect("save", holds=self.store.save(key, memory.map, place=place))
+
+    def check(self) -> None:
+        """Raise unless what was saved from paged blocks loads as what was put there."""
+        self.fresh()
+        self.save(from_paged=True)
+        loaded = staged(self.case.layout, self.case.chunks)
+        expect("control", holds=not np.array_equal(loaded.words, self.staged.words))
+        expect("load", holds=self.store.load(self.keys, loaded.map).chunks == self.case.chunks)
+        expect("the saved bytes", holds=np.array_equal(loaded.words, self.staged.words))
+
+
+def saves(bench: Bench) -> Iterator[Row]:
+    """C3: from chunk buffers and from paged blocks; in the background; O_DIRECT; peers."""
+    for case in TINY if bench.tiny else (CASES[0], CASES[2]):
+        root = bench.place("saves")
+        saving = Saving(root, case)
+        saving.check()
+        with ThreadPoolExecutor(2, thread_name_prefix="vua-bench-save") as pool:
+            arms = _arms(bench, saving, pool)
+            timings = measure(arms, "raw pwritev", bench.rounds(9))
+        row = partial(timings.row, "C3", case.name, of="raw pwritev")
+        for arm in arms:
+            if arm == "save, caller blocked":
+                yield row(arm=arm, target=0.05, better="lower")
+            elif arm != "raw pwritev":
+                target = 0.9 if arm.startswith("save") else None
+                yield row(arm=arm, nbytes=case.nbytes, target=target)
+        bench.drop(root)
+
+
+def _arms(bench: Bench, saving: Saving, pool: ThreadPoolExecutor) -> dict[str, Arm]:
+    case, fresh = saving.case, saving.fresh
+    arms = {
+        "raw pwritev": Arm(saving.raw, fresh),
+        "save": Arm(partial(saving.save, from_paged=False), fresh),
+        "save, from paged blocks": Arm(partial(saving.save, from_paged=True), fresh),
+        "save, caller blocked": Arm(_blocked(saving, pool), fresh),
+    }
+    why_not = direct_works(saving.root)
+    if why_not is None:
+        size = saving.store.codec(saving.store.layout.full).file_nbytes
+        buffer = Buffer(case.chunks * (size + 4096))
+        direct = in_buffer([""] * case.chunks, buffer, -(-size // 4096) * 4096)
+
+        def write() -> None:
+            for file, path in zip(direct, saving.written, strict=True):
+                file.path = path
+                file.write(os.O_DIRECT)
+
+        arms["O_DIRECT"] = Arm(write, fresh)
+    else:
+        bench.skip("C3", "the O_DIRECT limit", why_not)
+    if bench.peers:
+        payload = case.nbytes // case.chunks
+        bench.peers.prepare(nbytes=payload, chunks=case.chunks, layers=case.layout.layers)
+        arms |= {
+            f"peer: {arm}": Arm(partial(bench.peers.save, arm), fresh) for arm in bench.peers.arms
+        }
+    return arms
+
+
+def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> Callable[[], float]:
+    """How adapters save: blocks are copied into a buffer, which is written in the background.
+
+    Times the copies and the hand-over alone, and waits for the writes afterwards.
+    """
+    layout, chunks = saving.case.layout, saving.case.chunks
+    buffers = [staged(layout, 1) for _ in range(chunks)]
+    blocks, tables = saving.paged.words, _tables(saving)
+    _gather(blocks, tables[0], buffers[0].words[0])
+    same = np.array_equal(buffers[0].words[0], saving.staged.words[0])
+    expect("the gathered bytes", holds=same)
+
+    def save() -> float:
+        start = time.perf_counter()
+        writes = []
+        for place, key in enumerate(saving.keys):
+            target = buffers[place].words[0]  # [array, head, layer, token, dim]
+            _gather(blocks, tables[place], target)
+            writes.append(pool.submit(saving.store.save, key, buffers[place].map))
+        took = time.perf_counter() - start
+        wait(writes)
+        expect("save", holds=all(write.result() for write in writes))
+        return took
+
+    return save
+
+
+def _tables(saving: Saving) -> list[list[int]]:
+    memory, layout = saving.paged, saving.case.layout
+    blocks = (memory.map.piece_offset[0] // np.uint64(memory.words.strides[2])).tolist()
+    per = layout.chunk_tokens // memory.map.piece_tokens
+    return [blocks[n * per : (n + 1) * per] for n in range(saving.case.chunks)]
+
+
+def _gather(
+    blocks: np.ndarray[tuple[int, ...], np.dtype[np.uint16]],
+    table: list[int],
+    out: np.ndarray[tuple[int, ...], np.dtype[np.uint16]],
+) -> None:
+    """Copy blocks ``[array, layer, block, head, token, dim]`` into one chunk of a buffer."""
+    tokens = blocks.shape[4]
+    for at, block in enumerate(table):
+        part = out[:, :, :, at * tokens : (at + 1) * tokens]
+        np.copyto(part, blocks[:, :, block].transpose(0, 2, 1, 3, 4))

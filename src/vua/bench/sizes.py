@@ -1,0 +1,97 @@
+"""C12: bytes on disk for a chunk of known models, against the bytes of K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from vua.bench.measure import Row
+from vua.bench.prompts import keys_of
+from vua.bench.suite import Bench
+from vua.directory import create_stores
+from vua.identity import Identity
+from vua.layout import KVLayout, Shard
+from vua.slab import Slab
+
+__all__ = ["MODELS", "on_disk"]
+
+MODELS = {
+    # layers, KV heads, K dim, V dim: from the models' published configs
+    "Llama-3.2-1B": (16, 8, 64, 64),
+    "Llama-3.1-8B": (32, 8, 128, 128),
+    "Llama-3.1-70B": (80, 8, 128, 128),
+    "Qwen3-8B": (36, 8, 128, 128),
+    "Qwen3-32B": (64, 8, 128, 128),
+    "Qwen3-30B-A3B": (48, 4, 128, 128),
+    "DeepSeek-V3": (61, 1, 576, 0),
+}
+"""KV geometries in bfloat16. DeepSeek's is one latent for K and V (MLA)."""
+
+_HYBRID = {
+    # full layers, window layers, window, heads, dim
+    "gpt-oss-120b": (18, 18, 128, 8, 64),
+    "Gemma-3-27B": (10, 52, 1024, 16, 128),
+}
+_CHUNK = 64
+
+
+def layout_of(model: str, chunk_tokens: int = _CHUNK) -> KVLayout:
+    """Return the layout of a model that is listed here."""
+    layers, heads, k, v = MODELS[model]
+    return KVLayout(layers, heads, k, v, "BF16", chunk_tokens)
+
+
+def token_nbytes(layout: KVLayout) -> int:
+    """Return the bytes of K and V of one token."""
+    return layout.full.payload_nbytes(layout) // layout.chunk_tokens
+
+
+def on_disk(bench: Bench) -> Iterator[Row]:
+    """C12: one file per chunk, eight (TP 8), MLA under TP 8, and hybrid models' groups."""
+    names = ["Llama-3.2-1B", "DeepSeek-V3"] if bench.tiny else list(MODELS)
+    for name in names:
+        layout = layout_of(name)
+        for ranks in (1, 2, 8):
+            if ranks > 1 and layout.kv_heads % ranks and layout.kv_heads > 1:
+                continue
+            yield _row(bench, f"{name}, TP {ranks}", [layout], ranks)
+    for name, (full, sliding, window, heads, dim) in ({} if bench.tiny else _HYBRID).items():
+        groups = [
+            KVLayout(full, heads, dim, dim, "BF16", _CHUNK),
+            KVLayout(sliding, heads, dim, dim, "BF16", _CHUNK, f"w{window}"),
+        ]
+        yield _row(bench, f"{name}, a chunk that both groups keep", groups, 1)
+        both = sum(token_nbytes(layout) for layout in groups)
+        ratio = _stored(bench, groups[:1], 1) / (_CHUNK * both)
+        case = f"{name}, a chunk behind the window"
+        yield Row("C12", case, "bytes on disk", "all layers' K and V", ratio, ratio, ratio)
+
+
+def _row(bench: Bench, case: str, layouts: list[KVLayout], ranks: int) -> Row:
+    payload = _CHUNK * sum(token_nbytes(layout) for layout in layouts)
+    ratio = _stored(bench, layouts, ranks) / payload
+    return Row(
+        "C12", case, "bytes on disk", "K and V", ratio, ratio, ratio, target=1.01, better="lower"
+    )
+
+
+def _stored(bench: Bench, layouts: list[KVLayout], ranks: int) -> int:
+    """Save one chunk as ``ranks`` ranks do; return the bytes of its files."""
+    root = bench.place("sizes")
+    stores = create_stores(root, Identity(model="sizes"), layouts)
+    for store, layout in zip(stores, layouts, strict=True):
+        for shard in _shards(layout, ranks):
+            slab = Slab(layout, shard, 1)
+            store.save(keys_of(layout, 1)[0], slab.memory, shard=shard)
+    files = [path for path in Path(root).rglob("*.safetensors") if path.is_file()]
+    nbytes = sum(path.stat().st_size for path in files)
+    bench.drop(root)
+    return nbytes
+
+
+def _shards(layout: KVLayout, ranks: int) -> list[Shard]:
+    """Return the rectangles that tensor parallel ranks hold; one where they all hold the same."""
+    if layout.kv_heads == 1:
+        return [layout.full]
+    step = layout.kv_heads // ranks
+    return [Shard(0, layout.layers, n * step, (n + 1) * step, layout.group) for n in range(ranks)]

@@ -1,0 +1,176 @@
+"""`vua bench`: the suite, one directory, one trace, or the table of an earlier run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vua.cli.text import SOUND, Write, as_json, progress, table
+from vua.errors import InputError
+
+__all__ = ["add_arguments", "bench"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command's words."""
+    parser.add_argument(
+        "what", nargs="?", choices=("suite", "path", "replay", "report"), default="suite",
+        help="the suite C1 to C14 (default); what one directory can do; a request trace through "
+        "a store; the table of a report made with --out",
+    )  # fmt: skip
+    parser.add_argument("target", nargs="?", type=Path, help="DIR, TRACE or REPORT")
+    parser.add_argument("--path", type=Path, metavar="DIR", help="the same as: path DIR")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw SVGs of the suite there")
+    parser.add_argument("--dir", type=Path, help="work there: on the file system to measure")
+    parser.add_argument("--tiny", action="store_true", help="seconds: shows that it works")
+    parser.add_argument("--only", default="", metavar="C1,C8", help="numbers of the suite")
+    parser.add_argument("--peers", default="", metavar="COMMAND", help="worker of other stores")
+    parser.add_argument("--engine", default="", metavar="COMMAND", help="worker for C5 and C6")
+    parser.add_argument("--trace", type=Path, help="a request trace for C7")
+    parser.add_argument("--largest", type=int, default=100_000, help="chunks for C10 at most")
+    parser.add_argument("--requests", type=int, help="replay only the first of them")
+    parser.add_argument("--reference", type=Path, help="JSON of hit ratios by policy, for replay")
+    parser.add_argument("--model", help="for path: a model's name, or bytes of K and V per token")
+    parser.add_argument("--prefill", type=float, metavar="TOKENS/S", help="its prefill speed")
+    parser.add_argument("--ranks", type=int, default=1, help="its tensor parallel size")
+
+
+def bench(options: argparse.Namespace, *, write: Write | None) -> int:
+    """Run what ``options`` (of :func:`add_arguments`) ask for; return the exit code.
+
+    Raises:
+        VUAError: the words make no sense, or something measured did not do its work.
+        OSError: a file or directory cannot be used.
+    """
+    if options.path is not None:
+        options.what, options.target = "path", options.path
+    if options.what != "suite" and options.target is None:
+        raise InputError(f"bench {options.what} needs one more word: DIR, TRACE or REPORT")
+    with progress() as show:
+        if options.what == "suite":
+            report = _suite(options, show)
+        elif options.what == "path":
+            report = _path(options, show)
+        elif options.what == "replay":
+            report = _replay(options, show)
+        else:
+            report = json.loads(options.target.read_text(encoding="utf-8"))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    _print(options.what, report, write)
+    if options.plots and "rows" in report:
+        from vua.bench.report import plots
+
+        written = plots(report, options.plots)
+        if write is None:
+            print(f"\n{len(written)} plots in {options.plots}")
+    return SOUND
+
+
+def _suite(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: ANN401
+    from vua.bench.suite import Settings, run
+
+    settings = Settings(
+        directory=options.dir,
+        tiny=options.tiny,
+        only=[word for word in options.only.split(",") if word],
+        peers=shlex.split(options.peers),
+        engine=shlex.split(options.engine),
+        trace=options.trace,
+        largest=options.largest,
+    )
+    return run(settings, show)
+
+
+def _path(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: ANN401
+    from vua.bench.path import Demand, probe
+
+    if (options.model is None) != (options.prefill is None):
+        raise InputError("--model and --prefill belong together: what to load, and what to beat")
+    demand = None
+    if options.model is not None:
+        demand = Demand.of(options.model, options.prefill, options.ranks)
+    return probe(options.target, demand, show, tiny=options.tiny)
+
+
+def _replay(options: argparse.Namespace, show: Any) -> dict[str, Any]:  # noqa: ANN401
+    from vua.bench.replay import belady, lru, read, replay
+
+    requests = read(options.target, options.requests)
+    with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=options.dir) as name:
+        done = replay(Path(name), requests, show)
+    reference = {} if options.reference is None else belady(options.reference, len(requests))
+    capacities = sorted(reference) or [1953, 5859, 19531, 58593]
+    bounded = [
+        {
+            "blocks": capacity,
+            "LRU, simulated": lru(requests, capacity),
+            **reference.get(capacity, {}),
+        }
+        for capacity in capacities
+    ]
+    return {"version": 1, "trace": options.target.name, **done.describe(), "bounded": bounded}
+
+
+def _print(what: str, report: dict[str, Any], write: Write | None) -> None:
+    if write is as_json or write is not None:
+        write(report)
+    elif what == "path":
+        _print_path(report)
+    elif what == "replay":
+        _print_replay(report)
+    else:
+        from vua.bench.report import markdown
+
+        print(markdown(report), end="")
+
+
+def _print_path(report: dict[str, Any]) -> None:
+    machine = report["machine"]
+    print(f"{report['directory']}: {machine['file_system']}, {machine['cpus']} CPUs, ", end="")
+    print(f"O_DIRECT {'works' if report['o_direct'] else 'does not work'}, ", end="")
+    print(f"GPU-direct storage: {report['gpu_direct']}\n")
+    sizes = sorted({one["nbytes"] for one in report["bandwidth"]})
+    ways = list(dict.fromkeys((one["what"], one["threads"]) for one in report["bandwidth"]))
+    rates = {(s["what"], s["threads"], s["nbytes"]): s["gb_s"] for s in report["bandwidth"]}
+    rows = [[*way, *(f"{rates[(*way, size)]:.2f}" for size in sizes)] for way in ways]
+    table(["GB/s", " threads", *(f" {size >> 10} KiB" for size in sizes)], rows)
+    print()
+    table(["us", " median"], [[k, f"{v:.1f}"] for k, v in report["metadata_us"].items()])
+    for one in report["unmeasured"]:
+        print(f"\nunmeasured: {one['what']}: {one['reason']}")
+    worth = report["worth_loading"]
+    if worth is None:
+        print("\n--model and --prefill tell which prompt lengths are worth loading")
+        return
+    model = worth["model"]
+    print(
+        f"\n{model['name']}, {model['prefill_tokens_s']:g} tokens/s: worth loading above ", end=""
+    )
+    print(f"{worth['break_even_gb_s']:.3f} GB/s")
+    rows = [
+        [case["files"], f"{case['gb_s']:.2f}", f"{case['speed_up_bound']:.1f}",
+         "never" if case["worth_from_tokens"] is None else f"{case['worth_from_tokens']:,}"]
+        for case in worth["cases"]
+    ]  # fmt: skip
+    table(["files", " GB/s", " at most x faster", " worth from tokens"], rows)
+
+
+def _print_replay(report: dict[str, Any]) -> None:
+    print(
+        f"{report['requests']:,} requests, {report['tokens']:,} tokens, {report['seconds']:.0f} s"
+    )
+    for name in ("token_hit_ratio", "hit_ratio", "ideal_ratio"):
+        print(f"{name.replace('_', ' ')}: {report[name]:.4f}")
+    p50, p90, p99 = report["lookup_ms"]
+    print(f"lookup, ms: p50 {p50:.3f}, p90 {p90:.3f}, p99 {p99:.3f}")
+    print(f"bytes written {report['written_nbytes']:,}, loaded {report['loaded_nbytes']:,}\n")
+    names = [" blocks", *(f" {name}" for name in list(report["bounded"][0])[1:])]
+    rows = [[f"{one['blocks']:,}", *(f"{v:.4f}" for v in list(one.values())[1:])]
+            for one in report["bounded"]]  # fmt: skip
+    table(names, rows)

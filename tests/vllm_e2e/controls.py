@@ -1,0 +1,33 @@
+"""For negative controls: valid files whose K/V are noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vllm_e2e.damage import CHUNK
+from vua.directory import create_stores, namespaces
+from vua.keys import KeyChain, token_ids
+from vua.slab import Slab
+
+
+def store_noise(root: Path, other: Path, prompts: Iterable[Sequence[int]]) -> None:
+    """Fill a new directory with noise (float32) for each chunk of the prompts.
+
+    Args:
+        root: a directory in which an engine has stored something: whose noise it is to be.
+        other: the new directory.
+        prompts: token ids.
+    """
+    (found,) = namespaces(root)
+    assert found.identity is not None
+    other.mkdir()
+    rng = np.random.default_rng(0)
+    for store in create_stores(other, found.identity, found.layouts):
+        slab = Slab(store.layout, store.layout.full, 1)
+        slab.bytes[:] = rng.normal(size=len(slab.bytes) // 4).astype(np.float32).view(np.uint8)
+        for prompt in prompts:
+            for key in KeyChain(token_ids(prompt), CHUNK).first(len(prompt) // CHUNK):
+                store.save(key, slab.memory)

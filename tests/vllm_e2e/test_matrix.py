@@ -1,0 +1,179 @@
+"""Kinds of models x ways in which an engine comes to need a stored prefix.
+
+Where each cell is tested (row: one engine start for all ways, soak: each way by itself, too):
+
+| kind                     | restart   | partial   | chunked     | preempted  | 2 workers     |
+|--------------------------|-----------|-----------|-------------|------------|---------------|
+| llama (GQA)              | reuse     | reuse     | reuse, soak | reuse      | parallel, soak|
+| qwen3 (norms on Q and K) | models    | row, soak | row, soak   | row, soak  | -             |
+| gpt-oss (full + window)  | models    | models    | models, row | row, soak  | row, soak     |
+| mistral (all windowed)   | models    | models    | row, soak   | row, soak  | -             |
+| gemma3 (few full layers) | models    | row, soak | row, soak   | row, soak  | -             |
+
+reuse, models and parallel are test_reuse, test_models and test_parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import soak
+from vllm_e2e.controls import store_noise
+from vllm_e2e.harness import PROMPT, RESET, Batch, EngineTest, Served, llama, models, tokens
+from vllm_e2e.test_models import gemma3, gpt_oss
+from vua.testing.models import make_model
+
+pytestmark = pytest.mark.vllm
+
+SMALL_STEPS: dict[str, Any] = {
+    "enable_chunked_prefill": True,
+    "enable_prefix_caching": True,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 96,
+}
+TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model."""
+
+    model: Callable[[], Path]
+    blocks: int
+    """A pool in which a request of 1024 tokens fits (of windows what they hold), not six of 420."""
+    window: bool = False
+    """Whether it has layers with a window beside others: where a second prompt leaves the first
+    one, the window was not stored."""
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Settings of vLLM for it."""
+        return {"model": str(self.model())}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way in which prompts come to an engine."""
+
+    batches: list[Batch]
+    cached: list[int]
+    """What a restarted engine does not compute."""
+    engine: dict[str, Any]
+
+
+def qwen3() -> Path:
+    """A Qwen3: Q and K are normalised before the rotation."""
+    return make_model(models() / "qwen3", family="qwen3", seed=2)
+
+
+def mistral() -> Path:
+    """A Mistral of whose layers each has a window of 128 tokens."""
+    return make_model(models() / "mistral-window", family="mistral")
+
+
+KINDS = {
+    "llama": Kind(llama, blocks=45),
+    "qwen3": Kind(qwen3, blocks=45),
+    "gpt-oss": Kind(gpt_oss, blocks=60, window=True),
+    "mistral": Kind(mistral, blocks=20),
+    "gemma3": Kind(gemma3, blocks=60, window=True),
+}
+OVERRIDES = {"mistral": {"hf_overrides": {"sliding_window": 128}}}
+BRANCH = PROMPT[:400] + tokens(150, seed=2)
+SHARING = [PROMPT[:300] + tokens(250, seed=50 + at) for at in range(4)]
+MANY = [tokens(300, seed=100 + at) for at in range(6)]
+WAYS = {
+    "restart": Way([Batch([PROMPT])], [640], {}),
+    "partial": Way([Batch([PROMPT]), RESET, Batch([BRANCH])], [640, 512], {}),
+    "chunked": Way([Batch(SHARING)], [512] * 4, SMALL_STEPS),
+    "preempted": Way([Batch(MANY, max_tokens=120)], [256] * 6, SMALL_STEPS),
+}
+
+
+class MatrixTest(EngineTest):
+    def check(self, name: str, way: Way, **more: Any) -> Served:
+        """Serve from an empty directory, then restarted: the same tokens, all that can be loaded.
+
+        Returns what the first engine did.
+        """
+        roomy = KINDS[name].engine | OVERRIDES.get(name, {}) | way.engine | more
+        expected = self.baseline(*way.batches, engine=roomy)
+        engine = roomy
+        if preempts := way.batches[-1].max_tokens > 100:
+            engine = roomy | {"num_gpu_blocks_override": KINDS[name].blocks}
+
+        cold = self.serve(*way.batches, engine=engine)
+        warm = self.serve(*way.batches, engine=engine)
+
+        self.assertEqual([expected, expected], [cold.tokens, warm.tokens])
+        self.assertEqual(way.cached, warm.cached)
+        if not more:  # counts are those of one process
+            self.assertGreater(warm.counts["tokens_loaded"], 0)
+            self.assertEqual(preempts, cold.counts.get("preemptions", 0) > 0)
+        self.expected, self.engine = expected, engine
+        return cold
+
+    def check_row(self, name: str, **more: Any) -> Served:
+        """All ways, one after the other, by the same engine, with small steps and little room."""
+        batches, cached = [], []
+        for way in (WAYS["partial"], WAYS["chunked"], WAYS["preempted"]):
+            batches += [RESET] * bool(batches) + way.batches
+            cached += way.cached
+        return self.check(name, Way(batches, cached, SMALL_STEPS), **more)
+
+    def check_noise(self, batches: list[Batch]) -> None:
+        """Negative control: other K/V in the files give other tokens for every single prompt."""
+        other = self.root.with_name("noise")
+        store_noise(self.root, other, [prompt for batch in batches for prompt in batch.prompts])
+
+        served = self.serve(*batches, engine=self.engine, root=other)
+
+        pairs = zip(self.expected, served.tokens, strict=True)
+        self.assertEqual([], [at for at, (right, noise) in enumerate(pairs) if right == noise])
+
+    def test_rows(self) -> None:
+        """Each kind of model gives the same tokens in every way, with and without a stored prefix.
+
+        A prompt that leaves a stored one loads what both share, unless a window is missing there.
+        """
+        for name in ("qwen3", "gpt-oss", "mistral", "gemma3"):
+            with self.subTest(name):
+                self.setUp()
+                cold = self.check_row(name)
+                self.assertEqual([0, 0 if KINDS[name].window else 384], cold.cached[:2])
+
+    def test_hybrid_model_on_two_workers(self) -> None:
+        """Windowed and full layers, each cut by heads; what two workers stored one worker loads."""
+        self.check("gpt-oss", WAYS["chunked"], **TP2)
+        batch = Batch(SHARING[:1])
+
+        single = self.serve(batch, engine=KINDS["gpt-oss"].engine)
+
+        self.assertEqual(
+            [*self.baseline(batch, engine=KINDS["gpt-oss"].engine), [512]],
+            [*single.tokens, single.cached],
+        )
+
+    @soak
+    def test_each_way_by_itself(self) -> None:
+        """Every cell with a directory and engines of its own, and with its negative control."""
+        for name in KINDS:
+            for title, way in WAYS.items():
+                with self.subTest(name, way=title):
+                    self.setUp()
+                    self.check(name, way)
+                    self.check_noise(way.batches)
+
+    @soak
+    def test_rows_on_two_workers(self) -> None:
+        """Whole rows with two workers, and those with one."""
+        for name in ("llama", "gpt-oss"):
+            for more in ({}, TP2):
+                with self.subTest(name, **more):
+                    self.setUp()
+                    self.check_row(name, **more)

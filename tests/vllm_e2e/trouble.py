@@ -1,0 +1,88 @@
+"""What can go wrong with the directory while an engine runs. Entered in the engine's process."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from vllm_e2e.damage import blank, flip, stored, truncate, vanish
+
+_LOOK_EVERY_S = 0.002
+_KINDS = (blank, flip, truncate, vanish)
+
+
+@contextmanager
+def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) -> Iterator[None]:
+    """Bring the trouble that a phase describes until this ends.
+
+    Args:
+        described: "storm": {"at": directory, "seed": number, "one_of": number}; "slow": seconds
+            that a read and a lookup take longer, {"read_s": ..., "lookup_s": ...}.
+        counts: gets the number of files "struck".
+    """
+    described = described or {}
+    with ExitStack() as stack:
+        if "storm" in described:
+            stack.enter_context(_storm(counts, **described["storm"]))
+        if "slow" in described:
+            stack.enter_context(_slow_storage(**described["slow"]))
+        yield
+
+
+@contextmanager
+def _storm(counts: MutableMapping[str, int], *, at: str, seed: int, one_of: int) -> Iterator[None]:
+    """Damage, cut or delete one of so many files, each soon after it has come into being."""
+    over = threading.Event()
+    thread = threading.Thread(target=_rage, args=(counts, Path(at), seed, one_of, over))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _rage(
+    counts: MutableMapping[str, int], root: Path, seed: int, one_of: int, over: threading.Event
+) -> None:
+    chance, seen = random.Random(seed), set[tuple[int, int]]()
+    while not over.wait(_LOOK_EVERY_S):
+        for path in stored(root):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                file = (status.st_ino, status.st_ctime_ns)
+                if file in seen:
+                    continue
+                if chance.randrange(one_of) == 0:
+                    chance.choice(_KINDS)(path)
+                    counts["struck"] = counts.get("struck", 0) + 1
+                    status = path.stat()
+                seen.add((status.st_ino, status.st_ctime_ns))
+
+
+@contextmanager
+def _slow_storage(*, read_s: float = 0.0, lookup_s: float = 0.0) -> Iterator[None]:
+    """Let every batch of files that is read, and every probe of a lookup, take longer."""
+    from vua.storage.local import LocalStorage
+
+    read, exists = LocalStorage.read_files, LocalStorage.exists
+
+    def slow_read(*arguments: Any, **named: Any) -> int:
+        time.sleep(read_s)
+        return read(*arguments, **named)
+
+    def slow_exists(self: LocalStorage, chunk: str, shard: Any, nbytes: int | None = None) -> bool:
+        time.sleep(lookup_s if nbytes is None else 0.0)  # with a size: before a save
+        return exists(self, chunk, shard, nbytes)
+
+    with (
+        mock.patch.object(LocalStorage, "read_files", slow_read),
+        mock.patch.object(LocalStorage, "exists", slow_exists),
+    ):
+        yield
