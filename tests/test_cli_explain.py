@@ -16,7 +16,7 @@ import torch
 
 from helpers import DirectoryTest, Memory, caches_of, flip, keys_of, model_arrays
 from test_cli import run, run_json
-from vua.cli.identify import expect
+from vua.cli.identify import compare, expect
 from vua.core import VUA, VUAConfig
 from vua.directory import create_stores
 from vua.identity import Identity, config_digest, weights_fingerprint
@@ -234,6 +234,20 @@ class TestModel(ExplainTest):
 
         self.assertEqual(self.identity, expected.identity)
         self.assertEqual((), expected.unknown)
+
+    @unittest.skipUnless(find_spec("transformers"), "needs transformers")
+    def test_adapter(self) -> None:
+        """Of what an adapter says of a real checkpoint the files tell all but the config."""
+        from transformers import AutoModelForCausalLM
+
+        from vua.testing.models import make_model
+        from vua.transformers.model import identity_of
+
+        path = make_model(self.root / "real")
+        stored = identity_of(AutoModelForCausalLM.from_pretrained(path), chunk_tokens=4)
+        found = compare(expect(str(path), chunk_tokens=4, epoch=""), stored)
+
+        self.assertEqual([("model", False)], [(one.field, one.certain) for one in found])
 
     def test_there(self) -> None:
         """A namespace of just this identity differs in nothing, and other models are left out."""
