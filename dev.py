@@ -29,9 +29,11 @@ OLDEST = VENV / f"vllm-{OLDEST_VLLM}"
 OLDEST_TESTS = (
     "tests/test_vllm_paged.py",
     "tests/vllm_e2e/test_versions.py",
-    "tests/vllm_e2e/test_damage.py",
-    "tests/vllm_e2e/test_parallel.py",
-    "tests/vllm_e2e/test_reuse.py",
+    "tests/vllm_e2e/test_damage.py::DamagedTest::test_deleted_file",
+    "tests/vllm_e2e/test_damage.py::DamagedTest::test_flipped_bit",
+    "tests/vllm_e2e/test_parallel.py::TensorParallelTest::test_one_worker_then_two",
+    "tests/vllm_e2e/test_parallel.py::TensorParallelTest::test_two_workers",
+    "tests/vllm_e2e/test_reuse.py::ReuseTest",
 )
 TAIL_LINES = 40
 

@@ -1,15 +1,21 @@
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import unittest
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 
-def run(*command: str, cwd: str | Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, cwd: str | Path = ROOT, timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
     """Runs a program of the repository as a user would."""
     return subprocess.run(
         [sys.executable, *command],
@@ -17,12 +23,24 @@ def run(*command: str, cwd: str | Path = ROOT) -> subprocess.CompletedProcess[st
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout_s,
         check=False,
     )
 
 
 class TestPrograms(unittest.TestCase):
+    @pytest.mark.vllm
+    @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+    def test_connector_benchmark(self) -> None:
+        """The benchmark with vLLM runs; it ends with an error where tokens or hits are wrong."""
+        with tempfile.TemporaryDirectory() as name:
+            out = Path(name) / "result.json"
+            done = run("benchmarks/connector.py", "--quick", "--json", str(out), timeout_s=600)
+
+            self.assertEqual(0, done.returncode, done.stderr)
+            parts = {"overhead", "time to first token", "after a restart"}
+            self.assertLessEqual(parts, json.loads(out.read_text()).keys())
+
     def test_readme_example(self) -> None:
         """The README's Python example runs as it stands."""
         text = (ROOT / "README.md").read_text()

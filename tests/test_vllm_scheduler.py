@@ -113,6 +113,25 @@ class SchedulerTest(unittest.TestCase):
         self.assertEqual((32, 64), (part.start, part.stop))
         self.assertEqual([32, 48], [key.start for key in part.keys])
 
+    def test_a_failure_may_be_reported_before_the_end_of_its_load(self) -> None:
+        """The scheduler's half learns of it in that step; otherwise it would promise it again."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1
+
+        side = self.side(layout=KVLayout(1, 1, 8, 8, "U8", 16, "w10"))
+        store(side, 0, 3)
+        request = request_of("r")
+        self.assertEqual((48, True), answer(side, request))
+        connector = VUAStorageConnector_V1.__new__(VUAStorageConnector_V1)
+        connector._scheduler = side
+        connector._config = side._config
+
+        for output in ({"failed_recving": {"r"}}, {"finished_recving": {"r"}}):
+            connector.update_connector_output(KVConnectorOutput(**output))
+
+        self.assertEqual((0, False), answer(side, request))
+
     def test_hanging_storage(self) -> None:
         """Each lookup is a miss in time; after a few there are none, until storage answers."""
         from vua.vllm.messages import Orders

@@ -44,8 +44,6 @@ class Kind:
     """A kind of model."""
 
     model: Callable[[], Path]
-    blocks: int
-    """A pool in which a request of 1024 tokens fits (of windows what they hold), not six of 420."""
     window: bool = False
     """Whether it has layers with a window beside others: where a second prompt leaves the first
     one, the window was not stored."""
@@ -77,21 +75,21 @@ def mistral() -> Path:
 
 
 KINDS = {
-    "llama": Kind(llama, blocks=45),
-    "qwen3": Kind(qwen3, blocks=45),
-    "gpt-oss": Kind(gpt_oss, blocks=60, window=True),
-    "mistral": Kind(mistral, blocks=20),
-    "gemma3": Kind(gemma3, blocks=60, window=True),
+    "llama": Kind(llama),
+    "qwen3": Kind(qwen3),
+    "gpt-oss": Kind(gpt_oss, window=True),
+    "mistral": Kind(mistral),
+    "gemma3": Kind(gemma3, window=True),
 }
 OVERRIDES = {"mistral": {"hf_overrides": {"sliding_window": 128}}}
 BRANCH = PROMPT[:400] + tokens(150, seed=2)
 SHARING = [PROMPT[:300] + tokens(250, seed=50 + at) for at in range(4)]
-MANY = [tokens(300, seed=100 + at) for at in range(6)]
+PREEMPTED = Batch([tokens(300, seed=100 + at) for at in range(6)], max_tokens=60)
 WAYS = {
     "restart": Way([Batch([PROMPT])], [640], {}),
     "partial": Way([Batch([PROMPT]), RESET, Batch([BRANCH])], [640, 512], {}),
     "chunked": Way([Batch(SHARING)], [512] * 4, SMALL_STEPS),
-    "preempted": Way([Batch(MANY, max_tokens=120)], [256] * 6, SMALL_STEPS),
+    "preempted": Way([PREEMPTED], [256] * 6, SMALL_STEPS),
 }
 
 
@@ -101,25 +99,25 @@ class MatrixTest(EngineTest):
 
         Returns what the first engine did.
         """
-        roomy = KINDS[name].engine | OVERRIDES.get(name, {}) | way.engine | more
-        expected = self.baseline(*way.batches, engine=roomy)
-        engine = roomy
-        if preempts := way.batches[-1].max_tokens > 100:
-            engine = roomy | {"num_gpu_blocks_override": KINDS[name].blocks}
+        engine = KINDS[name].engine | OVERRIDES.get(name, {}) | way.engine | more
+        expected = self.baseline(*way.batches, engine=engine)
+        preempts = way.batches[-1] is PREEMPTED
+        trouble = {"preempt_every": 25} if preempts else {}
 
-        cold = self.serve(*way.batches, engine=engine)
-        warm = self.serve(*way.batches, engine=engine)
+        cold = self.serve(*way.batches, engine=engine, trouble=trouble)
+        warm = self.serve(*way.batches, engine=engine, trouble=trouble)
 
         self.assertEqual([expected, expected], [cold.tokens, warm.tokens])
         self.assertEqual(way.cached, warm.cached)
         if not more:  # counts are those of one process
             self.assertGreater(warm.counts["tokens_loaded"], 0)
             self.assertEqual(preempts, cold.counts.get("preemptions", 0) > 0)
+            self.assertEqual(preempts, warm.counts.get("preemptions", 0) > 0)
         self.expected, self.engine = expected, engine
         return cold
 
     def check_row(self, name: str, **more: Any) -> Served:
-        """All ways, one after the other, by the same engine, with small steps and little room."""
+        """All ways, one after the other, by the same engine, with small steps."""
         batches, cached = [], []
         for way in (WAYS["partial"], WAYS["chunked"], WAYS["preempted"]):
             batches += [RESET] * bool(batches) + way.batches

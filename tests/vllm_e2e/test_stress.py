@@ -78,9 +78,9 @@ class StormTest(EngineTest):
     @soak
     def test_long_storm(self) -> None:
         """The same with many more requests, of two kinds of models."""
-        for model in ({}, {"model": str(gpt_oss())}):
+        for count, model in ((500, {}), (250, {"model": str(gpt_oss())})):
             with self.subTest(model):
-                self.survive(500, 50, seed=2, model=model)
+                self.survive(count, 50, seed=2, model=model)
 
     def test_noise_is_noticed(self) -> None:
         """Negative control: valid files with other content change tokens in this very order."""

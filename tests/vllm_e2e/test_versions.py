@@ -21,7 +21,7 @@ from vllm_e2e.harness import (
     run,
     vllm_version,
 )
-from vllm_e2e.test_models import gpt_oss
+from vllm_e2e.test_models import gemma3
 
 pytestmark = pytest.mark.vllm
 
@@ -64,7 +64,7 @@ class VersionsTest(EngineTest):
     @unittest.skipIf(WINDOWS_ARE_CACHED, "this vLLM tells which blocks of a window are there")
     def test_windows_with_an_old_version(self) -> None:
         """Models with windows are served uncached, and the log says what they need."""
-        engine: dict[str, Any] = {"model": str(gpt_oss())}
+        engine: dict[str, Any] = {"model": str(gemma3())}
         expected = self.baseline(BATCH, engine=engine)
 
         served = self.serve(BATCH, engine=engine)

@@ -23,7 +23,8 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
 
     Args:
         described: "storm": {"at": directory, "seed": number, "one_of": number}; "slow": seconds
-            that a read and a lookup take longer, {"read_s": ..., "lookup_s": ...}.
+            that a read and a lookup take longer, {"read_s": ..., "lookup_s": ...};
+            "preempt_every": steps after which all running requests are thrown out.
         counts: gets the number of files "struck".
     """
     described = described or {}
@@ -32,6 +33,8 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
             stack.enter_context(_storm(counts, **described["storm"]))
         if "slow" in described:
             stack.enter_context(_slow_storage(**described["slow"]))
+        if "preempt_every" in described:
+            stack.enter_context(_preemptions(described["preempt_every"]))
         yield
 
 
@@ -52,7 +55,9 @@ def _rage(
     counts: MutableMapping[str, int], root: Path, seed: int, one_of: int, over: threading.Event
 ) -> None:
     chance, seen = random.Random(seed), set[tuple[int, int]]()
-    while not over.wait(_LOOK_EVERY_S):
+    pause_s = 0.0
+    while not over.wait(pause_s):
+        began = time.monotonic()
         for path in stored(root):
             with suppress(FileNotFoundError):
                 status = path.stat()
@@ -64,6 +69,34 @@ def _rage(
                     counts["struck"] = counts.get("struck", 0) + 1
                     status = path.stat()
                 seen.add((status.st_ino, status.st_ctime_ns))
+        pause_s = max(_LOOK_EVERY_S, 3 * (time.monotonic() - began))  # the engine runs, too
+
+
+@contextmanager
+def _preemptions(every: int) -> Iterator[None]:
+    """Throw all running requests out, and what vLLM has in its prefix cache, every so often.
+
+    As vLLM does it for new weights; it cannot while a load is running, so then in a later step.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import RequestStatus
+
+    schedule, steps = Scheduler.schedule, 0
+
+    def interrupted(self: Any, *arguments: Any, **named: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        loading = any(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request in self.requests.values()
+        )
+        if steps >= every and self.running and not loading:
+            steps = 0
+            self.reset_prefix_cache(reset_running_requests=True)
+        return schedule(self, *arguments, **named)
+
+    with mock.patch.object(Scheduler, "schedule", interrupted):
+        yield
 
 
 @contextmanager

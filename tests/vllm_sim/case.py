@@ -106,6 +106,7 @@ def play(case: Case) -> Counter[str]:
     try:
         with collected_log() as logged, slow_storage(case):
             counts = _Play(case, root).run() + logged.events
+            counts[f"{case.model} loaded"] += counts["loaded tokens"]
             logged.check()
     except Exception as problem:
         raise Wrong(f"{type(problem).__name__}: {problem}\nseed {case.seed}: {case}") from problem

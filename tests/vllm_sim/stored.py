@@ -33,15 +33,17 @@ class Inventory:
     def usable(self, chain: Chain, block_size: int) -> Iterator[int]:
         """How many tokens may be loaded, by the definition, the most first.
 
-        Whoever computes the token behind them finds all that it attends to, and what is loaded ends
-        with a block.
+        Whoever computes the token behind them finds all that it attends to. What is loaded begins
+        and ends with a block, as vLLM offers these blocks to other requests.
         """
         stored = {window: self.stored(chain, window) for window in self.shape.kinds}
         size = self.chunk_tokens
         most = min(len(chain.prompt) - 1, len(chain.prompt) // size * size)
         for end in range(most // block_size * block_size, 0, -block_size):
-            needed = {w: range(first_read(end, w) // size, -(-end // size)) for w in stored}
-            if all(stored[w][chunk] for w, chunks in needed.items() for chunk in chunks):
+            if all(
+                all(chunks[first_read(end, w) // block_size * block_size // size : -(-end // size)])
+                for w, chunks in stored.items()
+            ):
                 yield end
         yield 0
 

@@ -15,20 +15,26 @@ from helpers import soak
 from vllm_e2e.engine import ENVIRONMENT
 from vllm_sim.case import Case, draw, play
 from vllm_sim.engine import leave_world
+from vllm_sim.truth import MODELS
 from vllm_sim.worker import Wrong
 
 pytestmark = pytest.mark.vllm
 
 FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
-QUICK_SEEDS = 8
+QUICK_SEEDS = 10
+"""Two of each kind of model."""
 SOAK_SEEDS = int(os.environ.get("VUA_SIM_SEEDS", "400"))
 TRIES = 10
 """Scenarios in which a bug may show itself; most do in the first."""
 MUST_HAPPEN = (
     *("checked tokens", "damaged files", "empty steps", "failed blocks", "hit at the end"),
+    *(f"{model} loaded" for model in MODELS),
     *("loaded tokens", "preemptions", "rejected drafts", "resets", "stored chunks"),
 )
-RARE = ("aborted loads", "deleted namespaces", "full save queues", "lookup pauses")
+RARE = (
+    *("aborted loads", "deleted namespaces", "failed as a whole"),
+    *("full save queues", "lookup pauses"),
+)
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
@@ -62,6 +68,7 @@ class SimulationTest(unittest.TestCase):
 
     def test_every_bug_is_caught(self) -> None:
         """Each connector with one bug fails in a scenario in which the real one does not."""
+        from vllm_sim import window_mutants  # noqa: F401 - they register themselves
         from vllm_sim.mutants import MUTATIONS
 
         for name in MUTATIONS:

@@ -86,9 +86,8 @@ class Shape:
     def kinds(self) -> dict[int, tuple[int, ...]]:
         """The layers of each window, those that attend to everything first."""
         number = range(len(self.windows))
-        return {
-            w: tuple(n for n in number if self.windows[n] == w) for w in sorted({*self.windows})
-        }
+        sizes = sorted(set(self.windows))
+        return {size: tuple(n for n in number if self.windows[n] == size) for size in sizes}
 
 
 MODELS: Final = ("full", "hybrid", "windowed", "latent", "two windows")

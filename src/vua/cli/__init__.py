@@ -1,8 +1,9 @@
 """The command `vua`: looks into a cache directory. Needs no engine, no GPU and no server.
 
 All of it may run while others read and write there; `gc`, `rm`, `pin` and `ttl` alone change
-anything. Exit codes: 0 all is well, 1 damage was found (or a directory stays beyond its bounds,
-or pins kept something), 2 the question makes no sense (or the directory cannot be read).
+anything (`doctor` makes a directory for a while). Exit codes: 0 all is well, 1 damage was found (or
+a directory stays beyond its bounds, pins kept something, `doctor` found something bad), 2 the
+question makes no sense (or the directory cannot be read).
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 from vua import __version__
 from vua.bounds import Bounds
 from vua.cli.bench import add_arguments, bench
 from vua.cli.capacity import du, gc, ttl
+from vua.cli.doctor import doctor
+from vua.cli.explain import Question, explain
 from vua.cli.inspection import inspect
 from vua.cli.listing import ls
 from vua.cli.removal import pins, rm
@@ -43,11 +47,38 @@ def _parser() -> argparse.ArgumentParser:
 
     one = commands.add_parser("verify", parents=[common], help="read every file and check it")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    one = commands.add_parser("doctor", parents=[common], help="test what VUA relies on")
+    one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    _add_explain(commands, common)
     _add_upkeep(commands, common)
 
     one = commands.add_parser("bench", parents=[common], help="measure VUA, or a directory")
     add_arguments(one)
     return parser
+
+
+def _add_explain(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    one = commands.add_parser("explain", parents=[common], help="say why a prompt hits or misses")
+    one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    what = one.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--tokens", metavar="FILE", help="token ids: a JSON list, or integers; - stdin"
+    )
+    what.add_argument("--prompt", metavar="FILE", help="text for --model's tokenizer.json; - stdin")
+    one.add_argument("--model", metavar="MODELDIR", help="the model's directory")
+    one.add_argument("--namespace", metavar="NS", default="", help="first digits of a namespace")
+    one.add_argument("--chunk-tokens", metavar="N", type=int, help="tokens per chunk")
+    one.add_argument("--salt", metavar="S", default="", help="the requests' cache salt")
+    one.add_argument("--epoch", metavar="E", default="", help="the engine's epoch, with --model")
+    one.add_argument("--quick", action="store_true", help="do not look for other continuations")
+
+
+def _run_explain(options: argparse.Namespace, write: Write | None) -> int:
+    names = (field.name for field in fields(Question))
+    question = Question(**{name: getattr(options, name) for name in names})
+    return explain(options.directory, question, write=write)
 
 
 def _add_upkeep(
@@ -119,6 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = bench(options, write=write)
         elif options.command == "verify":
             code = verify(options.directory, write=write)
+        elif options.command == "doctor":
+            code = doctor(options.directory, write=write)
+        elif options.command == "explain":
+            code = _run_explain(options, write)
         else:
             code = _run_upkeep(options, write)
         sys.stdout.flush()

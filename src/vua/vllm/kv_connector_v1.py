@@ -208,7 +208,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         received = connector_output.finished_recving or set()
         failed = getattr(connector_output, "failed_recving", None) or set()
         blocks = connector_output.invalid_block_ids or set()
-        if side is not None and (received or blocks):
+        if side is not None and (received or failed or blocks):  # not always in one step
             self._guarded(lambda: side.received(received, failed, blocks), None)
 
     def request_finished(

@@ -1,0 +1,342 @@
+"""Real vLLM on the CPU: what the connector costs, how fast a hit is, how much of hits is kept.
+
+    python benchmarks/connector.py [--quick] [--json FILE] [--dir DIRECTORY] [--rounds N]
+
+Each arm is a process of its own with the same model; all arms of a comparison live at the same time
+and take turns in every round, and only one works at a time. Ratios are formed within a round; shown
+are their median and quartiles. Every arm's tokens are compared with those of vLLM alone, and what
+was loaded with what could be: the program fails when something is not as expected.
+
+1. Overhead: prompts that nobody has seen, total time over that of vLLM alone. "lookups" finds
+   nothing in an empty directory, "stores" writes every prompt, "vLLM again" shows the noise.
+2. Time to the first token with a prompt that is stored, over that with a prompt in vLLM's own
+   prefix cache.
+3. Conversations, half of their turns before a restart: tokens loaded afterwards over those that
+   vLLM's own prefix cache holds when it is not restarted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+CHUNK = 64
+NEW_TOKENS = 16
+VOCABULARY = 4096
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    rounds: int
+    prompts: int
+    """Prompts per round, and their length in tokens, of the overhead's workload."""
+    prompt_tokens: int
+    hits: tuple[int, ...]
+    """Stored tokens, in chunks."""
+    conversations: int
+    turns: int
+    turn_tokens: int
+    max_model_len: int
+
+
+FULL = Size(9, 8, 700, (16, 46, 128), 4, 6, 150, 8704)
+QUICK = Size(2, 2, 200, (4,), 2, 4, 100, 1024)
+
+
+class Arm:
+    """One vLLM in a forked process."""
+
+    def __init__(self, name: str, model: Path, size: Size, root: Path | None, role: str) -> None:
+        """Start it; `root` is the connector's directory, None: without connector."""
+        self.name, self.root = name, root
+        settings: dict[str, Any] = {
+            "model": str(model),
+            "block_size": 32,
+            "disable_log_stats": False,  # for the time to the first token
+            "dtype": "float32",  # bfloat16 tokens depend on how vLLM cuts a prompt
+            "enable_prefix_caching": True,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 1 << 30,
+            "max_model_len": size.max_model_len,
+            "skip_tokenizer_init": True,
+        }
+        if root is not None:
+            settings["kv_transfer_config"] = {
+                "kv_connector": "VUAStorageConnector_V1",
+                "kv_connector_module_path": "vua.vllm.kv_connector_v1",
+                "kv_role": role,
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"shared_storage_path": str(root)},
+            }
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        fork = multiprocessing.get_context("fork")  # importing vLLM once is enough
+        self._pipe, theirs = fork.Pipe()
+        self._process = fork.Process(target=serve, args=(theirs, settings, self._log), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._answer()
+
+    def ask(self, prompts: Sequence[Sequence[int]], *, forget: bool = False) -> dict[str, Any]:
+        """Serve prompts at once; `forget`: without what is in vLLM's own prefix cache."""
+        self._pipe.send((prompts, forget))
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = self._pipe.recv()
+        except EOFError:
+            self._log.seek(0)
+            said = self._log.read().decode(errors="replace")[-4000:]
+            sys.exit(f"{self.name}: vLLM ended; it said:\n{said}")
+        return answer
+
+    def close(self) -> None:
+        """Shut vLLM down, which finishes what it stores."""
+        self._pipe.send(None)
+        self._process.join()
+
+    def wait_until_stored(self, chunks: int) -> None:
+        """Wait for what is written in the background."""
+        until = time.monotonic() + 60
+        while (count := len(list(self.root.glob("*/??/*/*.safetensors")))) < chunks:  # type: ignore[union-attr]
+            if time.monotonic() > until:
+                sys.exit(f"{self.name}: {count} of {chunks} chunks were stored")
+            time.sleep(0.02)
+
+
+def serve(pipe: Connection, settings: dict[str, Any], log: IO[bytes]) -> None:
+    """An arm's process: answers until it is told to end."""
+    from vllm import LLM, SamplingParams
+
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    llm = LLM(**settings)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    # as many tokens as a long prompt has, in pieces shorter than a chunk: nothing is stored
+    warm_up = [{"prompt_token_ids": [at + 1] * (CHUNK - 1)} for at in range(32)]
+    llm.generate(warm_up, sampling, use_tqdm=False)
+    pipe.send({})
+    while (job := pipe.recv()) is not None:
+        prompts, forget = job
+        if forget and not llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset")
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        start = time.perf_counter()
+        outputs = llm.generate(asked, sampling, use_tqdm=False)
+        answer = {
+            "seconds": time.perf_counter() - start,
+            "first_token_s": outputs[0].metrics.first_token_latency,
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+        }
+        pipe.send(answer)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def expect(what: str, expected: object, found: object) -> None:
+    """End with an error where something is not as it must be."""
+    if expected != found:
+        sys.exit(f"{what}: expected {expected}, found {found}")
+
+
+def summary(ratios: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = np.percentile(ratios, [25, 50, 75])
+    return {"median": float(middle), "low": float(low), "high": float(high)}
+
+
+def overhead(
+    arms: dict[str, Arm], size: Size, chance: random.Random
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Measure the first comparison."""
+    order = [*arms, "vLLM again"]
+    times: dict[str, list[float]] = {name: [] for name in order}
+    stored = 0
+    for at in range(size.rounds):
+        prompts = [
+            chance.choices(range(10, VOCABULARY), k=size.prompt_tokens) for _ in range(size.prompts)
+        ]
+        tokens = None
+        for name in order[at % len(order) :] + order[: at % len(order)]:
+            arm = arms.get(name, arms["vLLM"])
+            answer = arm.ask(prompts, forget=True)
+            times[name].append(answer["seconds"])
+            expect(f"{name}: tokens", tokens or answer["tokens"], answer["tokens"])
+            expect(f"{name}: loaded", [0] * size.prompts, answer["cached"])
+            tokens = answer["tokens"]
+            if name == "stores":  # beside no other arm
+                stored += size.prompts * (size.prompt_tokens // CHUNK)
+                arm.wait_until_stored(stored)
+    for name in order[1:]:
+        pairs = zip(times[name], times["vLLM"], strict=True)
+        yield f"{name} / vLLM", summary([ours / plain for ours, plain in pairs])
+    yield "vLLM, s", summary(times["vLLM"])
+
+
+def first_token(
+    plain: Arm, ours: Arm, size: Size, chance: random.Random
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Measure the second comparison."""
+    for chunks in size.hits:
+        prompt = chance.choices(range(10, VOCABULARY), k=chunks * CHUNK + CHUNK // 4)
+        before = len(list(ours.root.glob("*/??/*/*.safetensors")))  # type: ignore[union-attr]
+        cold = plain.ask([prompt], forget=True)
+        ours.ask([prompt])
+        ours.wait_until_stored(before + chunks)
+        times: dict[str, list[float]] = {"own": [], "loaded": []}
+        for _ in range(size.rounds):
+            own, loaded = plain.ask([prompt]), ours.ask([prompt], forget=True)
+            for name, answer in (("own", own), ("loaded", loaded)):
+                expect(f"{name}: tokens", cold["tokens"], answer["tokens"])
+                expect(f"{name}: not computed", [chunks * CHUNK], answer["cached"])
+                times[name].append(answer["first_token_s"])
+        name = f"{chunks * CHUNK} tokens"
+        pairs = zip(times["loaded"], times["own"], strict=True)
+        yield f"{name}: loaded / own hit", summary([one / other for one, other in pairs])
+        yield f"{name}: loaded, s", summary(times["loaded"])
+        yield f"{name}: own hit, s", summary(times["own"])
+        yield f"{name}: computed, s", summary([cold["first_token_s"]])
+
+
+def conversations(size: Size, chance: random.Random) -> Iterator[list[list[int]]]:
+    """What users say, turn by turn; all conversations begin with the same instructions."""
+    rules = chance.choices(range(10, VOCABULARY), k=2 * size.turn_tokens)
+    for _ in range(size.conversations):
+        first = rules + chance.choices(range(10, VOCABULARY), k=size.turn_tokens)
+        yield [first] + [
+            chance.choices(range(10, VOCABULARY), k=chance.randrange(1, 2 * size.turn_tokens))
+            for _ in range(size.turns - 1)
+        ]
+
+
+def recovered(
+    plain: Arm, before: Arm, restart: Any, size: Size, chance: random.Random
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Measure the third comparison; `restart()` starts an engine anew on the same directory."""
+    users = list(conversations(size, chance))
+    past: list[list[int]] = [[] for _ in users]
+    plain.ask([[1]], forget=True)
+    own = loaded = prompted = 0
+    ours = before
+    for turn in range(size.turns):
+        if turn == size.turns // 2:
+            before.close()
+            ours = restart()
+        for who, said in enumerate(users):
+            prompt = past[who] + said[turn]
+            kept, stored = plain.ask([prompt]), ours.ask([prompt], forget=True)
+            expect("tokens", kept["tokens"], stored["tokens"])
+            past[who] = prompt + kept["tokens"][0]
+            if ours is not before:
+                own += kept["cached"][0]
+                loaded += stored["cached"][0]
+                prompted += len(prompt)
+    if loaded == 0:
+        sys.exit("nothing was loaded after the restart")
+    ours.close()
+    yield "tokens loaded / in vLLM's own cache", summary([loaded / own])
+    yield "tokens in vLLM's own cache / prompted", summary([own / prompted])
+
+
+def measure(root: Path, model: Path, size: Size) -> dict[str, dict[str, dict[str, float]]]:
+    """Run all three comparisons."""
+    chance = random.Random(5)
+    with ExitStack() as stack:
+
+        def start(name: str, folder: Path | None, role: str = "kv_both") -> Arm:
+            print(f"starting {name}", file=sys.stderr, flush=True)
+            return Arm(name, model, size, folder, role)
+
+        arms = {
+            "vLLM": start("vLLM", None),
+            "lookups": start("lookups", root / "empty", "kv_consumer"),
+            "stores": start("stores", root / "kv"),
+        }
+        stack.callback(arms["vLLM"].close)
+        results = {"overhead": dict(overhead(arms, size, chance))}
+        arms["lookups"].close()
+        plain, ours = arms["vLLM"], arms["stores"]
+        results["time to first token"] = dict(first_token(plain, ours, size, chance))
+        results["after a restart"] = dict(
+            recovered(plain, ours, lambda: start("restarted", root / "kv"), size, chance)
+        )
+    return results
+
+
+def main() -> int:
+    """Run, print a Markdown table, and write JSON if asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: checks that it works")
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument("--dir", type=Path, help="a directory on the file system to measure")
+    parser.add_argument("--rounds", type=int, help="of each comparison")
+    arguments = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    import vllm.entrypoints.llm
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # once, for all arms
+
+    from vua import __version__
+    from vua.testing.models import make_demo_model, make_model
+
+    size = QUICK if arguments.quick else FULL
+    if arguments.rounds:
+        size = Size(**{**vars(size), "rounds": arguments.rounds})
+    with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=arguments.dir) as name:
+        root = Path(name)
+        if arguments.quick:
+            model = make_model(root / "model", vocab_size=VOCABULARY)
+        else:
+            model = make_demo_model(root / "model")
+        results = measure(root, model, size)
+    about = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "vllm": vllm.__version__,
+        "vua": __version__,
+        "rounds": size.rounds,
+        "model": "tiny" if arguments.quick else "demo",
+    }
+    print(", ".join(f"{key}: {value}" for key, value in about.items()) + "\n")
+    print("| | | median | quartiles |\n|---|---|---|---|")
+    for title, rows in results.items():
+        for row, one in rows.items():
+            spread = f"{one['low']:.3f} to {one['high']:.3f}"
+            print(f"| {title} | {row} | {one['median']:.3f} | {spread} |")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(about | results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

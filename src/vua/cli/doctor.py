@@ -1,0 +1,225 @@
+"""`vua doctor`: whether a directory, its file system and this host are what VUA relies on."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from vua import _linux, native
+from vua.bounds import Limits, read_bounds
+from vua.cli.probes import PROBES, Finding, Ground, Level, mount_of
+from vua.cli.text import DAMAGED, SOUND, Write, plain, size
+from vua.directory import check_root
+from vua.errors import ConfigError
+from vua.survey import measure
+
+__all__ = ["doctor"]
+
+_PREFIX: Final = ".doctor-"
+_FILE_NBYTES: Final = 2 << 20
+_FILES: Final = 4
+_SMALL_FILES: Final = 32
+_FEW_INODES: Final = 10_000
+_CUFILE: Final = (
+    "/usr/lib/*-linux-gnu/libcufile.so*",
+    "/usr/lib64/libcufile.so*",
+    "/usr/local/cuda*/lib64/libcufile.so*",
+    "/usr/local/cuda*/targets/*/lib/libcufile.so*",
+)
+
+
+def doctor(directory: str, *, write: Write | None) -> int:
+    """Try out what VUA needs; exit status 1 when something is bad.
+
+    Works in a directory of its own below ``directory``, some MiB for some seconds, and removes it.
+    Raises ConfigError where there is no directory.
+    """
+    root = check_root(directory, create=False)
+    findings = [*_tried(root), _space(root), _native(), _gds()]
+    if write is not None:
+        write({"directory": directory, "findings": [asdict(one) for one in findings]})
+    else:
+        width = max(len(one.name) for one in findings)
+        for one in findings:
+            print(plain(f"{one.level:<4}  {one.name:<{width}}  {one.text}"))
+    return DAMAGED if any(one.level == "bad" for one in findings) else SOUND
+
+
+def _tried(root: Path) -> Iterator[Finding]:
+    try:
+        path = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
+    except OSError as problem:
+        text = f"{problem.strerror}: nothing can be stored; check owner, mode, mount, free space"
+        yield Finding("write", "bad", f"{text} (a process that only reads can do without)")
+        return
+    try:
+        os.chmod(path, 0o700)  # an unusual umask
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            ground = Ground(path, fd, mount_of(path))
+            for probe in (*PROBES, _speed):
+                yield _guarded(probe, ground)
+        finally:
+            os.close(fd)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        yield Finding("removal", "bad", f"{path} could not be removed; remove it by hand")
+
+
+def _guarded(probe: Callable[[Ground], Finding], ground: Ground) -> Finding:
+    name = probe.__name__.strip("_").replace("_", " ")
+    try:
+        return probe(ground)
+    except OSError as problem:
+        return Finding(name, "bad", f"the probe failed: {problem.strerror or problem}")
+    except subprocess.SubprocessError as problem:
+        return Finding(name, "note", f"the probe failed: {problem}")
+
+
+# -- speed ------------------------------------------------------------------------------------
+
+
+def _speed(ground: Ground) -> Finding:
+    """A few MiB written, read again, and read after the page cache has dropped them."""
+    content = np.random.default_rng(0).bytes(_FILE_NBYTES)
+    names = [f"speed-{number}" for number in range(_FILES)]
+    small = [f"small-{number}" for number in range(_SMALL_FILES)]
+    rates = {"write": _rate(_write, ground, names, content), "warm": _rate(_read, ground, names)}
+    told = all(_is_cached(ground, name) for name in names)  # some file systems never say
+    for name in names:
+        _drop(ground, name)
+    dropped = told and not any(_is_cached(ground, name) for name in names)
+    rates["cold" if dropped else "after a try to drop it from memory"] = _rate(_read, ground, names)
+    publish_s = statistics.median(_timed(_publish, ground, name) for name in small)
+    lookup_s = statistics.median(_timed(_look_up, ground, name) for name in small)
+    words = ", ".join(f"{name} {size(int(rate))}/s" for name, rate in rates.items())
+    text = f"{words}; publish {publish_s * 1e6:.0f} us, look up {lookup_s * 1e6:.0f} us"
+    total = size(_FILES * _FILE_NBYTES)
+    return Finding("speed", "ok", f"{text}; one thread, {total} with fsync: no benchmark")
+
+
+def _rate(
+    work: Callable[..., None], ground: Ground, names: Sequence[str], *arguments: bytes
+) -> float:
+    """Bytes a second."""
+    return len(names) * _FILE_NBYTES / sum(_timed(work, ground, one, *arguments) for one in names)
+
+
+def _timed(work: Callable[..., None], *arguments: object) -> float:
+    start = time.perf_counter()
+    work(*arguments)
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def _look_up(ground: Ground, name: str) -> None:
+    os.stat(name, dir_fd=ground.fd)
+
+
+def _write(ground: Ground, name: str, content: bytes) -> None:
+    ground.create(name, content)
+    with _opened(ground, name) as fd:
+        os.fsync(fd)
+
+
+def _read(ground: Ground, name: str) -> None:
+    with _opened(ground, name) as fd:
+        while os.read(fd, 1 << 20):
+            pass
+
+
+def _publish(ground: Ground, name: str) -> None:
+    ground.create(f"{name}.new", bytes(4096))
+    os.replace(f"{name}.new", name, src_dir_fd=ground.fd, dst_dir_fd=ground.fd)
+
+
+def _drop(ground: Ground, name: str) -> None:
+    with _opened(ground, name) as fd:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _is_cached(ground: Ground, name: str) -> bool:
+    """Whether the page in a file's middle is in the page cache, as far as the kernel says."""
+    page = np.empty(4096, dtype=np.uint8)
+    where = np.array([[page.ctypes.data, page.nbytes]], dtype=np.uint64)
+    with _opened(ground, name) as fd:
+        got = _linux.preadv_cached(fd, where.ctypes.data, 1, _FILE_NBYTES // 2)
+    return got == page.nbytes
+
+
+@contextlib.contextmanager
+def _opened(ground: Ground, name: str) -> Iterator[int]:
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=ground.fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+# -- the host -----------------------------------------------------------------------------------
+
+
+def _space(root: Path) -> Finding:
+    """Free space against the bounds. Quotas of users show only as errors of writes."""
+    name = "space"
+    try:
+        said, limits = read_bounds(root), Limits.of(root)
+        usage, status = measure(root), os.statvfs(root)
+    except ConfigError as problem:
+        return Finding(name, "bad", str(problem))
+    except OSError as problem:
+        return Finding(name, "bad", f"cannot be told: {problem.strerror}")
+    free = status.f_bavail * status.f_frsize
+    text = (
+        f"{size(usage.nbytes)} stored of at most {size(limits.max_bytes)}; {size(free)} free, "
+        f"{size(limits.min_free_bytes)} to be left (users' quotas do not show here)"
+    )
+    level: Level = "ok"
+    if free + usage.nbytes < limits.min_free_bytes:
+        level = "bad"
+        text += ": nothing can be stored, whatever is evicted; make room or set other bounds"
+    elif status.f_files and status.f_favail < _FEW_INODES:
+        level, text = "bad", f"{text}: only {status.f_favail} inodes are left; delete small files"
+    elif free < limits.min_free_bytes:
+        level, text = "note", f"{text}: others fill the disk, the cache gives way"
+    elif said.max_bytes is not None and limits.max_bytes - usage.nbytes > free:
+        level, text = "note", f"{text}: the disk is full before the cache is"
+    return Finding(name, level, text)
+
+
+def _native() -> Finding:
+    try:
+        there = native.library(wait=True) is not None
+    except ConfigError as problem:
+        return Finding("native loop", "bad", str(problem))
+    if there:
+        return Finding("native loop", "ok", "the load loop in C is there")
+    if os.environ.get("VUA_NATIVE") == "off":
+        return Finding("native loop", "note", "switched off by VUA_NATIVE; loads are slower")
+    text = "not there: loads are slower beside a busy thread; install a C compiler (cc)"
+    return Finding("native loop", "note", text)
+
+
+def _gds() -> Finding:
+    """Whether a cuFile library is installed; it is neither loaded nor called."""
+    beside = [os.path.join(one, "nvidia/cu*/lib/libcufile.so*") for one in sys.path if one]
+    beside += [os.path.join(one, "nvidia/cufile/lib/libcufile.so*") for one in sys.path if one]
+    named = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    beside += [os.path.join(one, "libcufile.so*") for one in named if one]
+    found = sorted(path for pattern in (*beside, *_CUFILE) for path in glob.glob(pattern))
+    if found:
+        return Finding("GDS", "ok", f"cuFile is installed ({found[0]}); it was not called")
+    return Finding("GDS", "ok", "no cuFile library: K and V go through host memory")

@@ -1,0 +1,349 @@
+"""`vua explain`: why a prompt hits or misses, namespace by namespace."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vua.cli.identify import Difference, Expected, compare, expect, nearest
+from vua.cli.prefix import ChunkState, Continuations, GroupState, continuations, look, usable
+from vua.cli.prompt import prompt_ids, read_ids
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress
+from vua.cli.walk import described, open_root
+from vua.directory import Namespace
+from vua.errors import ConfigError
+from vua.keys import KeyChain
+from vua.layout import KVLayout
+from vua.lineage import chain_of
+from vua.storage.local import LocalStorage, explained
+from vua.store import Store
+from vua.survey import Space
+
+__all__ = ["Question", "explain"]
+
+_DEFAULT_CHUNK_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What `vua explain` is asked."""
+
+    tokens: str | None = None
+    """File of token ids, ``-`` for stdin."""
+    prompt: str | None = None
+    """File of text, in place of ``tokens``; needs ``model`` for its tokenizer."""
+    namespace: str = ""
+    """First digits of the namespaces to look at; by default all (that fit ``model``)."""
+    model: str | None = None
+    """Directory of the model."""
+    chunk_tokens: int | None = None
+    """Only namespaces with chunks of so many tokens."""
+    salt: str = ""
+    """The requests' cache salt."""
+    epoch: str = ""
+    """The engine's setting; only for comparing identities."""
+    quick: bool = False
+    """Do not look for what is stored in place of a missing chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What was found in one namespace."""
+
+    namespace: Namespace
+    differences: list[Difference] | None
+    """From the identity that the model leads to; None where none was asked for."""
+    length: int = 0
+    """Tokens of the prompt."""
+    groups: tuple[GroupState, ...] = ()
+    """Empty where the namespace is not described."""
+    others: Continuations | None = None
+
+    @property
+    def usable(self) -> int:
+        return usable(self.groups) if self.groups else 0
+
+    @property
+    def size(self) -> int:
+        return self.groups[0].layout.chunk_tokens if self.groups else 0
+
+    @property
+    def gap(self) -> ChunkState | None:
+        """The first chunk that is missing of a group which needs all of them."""
+        full = [group for group in self.groups if group.layout.window is None] or self.groups
+        gaps = [group.first_missing for group in full]
+        return min((gap for gap in gaps if gap is not None), key=_index, default=None)
+
+
+def _index(chunk: ChunkState) -> int:
+    return chunk.index
+
+
+def explain(directory: str, question: Question, *, write: Write | None) -> int:
+    """Print what is stored of a prompt, and why no more; exit status 1 if files are damaged.
+
+    A miss by itself is no damage. Raises ConfigError, InputError, StorageError.
+    """
+    try:
+        if question.tokens is not None:
+            ids = read_ids(question.tokens)
+        else:
+            ids = prompt_ids(question.prompt or "-", question.model)
+    except OSError as problem:
+        raise explained(problem, str(question.tokens or question.prompt)) from problem
+    found, _ = open_root(directory)
+    expected = _expected(question)
+    answers = [
+        _answer(namespace, differences, ids, question)
+        for namespace, differences in _candidates(found, expected, question)
+    ]
+    answers.sort(key=lambda answer: (-answer.usable * answer.size, answer.namespace.name))
+    if write is not None:
+        asked = None if expected is None else _as_fields(expected)
+        reports = [_describe(answer) for answer in answers]
+        write({"directory": directory, "tokens": len(ids) // 4, "model": asked,
+               "namespaces": reports})  # fmt: skip
+    else:
+        if expected is not None:
+            _print_expected(expected, found)
+        for answer in answers:
+            _print(answer)
+        if not answers:
+            print(f"{directory}: no namespace to look at, so nothing is stored: a miss")
+    damaged = any(group.damaged for answer in answers for group in answer.groups)
+    return DAMAGED if damaged else SOUND
+
+
+def _expected(question: Question) -> Expected | None:
+    if question.model is None or (
+        question.prompt and not Path(question.model, "config.json").is_file()
+    ):
+        return None
+    size = question.chunk_tokens or _DEFAULT_CHUNK_TOKENS
+    try:
+        return expect(question.model, chunk_tokens=size, epoch=question.epoch)
+    except OSError as problem:
+        raise explained(problem, question.model) from problem
+
+
+def _candidates(
+    found: Sequence[Namespace], expected: Expected | None, question: Question
+) -> list[tuple[Namespace, list[Difference] | None]]:
+    """The namespaces to look at, with how they differ from the one that the model leads to."""
+    if question.namespace:
+        named = [one for one in found if one.name.startswith(question.namespace)]
+        if not named:
+            msg = f"no namespace begins with {question.namespace!r}; `vua ls` lists what is there"
+            raise ConfigError(msg)
+        known = [(one, one.identity) for one in named]
+        return [(one, compare(expected, who) if expected and who else None) for one, who in known]
+    if expected is not None:
+        near = nearest(expected, found)
+        fit = [pair for pair in near if not any(one.field == "weights" for one in pair[1])]
+        return [*(fit or near[:1])]
+    size = question.chunk_tokens
+    return [
+        (one, None) for one in found
+        if size is None or one.layout is None or one.layout.chunk_tokens == size
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def _opened(namespace: Namespace) -> Iterator[LocalStorage]:
+    try:
+        storage = LocalStorage(namespace.path)
+    except OSError as problem:
+        raise explained(problem, str(namespace.path)) from problem
+    try:
+        yield storage
+    finally:
+        storage.close()
+
+
+def _answer(
+    namespace: Namespace, differences: list[Difference] | None, ids: bytes, question: Question
+) -> _Answer:
+    length = len(ids) // 4
+    if namespace.layout is None:
+        return _Answer(namespace, differences, length)
+    extras = {0: [("salt", question.salt.encode())]} if question.salt else None
+    keys = KeyChain(ids, namespace.layout.chunk_tokens, extras)
+    with _opened(namespace) as storage:
+        groups = tuple(
+            look(Store(storage, namespace.name, layout), keys) for layout in namespace.layouts
+        )
+        answer = _Answer(namespace, differences, length, groups)
+        gap = answer.gap
+        if question.quick or gap is None:
+            return answer
+        before = keys[gap.index - 1].name if gap.index else ""
+        with progress() as show:
+            chain = chain_of(Space(namespace.name, storage.fileno()), show)
+        others = continuations(chain, gap.key, before)
+        return _Answer(namespace, differences, length, groups, others)
+
+
+# -- for programs -----------------------------------------------------------------------------
+
+
+def _as_fields(expected: Expected) -> dict[str, object]:
+    return {
+        "identity": expected.identity.describe(),
+        "unknown": list(expected.unknown),
+        "notes": list(expected.notes),
+    }
+
+
+def _describe(answer: _Answer) -> dict[str, object]:
+    namespace, differences, others = answer.namespace, answer.differences, answer.others
+    return {
+        "namespace": namespace.name,
+        "description": described(namespace),
+        "identity": namespace.identity and namespace.identity.describe(),
+        "differences": None if differences is None else [asdict(one) for one in differences],
+        "usable_chunks": answer.usable,
+        "usable_tokens": answer.usable * answer.size,
+        "groups": [_describe_group(group) for group in answer.groups],
+        "others": others and asdict(others),
+        "verdict": _verdict(answer),
+    }
+
+
+def _describe_group(group: GroupState) -> dict[str, object]:
+    gap = group.first_missing
+    return {
+        "group": group.layout.group,
+        "layout": group.layout.describe(),
+        "chunks": len(group.chunks),
+        "galloping": group.galloping,
+        "leading": group.leading,
+        "runs": [list(run) for run in group.runs],
+        "first_missing": gap and _describe_chunk(gap),
+        "damaged": [_describe_chunk(chunk) for chunk in group.damaged],
+    }
+
+
+def _describe_chunk(chunk: ChunkState) -> dict[str, object]:
+    return {
+        "chunk": chunk.index,
+        "tokens": [chunk.key.start, chunk.key.stop],
+        "prefix_hash": chunk.key.name,
+        "parent": chunk.key.parent.hex() or None,
+        "state": chunk.state,
+        "shards": list(chunk.files),
+        "reasons": list(chunk.reasons),
+    }
+
+
+# -- for people -------------------------------------------------------------------------------
+
+
+def _print_expected(expected: Expected, found: Sequence[Namespace]) -> None:
+    identity = expected.identity
+    there = any(one.name == identity.namespace for one in found)
+    print(plain(f"model {identity.name}"))
+    print(f"  namespace  {identity.namespace[:SHORT]}, {'there' if there else 'not there as such'}")
+    for note in expected.notes:
+        print(plain(f"  note       {note}"))
+    if not any(one.identity is not None for one in found):
+        print("  nearest    no namespace says what it is for")
+
+
+def _print(answer: _Answer) -> None:
+    namespace = answer.namespace
+    identity = namespace.identity
+    print(
+        plain(f"namespace {namespace.name[:SHORT]}  {identity.name if identity else ''}".rstrip())
+    )
+    for name, value in _lines(answer):
+        print(plain(f"  {name:<10} {value}"))
+
+
+def _lines(answer: _Answer) -> Iterator[tuple[str, str]]:
+    identity = answer.namespace.identity
+    if identity is not None:
+        fields = identity.describe()
+        shown = [f"{name} {_short(fields[name])}" for name in fields if name not in
+                 ("version", "namespace", "name") and fields[name] != ""]  # fmt: skip
+        yield "identity", ", ".join(shown)
+    if answer.differences is not None:
+        yield "compared", _compared(answer.differences)
+    for group in answer.groups:
+        yield _label(group.layout), _stored(group)
+        gap = group.first_missing
+        told = group.damaged
+        if gap is not None and gap not in told:
+            told = [gap, *told]
+        for chunk in told[:4]:
+            yield chunk.state, _chunk(chunk)
+            for reason in chunk.reasons:
+                yield "", reason
+    yield "verdict", _verdict(answer)
+
+
+def _short(value: str | int) -> str:
+    text = str(value)
+    return text if len(text) < 40 else text[:SHORT]
+
+
+def _compared(differences: list[Difference]) -> str:
+    differing = {one.field for one in differences}
+    same = [name for name in ("model", "weights") if name not in differing]
+    said = [f"same {' and '.join(same)}"] if same else []
+    return ", ".join(said + [str(one) for one in differences])
+
+
+def _label(layout: KVLayout) -> str:
+    return "stored" if layout.window is None else layout.group
+
+
+def _stored(group: GroupState) -> str:
+    runs = ", ".join(f"{first}-{stop - 1}" for first, stop in group.runs) or "none"
+    text = f"{group.leading} leading of {len(group.chunks)} chunks (chunks {runs})"
+    if group.galloping != group.leading:
+        text += f"; a lookup by names says {group.galloping}"
+    if group.layout.window is not None:
+        text += f"; only those in a window of {group.layout.window} tokens are needed"
+    return text
+
+
+def _chunk(chunk: ChunkState) -> str:
+    files = f", files {' '.join(chunk.files)}" if chunk.files else ""
+    key = chunk.key
+    return f"chunk {chunk.index}, tokens {key.start} to {key.stop}, {key.name}{files}"
+
+
+def _verdict(answer: _Answer) -> str:
+    if not answer.groups:
+        state = described(answer.namespace)
+        return f"a miss: namespace.json is {state}; the next engine that stores writes it anew"
+    size, chunks, count = answer.size, len(answer.groups[0].chunks), answer.usable
+    if not chunks:
+        return f"a miss: {answer.length} tokens are less than one chunk of {size}"
+    gap = answer.gap
+    if gap is None and count == chunks:
+        return f"a hit: all {chunks} whole chunks, {count * size} of {answer.length} tokens"
+    hit = f"a hit of {count * size} of {answer.length} tokens" if count else "a miss"
+    if gap is None or gap.index > count:
+        return f"{hit}: no later window of the sliding layers is stored whole"
+    return f"{hit}: chunk {gap.index} is {gap.state}{_reason(answer, gap)}"
+
+
+def _reason(answer: _Answer, gap: ChunkState) -> str:
+    groups, others = answer.groups, answer.others
+    if any(group.layout.window is None and group.runs and group.runs[-1][1] > gap.index
+           for group in groups):  # fmt: skip
+        return ", a hole: chunks behind it are stored, of no use until it is stored again"
+    if gap.state != "absent" or others is None:
+        return ""
+    if gap.index == 0:
+        text = f"; of {others.others} other first chunks {others.with_extras} have extras"
+        return f"{text} (a salt, an adapter, an image)" if others.others else "; none is stored"
+    if not others.others:
+        return "; nothing stored goes on from there: never stored, or evicted"
+    return (
+        f"; {others.others} stored go on otherwise: their tokens (or extras) differ from the "
+        f"prompt's somewhere in {gap.key.start} to {gap.key.stop}"
+    )

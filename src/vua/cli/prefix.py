@@ -1,0 +1,186 @@
+"""How far a prompt's chunks are stored in one namespace, and why no further. Reads headers only.
+
+Nothing is changed, nothing counts as used, and what others write or delete meanwhile is seen or
+not. K and V are not read: `vua inspect` and `vua verify` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from vua.entry import parse_entry
+from vua.errors import CorruptEntryError, EntryError, ForeignEntryError
+from vua.keys import ChunkKey, KeyChain
+from vua.layout import KVLayout, Shard, cover
+from vua.lineage import Chain
+from vua.store import Store
+
+__all__ = ["ChunkState", "Continuations", "GroupState", "continuations", "look", "usable"]
+
+State = Literal["stored", "absent", "partial", "damaged"]
+"""``stored``: files that cover the group, sound by size and header. ``partial``: sound files that
+do not cover it. ``damaged``: at least one file is not what it has to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkState:
+    """One chunk of the prompt, in the files of one group of layers."""
+
+    index: int
+    key: ChunkKey
+    state: State
+    files: tuple[str, ...] = ()
+    """Shards that are there."""
+    reasons: tuple[str, ...] = ()
+    """Why it is not stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """What is stored of a prompt for one group of layers."""
+
+    layout: KVLayout
+    galloping: int
+    """Leading chunks as a lookup sees them: by names, in O(log n) probes."""
+    chunks: tuple[ChunkState, ...]
+
+    @property
+    def leading(self) -> int:
+        """Leading chunks that are stored, counted one by one."""
+        gap = self.first_missing
+        return len(self.chunks) if gap is None else gap.index
+
+    @property
+    def first_missing(self) -> ChunkState | None:
+        """The first chunk that is not stored, None where all are."""
+        return next((chunk for chunk in self.chunks if chunk.state != "stored"), None)
+
+    @property
+    def damaged(self) -> list[ChunkState]:
+        """The chunks with files that are not what they have to be."""
+        return [chunk for chunk in self.chunks if chunk.state == "damaged"]
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The stored chunks as half-open ranges; more than one: there are holes."""
+        found: list[tuple[int, int]] = []
+        for chunk in self.chunks:
+            if chunk.state != "stored":
+                continue
+            if found and found[-1][1] == chunk.index:
+                found[-1] = (found[-1][0], chunk.index + 1)
+            else:
+                found.append((chunk.index, chunk.index + 1))
+        return found
+
+
+def look(store: Store, keys: KeyChain) -> GroupState:
+    """Look at every chunk of a prompt for one group of layers: one listing, one header per file."""
+    judge = _Judge(store)
+    states = tuple(judge.judge(index, keys[index]) for index in range(len(keys)))
+    return GroupState(store.layout, store.lookup(keys), states)
+
+
+class _Judge:
+    def __init__(self, store: Store) -> None:
+        self._store, self._layout = store, store.layout
+
+    def judge(self, index: int, key: ChunkKey) -> ChunkState:
+        found = self._store.storage.shards(key.name)
+        mine = sorted((one for one in found if one.group == self._layout.group), key=_order)
+        checked = {shard: self._problem(key, shard) for shard in mine}
+        problems = {shard: text for shard, text in checked.items() if text is not None}
+        if not problems:
+            return ChunkState(index, key, "absent")
+        names = tuple(shard.name for shard in problems)
+        bad = tuple(f"{shard.name}: {text}" for shard, text in problems.items() if text)
+        if bad:
+            return ChunkState(index, key, "damaged", names, bad)
+        if cover(self._layout.full, problems) is None:
+            text = f"they do not cover {self._layout.full.name}; was a writer's part lost?"
+            return ChunkState(index, key, "partial", names, (text,))
+        return ChunkState(index, key, "stored", names)
+
+    def _problem(self, key: ChunkKey, shard: Shard) -> str | None:
+        """Why a file is not the one it is named as; "" if it is, None if it vanished meanwhile."""
+        if not self._layout.full.contains(shard):
+            return f"lies outside the layout's {self._layout.full.name}"
+        codec = self._store.codec(shard)
+        try:
+            reader = self._store.storage.open(key.name, shard)
+            try:
+                if reader.nbytes != codec.file_nbytes:
+                    return f"corrupt: {reader.nbytes} bytes long, expected {codec.file_nbytes}"
+                header = np.zeros(codec.header_nbytes, dtype=np.uint8)
+                where = np.array([[header.ctypes.data, header.nbytes]], dtype=np.uint64)
+                reader.read_into(where.ctypes.data, 1, header.nbytes, 0)
+            finally:
+                reader.close()
+            codec.check_header(memoryview(header.data), key)
+            parse_entry(bytes(header))  # what a reader does not compare, the header's check covers
+        except FileNotFoundError:
+            return None
+        except (EntryError, OSError) as problem:
+            return _explained(problem)
+        return ""
+
+
+def _order(shard: Shard) -> tuple[int, int]:
+    return shard.layer_start, shard.head_start
+
+
+def _explained(problem: EntryError | OSError) -> str:
+    if isinstance(problem, ForeignEntryError):
+        return f"foreign: {problem}"
+    if isinstance(problem, CorruptEntryError):
+        return f"corrupt: {problem}"
+    return f"unreadable: {getattr(problem, 'strerror', None) or problem}"
+
+
+def usable(groups: Sequence[GroupState]) -> int:
+    """Return the leading chunks after which a computation can go on, given what is stored.
+
+    A group without a window needs all of them, one with a window of w tokens those that hold the
+    last w - 1 tokens. (Where all groups have windows each chunk of each is stored, and needed.)
+    Engines may use less: whole blocks of theirs, and never a prompt's last token.
+    """
+    full = [group for group in groups if group.layout.window is None] or list(groups)
+    windows = [group for group in groups if group not in full]
+    for count in range(min(group.leading for group in full), 0, -1):
+        if all(_holds_window(group, count) for group in windows):
+            return count
+    return 0
+
+
+def _holds_window(group: GroupState, count: int) -> bool:
+    size, window = group.layout.chunk_tokens, group.layout.window or 0
+    first = max(0, count * size - window + 1) // size
+    return all(chunk.state == "stored" for chunk in group.chunks[first:count])
+
+
+@dataclass(frozen=True, slots=True)
+class Continuations:
+    """What is stored behind the last common chunk, beside the chunk that is missing."""
+
+    others: int
+    """Other chunks that directly follow it (or are first chunks, where none is common)."""
+    with_extras: int
+    """Of other first chunks those with extras: a salt, a LoRA adapter, an image."""
+
+
+def continuations(chain: Chain, gap: ChunkKey, before: str) -> Continuations:
+    """Return what follows chunk ``before`` ("": what begins prompts) in place of ``gap``."""
+    count = len(chain.names)
+    own = np.arange(count)
+    if before:
+        above = np.flatnonzero(chain.names == np.frombuffer(bytes.fromhex(before), "V32"))
+        place = int(above[0]) if len(above) else -1
+        follows = np.flatnonzero((chain.parent == place) & (chain.parent != own))
+    else:
+        follows = np.flatnonzero(chain.parent == own)
+    others = [int(one) for one in follows if chain.name(int(one)) != gap.name]
+    return Continuations(len(others), sum(one in chain.salts for one in others))

@@ -1,0 +1,70 @@
+"""The token ids that `vua explain` is asked about: from a file, or a text and a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from vua.errors import ConfigError, InputError
+from vua.keys import token_ids
+
+__all__ = ["prompt_ids", "read_ids"]
+
+
+def _text(file: str) -> str:
+    """The content of a file, or of stdin for ``-``. Raises InputError, OSError."""
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
+    except UnicodeDecodeError as problem:
+        msg = f"{file}: expected UTF-8 text, found other bytes: {problem}"
+        raise InputError(msg) from problem
+
+
+def read_ids(file: str) -> bytes:
+    """Return the token ids in a file (``-``: stdin) as little-endian u32 bytes.
+
+    The file holds a JSON list of integers, or integers with white space between them. Raises
+    InputError for anything else, OSError where it cannot be read.
+    """
+    text = _text(file)
+    words: list[Any]
+    try:
+        words = json.loads(text) if text.lstrip().startswith("[") else list(map(int, text.split()))
+    except (ValueError, RecursionError) as problem:
+        msg = f"{file}: expected a JSON list of token ids or integers between spaces: {problem}"
+        raise InputError(msg) from problem
+    for place, word in enumerate(words):
+        if isinstance(word, bool) or not isinstance(word, int):
+            msg = f"{file}: item {place} is {word!r:.40}, expected an integer token id"
+            raise InputError(msg)
+    return token_ids(words)
+
+
+def prompt_ids(file: str, model: str | None) -> bytes:
+    """Return the token ids of a text, as ``tokenizer.json`` in the directory ``model`` has them.
+
+    The text is taken as it is: with the special tokens that the tokenizer puts around a text, and
+    without a chat template. Raises ConfigError where there is no tokenizer, InputError, OSError.
+    """
+    if model is None:
+        msg = "a prompt needs its tokenizer: give --model MODELDIR, or the token ids with --tokens"
+        raise ConfigError(msg)
+    path = Path(model, "tokenizer.json")
+    if not path.is_file():
+        msg = f"{path}: no such file; give the model's directory, or the token ids with --tokens"
+        raise ConfigError(msg)
+    try:
+        tokenizers = import_module("tokenizers")
+    except ImportError as problem:
+        msg = "the package tokenizers is not installed; install it, or give --tokens"
+        raise ConfigError(msg) from problem
+    text = _text(file)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as problem:  # the library raises plain Exception
+        msg = f"{path}: not a tokenizer that the package tokenizers reads: {problem}"
+        raise ConfigError(msg) from problem
+    return token_ids(list(tokenizer.encode(text).ids))
