@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -95,6 +96,7 @@ def check(store: stores.Store) -> None:
 
 def main() -> int:
     """Answer until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side closes the input then
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a peer prints goes to the error output
     with contextlib.redirect_stdout(sys.stderr):

@@ -1,4 +1,8 @@
-"""C5, C6: what an engine loses and wins, measured by a worker that may import one."""
+"""C5, C6: what an engine loses and wins, measured by a program that may import one.
+
+`benchmarks/connector.py` runs vLLM with and without VUA, the engines taking turns; it is run once,
+and its ratios become rows here.
+"""
 
 from __future__ import annotations
 
@@ -7,64 +11,65 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-from vua.bench.measure import MeasurementError, Row, percentile
+from vua.bench.measure import MeasurementError, Row
 from vua.bench.suite import Bench
 
 __all__ = ["miss_overhead", "recovered"]
 
-_TIMEOUT_S = 900
-_REASON = "no --engine; benchmarks/engine.py measures it with vLLM in minutes"
+_TIMEOUT_S = 1800
+_REASON = "no --engine; benchmarks/connector.py measures it with vLLM in minutes"
 
 
 def miss_overhead(bench: Bench) -> Iterator[Row]:
     """C5: the time of prompts that no store has seen, with lookups only and with saves."""
-    found = _ask(bench, "C5")
-    if found is None:
-        return
-    for length, arms in found.items():
-        for arm, target in (("lookup only", 1.01), ("store", 1.03)):
-            if arm in arms:
-                yield _row("C5", f"{length} tokens", arm, "no connector", arms, target)
+    found = _ask(bench, "C5").get("overhead", {})
+    for arm, target in (("lookups", 1.01), ("stores", 1.03)):
+        if f"{arm} / vLLM" in found:
+            one, again = found[f"{arm} / vLLM"], found["vLLM again / vLLM"]["median"]
+            yield _row("C5", "prompts never seen", arm, "vLLM", one, noop=again, target=target)
 
 
 def recovered(bench: Bench) -> Iterator[Row]:
-    """C6: the part of the prefill that a hit saves, and the engine's own prefix cache saves."""
-    found = _ask(bench, "C6")
-    if found is None:
-        return
-    for length, arms in found.items():
-        full = percentile(arms["no cache"], 50)
-        for arm, target in (("vua hit", 0.95), ("own prefix cache", None)):
-            shares = [(full - took) / full for took in arms[arm]]
-            low, middle, high = (percentile(shares, at) for at in (25, 50, 75))
-            took = percentile(arms[arm], 50) * 1e3
+    """C6: the part of a prefill that a hit saves, and a hit against the engine's own cache."""
+    found = _ask(bench, "C6").get("time to first token", {})
+    for name, one in found.items():
+        case, _, what = name.partition(": ")
+        if what == "loaded, s":
+            full = found[f"{case}: computed, s"]["median"]
+            saved = {key: (full - took) / full for key, took in one.items()}
             yield Row(
-                "C6", f"{length} tokens", arm, "prefill", middle, low, high, ms=took,
-                of_ms=full * 1e3, target=target,
+                "C6", case, "prefill saved by a hit", "prefill", saved["median"], saved["high"],
+                saved["low"], ms=one["median"] * 1e3, of_ms=full * 1e3, target=0.95,
             )  # fmt: skip
+        elif what == "loaded / own hit":
+            yield _row("C6", case, "hit", "own prefix cache", one)
 
 
-def _row(number: str, case: str, arm: str, of: str, arms: dict[str, Any], target: float) -> Row:
-    limit = percentile(arms[of], 50)
-    low, middle, high = (percentile(arms[arm], at) / limit for at in (25, 50, 75))
-    noop = percentile(arms[of][::2], 50) / percentile(arms[of][1::2], 50)
+def _row(
+    number: str, case: str, arm: str, of: str, one: dict[str, float], *,
+    noop: float | None = None, target: float | None = None,
+) -> Row:  # fmt: skip
     return Row(
-        number, case, arm, of, middle, low, high, ms=middle * limit * 1e3, of_ms=limit * 1e3,
-        noop=noop, target=target, better="lower",
+        number, case, arm, of, one["median"], one["low"], one["high"], noop=noop, target=target,
+        better="lower",
     )  # fmt: skip
 
 
-def _ask(bench: Bench, number: str) -> dict[str, dict[str, list[float]]] | None:
-    """Run the worker once per number; seconds by prompt length and arm, or None without one."""
+def _ask(bench: Bench, number: str) -> dict[str, Any]:
+    """Return what the program found; nothing where none was named."""
     if not bench.settings.engine:
         bench.skip(number, "an engine with and without VUA", _REASON)
-        return None
-    root = bench.place(f"engine-{number}")
-    command = [*bench.settings.engine, number, str(root), *(["--tiny"] if bench.tiny else [])]
-    done = subprocess.run(  # noqa: S603 - the user's own command
-        command, stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT_S, check=False
-    )
-    if done.returncode:
-        raise MeasurementError(f"the engine's worker ended with exit status {done.returncode}")
-    found: dict[str, dict[str, list[float]]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        return {}
+    if bench.engine is None:
+        root = bench.place("engine")
+        out = root / "found.json"
+        command = [*bench.settings.engine, "--json", str(out), "--dir", str(root)]
+        done = subprocess.run(  # noqa: S603 - the user's own command
+            [*command, *(["--quick"] if bench.tiny else [])], stdout=subprocess.DEVNULL,
+            timeout=_TIMEOUT_S, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise MeasurementError(f"the engine's program ended with {done.returncode}; see above")
+        bench.engine = json.loads(out.read_text(encoding="utf-8"))
+        bench.drop(root)
+    return bench.engine

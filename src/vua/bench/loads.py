@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from vua.store import Store
 __all__ = ["Stored", "cold", "warm"]
 
 _THREADS: Final = 4
+_COOLING_TRIES: Final = 5
 
 
 class Stored:
@@ -172,13 +174,25 @@ def cold(bench: Bench) -> Iterator[Row]:
     for case in TINY if bench.tiny else (CASES[0], CASES[2]):
         root = bench.place("cold")
         stored = Stored(root, case)
-        cool(stored.paths, sync=True)
-        if not is_cold(stored.paths[0]):
-            bench.skip("C2", case.name, "this file system keeps files in memory: none became cold")
-            bench.drop(root)
-            return
-        yield from _cold(bench, stored, why_not)
+        warm_ones = _still_warm(stored.paths)
+        if warm_ones:
+            reason = f"{warm_ones} of {len(stored.paths)} files stayed in memory when told to leave"
+            bench.skip("C2", case.name, reason)
+        else:
+            yield from _cold(bench, stored, why_not)
         bench.drop(root)
+
+
+def _still_warm(paths: Sequence[str]) -> int:
+    """Cool files, a few times where the kernel is busy with them; return how many stay warm."""
+    left = list(paths)
+    for _ in range(_COOLING_TRIES):
+        cool(left, sync=True)
+        left = [path for path in left if not is_cold(path)]
+        if not left:
+            break
+        time.sleep(0.1)
+    return len(left)
 
 
 def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:

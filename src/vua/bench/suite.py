@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vua.bench.files import describe_machine
 from vua.bench.measure import Row
@@ -49,7 +49,7 @@ class Settings:
     peers: Sequence[str] = ()
     """Command of the peers' worker (benchmarks/peers/worker.py)."""
     engine: Sequence[str] = ()
-    """Command of the engine's worker (benchmarks/engine.py)."""
+    """Command of the program that measures an engine (benchmarks/connector.py)."""
     trace: Path | None = None
     """A request trace for C7 and C11; a generated one otherwise."""
     largest: int = 100_000
@@ -63,6 +63,8 @@ class Bench:
     settings: Settings
     root: Path
     peers: Peers | None = None
+    engine: dict[str, Any] | None = None
+    """What the engine's program found, once it has run."""
     rows: list[Row] = field(default_factory=list)
     unmeasured: list[dict[str, str]] = field(default_factory=list)
     show: Callable[[str], None] = lambda _line: None

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="seconds: shows that it works")
     parser.add_argument("--only", default="", metavar="C1,C8", help="numbers of the suite")
     parser.add_argument("--peers", default="", metavar="COMMAND", help="worker of other stores")
-    parser.add_argument("--engine", default="", metavar="COMMAND", help="worker for C5 and C6")
+    parser.add_argument("--engine", default="", metavar="COMMAND", help="program for C5 and C6")
     parser.add_argument("--trace", type=Path, help="a request trace for C7")
     parser.add_argument("--largest", type=int, default=100_000, help="chunks for C10 at most")
     parser.add_argument("--requests", type=int, help="replay only the first of them")
