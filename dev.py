@@ -157,8 +157,13 @@ def demo(*arguments: str) -> int:
 
 
 def test(*arguments: str) -> int:
-    """Runs the tests, without those marked soak or gpu."""
-    return run("-m", "pytest", "-q", "-m", "not soak and not gpu", *arguments)
+    """Runs the quick tests: those not marked thorough, soak or gpu."""
+    return run("-m", "pytest", "-q", "-m", "not thorough and not soak and not gpu", *arguments)
+
+
+def thorough(*arguments: str) -> int:
+    """Runs the tests that CI runs too, some ten seconds each."""
+    return run("-m", "pytest", "-q", "-m", "thorough and not soak and not gpu", *arguments)
 
 
 def test_oldest(*arguments: str) -> int:
@@ -206,13 +211,13 @@ def soak(*arguments: str) -> int:
 
 
 def ci() -> int:
-    """Runs lint, test, test-oldest and a short demo."""
-    return lint() or test() or test_oldest() or demo("--quick")
+    """Runs lint, test, thorough, test-oldest and a short demo."""
+    return lint() or test() or thorough() or test_oldest() or demo("--quick")
 
 
 TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
-    for f in (setup, demo, test, test_oldest, lint, format_, bench, peers, soak, ci)
+    for f in (setup, demo, test, thorough, test_oldest, lint, format_, bench, peers, soak, ci)
 }
 
 

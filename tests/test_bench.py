@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import pytest
+
 from helpers import DirectoryTest, flip
 from vua.bench.loads import Stored
 from vua.bench.measure import Arm, MeasurementError, Row, measure
@@ -226,6 +228,7 @@ class TestPath(DirectoryTest):
 class TestSuite(DirectoryTest):
     """Every benchmark once, tiny, with its checks; the slow test here, about half a minute."""
 
+    @pytest.mark.thorough
     def test_all(self) -> None:
         """The suite runs; every number is measured or says why not; peers take their turns."""
         peers = (sys.executable, str(WORKER), "raw", "safetensors", "torch")

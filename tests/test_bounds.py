@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -218,6 +219,7 @@ class TestKeeper(DirectoryTest):
         """Bytes of all files of chunks."""
         return sum(path.stat().st_size for path in self.root.rglob("*.safetensors"))
 
+    @pytest.mark.thorough
     def test_within(self) -> None:
         """However much is stored, no more is there than the limit says; the newest is."""
         cache = Cache(self.root, 25)
@@ -366,6 +368,7 @@ class TestKeeper(DirectoryTest):
                 present = [name in there for name in names_of(asked)]
                 self.assertEqual(sorted(present, reverse=True), present)
 
+    @pytest.mark.thorough
     def test_random_victims_would_break_chains(self) -> None:
         """Control for the property above: with victims in no order it fails at once."""
         cache = Cache(self.root)

@@ -11,6 +11,7 @@ import time
 import unittest
 from pathlib import Path
 
+import pytest
 import torch
 
 from helpers import DirectoryTest, Memory, caches_of, flip, model_arrays
@@ -331,6 +332,7 @@ WORK = """
 class TestTogether(DirectoryTest):
     """Many processes at once."""
 
+    @pytest.mark.thorough
     def test_passes_writers_readers(self) -> None:
         """Three passes on a full directory in use: bounds hold, no wrong read, no orphan left."""
         most, seconds = 120 * 6144, 3

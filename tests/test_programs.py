@@ -31,6 +31,7 @@ def run(
 class TestPrograms(unittest.TestCase):
     @pytest.mark.vllm
     @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+    @pytest.mark.thorough
     def test_connector_benchmark(self) -> None:
         """The benchmark with vLLM runs; it ends with an error where tokens or hits are wrong."""
         with tempfile.TemporaryDirectory() as name:

@@ -10,6 +10,8 @@ import os
 import unittest
 from pathlib import Path
 
+import pytest
+
 from helpers import DirectoryTest, soak
 from replay import Cache, Trace, lru_hits, ratio, read_trace, synthetic_trace
 from vua.store import Store
@@ -26,10 +28,12 @@ class TestReplay(DirectoryTest):
         cache = Cache(self.root / str(capacity), capacity)
         return ratio(map(cache.request, trace), trace) / ratio(lru_hits(trace, capacity), trace)
 
+    @pytest.mark.thorough
     def test_synthetic(self) -> None:
         """Conversations that go on, in a cache for a fifth of them."""
         self.assertGreaterEqual(self.compare(synthetic_trace(80), 70), 0.98)
 
+    @pytest.mark.thorough
     def test_control(self) -> None:
         """Without recency the same cache falls short: the measure can tell."""
         real = Store.used

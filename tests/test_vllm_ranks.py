@@ -16,7 +16,7 @@ from vua.identity import Identity
 from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 SIZE, BLOCK, CHUNKS = 16, 16, 3
 GQA = KVLayout(layers=6, kv_heads=8, k_dim=32, v_dim=32, dtype="F32", chunk_tokens=SIZE)

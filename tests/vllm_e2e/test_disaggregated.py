@@ -21,7 +21,7 @@ from vllm_e2e.damage import stored
 from vllm_e2e.harness import PROMPT, SOURCE, Batch, EngineTest
 from vllm_e2e.serving import complete, free_port, kill, metric, servers, wait_until_healthy
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 PROXY = SOURCE.parent / "examples" / "disaggregated" / "proxy.py"
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from vllm_e2e.damage import stored
 from vllm_e2e.harness import PROMPT, Batch, EngineTest, Served
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 RANK = 8
 LAYERS, HIDDEN = 2, 128

@@ -28,7 +28,7 @@ from vllm_e2e.harness import PROMPT, RESET, Batch, EngineTest, llama, models, to
 from vllm_e2e.test_models import gemma3, gpt_oss
 from vua.testing.models import make_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 SMALL_STEPS: dict[str, Any] = {
     "enable_chunked_prefill": True,

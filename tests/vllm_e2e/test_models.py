@@ -146,6 +146,7 @@ class WindowedModelsTest(EngineTest):
         self.assertEqual([640], warm.cached)
         self.assertEqual(10 + WINDOW_CHUNKS, warm.counts["chunks_loaded"])
 
+    @pytest.mark.thorough
     def test_gemma(self) -> None:
         """Another family, whose full layers are fewer than the windowed ones."""
         engine = {"model": str(gemma3())}
@@ -168,6 +169,7 @@ class WindowedModelsTest(EngineTest):
         self.assertEqual(expected, served.tokens)
         self.assertEqual([0, 384], served.cached)
 
+    @pytest.mark.thorough
     def test_chunked_prefill(self) -> None:
         """With vLLM's prefix caching, small steps and several prompts at once, restarted."""
         engine = {
@@ -187,6 +189,7 @@ class WindowedModelsTest(EngineTest):
 
         self.assertEqual([512] * 8, served.cached)
 
+    @pytest.mark.thorough
     def test_damage(self) -> None:
         """A chunk that is damaged in either kind of layers: all is computed, then stored anew."""
         engine = {"model": str(gpt_oss())}
@@ -226,6 +229,7 @@ class WindowedModelsTest(EngineTest):
         self.assertEqual([640], warm.cached)
         self.assertNotEqual(expected, warm.tokens)
 
+    @pytest.mark.thorough
     def test_all_layers_windowed(self) -> None:
         """Without layers that see everything every chunk is stored, and the window loaded."""
         engine: dict[str, Any] = {

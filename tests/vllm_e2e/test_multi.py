@@ -12,7 +12,7 @@ from vllm_e2e.damage import CHUNK, stored
 from vllm_e2e.harness import PROMPT, Batch, EngineTest, Served
 from vua.vllm import CONNECTOR
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 BATCH = Batch([PROMPT])
 

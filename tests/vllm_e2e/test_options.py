@@ -10,7 +10,7 @@ from vllm_e2e.damage import chunk_files, flip, stored
 from vllm_e2e.harness import PROMPT, RESET, RESET_ALL, Batch, EngineTest, tokens
 from vua.directory import namespaces
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 BATCH = Batch([PROMPT])
 

@@ -12,7 +12,7 @@ from vllm_e2e.controls import store_noise
 from vllm_e2e.harness import PROMPT, RESET, Batch, EngineTest, Phase, Served, run, tokens
 from vllm_e2e.test_models import gpt_oss
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 ROOMY: dict[str, Any] = {
     "enable_chunked_prefill": True,

@@ -18,7 +18,7 @@ from vllm_sim.engine import leave_world
 from vllm_sim.truth import MODELS
 from vllm_sim.worker import Wrong
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
 QUICK_SEEDS = 10
