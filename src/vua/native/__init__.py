@@ -208,11 +208,11 @@ def library(*, wait: bool = False) -> _Library | None:
     for the outcome. Raises ConfigError when ``VUA_NATIVE=require`` cannot be met.
     """
     wish = os.environ.get("VUA_NATIVE", "auto")
-    if wish == "off" or _state.library is not None:
-        return _state.library if wish != "off" else None
-    if wish not in ("auto", "require"):
+    if wish not in ("auto", "off", "require"):
         msg = f"VUA_NATIVE must be auto, off or require, found {wish!r}"
         raise ConfigError(msg)
+    if wish == "off" or _state.library is not None:
+        return _state.library if wish != "off" else None
     with _state.lock:
         if _state.thread is None:
             _state.thread = threading.Thread(target=_prepare, name="vua-build", daemon=True)
