@@ -10,6 +10,7 @@ import time
 import unittest
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import vua
 from vua.workers import Attempt, Workers
@@ -80,6 +81,21 @@ class TestWorkers(unittest.TestCase):
 
         self.assertLessEqual(most, 3)
         self.assertGreater(most, 1)
+
+    def test_no_more_threads(self) -> None:
+        """Where the system has none left, work runs on those there are, or is refused at once."""
+        pool = self.pool(2)
+        no_more = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
+        with no_more, self.assertRaises(RuntimeError):
+            pool.submit(self.do, "refused")
+        pool.submit(self.hang, "first")
+        until(lambda: bool(pool._running))
+        with no_more:
+            pool.submit(self.do, "second")
+        self.release.set()
+
+        self.assertTrue(pool.close())
+        self.assertEqual(["first", "second"], self.did)
 
     def test_overdue(self) -> None:
         """Hanging work is given up once, and what it brings later is not wanted."""

@@ -95,17 +95,27 @@ class Workers(Generic[T]):
     def submit(self, work: Callable[[Attempt[T]], None], what: T) -> Attempt[T]:
         """Run ``work(attempt)`` on a thread, in the order of submission; never blocks.
 
-        Work that was given up before a thread took it up is never run.
+        Work that was given up before a thread took it up is never run. Raises RuntimeError, and
+        runs nothing, when not a single thread can be started.
         """
         attempt = Attempt(what, self)
         with self._changed:
             self._queue.append((work, attempt))
             if len(self._queue) > self._idle and self._started < self._threads:
-                self._started += 1
-                name = f"{self._name}-{self._started}"
-                threading.Thread(target=self._run, name=name, daemon=True).start()
+                self._start_thread()
             self._changed.notify()
         return attempt
+
+    def _start_thread(self) -> None:
+        name = f"{self._name}-{self._started + 1}"
+        try:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        except RuntimeError:  # the system has no more threads: those there are do the work
+            if not self._started:
+                self._queue.pop()
+                raise
+        else:
+            self._started += 1
 
     def _run(self) -> None:
         while (taken := self._take()) is not None:

@@ -77,7 +77,7 @@ class WorkerSide:
         self._loads_guard, self._saves_guard = StorageGuard("loads"), StorageGuard("saves")
         self._pending_saves = 0
         self._lock = threading.Condition()
-        self._running = 0
+        self._running = self._in_step = 0
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -140,24 +140,22 @@ class WorkerSide:
             return
         with self._lock:
             self._running += len(orders.loads)
+            self._in_step += sum(order.in_step for order in orders.loads)
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
-        in_step = []
         for order in orders.loads:
             try:
                 self._follow(orders.epoch)
-                if not self._loads_guard.allows():
+                if self._loads_guard.allows():
+                    self._loaders.submit(self._load, order)
+                else:
                     self._report(order, order.parts[0].start, "paused")
-                    continue
-                attempt = self._loaders.submit(self._load, order)
-                if order.in_step:
-                    in_step.append(attempt)
             except Exception:
                 log.exception("load of request %s could not begin", order.request_id)
                 self._report(order, order.parts[0].start, "error")
-        while any(attempt.wanted for attempt in in_step):
+        while self._in_step:  # until each is reported: what it spoilt is known then
             self._give_up_loads()
             with self._lock:
-                self._lock.wait(_IDLE_WAIT_S)
+                self._lock.wait_for(lambda: not self._in_step, _IDLE_WAIT_S)
 
     def _load(self, attempt: Attempt[LoadOrder]) -> None:
         order, epoch = attempt.what, self._epoch
@@ -192,7 +190,9 @@ class WorkerSide:
         with self._lock:
             if short is not None:
                 self._fail(order, short)
-            if not order.in_step:
+            if order.in_step:
+                self._in_step -= 1
+            else:
                 self._received.add(order.request_id)
             self._running -= 1
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
