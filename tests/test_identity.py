@@ -219,6 +219,7 @@ class TestConfigDigest(unittest.TestCase):
 
     @pytest.mark.vllm
     @unittest.skipUnless(util.find_spec("vllm"), "vLLM is not installed")
+    @pytest.mark.thorough
     def test_vllm_and_transformers_agree(self) -> None:
         """The same checkpoint has the same digest in vLLM and transformers; overrides differ."""
         code = """

@@ -89,6 +89,7 @@ class DamagedTest(EngineTest):
 
         self.check(0, corrupt=1, chunks_saved=1)
 
+    @pytest.mark.thorough
     def test_all_files(self) -> None:
         """With every file damaged everything is computed, and stored anew."""
         for path in stored(self.root):
@@ -114,6 +115,7 @@ class DamagedTest(EngineTest):
 class MeanwhileTest(EngineTest):
     """The directory changes while an engine uses it."""
 
+    @pytest.mark.thorough
     def test_between_lookup_and_load(self) -> None:
         """Chunks that were there when a request was planned and then are not are computed."""
         in_turn = (Batch([PROMPT]), Batch([OTHER]), RESET, Batch([PROMPT]))

@@ -260,6 +260,7 @@ class UncachedModelsTest(EngineTest):
         self.assertEqual(1, len({line.split("] ", 1)[1] for line in said}), said)
         self.assertIn(reason, said[0])
 
+    @pytest.mark.thorough
     def test_latent_attention(self) -> None:
         """MLA on a CPU, where vLLM's reference backend cannot continue a prefix, goes without."""
         self.check({"model": str(deepseek()), "block_size": 16}, "MLA backend")

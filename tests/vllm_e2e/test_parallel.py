@@ -41,6 +41,7 @@ class TensorParallelTest(EngineTest):
         self.assertEqual(self.baseline(BATCH, **TP2), warm.tokens)
         self.assertEqual([640, 448], warm.cached)
 
+    @pytest.mark.thorough
     def test_one_damaged_shard(self) -> None:
         """A chunk of which one worker's file is damaged is computed by both, and healed."""
         expected = self.fill(BATCH, **TP2)

@@ -116,6 +116,7 @@ class ReuseTest(EngineTest):
         self.assertEqual([0, 640], warm.cached)
         self.assertEqual({"chunks_loaded": 10, "tokens_loaded": 608}, warm.counts)
 
+    @pytest.mark.thorough
     def test_blocks_and_chunks_of_all_sizes(self) -> None:
         """Chunks need not be whole blocks, nor blocks whole chunks."""
         batch = Batch([PROMPT, PROMPT[:500] + TAIL])
@@ -153,6 +154,7 @@ class ReuseTest(EngineTest):
         self.assertEqual(expected, warm.tokens)
         self.assertEqual([640], warm.cached)
 
+    @pytest.mark.thorough
     def test_preemption(self) -> None:
         """Requests that are thrown out of a tiny cache and resumed give the same tokens."""
         prompts = [tokens(300, seed=100 + at) for at in range(6)]

@@ -28,6 +28,7 @@ class ServeTest(EngineTest):
         except PackageNotFoundError:
             self.skipTest("no distribution is called vllm, and its server asks for its version")
 
+    @pytest.mark.thorough
     def test_server(self) -> None:
         """A server loads what another engine stored, and gives the tokens of one without VUA."""
         batch = Batch([PROMPT])
