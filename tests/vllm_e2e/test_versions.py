@@ -23,7 +23,7 @@ from vllm_e2e.harness import (
 )
 from vllm_e2e.test_models import gemma3
 
-pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
+pytestmark = pytest.mark.vllm
 
 BATCH = Batch([PROMPT])
 
