@@ -103,6 +103,7 @@ class DamagedTest(EngineTest):
         self.assertEqual(4, after.counts["corrupt"])
         self.check_healed()
 
+    @pytest.mark.thorough
     def test_all_files_at_once(self) -> None:
         """Two requests that run into the same damaged files at the same time both end well."""
         for path in stored(self.root):
