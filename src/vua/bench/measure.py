@@ -61,6 +61,13 @@ class Row:
     target: float | None = None
     better: Better = "higher"
 
+    def __post_init__(self) -> None:
+        """Take numpy's numbers too, as plain ones: a report is JSON."""
+        for name in ("ratio", "low", "high", "ms", "of_ms", "gb_s", "noop", "target"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, float(value))
+
     @property
     def noisy(self) -> bool:
         """Whether the no-op arm says that the machine was not quiet enough."""
