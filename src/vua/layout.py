@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from vua.errors import LayoutError
 
-__all__ = ["ITEMSIZE", "KVLayout", "MemoryMap", "Part", "Shard", "cover"]
+__all__ = ["ITEMSIZE", "KVLayout", "MemoryMap", "Shard", "cover"]
 
 ITEMSIZE: Final[Mapping[str, int]] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
@@ -232,119 +231,3 @@ class MemoryMap:
     def chunks(self, layout: KVLayout) -> int:
         """Return how many whole chunks the map has room for."""
         return len(self.piece_offset[0]) * self.piece_tokens // layout.chunk_tokens
-
-
-class Part:
-    """How one rectangle is taken out of (or put into) files of one shard, for any chunk.
-
-    The runs of the rectangle in file order (array, head, layer), with their place in the file, and
-    the units they form with the place of each in the table of checksums. Where the rectangle cuts
-    through units, it is widened to whole ones and the runs outside ``target`` get an address of
-    their own in ``sink``: they are read only to be verified. Computed once for all chunks.
-    """
-
-    def __init__(self, layout: KVLayout, stored: Shard, taken: Shard, target: Shard) -> None:
-        """Plan to move ``taken`` between files of shard ``stored`` and memory holding ``target``.
-
-        Both ``stored`` and ``target`` contain ``taken``.
-        """
-        self.layout, self.stored = layout, stored
-        unit = layout.unit_layers
-        first = (taken.layer_start - stored.layer_start) // unit * unit
-        last = min(stored.layers, -(-(taken.layer_stop - stored.layer_start) // unit) * unit)
-        array, head, layer = (
-            grid.ravel()
-            for grid in np.meshgrid(
-                range(len(layout.dims)),
-                np.arange(taken.head_start, taken.head_stop),
-                np.arange(first, last),
-                indexing="ij",
-            )
-        )
-        sizes = np.array(layout.run_nbytes, dtype=np.int64)
-        starts = np.concatenate(([0], np.cumsum(sizes * stored.heads * stored.layers)[:-1]))
-        stored_head = head - stored.head_start
-        self.nbytes: npt.NDArray[np.int64] = sizes[array]
-        """Bytes of each run."""
-        self.offset: npt.NDArray[np.int64] = (
-            starts[array] + (stored_head * stored.layers + layer) * self.nbytes
-        )
-        """Byte offset of each run in the payload."""
-        units = stored.units(layout)
-        index = (array * stored.heads + stored_head) * units + layer // unit
-        self.unit_start: npt.NDArray[np.int64] = np.flatnonzero(np.diff(index, prepend=-1))
-        """The first run of each unit."""
-        self.unit_index: npt.NDArray[np.int64] = index[self.unit_start]
-        """The place of each unit's checksum in the file's table."""
-        self._array = array
-        self._head = (head - target.head_start).astype(np.uint64)
-        self._layer = layer + stored.layer_start - target.layer_start
-        self._inside = (self._layer >= 0) & (self._layer < target.layers)
-        self._inside &= (self._layer >= taken.layer_start - target.layer_start) & (
-            self._layer < taken.layer_stop - target.layer_start
-        )
-        self.space: npt.NDArray[np.int64] = np.where(self._inside, array, len(layout.dims))
-        """Per run: the array whose memory it goes to; one more than there are for the sink."""
-        lost = self.nbytes[~self._inside]
-        self._sink_place = np.cumsum(lost) - lost
-        self.sink = np.zeros(int(lost.sum()), dtype=np.uint8)
-        """Memory for the runs that are read only to be verified, ``[pieces, runs]``."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether every checksum of the file is needed."""
-        return len(self.unit_index) == len(self.layout.dims) * self.stored.heads * (
-            self.stored.units(self.layout)
-        )
-
-    def addresses(self, memory: MemoryMap) -> npt.NDArray[np.uint64]:
-        """Return the address of each run's head and layer, before the piece offset, ``[runs]``."""
-        base = np.stack([np.asarray(row, dtype=np.uint64) for row in memory.base])
-        stride = np.array(memory.head_stride, dtype=np.uint64)
-        address: npt.NDArray[np.uint64] = (
-            base[self._array, np.where(self._inside, self._layer, 0)]
-            + self._head * stride[self._array]
-        )
-        pieces = self.layout.chunk_tokens // memory.piece_tokens
-        places = (self._sink_place // pieces).astype(np.uint64)
-        address[~self._inside] = places + np.uint64(self.sink.ctypes.data)
-        return address
-
-    def piece_offsets(self, memory: MemoryMap, chunks: range) -> npt.NDArray[np.uint64]:
-        """Return ``[spaces, chunks, pieces]``: what to add to :meth:`addresses` for each piece."""
-        pieces = self.layout.chunk_tokens // memory.piece_tokens
-        span = slice(chunks.start * pieces, chunks.stop * pieces)
-        rows = [np.asarray(row[span], dtype=np.uint64) for row in memory.piece_offset]
-        sink = np.arange(pieces, dtype=np.uint64) * np.uint64(self.sink.size // pieces)
-        rows.append(np.tile(sink, len(chunks)))
-        return np.stack(rows).reshape(len(rows), len(chunks), pieces)
-
-    def iovecs(
-        self, runs: npt.NDArray[np.uint64], offsets: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.uint64]:
-        """Return ``[chunks, runs * pieces, 2]`` (address, nbytes) in file order.
-
-        Args:
-            runs: what :meth:`addresses` returned.
-            offsets: what :meth:`piece_offsets` returned.
-        """
-        _, chunks, pieces = offsets.shape
-        out = np.empty((chunks, len(runs), pieces, 2), dtype=np.uint64)
-        out[..., 0] = runs[None, :, None] + offsets[self.space].transpose(1, 0, 2)
-        out[..., 1] = (self.nbytes // pieces).astype(np.uint64)[None, :, None]
-        return out.reshape(chunks, len(runs) * pieces, 2)
-
-    def slices(self, limit: int) -> list[tuple[int, int]]:
-        """Cut the units into ranges [first, stop) that are contiguous in the file.
-
-        Each holds at most ``limit`` bytes, or one unit where a unit is longer.
-        """
-        sizes = np.add.reduceat(self.nbytes, self.unit_start)
-        starts = self.offset[self.unit_start]
-        gaps = np.flatnonzero(starts[1:] != starts[:-1] + sizes[:-1]) + 1
-        edges = [0, *gaps.tolist(), len(sizes)]
-        ranges = []
-        for begin, end in pairwise(edges):
-            step = max(1, limit // int(sizes[begin:end].max()))
-            ranges += [(at, min(at + step, end)) for at in range(begin, end, step)]
-        return ranges

@@ -1,13 +1,15 @@
 """How one rectangle of a chunk moves between a file and memory: reads, and what they must hash to.
 
-Worked out once per rectangle and memory map, then used for every chunk. Everything that a load does
-per run of bytes happens in :meth:`Plan.checksums`; the rest is per file.
+A :class:`Recipe` is worked out once per rectangle, a :class:`Plan` once per memory map, and both
+are used for every chunk. In Python everything that a load does per run of bytes happens in
+:meth:`Plan.checksums`; the rest is per file.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -15,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vua import _linux
+from vua import _linux, native
 from vua._linux import IOV_MAX, Iovecs
 from vua.entry import EntryCodec
-from vua.layout import MemoryMap, Part, Shard
-from vua.native import Batch
+from vua.layout import MemoryMap, Shard
+from vua.part import Part
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "Recipe"]
 
 SLICE_NBYTES: Final = 256 << 10
 """Bytes read before they are verified: they are still in cache then, see docs/performance.md."""
@@ -32,43 +34,48 @@ _VIEW_NBYTES: Final = 64 << 10
 
 
 class _Slice(NamedTuple):
-    """One read: iovec rows [row_start, row_stop), nbytes at offset, units [first, stop)."""
+    """One read: runs [run, run_stop), nbytes at offset, units [first, stop)."""
 
-    row_start: int
-    row_stop: int
+    run: int
+    run_stop: int
+    header: int
+    """1 where the header is read along, else 0."""
     nbytes: int
     offset: int
     first: int
     stop: int
 
 
-class Plan:
-    """How to move one rectangle of any chunk between files of one shard and one memory map."""
+class Recipe:
+    """How one rectangle of any chunk moves between files of a shard and memory of one kind.
 
-    def __init__(self, codec: EntryCodec, taken: Shard, target: Shard, memory: MemoryMap) -> None:
-        self.codec, self.memory = codec, memory
+    What does not depend on addresses, so that memory that is used once costs little. Immutable.
+    """
+
+    def __init__(self, codec: EntryCodec, taken: Shard, target: Shard, piece_tokens: int) -> None:
+        """Prepare for memory that holds ``target`` in pieces of ``piece_tokens`` tokens."""
+        self.codec = codec
         self.part = part = Part(codec.layout, codec.shard, taken, target)
-        self.pieces = codec.layout.chunk_tokens // memory.piece_tokens
+        self.pieces = codec.layout.chunk_tokens // piece_tokens
         self.nbytes = int(part.nbytes.sum())
-        self._runs = part.addresses(memory)
-        edges = [*part.unit_start.tolist(), len(self._runs)]
+        edges = [*part.unit_start.tolist(), len(part.nbytes)]
         self.units = list(pairwise(edges))
         """The runs [start, stop) of each unit."""
         self.slices = self._slices()
-        self.views = _Views(part, self._runs, memory)
         self.table_index = None if part.whole else part.unit_index
+        self.native = self._native()
 
     def _slices(self) -> list[_Slice]:
         header, part, units = self.codec.header_nbytes, self.part, self.units
         limit = SLICE_NBYTES if header + self.nbytes > _SMALL_NBYTES else _SMALL_NBYTES
-        pieces = self.pieces
-        rows = max(stop - start for start, stop in units) * pieces
+        rows = max(stop - start for start, stop in units) * self.pieces
         sizes = np.add.reduceat(part.nbytes, part.unit_start)
         limit = min(limit, max(1, (IOV_MAX - 1) // rows) * int(sizes.max()))
         slices = [
             _Slice(
-                1 + units[first][0] * pieces,
-                1 + units[stop - 1][1] * pieces,
+                units[first][0],
+                units[stop - 1][1],
+                0,
                 int(sizes[first:stop].sum()),
                 header + int(part.offset[part.unit_start[first]]),
                 first,
@@ -78,39 +85,79 @@ class Plan:
         ]
         first = slices[0]
         if first.offset == header:  # the header rides along with the first read
-            slices[0] = first._replace(row_start=0, nbytes=first.nbytes + header, offset=0)
+            nbytes = first.nbytes + header
+            slices[0] = first._replace(header=1, nbytes=nbytes, offset=0)
         else:
-            slices.insert(0, _Slice(0, 1, header, 0, 0, 0))
+            slices.insert(0, _Slice(0, 0, 1, header, 0, 0, 0))
         return slices
 
-    def batch(self) -> Batch:
-        """What :func:`vua.native.load` has to know to read files by this plan."""
-        edges = [start for start, _ in self.units] + [len(self._runs)]
-        return Batch(
+    def _native(self) -> native.Recipe:
+        part, arrays = self.part, len(self.codec.layout.dims)
+        runs = np.empty((len(part.nbytes), 5), dtype=np.uint64)
+        runs[:, 0] = np.where(part.space < arrays, part.space, native.ARRAYS_MAX)
+        runs[:, 1], runs[:, 2] = part.head, part.layer
+        runs[:, 3] = part.sink_place // np.uint64(self.pieces)
+        runs[:, 4] = part.nbytes // self.pieces
+        return native.Recipe(
             file_nbytes=self.codec.file_nbytes,
             header_nbytes=self.codec.header_nbytes,
             table_offset=self.codec.table_offset,
-            slices=self.slices,
-            unit_row=1 + np.array(edges, dtype=np.uint64) * np.uint64(self.pieces),
-            unit_place=self.part.unit_index.astype(np.uint64),
+            slices=np.array(self.slices, dtype=np.uint64),
+            runs=runs,
+            unit_nbytes=np.add.reduceat(part.nbytes, part.unit_start).astype(np.uint64),
+            unit_place=part.unit_index.astype(np.uint64),
+            pieces=self.pieces,
+            sink_nbytes=part.sink_nbytes,
         )
+
+
+class Plan:
+    """A recipe with the memory to use: how to move any chunk there and back. One thread at a time.
+
+    What only the path in Python needs is worked out when it is first used.
+    """
+
+    def __init__(self, recipe: Recipe, memory: MemoryMap) -> None:
+        """Use ``recipe`` for ``memory``, which has the pieces that it was made for."""
+        self.recipe, self.codec, self.memory = recipe, recipe.codec, memory
+        self.batch = native.Batch(
+            recipe.native, memory.base, memory.head_stride, memory.piece_offset
+        )
+        """The same for :func:`vua.native.load`."""
+
+    @cached_property
+    def _sink(self) -> npt.NDArray[np.uint8]:
+        return np.empty(self.recipe.part.sink_nbytes, dtype=np.uint8)
+
+    @cached_property
+    def _runs(self) -> Iovecs:
+        return self.recipe.part.addresses(self.memory, self._sink.ctypes.data)
+
+    @cached_property
+    def _views(self) -> _Views:
+        return _Views(self.recipe.part, self._runs, self.memory)
 
     def iovecs(self, chunks: range, headers: npt.NDArray[np.uint8]) -> Iovecs:
         """Iovecs ``[chunks, 1 + runs * pieces, 2]``; row 0 is the chunk's row of ``headers``."""
-        table = np.empty((len(chunks), 1 + len(self._runs) * self.pieces, 2), dtype=np.uint64)
+        part, pieces = self.recipe.part, self.recipe.pieces
+        table = np.empty((len(chunks), 1 + len(self._runs) * pieces, 2), dtype=np.uint64)
         table[:, 0, 0] = headers.ctypes.data + np.arange(len(chunks)) * headers.strides[0]
         table[:, 0, 1] = self.codec.header_nbytes
-        offsets = self.part.piece_offsets(self.memory, chunks)
-        table[:, 1:] = self.part.iovecs(self._runs, offsets)
+        table[:, 1:] = part.iovecs(self._runs, part.piece_offsets(self.memory, chunks))
         return table
+
+    def rows(self, cut: _Slice) -> range:
+        """Which of a chunk's iovecs one read of :attr:`Recipe.slices` takes."""
+        pieces = self.recipe.pieces
+        return range(0 if cut.header else 1 + cut.run * pieces, 1 + cut.run_stop * pieces)
 
     def windows(self, chunks: range) -> list[list[list[memoryview]]]:
         """Windows ``[chunk][space][piece]`` for :meth:`checksums`."""
-        return self.views.windows(self.part.piece_offsets(self.memory, chunks))
+        return self._views.windows(self.recipe.part.piece_offsets(self.memory, chunks))
 
     def checksums(self, windows: list[list[memoryview]], first: int, stop: int) -> list[int]:
         """Return the xxh3-64 of units [first, stop) of the chunk that ``windows`` belong to."""
-        return self.views.checksums(windows, self.units[first:stop])
+        return self._views.checksums(windows, self.recipe.units[first:stop])
 
 
 class _Views:

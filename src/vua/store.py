@@ -24,7 +24,7 @@ from vua.errors import EntryError, ForeignEntryError, InputError
 from vua.keeper import Keeper
 from vua.keys import ChunkKey
 from vua.layout import KVLayout, MemoryMap, Shard, cover
-from vua.plan import Plan
+from vua.plan import Plan, Recipe
 from vua.storage import Reader, Storage
 
 __all__ = ["Keys", "Loaded", "Loader", "Saver", "Store"]
@@ -71,6 +71,7 @@ class Store:
         self.storage, self.namespace, self.layout = storage, namespace, layout
         self.keeper = keeper
         self._codecs: dict[Shard, EntryCodec] = {}
+        self._recipes: dict[tuple[Shard, Shard, Shard, int], Recipe] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
@@ -88,6 +89,15 @@ class Store:
         if codec is None:
             codec = self._codecs.setdefault(shard, EntryCodec(self.namespace, self.layout, shard))
         return codec
+
+    def plan(self, stored: Shard, taken: Shard, target: Shard, memory: MemoryMap) -> Plan:
+        """Return how to move ``taken`` between files of ``stored`` and memory of ``target``."""
+        which = (stored, taken, target, memory.piece_tokens)
+        recipe = self._recipes.get(which)
+        if recipe is None:
+            recipe = Recipe(self.codec(stored), taken, target, memory.piece_tokens)
+            recipe = self._recipes.setdefault(which, recipe)
+        return Plan(recipe, memory)
 
     def _count(self, event: str, by: int = 1) -> None:
         with self._lock:
@@ -202,7 +212,7 @@ class Store:
         header = np.empty((1, codec.header_nbytes), dtype=np.uint8)
         iovecs = plan.iovecs(range(place, place + 1), header)[0]
         windows = plan.windows(range(place, place + 1))[0]
-        sums = np.array(plan.checksums(windows, 0, len(plan.units)), dtype=np.uint64)
+        sums = np.array(plan.checksums(windows, 0, len(plan.recipe.units)), dtype=np.uint64)
         text = codec.encode_header(key, sums, writer=_WRITER)
         header[0] = np.frombuffer(text, dtype=np.uint8)
         if self.keeper is None:
@@ -231,7 +241,7 @@ class Saver:
     def plan(self) -> Plan:
         """Return how the shard lies in memory, worked out when it is first needed."""
         if self._plan is None:
-            self._plan = Plan(self.store.codec(self.shard), self.shard, self.shard, self._memory)
+            self._plan = self.store.plan(self.shard, self.shard, self.shard, self._memory)
         return self._plan
 
 
@@ -298,7 +308,7 @@ class Loader:
         """Take each chunk from these (stored shard, rectangle) pairs from now on."""
         for stored, taken in cover:
             if (stored, taken) not in self._aims:
-                plan = Plan(self._store.codec(stored), taken, self._target, self._memory)
+                plan = self._store.plan(stored, taken, self._target, self._memory)
                 self._aims[stored, taken] = Aim(plan)
         self._cover = cover
         self._route = [(stored, self._aims[stored, taken]) for stored, taken in cover]

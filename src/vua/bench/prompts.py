@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from vua.keys import ChunkKey, KeyChain, token_ids
 from vua.layout import KVLayout, MemoryMap
-from vua.plan import Plan
 from vua.slab import Slab
 from vua.store import Store
 
@@ -123,7 +122,7 @@ def file_rows(
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
     """Return the iovecs ``[chunks, rows, 2]`` of whole files, and the headers they start with."""
     full = store.layout.full
-    plan = Plan(store.codec(full), full, full, memory)
+    plan = store.plan(full, full, full, memory)
     headers = np.zeros((chunks, plan.codec.header_nbytes), dtype=np.uint8)
     return plan.iovecs(range(chunks), headers), headers
 

@@ -3,7 +3,7 @@
 `load.c` reads and hashes a batch of files in one call: one release of the GIL for all of them, and
 a second core where that pays. The Python path of :mod:`vua.store` does the same file by file, is
 always there, and is the one that judges whatever `load.c` does not find in order. Measured in
-docs/decisions/0005-native-load-loop.md.
+docs/decisions/0006-native-load-loop.md.
 
 The library is compiled on first use, in the background, into ``$XDG_CACHE_HOME/vua`` (or
 ``~/.cache/vua``) under a name made of its source's digest. The environment variable ``VUA_NATIVE``
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,10 +35,12 @@ import xxhash
 
 from vua.errors import ConfigError
 
-__all__ = ["Batch", "library", "load"]
+__all__ = ["ARRAYS_MAX", "Batch", "Recipe", "library", "load"]
 
 log = logging.getLogger(__name__)
 
+ARRAYS_MAX: Final = 2
+"""Arrays of a chunk that `load.c` has room for: K and V."""
 _SOURCE: Final = Path(__file__).with_name("load.c")
 _FLAGS: Final = ("-O2", "-std=c11", "-shared", "-fPIC", "-pthread")
 _COMPILE_TIMEOUT_S: Final = 60
@@ -50,8 +53,42 @@ _SHARED_NBYTES: Final = 4 << 20
 _THREADS: Final = min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How files of one shard are cut into reads, and those into runs."""
+
+    file_nbytes: int
+    """Size of each file; another size is not in order."""
+    header_nbytes: int
+    table_offset: int
+    """Where in the header the checksums (u64, little-endian) begin."""
+    slices: npt.NDArray[np.uint64]
+    """One read each, ``[slices, 7]``: first run, run stop, whether the header is read along,
+    nbytes, offset, first unit, unit stop."""
+    runs: npt.NDArray[np.uint64]
+    """``[runs, 5]`` in file order: array (``ARRAYS_MAX`` for those that are only to be verified),
+    head, layer, place in a sink of one piece, bytes of a piece."""
+    unit_nbytes: npt.NDArray[np.uint64]
+    """What each checksum covers, ``[units]``."""
+    unit_place: npt.NDArray[np.uint64]
+    """Place of each unit's checksum in the table, ``[units]``."""
+    pieces: int
+    """Of a chunk in memory."""
+    sink_nbytes: int
+    """Memory that takes the runs that are only to be verified."""
+
+    def fields(self) -> tuple[int, ...]:
+        """Return what a :class:`Batch` begins with."""
+        arrays = (self.slices, self.runs, self.unit_nbytes, self.unit_place)
+        slices, *rest = (array.ctypes.data for array in arrays)
+        return (
+            *(*(_xxh3 or (0, 0, 0)), self.file_nbytes, self.header_nbytes, self.table_offset),
+            *(slices, len(self.slices), *rest, self.pieces, self.sink_nbytes),
+        )
+
+
 class Batch(ctypes.Structure):
-    """What is the same for all files of one plan, as `load.c` wants it. Immutable."""
+    """A recipe and the memory to read into, as `load.c` wants it. Immutable."""
 
     _fields_ = (
         ("reset", ctypes.c_void_p),
@@ -59,54 +96,46 @@ class Batch(ctypes.Structure):
         ("digest", ctypes.c_void_p),
         ("file_nbytes", ctypes.c_uint64),
         ("header_nbytes", ctypes.c_uint64),
+        ("table_offset", ctypes.c_uint64),
         ("slices", ctypes.c_void_p),
         ("slice_count", ctypes.c_uint64),
-        ("unit_row", ctypes.c_void_p),
+        ("runs", ctypes.c_void_p),
+        ("unit_nbytes", ctypes.c_void_p),
         ("unit_place", ctypes.c_void_p),
-        ("table_offset", ctypes.c_uint64),
-        ("row_count", ctypes.c_uint64),
+        ("pieces", ctypes.c_uint64),
+        ("sink_nbytes", ctypes.c_uint64),
+        ("base", ctypes.c_void_p * ARRAYS_MAX),
+        ("head_stride", ctypes.c_uint64 * ARRAYS_MAX),
+        ("piece_offset", ctypes.c_void_p * ARRAYS_MAX),
     )
 
     def __init__(
         self,
-        *,
-        file_nbytes: int,
-        header_nbytes: int,
-        table_offset: int,
-        slices: Sequence[Sequence[int]],
-        unit_row: npt.NDArray[np.uint64],
-        unit_place: npt.NDArray[np.uint64],
+        recipe: Recipe,
+        base: Sequence[npt.NDArray[np.uint64]],
+        head_stride: Sequence[int],
+        piece_offset: Sequence[npt.NDArray[np.uint64]],
     ) -> None:
-        """Describe files of one shard.
-
-        Args:
-            file_nbytes: size of each file; another size is not in order.
-            header_nbytes: what row 0 of a file's iovecs takes.
-            table_offset: where in the header the checksums (u64, little-endian) begin.
-            slices: one read each: row_start, row_stop, nbytes, offset, first unit, unit stop.
-            unit_row: first row of each unit, and the row after the last, ``[units + 1]``.
-            unit_place: place of each unit's checksum in the table, ``[units]``.
-        """
-        self.keep = (
-            np.array(slices, dtype=np.uint64),
-            np.ascontiguousarray(unit_row, dtype=np.uint64),
-            np.ascontiguousarray(unit_place, dtype=np.uint64),
-        )
-        addresses = [array.ctypes.data for array in self.keep]
-        super().__init__(
-            *(_xxh3 or (0, 0, 0)),
-            file_nbytes,
-            header_nbytes,
-            addresses[0],
-            len(slices),
-            *addresses[1:],
-            table_offset,
-            int(unit_row[-1]),
-        )
+        """Use ``recipe`` for memory; see :class:`vua.layout.MemoryMap` for what names it."""
+        u64 = np.uint64
+        bases = [np.ascontiguousarray(array, dtype=u64) for array in base]
+        offsets = [np.ascontiguousarray(array, dtype=u64) for array in piece_offset]
+        self.keep = (recipe, bases, offsets)
+        super().__init__(*recipe.fields())
+        for at, (first, step, pieces) in enumerate(zip(bases, head_stride, offsets, strict=True)):
+            self.base[at] = first.ctypes.data
+            self.head_stride[at] = step
+            self.piece_offset[at] = pieces.ctypes.data
 
 
 def load(
-    dir_fd: int, paths: Sequence[str], batch: Batch, iovecs: int, *, threads: int | None = None
+    dir_fd: int,
+    paths: Sequence[str],
+    batch: Batch,
+    place: int,
+    headers: int,
+    *,
+    threads: int | None = None,
 ) -> int:
     """Read files into memory and compare what they hash to with their own tables of checksums.
 
@@ -114,7 +143,8 @@ def load(
         dir_fd: the directory that the paths start from; no symbolic link is followed.
         paths: the files, names of equal length.
         batch: how each of them is read.
-        iovecs: address of their iovecs, ``[files, rows, 2]`` u64; row 0 takes the header.
+        place: the chunk place in memory that the first of them goes to.
+        headers: address of memory for their headers, ``[files, header_nbytes]`` bytes.
         threads: at most this many are used, and only for large batches; 2 by default.
 
     Returns how many files from the first on are in memory and agree with their own checksums:
@@ -125,15 +155,16 @@ def load(
     if bound is None or not paths:
         return 0
     names = [path.encode() + b"\0" for path in paths]
-    nbytes, step = batch.file_nbytes * len(paths), 16 * batch.row_count
-    done = 0
+    nbytes, done = batch.file_nbytes * len(paths), 0
     if nbytes <= _HELD_NBYTES:
-        done = bound.held(batch, dir_fd, b"".join(names), len(names[0]), len(names), iovecs, 1, 1)
-        names, iovecs = names[done:], iovecs + done * step
+        done = bound.held(
+            *(batch, dir_fd, b"".join(names), len(names[0]), len(names)), place, headers, 1, _NOWAIT
+        )
+        names, place, headers = names[done:], place + done, headers + done * batch.header_nbytes
     if names:
         threads = (threads or _THREADS) if nbytes >= _SHARED_NBYTES else 1
         done += bound.released(
-            batch, dir_fd, b"".join(names), len(names[0]), len(names), iovecs, threads, 0
+            *(batch, dir_fd, b"".join(names), len(names[0]), len(names)), place, headers, threads, 0
         )
     return done
 
@@ -180,6 +211,7 @@ class _Library:
                 ctypes.POINTER(Batch),
                 ctypes.c_int,
                 ctypes.c_char_p,
+                ctypes.c_uint64,
                 ctypes.c_uint64,
                 ctypes.c_uint64,
                 ctypes.c_void_p,

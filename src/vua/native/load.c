@@ -3,7 +3,7 @@
  * The loop of vua.store.Loader without Python between its system calls, so that a batch costs one
  * release of the GIL and can use a second core while the first one hashes. It decides nothing: a
  * file that is not exactly as expected ends the batch, and the Python path looks into why. It
- * allocates nothing, keeps no state, and calls no Python.
+ * keeps no state and calls no Python.
  *
  * Built on first use by vua/native/__init__.py with the system's C compiler, loaded with ctypes.
  * Linux (openat2, preadv2), 64 bits.
@@ -15,13 +15,14 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { ROWS_MAX = 1024, STATE_NBYTES = 1024, THREADS_MAX = 8 };
+enum { ROWS_MAX = 1024, STATE_NBYTES = 1024, THREADS_MAX = 8, ARRAYS_MAX = 2 };
 
 /* xxhash.h's streaming interface, found in the xxhash module by the caller. */
 struct xxh3 {
@@ -30,21 +31,34 @@ struct xxh3 {
     uint64_t (*digest)(const void *state);
 };
 
-/* One read: rows [row, row_stop) of a file's iovecs, which hold units [unit, unit_stop). */
+/* One head of one layer of K or V, in file order. One of array ARRAYS_MAX goes to the sink: it is
+ * read only because a checksum covers it. */
+struct run {
+    uint64_t array, head, layer;
+    uint64_t sink;   /* place in each piece of it */
+    uint64_t nbytes; /* of each of its own pieces */
+};
+
+/* One read: runs [run, run_stop), behind the header where `header` says so. */
 struct slice {
-    uint64_t row, row_stop, nbytes, offset, unit, unit_stop;
+    uint64_t run, run_stop, header, nbytes, offset, unit, unit_stop;
 };
 
 /* What is the same for all files of a batch. The same fields as vua.native.Batch. */
 struct batch {
     struct xxh3 hash;
     uint64_t file_nbytes, header_nbytes;
+    uint64_t table_offset;      /* of the checksums, in the header */
     const struct slice *slices;
     uint64_t slice_count;
-    const uint64_t *unit_row;   /* [units + 1] first row of each unit */
-    const uint64_t *unit_place; /* [units] place of its checksum in the file's table */
-    uint64_t table_offset;      /* of the table in the header */
-    uint64_t row_count;         /* iovecs of each file; row 0 is the header */
+    const struct run *runs;
+    const uint64_t *unit_nbytes, *unit_place; /* [units]; place of its checksum in the table */
+    uint64_t pieces;            /* of a chunk in memory */
+    uint64_t sink_nbytes;       /* all pieces of it */
+    /* Where tokens lie: see vua.layout.MemoryMap. */
+    const uint64_t *base[ARRAYS_MAX];         /* [layers] */
+    uint64_t head_stride[ARRAYS_MAX];
+    const uint64_t *piece_offset[ARRAYS_MAX]; /* [pieces of all places] */
 };
 
 enum { NOWAIT = 1 }; /* of flags: touch nothing that is not cached */
@@ -54,7 +68,8 @@ struct work {
     int dir_fd;
     const char *paths;          /* [files][path_nbytes], each with a final 0 */
     uint64_t path_nbytes, files;
-    const struct iovec *iovecs; /* [files][row_count] */
+    uint64_t place;             /* of the first file's chunk in memory */
+    char *headers;              /* [files][header_nbytes] */
     uint64_t flags;
     _Atomic uint64_t next, good; /* next file to take; files before the first bad one */
 };
@@ -97,37 +112,81 @@ static int read_rows(int fd, const struct iovec *rows, uint64_t count, uint64_t 
     }
 }
 
-static uint64_t hash_rows(const struct xxh3 *hash, const struct iovec *row, const struct iovec *stop)
+/* Write the iovecs of a slice, those that follow each other in memory as one; return how many. */
+static uint64_t aim(struct iovec *rows, const struct batch *batch, const struct slice *slice,
+                    char *header, char *sink, uint64_t place)
+{
+    uint64_t count = 0;
+    if (slice->header)
+        rows[count++] = (struct iovec){header, batch->header_nbytes};
+    uint64_t kept = count; /* rows that nothing is added to */
+    for (uint64_t i = slice->run; i < slice->run_stop; i++) {
+        const struct run *run = &batch->runs[i];
+        const uint64_t array = run->array;
+        const uint64_t *offsets = NULL;
+        char *start = sink + run->sink;
+        if (array < ARRAYS_MAX) {
+            start = (char *)(batch->base[array][run->layer] +
+                             run->head * batch->head_stride[array]);
+            offsets = batch->piece_offset[array] + place * batch->pieces;
+        }
+        for (uint64_t piece = 0; piece < batch->pieces; piece++) {
+            char *at = start + (offsets ? offsets[piece] : piece * (batch->sink_nbytes / batch->pieces));
+            struct iovec *last = &rows[count - 1];
+            if (count > kept && (char *)last->iov_base + last->iov_len == at) {
+                last->iov_len += run->nbytes;
+            } else {
+                if (count == ROWS_MAX)
+                    return 0;
+                rows[count++] = (struct iovec){at, run->nbytes};
+            }
+        }
+    }
+    return count;
+}
+
+/* Where a walk over rows stands. */
+struct cursor {
+    const struct iovec *row;
+    uint64_t done; /* bytes of that row */
+};
+
+/* Hash the next bytes. */
+static uint64_t hash_next(const struct xxh3 *hash, struct cursor *at, uint64_t nbytes)
 {
     _Alignas(64) char state[STATE_NBYTES];
     hash->reset(state);
-    while (row < stop) {
-        const char *start = row->iov_base;
-        size_t nbytes = row->iov_len;
-        while (++row < stop && start + nbytes == row->iov_base)
-            nbytes += row->iov_len;
-        hash->update(state, start, nbytes);
+    while (nbytes > 0) {
+        uint64_t some = at->row->iov_len - at->done;
+        some = some < nbytes ? some : nbytes;
+        hash->update(state, (const char *)at->row->iov_base + at->done, some);
+        nbytes -= some;
+        at->done += some;
+        if (at->done == at->row->iov_len)
+            at->row++, at->done = 0;
     }
     return hash->digest(state);
 }
 
-static int load_open_file(const struct batch *batch, int fd, const struct iovec *rows,
-                          uint64_t flags)
+static int load_open_file(const struct work *work, int fd, uint64_t file, char *sink)
 {
+    const struct batch *batch = work->batch;
+    struct iovec rows[ROWS_MAX];
     struct stat status;
     if (fstat(fd, &status) < 0 || !S_ISREG(status.st_mode) ||
         (uint64_t)status.st_size != batch->file_nbytes)
         return 0;
-    const char *table = (const char *)rows[0].iov_base + batch->table_offset;
+    char *header = work->headers + file * batch->header_nbytes;
     for (uint64_t i = 0; i < batch->slice_count; i++) {
         const struct slice *s = &batch->slices[i];
-        if (!read_rows(fd, rows + s->row, s->row_stop - s->row, s->nbytes, s->offset, flags))
+        uint64_t count = aim(rows, batch, s, header, sink, work->place + file);
+        if (count == 0 || !read_rows(fd, rows, count, s->nbytes, s->offset, work->flags))
             return 0;
+        struct cursor at = {rows + (s->header != 0), 0};
         for (uint64_t unit = s->unit; unit < s->unit_stop; unit++) {
             uint64_t expected;
-            memcpy(&expected, table + 8 * batch->unit_place[unit], 8);
-            if (hash_rows(&batch->hash, rows + batch->unit_row[unit],
-                          rows + batch->unit_row[unit + 1]) != expected)
+            memcpy(&expected, header + batch->table_offset + 8 * batch->unit_place[unit], 8);
+            if (hash_next(&batch->hash, &at, batch->unit_nbytes[unit]) != expected)
                 return 0;
         }
     }
@@ -144,26 +203,28 @@ static void lower(_Atomic uint64_t *value, uint64_t to)
 static void *run(void *argument)
 {
     struct work *work = argument;
+    char *sink = work->batch->sink_nbytes ? malloc(work->batch->sink_nbytes) : NULL;
     for (;;) {
         uint64_t file = atomic_fetch_add(&work->next, 1);
         if (file >= atomic_load(&work->good))
-            return NULL; /* all taken, or behind a bad one */
+            break; /* all taken, or behind a bad one */
         int fd = open_file(work, file);
-        int good = fd >= 0 &&
-            load_open_file(work->batch, fd, work->iovecs + file * work->batch->row_count,
-                           work->flags);
+        int good = fd >= 0 && (sink || !work->batch->sink_nbytes) &&
+            load_open_file(work, fd, file, sink);
         if (fd >= 0)
             close(fd);
         if (!good)
             lower(&work->good, file);
     }
+    free(sink);
+    return NULL;
 }
 
 /* Return how many files from the first on were read and hashed to what their own tables say. */
 uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint64_t path_nbytes,
-                  uint64_t files, const struct iovec *iovecs, uint64_t threads, uint64_t flags)
+                  uint64_t files, uint64_t place, char *headers, uint64_t threads, uint64_t flags)
 {
-    struct work work = {batch, dir_fd, paths, path_nbytes, files, iovecs, flags, 0, files};
+    struct work work = {batch, dir_fd, paths, path_nbytes, files, place, headers, flags, 0, files};
     pthread_t helpers[THREADS_MAX];
     uint64_t started = 0;
     while (started + 1 < threads && started < THREADS_MAX &&

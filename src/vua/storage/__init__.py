@@ -56,8 +56,13 @@ class Storage(Protocol):
         """Open a file for reading. Raises FileNotFoundError, or another OSError."""
         ...
 
-    def read_files(self, chunks: Sequence[str], shard: Shard, batch: Batch, iovecs: int) -> int:
+    def read_files(
+        self, chunks: Sequence[str], shard: Shard, batch: Batch, place: int, headers: int
+    ) -> int:
         """Read and hash the files of several chunks at once, as far as that is to be had.
+
+        The first one goes to chunk place ``place`` of the batch's memory, their headers to the
+        address ``headers``.
 
         A short cut for ``open`` and ``read_into`` in a loop, see :func:`vua.native.load`. Returns
         how many from the first on are in memory and agree with their own checksums; the caller

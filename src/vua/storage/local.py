@@ -122,10 +122,12 @@ class LocalStorage:
         fd = _linux.open_cached(self._fd, path)
         return FileReader(_linux.open_beneath(self._fd, path) if fd is None else fd)
 
-    def read_files(self, chunks: Sequence[str], shard: Shard, batch: Batch, iovecs: int) -> int:
+    def read_files(
+        self, chunks: Sequence[str], shard: Shard, batch: Batch, place: int, headers: int
+    ) -> int:
         """Read and hash several files by one call, where the native loop is there."""
         paths = [f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}" for chunk in chunks]
-        return native.load(self._fd, paths, batch, iovecs)
+        return native.load(self._fd, paths, batch, place, headers)
 
     def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
         """Whether the file's name is there now, and of that size if one is given."""
