@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arra
 from vua import native
 from vua.errors import ConfigError
 from vua.layout import KVLayout, Shard
+from vua.native import build
 from vua.storage.local import LocalStorage
 from vua.store import Store
 
@@ -161,6 +163,41 @@ class TestLoad(DirectoryTest):
         self.assertGreater(max(calls), 0)
 
 
+class TestChain(unittest.TestCase):
+    """The chunks' hashes, against hashlib."""
+
+    @unittest.skipUnless(has_native() and build.sha256, "no C compiler or no OpenSSL here")
+    def test_same_digests(self) -> None:
+        """They are those of the path in Python, which are those that hashlib gives."""
+        random = np.random.default_rng(5)
+        for chunks, nbytes, parent in (
+            (1, 256, b""),
+            (2, 4, b"p" * 32),
+            (33, 1020, b""),
+            (40, 256, b"q" * 32),
+            (9000, 256, b""),  # with the GIL released
+        ):
+            with self.subTest(chunks=chunks, nbytes=nbytes):
+                ids = random.integers(0, 256, chunks * nbytes, dtype=np.uint8).tobytes()
+                expected, before = b"", parent
+                for start in range(0, len(ids), nbytes):
+                    before = hashlib.sha256(before + ids[start : start + nbytes]).digest()
+                    expected += before
+                view = memoryview(ids)
+                self.assertEqual(expected, native.chain(parent, view, nbytes))
+                with mock.patch.dict(os.environ, VUA_NATIVE="off"):
+                    self.assertEqual(expected, native.chain(parent, view, nbytes))
+                self.assertNotEqual(expected, native.chain(b"r" * 32, view, nbytes))
+
+    def test_library_does_it(self) -> None:
+        """Where there is a library, it is not Python that hashes."""
+        if not has_native() or build.sha256 is None:
+            self.skipTest("no C compiler or no OpenSSL here")
+        with mock.patch("vua.native.prefixes._in_python") as in_python:
+            self.assertEqual(64, len(native.chain(b"", memoryview(bytes(512)), 256)))
+        in_python.assert_not_called()
+
+
 class TestBuild(DirectoryTest):
     """Where the library comes from. Each case is a process with a cache of its own."""
 
@@ -226,7 +263,7 @@ class TestBuild(DirectoryTest):
         """A word that means nothing is refused with those that do."""
         with (
             mock.patch.dict(os.environ, VUA_NATIVE="yes"),
-            mock.patch.object(native, "_state", native._State()),
+            mock.patch.object(build, "_state", build._State()),
             self.assertRaisesRegex(ConfigError, "auto, off or require"),
         ):
             native.library()

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from vua.errors import InputError
+from vua.native import chain
 
 if TYPE_CHECKING:
     import torch
@@ -152,8 +154,8 @@ class KeyChain:
         self._ids = memoryview(ids)
         self._chunk_tokens = chunk_tokens
         self._extras = dict(extras or {})
-        self._keys: list[ChunkKey] = []
         self._digests = bytearray()
+        self._parents: dict[int, tuple[bytes, bytes]] = {0: (_NO_PARENT, b"")}
         self._length = len(ids) // (4 * chunk_tokens)
 
     def __len__(self) -> int:
@@ -165,21 +167,19 @@ class KeyChain:
         if not 0 <= index < self._length:
             msg = f"chunk {index} of {self._length}"
             raise IndexError(msg)
-        if index >= len(self._keys):
-            self._extend(index + 1)
-        return self._keys[index]
+        self._extend(index + 1)
+        return _key(self._digests, self._parents, index, index, self._chunk_tokens)
 
     def first(self, count: int) -> list[ChunkKey]:
         """Return the keys of the first ``count`` chunks."""
-        if count > len(self._keys):
-            self._extend(min(count, self._length))
-        return self._keys[:count]
+        return list(self.run(0, min(count, self._length)))
 
     def run(self, first: int, stop: int) -> KeyRun:
         """Return the keys of chunks ``first`` to ``stop`` in a form that is cheap to hand on."""
-        self.first(stop)
-        special = [at for at in self._extras if first < at < stop]
-        parents = {at: _above(self._keys[at]) for at in (first, *special) if at < stop}
+        self._extend(stop)
+        parents = {at: above for at, above in self._parents.items() if first <= at < stop}
+        if first < stop:
+            parents[first] = _above(self[first])
         digests = bytes(self._digests[_HASH_NBYTES * first : _HASH_NBYTES * stop])
         return KeyRun(first, self._chunk_tokens, digests, parents)
 
@@ -190,23 +190,23 @@ class KeyChain:
             ids: the token ids of the longer prompt, as :func:`token_ids` returns them; what this
                 chain has hashed is not hashed again.
         """
-        chain = KeyChain(ids, self._chunk_tokens, self._extras)
-        chain._keys, chain._digests = self._keys[:], self._digests[:]
-        return chain
+        other = KeyChain(ids, self._chunk_tokens, self._extras)
+        other._digests, other._parents = self._digests[:], dict(self._parents)
+        return other
 
     def _extend(self, count: int) -> None:
-        keys, ids, size = self._keys, self._ids, self._chunk_tokens
-        parent = keys[-1].prefix_hash if keys else _NO_PARENT
-        extras, sha256 = self._extras, hashlib.sha256
-        for index in range(len(keys), count):
-            previous = b""
-            if index in extras:
-                previous, parent = parent, extras_parent(parent, extras[index])
-            start = index * size
-            digest = sha256(b"".join((parent, ids[4 * start : 4 * (start + size)]))).digest()
-            keys.append(ChunkKey(digest, parent, start, start + size, previous))
-            self._digests += digest
-            parent = digest
+        """Hash the chunks up to ``count``, by one call from each chunk with extras to the next."""
+        done, nbytes = len(self._digests) // _HASH_NBYTES, 4 * self._chunk_tokens
+        if done >= count:
+            return
+        edges = sorted({done, *(at for at in self._extras if done < at < count), count})
+        for start, stop in pairwise(edges):
+            before = bytes(self._digests[-_HASH_NBYTES:])
+            parent = before
+            if start in self._extras:
+                parent = extras_parent(before, self._extras[start])
+                self._parents[start] = parent, before
+            self._digests += chain(parent, self._ids[nbytes * start : nbytes * stop], nbytes)
 
 
 class KeyRun(Sequence[ChunkKey]):
@@ -261,12 +261,23 @@ class KeyRun(Sequence[ChunkKey]):
             cut = self._digests[_HASH_NBYTES * start : _HASH_NBYTES * stop]
             return KeyRun(first, self._chunk_tokens, cut, parents)
         at = range(len(self))[index]
-        place = at * _HASH_NBYTES
-        digest = self._digests[place : place + _HASH_NBYTES]
-        above = self._parents.get(self._first + at)
-        parent, previous = above or (self._digests[place - _HASH_NBYTES : place], b"")
-        start = (self._first + at) * self._chunk_tokens
-        return ChunkKey(digest, parent, start, start + self._chunk_tokens, previous)
+        return _key(self._digests, self._parents, at, self._first + at, self._chunk_tokens)
+
+
+def _key(
+    digests: bytes | bytearray,
+    parents: Mapping[int, tuple[bytes, bytes]],
+    at: int,
+    chunk: int,
+    chunk_tokens: int,
+) -> ChunkKey:
+    """The key of chunk ``chunk`` of a prompt, whose digest is the one at ``at``."""
+    place = at * _HASH_NBYTES
+    digest = bytes(digests[place : place + _HASH_NBYTES])
+    above = parents.get(chunk)
+    parent, previous = above or (bytes(digests[place - _HASH_NBYTES : place]), b"")
+    start = chunk * chunk_tokens
+    return ChunkKey(digest, parent, start, start + chunk_tokens, previous)
 
 
 def _above(key: ChunkKey) -> tuple[bytes, bytes]:

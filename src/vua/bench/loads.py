@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from vua import _linux, native
+from vua import _linux
 from vua.bench.files import Buffer, RawFile, cool, direct_works, in_buffer, is_cold
 from vua.bench.measure import Arm, Row, busy_thread, expect, measure
 from vua.bench.prompts import CASES, TINY, Case, Memory, file_path, file_rows, keys_of, make, noise
@@ -21,6 +21,7 @@ from vua.bench.suite import Bench
 from vua.directory import create_store
 from vua.identity import Identity
 from vua.keys import ChunkKey
+from vua.native import batches
 from vua.store import Store
 
 __all__ = ["Stored", "cold", "warm"]
@@ -130,12 +131,12 @@ def _busy(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
 
 def one_thread(load: Callable[[], None]) -> None:
     """Load with one thread of the native loop."""
-    kept = native._THREADS
-    native._THREADS = 1  # type: ignore[misc]
+    kept = batches._THREADS
+    batches._THREADS = 1  # type: ignore[misc]
     try:
         load()
     finally:
-        native._THREADS = kept  # type: ignore[misc]
+        batches._THREADS = kept  # type: ignore[misc]
 
 
 def in_python(load: Callable[[], None]) -> None:

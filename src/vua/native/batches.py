@@ -1,0 +1,142 @@
+"""Reads and hashes batches of entry files by `load.c`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.native.build import library, xxh3
+
+__all__ = ["ARRAYS_MAX", "Batch", "Recipe", "load"]
+
+ARRAYS_MAX: Final = 2
+"""Arrays of a chunk that `load.c` has room for: K and V."""
+_NOWAIT: Final = 1
+_HELD_NBYTES: Final = 2 << 20
+"""A batch up to this size keeps the GIL while the page cache answers, some 300 us: beside a busy
+Python thread winning it back takes up to 5 ms."""
+_SHARED_NBYTES: Final = 4 << 20
+"""A batch from this size on is worth a second thread."""
+_THREADS: Final = min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How files of one shard are cut into reads, and those into runs."""
+
+    file_nbytes: int
+    """Size of each file; another size is not in order."""
+    header_nbytes: int
+    table_offset: int
+    """Where in the header the checksums (u64, little-endian) begin."""
+    slices: npt.NDArray[np.uint64]
+    """One read each, ``[slices, 7]``: first run, run stop, whether the header is read along,
+    nbytes, offset, first unit, unit stop."""
+    runs: npt.NDArray[np.uint64]
+    """``[runs, 5]`` in file order: array (``ARRAYS_MAX`` for those that are only to be verified),
+    head, layer, place in a sink of one piece, bytes of a piece."""
+    unit_nbytes: npt.NDArray[np.uint64]
+    """What each checksum covers, ``[units]``."""
+    unit_place: npt.NDArray[np.uint64]
+    """Place of each unit's checksum in the table, ``[units]``."""
+    pieces: int
+    """Of a chunk in memory."""
+    sink_nbytes: int
+    """Memory that takes the runs that are only to be verified."""
+
+    def fields(self) -> tuple[int, ...]:
+        """Return what a :class:`Batch` begins with."""
+        arrays = (self.slices, self.runs, self.unit_nbytes, self.unit_place)
+        slices, *rest = (array.ctypes.data for array in arrays)
+        return (
+            *(*(xxh3 or (0, 0, 0)), self.file_nbytes, self.header_nbytes, self.table_offset),
+            *(slices, len(self.slices), *rest, self.pieces, self.sink_nbytes),
+        )
+
+
+class Batch(ctypes.Structure):
+    """A recipe and the memory to read into, as `load.c` wants it. Immutable."""
+
+    _fields_ = (
+        ("reset", ctypes.c_void_p),
+        ("update", ctypes.c_void_p),
+        ("digest", ctypes.c_void_p),
+        ("file_nbytes", ctypes.c_uint64),
+        ("header_nbytes", ctypes.c_uint64),
+        ("table_offset", ctypes.c_uint64),
+        ("slices", ctypes.c_void_p),
+        ("slice_count", ctypes.c_uint64),
+        ("runs", ctypes.c_void_p),
+        ("unit_nbytes", ctypes.c_void_p),
+        ("unit_place", ctypes.c_void_p),
+        ("pieces", ctypes.c_uint64),
+        ("sink_nbytes", ctypes.c_uint64),
+        ("base", ctypes.c_void_p * ARRAYS_MAX),
+        ("head_stride", ctypes.c_uint64 * ARRAYS_MAX),
+        ("piece_offset", ctypes.c_void_p * ARRAYS_MAX),
+    )
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        base: Sequence[npt.NDArray[np.uint64]],
+        head_stride: Sequence[int],
+        piece_offset: Sequence[npt.NDArray[np.uint64]],
+    ) -> None:
+        """Use ``recipe`` for memory; see :class:`vua.layout.MemoryMap` for what names it."""
+        u64 = np.uint64
+        bases = [np.ascontiguousarray(array, dtype=u64) for array in base]
+        offsets = [np.ascontiguousarray(array, dtype=u64) for array in piece_offset]
+        self.keep = (recipe, bases, offsets)
+        super().__init__(*recipe.fields())
+        for at, (first, step, pieces) in enumerate(zip(bases, head_stride, offsets, strict=True)):
+            self.base[at] = first.ctypes.data
+            self.head_stride[at] = step
+            self.piece_offset[at] = pieces.ctypes.data
+
+
+def load(
+    dir_fd: int,
+    paths: Sequence[str],
+    batch: Batch,
+    place: int,
+    headers: int,
+    *,
+    threads: int | None = None,
+) -> int:
+    """Read files into memory and compare what they hash to with their own tables of checksums.
+
+    Args:
+        dir_fd: the directory that the paths start from; no symbolic link is followed.
+        paths: the files, names of equal length.
+        batch: how each of them is read.
+        place: the chunk place in memory that the first of them goes to.
+        headers: address of memory for their headers, ``[files, header_nbytes]`` bytes.
+        threads: at most this many are used, and only for large batches; 2 by default.
+
+    Returns how many files from the first on are in memory and agree with their own checksums:
+    whether they are the files asked for is for the caller to see in their headers. What lies behind
+    them in memory is undefined. 0 where there is no library, or nothing to be had this way.
+    """
+    bound = library()
+    if bound is None or not paths:
+        return 0
+    names = [path.encode() + b"\0" for path in paths]
+    at, nbytes, done = ctypes.byref(batch), batch.file_nbytes * len(paths), 0
+    if nbytes <= _HELD_NBYTES:
+        done = bound.load_held(
+            *(at, dir_fd, b"".join(names), len(names[0]), len(names)), place, headers, 1, _NOWAIT
+        )
+        names, place, headers = names[done:], place + done, headers + done * batch.header_nbytes
+    if names:
+        threads = (threads or _THREADS) if nbytes >= _SHARED_NBYTES else 1
+        done += bound.load(
+            *(at, dir_fd, b"".join(names), len(names[0]), len(names)), place, headers, threads, 0
+        )
+    return done

@@ -1,0 +1,47 @@
+"""Hashes the chunks of a prompt: by `chain.c`, or in Python."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from typing import Final
+
+from vua.native.build import library, sha256
+
+__all__ = ["chain"]
+
+_DIGEST_NBYTES: Final = 32
+_HELD_NBYTES: Final = 2 << 20
+"""Token ids up to this size, half a million, are hashed in some 2 ms with the GIL held."""
+
+
+def chain(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
+    """Return the digests of chunks that follow each other, 32 bytes each.
+
+    Args:
+        parent: what is hashed before the first chunk's ids: a digest, or nothing.
+        ids: token ids of whole chunks, contiguous bytes.
+        chunk_nbytes: bytes of a chunk's ids.
+
+    Each is the SHA-256 of the one before it and its chunk's ids; see :mod:`vua.keys`.
+    """
+    chunks = len(ids) // chunk_nbytes
+    bound = library()
+    if bound is None or sha256 is None or chunks < 2:
+        return _in_python(parent, ids, chunk_nbytes)
+    digests = ctypes.create_string_buffer(chunks * _DIGEST_NBYTES)
+    data = bytes(ids)
+    hash_all = bound.chain_held if len(data) <= _HELD_NBYTES else bound.chain
+    hash_all(sha256, parent, len(parent), data, chunk_nbytes, chunks, digests)
+    return digests.raw
+
+
+def _in_python(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
+    digests, fresh = bytearray(), hashlib.sha256().copy  # cheaper than to make each anew
+    for start in range(0, len(ids), chunk_nbytes):
+        digest = fresh()
+        digest.update(parent)
+        digest.update(ids[start : start + chunk_nbytes])
+        parent = digest.digest()
+        digests += parent
+    return bytes(digests)
