@@ -23,6 +23,7 @@
 #include <unistd.h>
 
 enum { ROWS_MAX = 1024, STATE_NBYTES = 1024, THREADS_MAX = 8, ARRAYS_MAX = 2 };
+enum { COLD_THREADS = 8 }; /* that wait for a device or a server, which want several requests */
 
 /* xxhash.h's streaming interface, found in the xxhash module by the caller. */
 struct xxh3 {
@@ -72,6 +73,9 @@ struct work {
     char *headers;              /* [files][header_nbytes] */
     uint64_t flags;
     _Atomic uint64_t next, good; /* next file to take; files before the first bad one */
+    _Atomic int cold;           /* whether a file was not in the page cache */
+    pthread_t more[COLD_THREADS];
+    uint64_t more_count;        /* threads started once a file was cold */
 };
 
 static int open_file(const struct work *work, uint64_t file)
@@ -86,17 +90,26 @@ static int open_file(const struct work *work, uint64_t file)
     return (int)syscall(SYS_openat2, work->dir_fd, path, &how, sizeof how);
 }
 
+static void start_more(struct work *work);
+
 /* Fill the rows; return whether all bytes came. Goes on after short reads, as network file systems
- * and signals give them. */
-static int read_rows(int fd, const struct iovec *rows, uint64_t count, uint64_t nbytes,
-                     uint64_t offset, uint64_t flags)
+ * and signals give them. `*how` is how to read: once a file is found cold, its part [offset, stop)
+ * is asked for as a whole, more files are read at a time, and reads wait. */
+static int read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t count,
+                     uint64_t nbytes, uint64_t offset, uint64_t stop, int *how)
 {
     struct iovec left[ROWS_MAX];
-    const int how = flags & NOWAIT ? RWF_NOWAIT : 0;
     for (;;) {
-        ssize_t got = preadv2(fd, rows, (int)count, (off_t)offset, how);
+        ssize_t got = preadv2(fd, rows, (int)count, (off_t)offset, *how);
         if (got < 0 && errno == EINTR)
             continue;
+        if (got < 0 && *how != 0 && !(work->flags & NOWAIT) &&
+            (errno == EAGAIN || errno == EOPNOTSUPP)) {
+            *how = 0;
+            posix_fadvise(fd, (off_t)offset, (off_t)(stop - offset), POSIX_FADV_WILLNEED);
+            start_more(work);
+            continue;
+        }
         if (got <= 0)
             return 0;
         if ((uint64_t)got == nbytes)
@@ -168,19 +181,21 @@ static uint64_t hash_next(const struct xxh3 *hash, struct cursor *at, uint64_t n
     return hash->digest(state);
 }
 
-static int load_open_file(const struct work *work, int fd, uint64_t file, char *sink)
+static int load_open_file(struct work *work, int fd, uint64_t file, char *sink)
 {
     const struct batch *batch = work->batch;
     struct iovec rows[ROWS_MAX];
     struct stat status;
+    int how = RWF_NOWAIT;
     if (fstat(fd, &status) < 0 || !S_ISREG(status.st_mode) ||
         (uint64_t)status.st_size != batch->file_nbytes)
         return 0;
     char *header = work->headers + file * batch->header_nbytes;
-    for (uint64_t i = 0; i < batch->slice_count; i++) {
-        const struct slice *s = &batch->slices[i];
+    const struct slice *last = &batch->slices[batch->slice_count - 1];
+    for (const struct slice *s = batch->slices; s <= last; s++) {
         uint64_t count = aim(rows, batch, s, header, sink, work->place + file);
-        if (count == 0 || !read_rows(fd, rows, count, s->nbytes, s->offset, work->flags))
+        if (count == 0 || !read_rows(work, fd, rows, count, s->nbytes, s->offset,
+                                      last->offset + last->nbytes, &how))
             return 0;
         struct cursor at = {rows + (s->header != 0), 0};
         for (uint64_t unit = s->unit; unit < s->unit_stop; unit++) {
@@ -220,18 +235,37 @@ static void *run(void *argument)
     return NULL;
 }
 
+static uint64_t start(pthread_t *threads, uint64_t count, struct work *work)
+{
+    uint64_t begun = 0;
+    while (begun < count && pthread_create(&threads[begun], NULL, run, work) == 0)
+        begun++;
+    return begun;
+}
+
+/* Called by whoever finds a cold file; the first one does it. */
+static void start_more(struct work *work)
+{
+    uint64_t taken = atomic_load(&work->next);
+    if (taken < work->files && !atomic_exchange(&work->cold, 1)) {
+        uint64_t left = work->files - taken;
+        work->more_count = start(work->more, left < COLD_THREADS ? left : COLD_THREADS, work);
+    }
+}
+
 /* Return how many files from the first on were read and hashed to what their own tables say. */
 uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint64_t path_nbytes,
                   uint64_t files, uint64_t place, char *headers, uint64_t threads, uint64_t flags)
 {
-    struct work work = {batch, dir_fd, paths, path_nbytes, files, place, headers, flags, 0, files};
+    struct work work = {
+        batch, dir_fd, paths, path_nbytes, files, place, headers, flags, .good = files,
+    };
     pthread_t helpers[THREADS_MAX];
-    uint64_t started = 0;
-    while (started + 1 < threads && started < THREADS_MAX &&
-           pthread_create(&helpers[started], NULL, run, &work) == 0)
-        started++;
+    uint64_t started = start(helpers, threads < THREADS_MAX ? threads - 1 : THREADS_MAX, &work);
     run(&work);
     while (started > 0)
         pthread_join(helpers[--started], NULL);
+    while (work.more_count > 0) /* started by one that has ended by now */
+        pthread_join(work.more[--work.more_count], NULL);
     return atomic_load(&work.good);
 }
