@@ -66,6 +66,27 @@ class TestPutAndGet(CoreTest):
         self.assertTrue(found)
         self.assertTrue(torch.equal(TOKENS, found.tokens))
 
+    def test_memory(self) -> None:
+        """An answer's memory is used for the next one once it is gone, not while a part is held."""
+        cache = caches_of(layers=4, heads=4, tokens=256, dim=256)  # 8 MiB
+        other = caches_of(layers=4, heads=4, tokens=256, dim=256, seed=1)
+        tokens = torch.arange(256)
+        self.vua.put(tokens, cache)
+        self.vua.put(tokens + 1000, other)
+        held = self.vua.get_closest(tokens).data[2][1][..., 3:]
+        expected = held.numpy().tobytes()
+        self.check(self.vua.get_closest(tokens + 1000), other, 256)  # and dropped
+        second = self.vua.get_closest(tokens + 1000)
+        place = second.data[0][0].data_ptr()
+        del second
+        third = self.vua.get_closest(tokens)
+        self.assertEqual(place, third.data[0][0].data_ptr())
+        self.check(third, cache, 256)
+        self.assertEqual(expected, held.numpy().tobytes())
+        none_kept = self.open(buffer_bytes=0)
+        self.check(none_kept.get_closest(tokens), cache, 256)
+        self.assertEqual(0, none_kept._buffers.idle_nbytes)
+
     def test_dtypes(self) -> None:
         """Every dtype that a file can hold round-trips, NaN payloads included."""
         for name in DTYPES:

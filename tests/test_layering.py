@@ -48,6 +48,7 @@ CORE = (
     "vua.aim",
     "vua.store",
     "vua.directory",
+    "vua.buffers",
     "vua.tensors",
     "vua.core",
 )

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from vua.bounds import Bounds
+from vua.buffers import BufferPool
 from vua.directory import check_root, create_store, open_store
 from vua.errors import ConfigError, InputError, LayoutError
 from vua.identity import Identity
@@ -66,6 +67,8 @@ class VUAConfig:
     """fsync each file. Without it a power cut may cost recent chunks (never wrong bytes)."""
     threads: int = min(4, os.cpu_count() or 1)
     """Sequences of a batch that are worked on at the same time."""
+    buffer_bytes: int = 1 << 30
+    """Memory of answers that were dropped, kept for the next ones; 0 keeps none."""
 
     max_bytes: int | str | None = None
     """Size of the whole directory: bytes, ``"500G"`` or a share of the file system. See Bounds."""
@@ -75,7 +78,7 @@ class VUAConfig:
     """Seconds without use after which a chunk is deleted; by default none."""
 
     _FIELDS = (
-        *("split_factor", "model", "epoch", "durable", "threads"),
+        *("split_factor", "model", "epoch", "durable", "threads", "buffer_bytes"),
         *("max_bytes", "min_free_bytes", "ttl_s"),
     )
 
@@ -178,6 +181,7 @@ class VUA:
         self._reader: Store | None = None
         self._writer: Store | None = None
         self._lock = threading.Lock()
+        self._buffers = BufferPool(self.config.buffer_bytes)
         self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="vua")
         log.debug("open %s, namespace %s", self.path, self._identity.namespace[:12])
 
@@ -302,7 +306,8 @@ class VUA:
 
         Returns:
             A :class:`ClosestKV`, or a list of them. Nothing stored: one with 0 tokens, no layers.
-            The tensors are the caller's own.
+            The tensors are the caller's own, to keep and to change; their memory is used for a
+            later answer when all of them, and all views of them, are gone.
 
         Raises:
             InputError: the tokens are unusable. Never for the state of the directory.
@@ -335,7 +340,7 @@ class VUA:
             log.debug("get %d tokens: nothing stored", len(ids) // 4)
             return ClosestKV(row[..., :0], [])
         layout = store.layout
-        arrays = allocate(layout, found, pinned=device.type == "cuda")
+        arrays = allocate(layout, found, self._buffers, pinned=device.type == "cuda")
         loaded = store.load(keys.first(found), memory_map(arrays, layout.chunk_tokens))
         length = loaded.chunks * layout.chunk_tokens
         store.used(keys, loaded.chunks)

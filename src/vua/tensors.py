@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
+from vua.buffers import BufferPool
 from vua.errors import InputError
 from vua.keys import token_ids
 from vua.layout import KVLayout, MemoryMap
@@ -118,13 +120,22 @@ class Cache:
         return memory_map(arrays, chunk_tokens)
 
 
-def allocate(layout: KVLayout, chunks: int, *, pinned: bool) -> list[list[torch.Tensor]]:
-    """New tensors ``[K, V][layer]``, each (heads, tokens, head_dim)."""
+def allocate(
+    layout: KVLayout, chunks: int, buffers: BufferPool, *, pinned: bool
+) -> list[list[torch.Tensor]]:
+    """Tensors ``[K, V][layer]``, each (heads, tokens, head_dim), of one buffer or pinned memory."""
     shape = (layout.layers, layout.kv_heads, chunks * layout.chunk_tokens)
-    return [
-        list(torch.empty((*shape, dim), dtype=DTYPES[layout.dtype], pin_memory=pinned))
-        for dim in layout.dims
-    ]
+    dtype = DTYPES[layout.dtype]
+    if pinned:  # torch pools such memory itself
+        whole = [torch.empty((*shape, dim), dtype=dtype, pin_memory=True) for dim in layout.dims]
+        return [list(array) for array in whole]
+    sizes = [math.prod((*shape, dim)) * dtype.itemsize for dim in layout.dims]
+    memory, start, arrays = buffers.take(sum(sizes)), 0, []
+    for dim, nbytes in zip(layout.dims, sizes, strict=True):
+        array = memory[start : start + nbytes].view(dtype).view(*shape, dim)
+        arrays.append(list(array))
+        start += nbytes
+    return arrays
 
 
 def memory_map(arrays: list[list[torch.Tensor]], piece_tokens: int) -> MemoryMap:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,10 +100,10 @@ Part = Callable[[Bench], Iterable[Row]]
 
 def parts() -> dict[str, Part]:
     """Return what measures each number. Imports it: some of it needs torch."""
-    from vua.bench import blocks, engine, loads, lookups, processes, replay, saves, sizes
+    from vua.bench import answers, blocks, engine, loads, lookups, processes, replay, saves, sizes
 
     return {
-        "C1": loads.warm,
+        "C1": lambda bench: chain(loads.warm(bench), answers.answers(bench)),
         "C2": loads.cold,
         "C3": saves.saves,
         "C4": blocks.moves,
