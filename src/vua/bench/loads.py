@@ -110,23 +110,39 @@ def _idle(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
 
 
 def _busy(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]) -> Iterator[Row]:
-    """Beside a thread that computes in Python, as an engine's."""
+    """Beside a thread that computes in Python, as an engine's, against the same without it."""
     if memory.place == "dense":
         return
-    files = stored.raw_files(memory)
+    case, files = stored.case, stored.raw_files(memory)
+    alone = partial(one_thread, load)
     arms = {
-        "raw preadv": Arm(lambda: [file.read() for file in files]),
-        "load": Arm(load),
-        "load, in Python": Arm(partial(in_python, load)),
-        "load, in Python, GIL released": Arm(partial(in_python, partial(released, load))),
+        "load, idle": Arm(load),
+        "load, one thread, idle": Arm(alone),
+        "raw preadv": Arm(partial(_beside, lambda: [file.read() for file in files])),
+        "load": Arm(partial(_beside, load)),
+        "load, one thread": Arm(partial(_beside, alone)),
+        "load, in Python": Arm(partial(_beside, partial(in_python, load))),
+        "load, in Python, GIL released": Arm(
+            partial(_beside, partial(in_python, partial(released, load)))
+        ),
     }
+    timings = measure(arms, "load, idle", bench.rounds(5))
+    row = partial(timings.row, "C1", f"{case.name}, {memory.place}, beside a busy thread")
+    limit = 1.5 if case.nbytes // case.chunks >= 2 << 20 else 3.0
+    yield row("load", "load, idle", better="lower", target=limit)
+    yield row("load, one thread", "load, one thread, idle", better="lower", target=limit)
+    for arm in ("load", "load, in Python"):
+        yield row(arm, "raw preadv", nbytes=case.nbytes)
+    yield row("load, in Python, GIL released", "load, in Python", nbytes=case.nbytes)
+
+
+def _beside(work: Callable[[], object]) -> float:
+    """Return how long ``work`` takes once a busy thread has begun to compute."""
     with busy_thread():
-        timings = measure(arms, "raw preadv", bench.rounds(3))
-    name = f"{stored.case.name}, {memory.place}, beside a busy thread"
-    row = partial(timings.row, "C1", name, nbytes=stored.case.nbytes)
-    for arm in list(arms)[1:3]:
-        yield row(arm, "raw preadv")
-    yield row("load, in Python, GIL released", "load, in Python")
+        time.sleep(0.02)
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
 
 
 def one_thread(load: Callable[[], None]) -> None:
