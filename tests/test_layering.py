@@ -19,6 +19,7 @@ CORE = (
     "vua._linux",
     "vua.native",
     "vua.layout",
+    "vua.states",
     "vua.keys",
     "vua.identity",
     "vua.rope",
