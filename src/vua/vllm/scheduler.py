@@ -234,7 +234,9 @@ class SchedulerSide:
         if found is None:  # cannot be; a load without keys fails, and vLLM does not wait for ever
             return GroupLoad(number, local_tokens, stop, [])
         group, size = self._model.groups[number], self._model.chunk_tokens
-        start = max(self._model.first_loaded(group, stop), local_tokens)
+        start = self._model.first_loaded(group, stop)
+        if not group.keeps_state:  # of a state there is no half
+            start = max(start, local_tokens)
         return GroupLoad(number, start, stop, found.keys.run(start // size, -(-stop // size)))
 
     def finished(self, request: Any) -> None:  # noqa: ANN401
