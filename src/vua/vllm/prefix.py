@@ -98,8 +98,10 @@ def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]
         return frozenset()
     size, wanted = model.chunk_tokens, set[int]()
     for end in ends:
-        # one chunk more: a request that ends with this chunk has to compute its last token
-        first = model.first_loaded(group, max(0, (end - 1) * size))
+        # one chunk more: a request that ends with this chunk has to compute its last token, and
+        # goes on at the end of a block, which may be longer than a chunk
+        hit = min((end - 1) * size, (end * size - 1) // model.align * model.align)
+        first = model.first_loaded(group, max(0, hit))
         wanted.update(range(first // size, end))
     return frozenset(wanted)
 
