@@ -215,6 +215,29 @@ class RulesTest(DirectoryTest):
         self.assertEqual([], self.saved(0, BLOCK, every=2 * BLOCK))
         self.assertEqual([3], self.saved(BLOCK, 2 * BLOCK, every=2 * BLOCK - 3))
 
+    def test_reused(self) -> None:
+        """What vLLM's own prefix cache had, and nobody has stored, is stored in the first step."""
+        from vua.vllm.prefix import find
+        from vua.vllm.saving import Step, to_save
+
+        for kind in (STATE, replace(FULL, group="w12")):
+            model, keys = self.model(), self.keys(6 * SIZE + 3)
+            model = replace(model, groups=(model.groups[0], replace(model.groups[1], layout=kind)))
+            root = self.root / kind.group
+            root.mkdir()
+            stores = create_stores(
+                root, Identity(model=kind.group, chunk_tokens=SIZE), [FULL, kind]
+            )
+            found = find(model, stores, keys, 6 * SIZE + 3, window_every_tokens=NEVER)
+            for table, reused, expected in (
+                ([0, 2, 3, 4], range(6), [2, 3, 4, 5] if kind is not STATE else [5]),
+                ([0, 2, 3, 4], range(0), []),
+                ([0, 0, 0, 4], range(6), []),
+            ):
+                step = Step(range(6, 6), 6 * SIZE, 6 * SIZE + 3, [[], table], reused)
+                given = [key.start // SIZE for key in to_save(model, 1, found, step, NEVER)]
+                self.assertEqual(expected, given, (kind.group, table, reused))
+
     def test_stop(self) -> None:
         """The engine is asked to end a step where a state is wanted, if it has no other wish."""
         from vua.vllm.prefix import Found

@@ -23,6 +23,9 @@ class Step(NamedTuple):
     """Tokens computed after it."""
     tables: Sequence[Sequence[int]]
     """The request's block table in this step, per vLLM cache group; 0 where a block is freed."""
+    reused: range = range(0)
+    """In a request's first step: chunks before it that vLLM's own prefix cache had, whose windows
+    and states may not be stored."""
 
 
 def to_save(
@@ -44,7 +47,7 @@ def to_save(
         return _state(model, group, number, found, step, every_tokens)
     size, wanted = model.chunk_tokens, found.windows[number]
     keys = []
-    for chunk in step.chunks:
+    for chunk in (*(chunk for chunk in step.reused if chunk in wanted), *step.chunks):
         held = all(
             all(step.tables[table][chunk * size // block : -(-(chunk + 1) * size // block)])
             for table in group.tables
@@ -59,13 +62,18 @@ def to_save(
 def _state(
     model: Model, group: Group, number: int, found: Found, step: Step, every_tokens: int
 ) -> Sequence[ChunkKey]:
-    """The chunk with which the step ends, if its state is worth a file: vLLM has no other's."""
-    end = step.complete
-    chunk = end // model.chunk_tokens - 1
-    if end % model.align or chunk not in step.chunks:
-        return []
-    wanted = chunk in found.windows[number] or chunk >= found.prompt_chunks
-    if not wanted and end // every_tokens == step.computed // every_tokens:
-        return []
-    held = all(step.tables[table][end // model.block_sizes[table] - 1] for table in group.tables)
-    return [found.keys[chunk]] if held else []
+    """The chunk with which the step ends, if its state is worth a file, and likewise begins.
+
+    vLLM has the states of no other chunks.
+    """
+    keys = []
+    for end, chunks in ((step.computed, step.reused), (step.complete, step.chunks)):
+        chunk = end // model.chunk_tokens - 1
+        if end % model.align or chunk not in chunks:
+            continue
+        wanted = chunk in found.windows[number] or chunk >= found.prompt_chunks
+        wanted |= chunks is step.chunks and end // every_tokens > step.computed // every_tokens
+        tables = ((step.tables[table], model.block_sizes[table]) for table in group.tables)
+        if wanted and all(table[end // block - 1] for table, block in tables):
+            keys.append(found.keys[chunk])
+    return keys

@@ -308,21 +308,25 @@ class SchedulerSide:
         if (found := state.lookup.answer.result()) is None:
             return
         request_id, size = state.request.request_id, self._model.chunk_tokens
+        reused = range(0)
         if state.next_save is None:
             state.next_save = found.stored
             if not self._model.plain:  # windows before it may be missing, and come by now
                 state.next_save = min(found.stored, computed // size)
+                if computed > found.tokens:  # vLLM's own prefix cache has more than is stored
+                    reused = range(state.next_save)
         # of scheduled tokens those after the last known one are guesses
         complete = min(computed + output.num_scheduled_tokens[request_id], state.request.num_tokens)
         if self._config.save_generated and complete // size > len(found.keys):
             found.keys = found.keys.longer(token_ids(state.request.all_token_ids[:complete]))
         stop = min(complete // size, len(found.keys))
-        if stop <= state.next_save:
+        if stop <= state.next_save and not reused:
             return
+        stop = max(stop, state.next_save)
         tables = state.block_ids
         if not self._model.plain:  # of a window's blocks vLLM keeps what it still needs
             tables = [list(t) for t in output.kv_connector_block_state.get_block_ids(request_id)]
-        step = Step(range(state.next_save, stop), computed, complete, tables)
+        step = Step(range(state.next_save, stop), computed, complete, tables, reused)
         parts = [
             (number, keys)
             for number in range(len(self._model.groups))
