@@ -23,6 +23,7 @@ CORE = (
     "vua.native",
     "vua.layout",
     "vua.part",
+    "vua.states",
     "vua.keys",
     "vua.identity",
     "vua.rope",

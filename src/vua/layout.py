@@ -34,8 +34,8 @@ ITEMSIZE: Final[Mapping[str, int]] = {
 _UNIT_NBYTES: Final = 128 << 10
 """What a checksum covers at most (or one run): xxhash keeps the GIL for inputs of this size."""
 
-_SHARD_NAME = re.compile(r"(?:(w\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
-_GROUP = re.compile(r"(w[1-9]\d{0,8})?")
+_SHARD_NAME = re.compile(r"(?:([sw]\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
+_GROUP = re.compile(r"([sw][1-9]\d{0,8})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class KVLayout:
     chunk_tokens: int
     group: str = ""
     """Which of the model's layers: empty for those that attend to the whole prefix (and for models
-    with one kind of layer), ``w1024`` for those with a sliding window of 1024 tokens. ``layers``
-    counts the layers of the group, in the model's order."""
+    with one kind of layer), ``w1024`` for those with a sliding window of 1024 tokens, ``s4096`` for
+    those with a state (see :mod:`vua.states`). ``layers`` counts within the group."""
 
     def __post_init__(self) -> None:
         """Refuse a layout that could not describe any KV cache."""
@@ -66,13 +66,13 @@ class KVLayout:
             msg = f"v_dim {self.v_dim}, dtype {self.dtype}: expected >= 0 and one of {[*ITEMSIZE]}"
             raise LayoutError(msg)
         if _GROUP.fullmatch(self.group) is None:
-            msg = f"group {self.group!r:.40}: expected nothing, or w and the window's tokens"
+            msg = f"group {self.group!r:.40}: expected nothing, w and a window, s and bytes"
             raise LayoutError(msg)
 
     @property
     def window(self) -> int | None:
-        """Tokens that a layer attends to, its own included; None for the whole prefix."""
-        return int(self.group[1:]) if self.group else None
+        """Tokens that a layer attends to, its own included (a state: 2); None for the prefix."""
+        return None if not self.group else 2 if self.group[0] == "s" else int(self.group[1:])
 
     @property
     def dims(self) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from unittest import mock
 
 from vllm_e2e.aborts import generate_and_abort
 from vllm_e2e.damage import strike
+from vllm_e2e.snapshots import snapshots
 from vllm_e2e.trouble import trouble
 
 MARK = "VUA-ANSWER "
@@ -131,7 +132,8 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
         settings["kv_transfer_config"] = phase["transfer"]
     counts: dict[str, int] = {}
     troubled = trouble(phase.get("trouble"), counts)
-    with faults(phase), troubled, forked_workers(), counted(counts):
+    blocks: list[dict[str, list[str]]] | None = [] if phase.get("snapshots") else None
+    with faults(phase), troubled, forked_workers(), counted(counts), snapshots(blocks):
         try:
             llm = LLM(**settings)
         except Exception as problem:  # noqa: BLE001 - the test decides what it should have been
@@ -150,7 +152,7 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
             counts |= dict(worker.counts) if worker is not None else {}
             del llm, side, worker
             gc.collect()
-    return {"batches": batches, "counts": counts}
+    return {"batches": batches, "counts": counts, "blocks": blocks}
 
 
 def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:

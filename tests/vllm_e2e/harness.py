@@ -114,6 +114,7 @@ class Phase:
     """Further settings of kv_transfer_config."""
     strike: str | None = None
     """What happens to all files whenever a lookup has answered."""
+    snapshots: bool = False  # whether to take digests of each request's blocks
     trouble: dict[str, Any] = field(default_factory=dict)
     """What else goes wrong meanwhile, see `trouble.trouble`."""
 
@@ -137,7 +138,7 @@ class Phase:
             settings["distributed_executor_backend"] = "mp"
         resets = {id(RESET): {"reset": "own"}, id(RESET_ALL): {"reset": "all"}}
         steps = [resets.get(id(b)) or b.describe() for b in self.batches]
-        described = {"engine": settings, "steps": steps}
+        described = {"engine": settings, "steps": steps, "snapshots": self.snapshots}
         if self.root is not None:
             described["transfer"] = self._transfer(self.root)
         if self.trouble:
@@ -177,6 +178,8 @@ class Served:
     """Events of the worker's store, "tokens_loaded" into the engine's cache, "tokens_drafted",
     "preemptions", files "struck" by a storm.
     With several workers there are only the last."""
+    blocks: list[dict[str, list[str]]]
+    """Per request, if asked for: digests of its blocks' bytes when it ended, per layer."""
     problem: str | None
     log: str
     pid: int
@@ -197,6 +200,7 @@ def _served(phase: dict[str, Any], answer: dict[str, Any]) -> Served:
         cached=[output["cached"] for output in outputs],
         finish=[output["finish"] for output in outputs],
         counts=phase.get("counts", {}),
+        blocks=phase.get("blocks") or [],
         problem=phase.get("problem"),
         log=answer["log"],
         pid=answer["pid"],

@@ -20,7 +20,7 @@ import vua.directory
 from vllm_e2e.damage import STRIKES, stored
 from vllm_sim.engine import Engine, Settings
 from vllm_sim.stored import Inventory, take_inventory
-from vllm_sim.truth import MODELS, VOCABULARY, Chain, make_shape
+from vllm_sim.truth import MODELS, STATE, VOCABULARY, Chain, make_shape
 from vllm_sim.worker import Wrong
 from vua.storage.local import FileReader, LocalStorage
 
@@ -100,6 +100,13 @@ def draw(seed: int) -> Case:
     )
 
 
+def with_states(case: Case) -> Case:
+    """The same for a model with states; vLLM has them with prefix caching, VUA without drafts."""
+    return dataclasses.replace(
+        case, model="states", prefix_caching=True, drafts=0, asynchronous=False
+    )
+
+
 def play(case: Case) -> Counter[str]:
     """Play a scenario; return what happened in it. Raises Wrong, naming it, for what may not be."""
     root = Path(tempfile.mkdtemp(prefix="vua-sim-"))
@@ -136,8 +143,9 @@ class _Play:
             with self.engine(self.settings(life)) as engine:
                 self.live(engine, life)
                 self.counts += engine.counts
+        states = self.case.model == "states"
         looking = dataclasses.replace(
-            self.settings(1), prefix_caching=False, drafts=0, blocks=999, role="kv_consumer"
+            self.settings(1), prefix_caching=states, drafts=0, blocks=999, role="kv_consumer"
         )
         looking.extra["lookup_timeout_s"] = 60.0
         with self.engine(looking) as engine:  # describes the namespace, should that be deleted
@@ -252,6 +260,9 @@ class _Play:
         distinct = list({id(chain): chain for chain in self.finished}.values())[:6]
         for number, chain in enumerate(distinct):
             engine.add(f"end.{number}", chain, 1)
+            while STATE in inventory.shape.windows and engine.busy:  # vLLM's own cache stays empty
+                self.advance(engine)
+            engine.reset_prefix_cache(running=False)
         while engine.busy:
             self.advance(engine)
         for number, chain in enumerate(distinct):

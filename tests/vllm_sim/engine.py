@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllm_sim.truth import Chain, Shape, layer_name
+from vllm_sim.truth import STATE, Chain, Shape, layer_name
 from vllm_sim.worker import Worker, Wrong
 from vua.testing.models import make_model
 from vua.vllm import CONNECTOR
@@ -108,6 +108,9 @@ def vllm_config(settings: Settings) -> Any:
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = settings.blocks
     config.cache_config.kv_cache_layout = LAYOUT
+    if STATE in shape.windows:
+        config.cache_config.mamba_cache_mode = "align"
+        config.cache_config.mamba_block_size = settings.block_size
     config.scheduler_config.async_scheduling = settings.asynchronous  # CPU workers refuse it
     return config
 
@@ -119,6 +122,7 @@ def kv_cache_config(settings: Settings, config: Any) -> Any:
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
+        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
     )
@@ -131,6 +135,14 @@ def kv_cache_config(settings: Settings, config: Any) -> Any:
         specs[layer_name(number)] = (
             SlidingWindowSpec(sliding_window=window, **same) if window else spec
         )
+        if window == STATE:
+            specs[layer_name(number)] = MambaSpec(
+                block_size=settings.block_size,
+                shapes=((2 * shape.heads, shape.dim),),
+                dtypes=(torch.int16,),
+                page_size_padded=spec.page_size_bytes,
+                mamba_cache_mode="align",
+            )
     groups = get_kv_cache_groups(config, specs)
     return KVCacheConfig(
         num_blocks=settings.blocks * len(groups),

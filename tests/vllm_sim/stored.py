@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_sim.truth import Chain, Shape, first_read, rows
+from vllm_sim.truth import STATE, Chain, Shape, first_read, rows
 from vllm_sim.worker import Wrong
 from vua.directory import create_stores, namespaces
 from vua.keys import ChunkKey, KeyChain, token_ids
@@ -42,6 +42,8 @@ class Inventory:
         for end in range(most // block_size * block_size, 0, -block_size):
             if all(
                 all(chunks[first_read(end, w) // block_size * block_size // size : -(-end // size)])
+                if w != STATE
+                else end % size == 0 and chunks[end // size - 1]
                 for w, chunks in stored.items()
             ):
                 yield end
@@ -110,6 +112,14 @@ def _is_right(store: Store, slab: Slab, key: ChunkKey, chain: Chain, shape: Shap
     if not store.load([key], slab.memory).chunks:
         return False
     layers = shape.kinds[store.layout.window or 0]
+    if store.layout.window == STATE:
+        expected = rows(chain.hashes(key.stop - 1, key.stop), shape, layers)
+        wanted = expected[:, 0].transpose(1, 0, 2, 3).reshape(len(layers), -1)
+        ((data, _),) = slab.arrays(0)
+        found = data.view(np.int16).reshape(len(layers), -1)[:, : wanted.shape[1]]
+        if not np.array_equal(found, wanted):
+            raise Wrong(f"the stored states behind token {key.stop} of a prompt are wrong")
+        return True
     expected = rows(chain.hashes(key.start, key.stop), shape, layers)
     for (data, size), wanted in zip(slab.arrays(0), expected, strict=True):
         found = data.view(np.int16).reshape(size)

@@ -13,7 +13,7 @@ import torch
 
 from helpers import soak
 from vllm_e2e.engine import ENVIRONMENT
-from vllm_sim.case import Case, draw, play
+from vllm_sim.case import Case, draw, play, with_states
 from vllm_sim.engine import leave_world
 from vllm_sim.truth import MODELS
 from vllm_sim.worker import Wrong
@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
 QUICK_SEEDS = 10
 """Two of each kind of model."""
+QUICK_STATES = 4
 SOAK_SEEDS = int(os.environ.get("VUA_SIM_SEEDS", "400"))
 TRIES = 30
 """Scenarios in which a bug may show itself; most do in the first."""
@@ -37,6 +38,8 @@ QUICK_BUGS = (
     "salts_are_ignored",
     "the_first_chunk_of_a_window_is_not_loaded",
     "windows_are_not_looked_up",
+    "states_are_not_loaded",
+    "states_of_any_point_are_saved",
 )
 """One of each kind, of those that show themselves at once."""
 MUST_HAPPEN = (
@@ -79,6 +82,24 @@ class SimulationTest(unittest.TestCase):
         """No slot that attention reads is ever wrong, nobody is stuck, nothing is left behind."""
         self.play_all([draw(FIRST_SEED + number) for number in range(QUICK_SEEDS)])
 
+    def play_states(self, seeds: range) -> None:
+        """Play scenarios with a model that keeps states."""
+        total: Counter[str] = Counter()
+        for seed in seeds:
+            total += play(with_states(draw(seed)))
+        for event in ("checked states", "loaded tokens", "hit at the end", "stored chunks"):
+            with self.subTest(event):
+                self.assertGreater(total[event], 0)
+
+    def test_states(self) -> None:
+        """No step goes on from a state of other tokens, and none such is stored."""
+        self.play_states(range(FIRST_SEED, FIRST_SEED + QUICK_STATES))
+
+    @soak
+    def test_many_states(self) -> None:
+        """The same for VUA_SIM_SEEDS seeds, from VUA_TEST_SEED on."""
+        self.play_states(range(FIRST_SEED, FIRST_SEED + SOAK_SEEDS))
+
     def test_bugs_are_caught(self) -> None:
         """A connector with a bug fails in a scenario in which the real one does not."""
         self.assertLessEqual(set(QUICK_BUGS), set(self.mutations()))
@@ -96,7 +117,7 @@ class SimulationTest(unittest.TestCase):
     @staticmethod
     def mutations() -> list[str]:
         """The names of all bugs."""
-        from vllm_sim import window_mutants  # noqa: F401 - they register themselves
+        from vllm_sim import state_mutants, window_mutants  # noqa: F401 - they register themselves
         from vllm_sim.mutants import MUTATIONS
 
         return list(MUTATIONS)

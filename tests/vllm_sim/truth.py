@@ -71,6 +71,10 @@ class Chain:
         return np.array(digests, dtype=np.uint64)
 
 
+STATE: Final = 2
+"""In the place of a window: these layers keep a state. (So says `KVLayout.window` of them.)"""
+
+
 @dataclass(frozen=True)
 class Shape:
     """The model's KV cache."""
@@ -97,6 +101,8 @@ def make_shape(model: str, window: int) -> Shape:
     """One of `MODELS`, with layers of this window where it has any."""
     if model == "hybrid":  # three cache groups of two layers: one of full attention, two of windows
         return Shape((window, window, 0, window, window, 0), dim=32)
+    if model == "states":  # two cache groups: attention, and states of half a page or less
+        return Shape((STATE, 0, STATE, 0), dim=32)
     if model == "two windows":
         return Shape((window + 32, 0, window))
     if model == "windowed":
@@ -136,6 +142,17 @@ class Cache:
         self._bits = self.memory.view(torch.int16).numpy()
         self._write_layer = self._latent_writer() if shape.latent else self._writer()
 
+    def state(self, digest: int, group: int) -> Rows:
+        """The states behind a token, ``[layers, ...]``: what its K and V would be."""
+        bits = rows(np.array([digest], dtype=np.uint64), self.shape, self.groups[group])
+        return bits[:, 0].transpose(1, 0, 2, 3).reshape(len(self.groups[group]), -1)
+
+    def states(self, block: int, group: int) -> Rows:
+        """The states in a block, in place: ``[layers, ...]`` as `state` has them."""
+        layers = len(self.groups[group])
+        pages = self._bits[:layers, block].reshape(layers, -1)
+        return pages[:, : 2 * self.shape.heads * self.shape.dim]
+
     def _writer(self) -> _Write:
         from vllm.v1.attention.backends import cpu_attn
 
@@ -160,10 +177,15 @@ class Cache:
     def layers(self) -> dict[str, torch.Tensor]:
         """The tensors as vLLM registers them."""
         return {
-            layer_name(number): self.memory[at]
+            layer_name(number): self._registered(number, self.memory[at])
             for layers in self.groups
             for at, number in enumerate(layers)
         }
+
+    def _registered(self, number: int, memory: torch.Tensor) -> torch.Tensor:
+        if self.shape.windows[number] != STATE:
+            return memory
+        return memory.view(torch.int8).reshape(len(memory), 1, 1, -1)
 
     def write(self, group: int, table: Sequence[int], start: int, hashes: Hashes) -> None:
         """Write tokens from ``start`` on, as the attention layers of a group do."""

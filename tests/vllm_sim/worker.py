@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_sim.truth import Cache, Chain, Oracle, Shape, first_read
+import numpy as np
+
+from vllm_sim.truth import STATE, Cache, Chain, Oracle, Shape, first_read
 
 NULL_BLOCK = 0
 """What vLLM puts into a table where a window needs nothing."""
@@ -123,12 +125,19 @@ class Worker:
         scheduled = output.num_scheduled_tokens
         for layer in self.cache.layers:
             self.connector.wait_for_layer_load(layer)
+        for request_id in scheduled:
+            self._check_states(request_id, started[request_id])
         sampled = {}
         for request_id, count in scheduled.items():
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             start, row = started[request_id], self._rows[request_id]
             stop = start + count - len(drafts)
             for group, table in enumerate(row.tables):
+                if self._windows[group] == STATE:
+                    block = table[(stop - 1) // self.cache.block_size]
+                    after = int(row.chain.hashes(stop - 1, stop)[0])
+                    self.cache.states(block, group)[:] = self.cache.state(after, group)
+                    continue
                 self.cache.write(group, table, start, row.chain.hashes(start, stop, drafts))
             right = row.chain.tokens(stop, stop + len(drafts) + 1)
             accepted = 0
@@ -150,12 +159,29 @@ class Worker:
         row = self._rows[request_id]
         hashes = row.chain.hashes(0, start + count - len(drafts), drafts)
         for group, table in enumerate(row.tables):
+            if self._windows[group] == STATE:
+                continue
             first = first_read(start, self._windows[group])
             index = self._oracles[group].wrong_block(self.cache, table, hashes, first)
             if index is not None:
                 message = f"{request_id}: block {index} of {start} + {count} tokens"
                 raise Wrong(f"{message} holds a wrong value (group {group}, its table: {table})")
             self.counts["checked tokens"] += len(hashes) - first
+
+    def _check_states(self, request_id: str, start: int) -> None:
+        """Compare the states that a request goes on from behind ``start`` tokens.
+
+        Before anything is written, as vLLM copies them to where the step will leave its own.
+        """
+        row = self._rows[request_id]
+        for group, table in enumerate(row.tables):
+            if start == 0 or self._windows[group] != STATE:
+                continue
+            block = table[(start - 1) // self.cache.block_size]
+            before = self.cache.state(int(row.chain.hashes(start - 1, start)[0]), group)
+            if not np.array_equal(before, self.cache.states(block, group)):
+                raise Wrong(f"{request_id}: block {block} is not the state behind {start} tokens")
+            self.counts["checked states"] += 1
 
     def _propose(self, request_id: str, sampled: Sequence[int]) -> list[int]:
         """Draft tokens, of which some are right."""

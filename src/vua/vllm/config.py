@@ -26,7 +26,8 @@ class ConnectorConfig:
     """Tokens per chunk, the granularity of reuse. Engines that share chunks use the same."""
     window_every_tokens: int = 8192
     """Models with sliding windows: besides at the end of each prompt, and where a later one turned
-    out to leave it, the window is stored at every multiple of this many tokens."""
+    out to leave it, the window is stored at every multiple of this many tokens. Models with states
+    (Mamba, gated delta nets): likewise the state, at the next step that ends with a block."""
     epoch: str = ""
     """Change it to leave everything stored so far unused."""
     durable: bool = False
@@ -47,6 +48,9 @@ class ConnectorConfig:
     not with vLLM's asynchronous scheduling or sliding windows."""
     save_generated: bool = False
     """Store the chunks of generated tokens too, not only those of prompts."""
+    allow_inexact_continuation: bool = False
+    """Cache also with an attention backend that itself, without any cache, computes other values
+    behind a prefix than for a prompt as a whole (MLA on CPUs: other tokens may come out)."""
     allow_untested_vllm: bool = False
     """Go on with a vLLM that is newer than those this version of VUA was checked against."""
     max_bytes: int | str | None = None

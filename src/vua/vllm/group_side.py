@@ -15,11 +15,13 @@ import torch
 from vua.keys import ChunkKey
 from vua.serdes import DTYPES
 from vua.slab import Slab, SlabPool
+from vua.states import state_nbytes
 from vua.store import Loader, Saver, Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.messages import GroupLoad, LoadOrder
 from vua.vllm.model import Model, UncachedError
 from vua.vllm.paged import PagedKV, PageForm, fused_form, latent_form, learn_cpu_form
+from vua.vllm.state import StatePages
 from vua.vllm.stats import Recorder
 from vua.workers import Attempt
 
@@ -63,7 +65,7 @@ class GroupSide:
         self.save_slabs = SlabPool(layout, self.shard, chunks=1, limit=max(1, room // payload))
         self._loader_of: dict[Slab, Loader] = {}
         self._saver_of: dict[Slab, Saver] = {}
-        self._places: list[tuple[int, slice, PagedKV]] = []
+        self._places: list[tuple[int, slice, PagedKV | StatePages]] = []
         """Where layers lie: (vLLM cache group, which of this rank's layers, the pages)."""
 
     def register(
@@ -80,12 +82,18 @@ class GroupSide:
         for first, stop in pairwise([0, *edges, len(layers)]):
             caches = [kv_caches[names[layer]] for layer in layers[first:stop]]
             block_size = self._model.block_sizes[table_of[first]]
-            pages = PagedKV(caches, self._form(caches[0]), block_size)
+            pages = self._pages(caches, block_size)
             self._places.append((table_of[first], slice(first, stop), pages))
 
     def reopen(self, store: Store) -> None:
         """Use another store from now on; what is running goes on with the one it began with."""
         self.store, self._loader_of, self._saver_of = store, {}, {}
+
+    def _pages(self, caches: Sequence[torch.Tensor], block_size: int) -> PagedKV | StatePages:
+        nbytes = state_nbytes(self.group.layout)
+        if nbytes is not None:
+            return StatePages(caches, nbytes, block_size)
+        return PagedKV(caches, self._form(caches[0]), block_size)
 
     def _form(self, cache: torch.Tensor) -> PageForm:
         layout, slots = self.group.layout, cache.shape[-2]

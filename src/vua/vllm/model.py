@@ -14,27 +14,37 @@ from pathlib import Path
 from typing import Any
 
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
-from vua.errors import ConfigError, VUAError
+from vua.errors import ConfigError
 from vua.identity import Identity, config_digest, weights_fingerprint
 from vua.layout import KVLayout, Shard
 from vua.rope import rope_order, varies_with_length
+from vua.states import state_layout, state_nbytes
 from vua.vllm.config import ConnectorConfig
-from vua.vllm.versions import can_fail_requests, knows_current_blocks
+from vua.vllm.obstacles import (
+    UncachedError,
+    check_engine,
+    check_groups,
+    check_latent,
+    check_states,
+)
+from vua.vllm.ranks import worker_shards
+from vua.vllm.state import signature, state_parts
 
 __all__ = ["Group", "Model", "UncachedError", "describe", "fingerprint", "worker_shards"]
 
 _DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 
 
-class UncachedError(VUAError):
-    """This engine's KV cache cannot be stored correctly; it is served without VUA."""
-
-
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The layers of one kind: those that attend to the whole prefix, or to a window of it.
+    """The layers of one kind: attending to the whole prefix or a window of it, or with a state.
 
     vLLM may spread one kind over several of its own cache groups, each with a block table.
     """
@@ -51,6 +61,11 @@ class Group:
     def written(self) -> tuple[Shard, ...]:
         """The files that this engine writes for one chunk: each distinct rectangle once."""
         return tuple(dict.fromkeys(shard for row in self.shards for shard in row))
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether these layers keep a state, see `vua.states`."""
+        return state_nbytes(self.layout) is not None
 
     def first_needed(self, tokens: int) -> int:
         """The first token whose K/V matter to whoever goes on behind ``tokens`` tokens."""
@@ -93,15 +108,22 @@ class Model:
 
     @property
     def align(self) -> int:
-        """What the length of a hit must be a multiple of: it ends with a block in every group."""
-        return math.lcm(*self.block_sizes)
+        """What the length of a hit must be a multiple of: it ends with a block in every group.
+
+        Where there are states it ends with a chunk too: a state's file is that of the last chunk.
+        """
+        states = any(group.keeps_state for group in self.groups)
+        return math.lcm(*self.block_sizes, self.chunk_tokens if states else 1)
 
     def first_loaded(self, group: Group, tokens: int) -> int:
         """The first token to load of a group for whoever goes on behind ``tokens`` tokens.
 
         Where that is behind the first token of a block, the block is loaded whole nevertheless:
-        vLLM's own prefix cache offers it to other requests, whose windows may begin earlier.
+        vLLM's own prefix cache offers it to other requests, whose windows may begin earlier. Of
+        states it is the first token of the chunk that ends there.
         """
+        if group.keeps_state:
+            return max(0, tokens - self.chunk_tokens)
         first = group.first_needed(tokens)
         return first - first % math.lcm(*(self.block_sizes[table] for table in group.tables))
 
@@ -114,7 +136,7 @@ class Model:
     def leading(self) -> tuple[Group, ...]:
         """The groups of which every chunk is stored: they tell how much of a prompt is shared."""
         full = tuple(group for group in self.groups if group.layout.window is None)
-        return full or self.groups
+        return full or tuple(group for group in self.groups if not group.keeps_state)
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> Model:  # noqa: ANN401
@@ -123,39 +145,43 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     Raises:
         UncachedError: it cannot be stored correctly, with the reason.
     """
-    _check_engine(vllm_config)
+    check_engine(vllm_config)
     tables = kv_cache_config.kv_cache_groups
     kinds: dict[str, list[int]] = {}
     for number, table in enumerate(tables):
-        kinds.setdefault(_kind(table.kv_cache_spec), []).append(number)
-    latent = isinstance(tables[0].kv_cache_spec, MLAAttentionSpec)
+        kinds.setdefault(_kind(table.kv_cache_spec, vllm_config), []).append(number)
+    latent = any(isinstance(table.kv_cache_spec, MLAAttentionSpec) for table in tables)
     if latent:
-        _check_latent(vllm_config)
+        check_latent(vllm_config, config)
     groups = tuple(
         _group(vllm_config, config, kind, [(n, tables[n]) for n in kinds[kind]], len(tables) == 1)
         for kind in sorted(kinds)
     )
-    dtypes = sorted({group.layout.dtype for group in groups})
+    dtypes = sorted({group.layout.dtype for group in groups if not group.keeps_state})
+    if not dtypes:
+        msg = "a model without attention has no prefix of which to store single tokens"
+        raise UncachedError(msg)
     if len(dtypes) > 1:
         msg = f"KV caches of different dtypes in one model ({', '.join(dtypes)})"
         raise UncachedError(msg)
     return Model(
-        identity=_identity(vllm_config, dtypes[0], config, groups),
+        identity=_identity(vllm_config, dtypes[0], config, groups, tables),
         groups=groups,
         block_sizes=tuple(table.kv_cache_spec.block_size for table in tables),
         latent=latent,
     )
 
 
-def _kind(spec: Any) -> str:  # noqa: ANN401
+def _kind(spec: Any, vllm_config: Any) -> str:  # noqa: ANN401
     """The canonical name of a kind of layer, see `KVLayout.group`."""
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return ""
     if type(spec) is SlidingWindowSpec:
-        if not (can_fail_requests() and knows_current_blocks()):
-            msg = "a sliding window needs vLLM 0.32 or newer"
-            raise UncachedError(msg)
+        check_groups("a sliding window")
         return f"w{spec.sliding_window}"
+    if type(spec) is MambaSpec:
+        check_states(spec, vllm_config)
+        return f"s{spec.state_content_size_bytes}"
     msg = f"a {type(spec).__name__} KV cache is not supported"
     raise UncachedError(msg)
 
@@ -168,26 +194,47 @@ def _group(
     only: bool,  # noqa: FBT001
 ) -> Group:
     """Describe the layers of one kind; ``only``: the model has no other."""
-    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    spec = tables[0][1].kv_cache_spec
-    latent = isinstance(spec, MLAAttentionSpec)
-    heads = 1 if latent else model_config.get_total_num_kv_heads()
-    for _, table in tables:
-        found = table.kv_cache_spec
-        if (found.num_kv_heads, found.head_size) != (max(1, heads // tp_size), spec.head_size):
-            msg = f"layers of {found.num_kv_heads} KV heads of {found.head_size} beside others"
-            raise UncachedError(msg)
     if only:
-        layers = tuple(range(model_config.hf_text_config.num_hidden_layers))
+        layers = tuple(range(vllm_config.model_config.hf_text_config.num_hidden_layers))
     elif pp_size == 1:
         names = [name for _, table in tables for name in table.layer_names]
         layers = tuple(sorted(extract_layer_index(name) for name in names))
     else:
         msg = "several kinds of KV cache (hybrid attention) together with pipeline parallelism"
         raise UncachedError(msg)
-    layout = KVLayout(
-        layers=len(layers),
+    specs = [table.kv_cache_spec for _, table in tables]
+    if isinstance(specs[0], MambaSpec):
+        layout = state_layout(
+            layers=len(layers),
+            parts=state_parts(specs[0], tp_size),
+            nbytes=specs[0].state_content_size_bytes,
+            chunk_tokens=config.chunk_tokens,
+        )
+    else:
+        layout = _layout(vllm_config, config, kind, specs, len(layers))
+    shards = worker_shards(layout, pp_size=pp_size, tp_size=tp_size)
+    return Group(layout, layers, shards, tuple(number for number, _ in tables))
+
+
+def _layout(
+    vllm_config: Any,  # noqa: ANN401
+    config: ConnectorConfig,
+    kind: str,
+    specs: Sequence[Any],
+    layers: int,
+) -> KVLayout:
+    """Describe layers with K and V."""
+    spec, tp_size = specs[0], vllm_config.parallel_config.tensor_parallel_size
+    latent = isinstance(spec, MLAAttentionSpec)
+    heads = 1 if latent else vllm_config.model_config.get_total_num_kv_heads()
+    for found in specs:
+        if (found.num_kv_heads, found.head_size) != (max(1, heads // tp_size), spec.head_size):
+            msg = f"layers of {found.num_kv_heads} KV heads of {found.head_size} beside others"
+            raise UncachedError(msg)
+    return KVLayout(
+        layers=layers,
         kv_heads=heads,
         k_dim=spec.head_size,
         v_dim=0 if latent else spec.head_size_v,
@@ -195,18 +242,6 @@ def _group(
         chunk_tokens=config.chunk_tokens,
         group=kind,
     )
-    shards = worker_shards(layout, pp_size=pp_size, tp_size=tp_size)
-    return Group(layout, layers, shards, tuple(number for number, _ in tables))
-
-
-def worker_shards(layout: KVLayout, *, pp_size: int, tp_size: int) -> tuple[tuple[Shard, ...], ...]:
-    """Return the rectangle that each worker holds, ``[pp rank][tp rank]``, as vLLM cuts a model."""
-    rows = []
-    for pp_rank in range(pp_size):
-        first, last = _layer_range(layout.layers, pp_rank, pp_size)
-        ranges = [_head_range(layout.kv_heads, tp_rank, tp_size) for tp_rank in range(tp_size)]
-        rows.append(tuple(Shard(first, last, *heads, group=layout.group) for heads in ranges))
-    return tuple(rows)
 
 
 def _dtype(spec: Any) -> str:  # noqa: ANN401
@@ -217,55 +252,15 @@ def _dtype(spec: Any) -> str:  # noqa: ANN401
     return dtype
 
 
-def _check_engine(vllm_config: Any) -> None:  # noqa: ANN401
-    """Refuse what would make the cache's content depend on more than the identity says."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        msg = f"KV caches on {current_platform.device_type} are not supported yet"
-        raise UncachedError(msg)
-    if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        msg = "decode context parallelism is not supported"
-        raise UncachedError(msg)
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "suffix"):
-        msg = f"speculative decoding by {speculative.method!r} adds layers of another model"
-        raise UncachedError(msg)
-    if vllm_config.model_config.runner_type != "generate":
-        msg = f"a {vllm_config.model_config.runner_type} model has no prompts to continue"
-        raise UncachedError(msg)
-
-
-def _check_latent(vllm_config: Any) -> None:  # noqa: ANN401
-    if not vllm_config.scheduler_config.enable_chunked_prefill:
-        # so vLLM's reference backend on CPUs: other tokens come out behind a cached prefix
-        msg = "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off)"
-        raise UncachedError(msg)
-
-
-def _layer_range(layers: int, rank: int, size: int) -> tuple[int, int]:
-    from vllm.distributed.utils import get_pp_indices
-
-    first, last = get_pp_indices(layers, rank, size)
-    return first, last
-
-
-def _head_range(heads: int, rank: int, size: int) -> tuple[int, int]:
-    """The KV heads of a tensor-parallel rank; ranks share a head where there are too few."""
-    if heads >= size:
-        each = heads // size
-        return rank * each, (rank + 1) * each
-    head = rank * heads // size
-    return head, head + 1
-
-
 def _identity(
     vllm_config: Any,  # noqa: ANN401
     dtype: str,
     config: ConnectorConfig,
     groups: Sequence[Group],
+    tables: Sequence[Any],
 ) -> Identity:
     model_config = vllm_config.model_config
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
     text_config = dict(model_config.hf_text_config.to_dict())
     rope = rope_order(model_config.hf_text_config.model_type)
     if not rope:  # other engines may order K's elements differently
@@ -274,6 +269,9 @@ def _identity(
         text_config["vua.vllm_max_model_len"] = model_config.max_model_len
     if any(group.layout.window for group in groups):  # other engines store these layers whole
         text_config["vua.groups"] = [[group.layout.group, *group.layers] for group in groups]
+    specs = [table.kv_cache_spec for table in tables]
+    if states := [signature(spec, tp_size) for spec in specs if isinstance(spec, MambaSpec)]:
+        text_config["vua.states"] = states
     if model_config.quantization is not None:  # may be applied to weights that do not say so
         text_config["vua.quantization"] = str(model_config.quantization)
     try:

@@ -3,7 +3,8 @@
 A layer that attends to everything needs every chunk of the prefix. One with a sliding window needs
 only what the window holds at the point where the computation goes on; and only there its chunks are
 stored: at the end of a prompt, at the point where it turned out to leave another one, and at
-regular distances. So a hit ends where every group has what it needs.
+regular distances. One with a state needs the state right there, stored at the same points as far
+as vLLM's blocks end there. So a hit ends where every group has what it needs.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ class Found:
     stored: int
     """Leading chunks of which the leading groups' files are there."""
     windows: tuple[frozenset[int], ...]
-    """Per group of layers, the chunks to store: of use only to groups with a window."""
+    """Per group of layers, the chunks to store: of use only to groups with a window or a state."""
     prompt_chunks: int
     """How many chunks the prompt has."""
+    states: frozenset[int] = frozenset()
+    """Where there are layers with a state: the numbers of tokens behind which it is worth a file.
+    """
 
 
 def find(
@@ -73,10 +77,19 @@ def find(
             break
         stop, tokens = gap, 0
     ends = {len(keys), *range(0, len(keys), max(1, window_every_tokens // size))}
+    states = {len(keys) * size // align * align, (len(keys) * size - 1) // align * align}
     if tokens < min(stored * size, most) // align * align:
-        ends.add(stored)  # somebody else's prompt went another way here, others may follow
-    windows = tuple(_window_chunks(model, group, ends) for group in model.groups)
-    return Found(keys, tokens, stored, windows, len(keys))
+        # somebody else's prompt went another way here, others may follow
+        ends.add(stored)
+        states.add(stored * size // align * align)
+    windows = tuple(
+        frozenset(at // size - 1 for at in states if at)
+        if group.keeps_state
+        else _window_chunks(model, group, ends)
+        for group in model.groups
+    )
+    kept = any(group.keeps_state for group in model.groups)
+    return Found(keys, tokens, stored, windows, len(keys), frozenset(states if kept else ()))
 
 
 def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]:
@@ -85,8 +98,10 @@ def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]
         return frozenset()
     size, wanted = model.chunk_tokens, set[int]()
     for end in ends:
-        # one chunk more: a request that ends with this chunk has to compute its last token
-        first = model.first_loaded(group, max(0, (end - 1) * size))
+        # one chunk more: a request that ends with this chunk has to compute its last token, and
+        # goes on at the end of a block, which may be longer than a chunk
+        hit = min((end - 1) * size, (end * size - 1) // model.align * model.align)
+        first = model.first_loaded(group, max(0, hit))
         wanted.update(range(first // size, end))
     return frozenset(wanted)
 

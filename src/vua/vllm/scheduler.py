@@ -10,21 +10,22 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from vua.directory import create_stores
-from vua.keys import ChunkKey, token_ids
+from vua.keys import token_ids
 from vua.vllm.accounts import Accounts
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.lookup import Lookup, Lookups
 from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
-from vua.vllm.model import Group, Model
+from vua.vllm.model import Model
 from vua.vllm.prefix import Found
 from vua.vllm.request import OptionReader, RequestOptions
+from vua.vllm.saving import Step, to_save
 from vua.vllm.stats import Recorder
 
 __all__ = ["SchedulerSide"]
@@ -152,6 +153,8 @@ class SchedulerSide:
         if loads and found is not None and self._waits(state, found):
             return None, False
         self._account(state, state.lookup.outcome)
+        if found is not None and found.states:
+            self._stop_at_state(request, found, num_computed_tokens)
         # where it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False
@@ -161,6 +164,19 @@ class SchedulerSide:
     def _in_step(self, tokens: int) -> bool:
         """Whether so small a load is done within the step."""
         return tokens * self._model.token_nbytes <= self._in_step_nbytes
+
+    @staticmethod
+    def _stop_at_state(request: Any, found: Found, computed: int) -> None:  # noqa: ANN401
+        """Let vLLM end a step where a state is to be stored.
+
+        It does so by itself where its own prefix cache knows that others share the prefix (its
+        scheduler's "junction"), and, but for an odd size of its blocks, at the end of the prompt.
+        """
+        if not getattr(request, "shared_prefix_boundary", 1):
+            after = max(computed, found.tokens)
+            request.shared_prefix_boundary = min(
+                (at for at in found.states if at > after), default=0
+            )
 
     def _be_patient(self, lookup: Lookup) -> None:
         """Wait for a lookup, together with all others no longer than this step's patience."""
@@ -218,7 +234,9 @@ class SchedulerSide:
         if found is None:  # cannot be; a load without keys fails, and vLLM does not wait for ever
             return GroupLoad(number, local_tokens, stop, [])
         group, size = self._model.groups[number], self._model.chunk_tokens
-        start = max(self._model.first_loaded(group, stop), local_tokens)
+        start = self._model.first_loaded(group, stop)
+        if not group.keeps_state:  # of a state there is no half
+            start = max(start, local_tokens)
         return GroupLoad(number, start, stop, found.keys.run(start // size, -(-stop // size)))
 
     def finished(self, request: Any) -> None:  # noqa: ANN401
@@ -290,47 +308,31 @@ class SchedulerSide:
         if (found := state.lookup.answer.result()) is None:
             return
         request_id, size = state.request.request_id, self._model.chunk_tokens
+        reused = range(0)
         if state.next_save is None:
             state.next_save = found.stored
             if not self._model.plain:  # windows before it may be missing, and come by now
                 state.next_save = min(found.stored, computed // size)
+                if computed > found.tokens:  # vLLM's own prefix cache has more than is stored
+                    reused = range(state.next_save)
         # of scheduled tokens those after the last known one are guesses
         complete = min(computed + output.num_scheduled_tokens[request_id], state.request.num_tokens)
         if self._config.save_generated and complete // size > len(found.keys):
             found.keys = found.keys.longer(token_ids(state.request.all_token_ids[:complete]))
         stop = min(complete // size, len(found.keys))
-        if stop <= state.next_save:
+        if stop <= state.next_save and not reused:
             return
+        stop = max(stop, state.next_save)
         tables = state.block_ids
         if not self._model.plain:  # of a window's blocks vLLM keeps what it still needs
             tables = [list(t) for t in output.kv_connector_block_state.get_block_ids(request_id)]
+        step = Step(range(state.next_save, stop), computed, complete, tables, reused)
         parts = [
             (number, keys)
-            for number, group in enumerate(self._model.groups)
-            if (keys := self._to_save(number, group, found, range(state.next_save, stop), tables))
+            for number in range(len(self._model.groups))
+            if (keys := to_save(self._model, number, found, step, self._config.window_every_tokens))
         ]
         if parts:
             orders.saves.append(SaveOrder(list(tables), parts, state.options.hints))
             self.accounts.saves_ordered(request_id, sum(len(keys) for _, keys in parts))
         state.next_save = stop
-
-    def _to_save(
-        self, number: int, group: Group, found: Found, chunks: range, tables: list[list[int]]
-    ) -> Sequence[ChunkKey]:
-        """Those of the chunks that are of use to a group, and still in its blocks."""
-        if group.layout.window is None:
-            return found.keys.run(chunks.start, chunks.stop)
-        size = self._model.chunk_tokens
-        wanted: Container[int] = found.windows[number]
-        if group in self._model.leading:
-            wanted = chunks
-        keys = []
-        for chunk in chunks:
-            held = all(
-                all(tables[table][chunk * size // block : -(-(chunk + 1) * size // block)])
-                for table in group.tables
-                for block in (self._model.block_sizes[table],)
-            )
-            if held and (chunk in wanted or chunk >= found.prompt_chunks):  # of unknown end
-                keys.append(found.keys[chunk])
-        return keys

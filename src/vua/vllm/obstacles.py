@@ -1,0 +1,69 @@
+"""What keeps an engine's KV cache from being stored: each reason in one place, in plain words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vua.errors import VUAError
+from vua.vllm.config import ConnectorConfig
+from vua.vllm.versions import can_fail_requests, knows_current_blocks
+
+__all__ = ["UncachedError", "check_engine", "check_groups", "check_latent", "check_states"]
+
+
+class UncachedError(VUAError):
+    """This engine's KV cache cannot be stored correctly; it is served without VUA."""
+
+
+def check_engine(vllm_config: Any) -> None:  # noqa: ANN401
+    """Refuse what would make the cache's content depend on more than the identity says."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        msg = f"KV caches on {current_platform.device_type} are not supported yet"
+        raise UncachedError(msg)
+    if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
+        msg = "decode context parallelism is not supported"
+        raise UncachedError(msg)
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+        msg = f"speculative decoding by {speculative.method!r} adds layers of another model"
+        raise UncachedError(msg)
+    if vllm_config.model_config.runner_type != "generate":
+        msg = f"a {vllm_config.model_config.runner_type} model has no prompts to continue"
+        raise UncachedError(msg)
+
+
+def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: ANN401
+    """Refuse MLA whose decode and prefill disagree: other tokens come out behind a cached prefix.
+
+    So does vLLM's reference backend on CPUs, with or without a connector.
+    """
+    if config.allow_inexact_continuation or vllm_config.scheduler_config.enable_chunked_prefill:
+        return
+    msg = (
+        "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off); "
+        '"allow_inexact_continuation": true loads right bytes all the same'
+    )
+    raise UncachedError(msg)
+
+
+def check_groups(kind: str) -> None:
+    """Refuse layers that need more of a load's interface than this vLLM has."""
+    if not (can_fail_requests() and knows_current_blocks()):
+        msg = f"{kind} needs vLLM 0.32 or newer"
+        raise UncachedError(msg)
+
+
+def check_states(spec: Any, vllm_config: Any) -> None:  # noqa: ANN401
+    """Refuse states (a ``MambaSpec``) that are not kept at the ends of blocks, see `state`."""
+    check_groups("a state-space model")
+    if spec.mamba_cache_mode != "align":
+        msg = (
+            f'a state-space model in cache mode "{spec.mamba_cache_mode}": its states are stored '
+            "where vLLM keeps them at the ends of blocks, so with --enable-prefix-caching"
+        )
+        raise UncachedError(msg)
+    if vllm_config.speculative_config is not None or spec.num_speculative_blocks:
+        msg = "a state-space model with speculative decoding"
+        raise UncachedError(msg)

@@ -1,0 +1,226 @@
+"""Models with states beside attention: stored where vLLM has them, and loaded in other processes.
+
+LFM2 and Qwen3-Next are what vLLM's CPU backend runs of them (0.32); Bamba, Falcon-H1, Granite 4,
+Jamba, Mamba 1 and 2, MiniMax, Nemotron-H and OLMo hybrids fail in it without any connector.
+"""
+
+from __future__ import annotations
+
+import unittest
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_e2e.damage import CHUNK, chunk_files, flip, stored
+from vllm_e2e.harness import (
+    PROMPT,
+    RESET,
+    WINDOWS_ARE_CACHED,
+    Batch,
+    EngineTest,
+    make,
+    models,
+    tokens,
+)
+from vua.directory import create_stores, namespaces
+from vua.keys import KeyChain, token_ids
+from vua.slab import Slab
+
+pytestmark = pytest.mark.vllm
+
+BATCH = Batch([PROMPT])
+UNCACHED = "served without a stored KV cache"
+
+
+@cache
+def lfm2() -> Path:
+    """An LFM2: layers with a short convolution, whose state is its last tokens, and attention."""
+    return make(
+        models() / "lfm2",
+        "Lfm2Config",
+        **_sizes(),
+        block_auto_adjust_ff_dim=False,
+        block_dim=128,
+        block_ff_dim=256,
+        conv_L_cache=3,
+        conv_bias=False,
+        conv_dim=128,
+        layer_types=["conv", "full_attention"] * 2,
+        num_key_value_heads=2,
+    )
+
+
+@cache
+def qwen3_next() -> Path:
+    """A Qwen3-Next: layers with a gated delta net, and attention; its blocks have 160 tokens."""
+    return make(
+        models() / "qwen3-next",
+        "Qwen3NextConfig",
+        **_sizes(),
+        head_dim=64,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_key_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_value_head_dim=128,
+        mlp_only_layers=[],
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_key_value_heads=4,
+        shared_expert_intermediate_size=64,
+    )
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_size": 128,
+        "initializer_range": 0.25,
+        "intermediate_size": 256,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "pad_token_id": 3,
+        "tie_word_embeddings": False,
+        "vocab_size": 512,
+    }
+
+
+def engine(**settings: Any) -> dict[str, Any]:
+    """How to start vLLM so that it keeps states at the ends of blocks."""
+    return {"model": str(lfm2()), "enable_prefix_caching": True} | settings
+
+
+@unittest.skipUnless(WINDOWS_ARE_CACHED, "states are cached with vLLM 0.32 and newer")
+class StatesTest(EngineTest):
+    """A hit takes K and V of the whole prefix, and the one state behind it."""
+
+    def states(self) -> list[Path]:
+        """The stored files with states."""
+        return [path for path in stored(self.root) if path.name.startswith("s")]
+
+    def test_restart(self) -> None:
+        """One state is stored, at the last block's end; another process goes on from there."""
+        expected = self.fill(BATCH, engine=engine())
+        self.assertEqual(10, sum(path.name.startswith("l0-2.") for path in stored(self.root)))
+        (state,) = self.states()
+        self.assertIn(state, chunk_files(self.root, PROMPT, 640 // CHUNK - 1))
+
+        warm = self.serve(BATCH, engine=engine())
+
+        self.assertEqual(expected, warm.tokens)
+        self.assertEqual([640], warm.cached)
+        self.assertEqual(11, warm.counts["chunks_loaded"])
+
+    def test_negative_control(self) -> None:
+        """The state's bytes matter: with zeros in their place other tokens come out."""
+        expected = self.fill(BATCH, engine=engine())
+        (found,) = namespaces(self.root)
+        assert found.identity is not None
+        _, states = create_stores(self.root, found.identity, found.layouts)
+        slab = Slab(states.layout, states.layout.full, 1)
+        slab.bytes[:] = 0
+        key = KeyChain(token_ids(PROMPT), CHUNK)[640 // CHUNK - 1]
+        states.storage.remove(key.name, states.layout.full)
+        states.save(key, slab.memory)
+
+        warm = self.serve(BATCH, engine=engine())
+
+        self.assertEqual([640], warm.cached)
+        self.assertNotEqual(expected, warm.tokens)
+
+    def test_branches(self) -> None:
+        """Where a second prompt leaves the first one the third one finds a state too."""
+        others = [Batch([PROMPT[:400] + tokens(150, seed=seed)]) for seed in (2, 3)]
+        self.fill(BATCH, engine=engine())
+        expected = [self.baseline(other, engine=engine())[0] for other in others]
+
+        second = self.serve(others[0], engine=engine())
+        third = self.serve(others[1], engine=engine())
+
+        self.assertEqual(expected, second.tokens + third.tokens)
+        self.assertEqual([0, 384], second.cached + third.cached)
+
+    @pytest.mark.thorough
+    def test_longer(self) -> None:
+        """A prompt that goes on where another one ended begins with that one's state."""
+        self.fill(BATCH, engine=engine())
+        longer = Batch([PROMPT + tokens(300, seed=4)])
+        expected = self.baseline(longer, engine=engine())
+
+        warm = self.serve(longer, engine=engine())
+
+        self.assertEqual(expected, warm.tokens)
+        self.assertEqual([640], warm.cached)
+        self.assertEqual(2, len(self.states()))
+
+    @pytest.mark.thorough
+    def test_damage(self) -> None:
+        """A damaged state, or K and V: all is computed, then stored anew."""
+        expected = self.fill(BATCH, engine=engine())
+        for kind, chunk in (("s", 9), ("l0-2", 4)):
+            with self.subTest(kind):
+                files = chunk_files(self.root, PROMPT, chunk)
+                (path,) = [path for path in files if path.name.startswith(kind)]
+                flip(path)
+
+                hurt = self.serve(BATCH, engine=engine())
+                healed = self.serve(BATCH, engine=engine())
+
+                self.assertEqual(expected, hurt.tokens)
+                self.assertEqual(1, hurt.counts["corrupt"])
+                self.assertEqual(expected, healed.tokens)
+                self.assertEqual([640], healed.cached)
+                self.assertNotIn("corrupt", healed.counts)
+
+    @pytest.mark.thorough
+    def test_small_steps(self) -> None:
+        """Several prompts at once in small steps, vLLM's own prefix cache now and then empty."""
+        small = engine(max_num_batched_tokens=256, max_num_seqs=3)
+        prompts = Batch([PROMPT[:300] + tokens(250, seed=seed) for seed in range(4)])
+        batches = (prompts, RESET, prompts)
+        expected = self.baseline(*batches, engine=small)
+
+        for _ in range(2):
+            served = self.serve(*batches, engine=small)
+            self.assertEqual(expected, served.tokens)
+
+        self.assertEqual([512] * 8, served.cached)
+
+    @pytest.mark.thorough
+    def test_delta_net(self) -> None:
+        """Another kind of state, with blocks that do not end with chunks: every second one does.
+
+        In bfloat16, which is all that vLLM's kernel takes; its state in float32, as with AMX.
+        """
+        delta = engine(model=str(qwen3_next()), dtype="bfloat16", mamba_ssm_cache_dtype="float32")
+        expected = self.fill(BATCH, engine=delta)
+        other = Batch([PROMPT[:400] + tokens(150, seed=2)])
+        expected += self.baseline(other, engine=delta)
+
+        warm = self.serve(BATCH, other, engine=delta)
+        again = self.serve(other, engine=delta)
+
+        self.assertEqual(expected, warm.tokens)
+        self.assertEqual(640, warm.cached[0])
+        self.assertEqual(expected[1:], again.tokens)
+        self.assertEqual([320], again.cached)
+
+    @pytest.mark.thorough
+    def test_without_blocks(self) -> None:
+        """Without prefix caching vLLM keeps no states at blocks' ends: served uncached."""
+        without = engine(enable_prefix_caching=False)
+        expected = self.baseline(BATCH, BATCH, engine=without)
+
+        served = self.serve(BATCH, BATCH, engine=without)
+
+        self.assertEqual(expected, served.tokens)
+        self.assertEqual([0, 0], served.cached)
+        self.assertEqual([], stored(self.root))
+        said = [line for line in served.log.splitlines() if UNCACHED in line]
+        self.assertEqual(1, len({line.split("] ", 1)[1] for line in said}), said)
+        self.assertIn("--enable-prefix-caching", said[0])
