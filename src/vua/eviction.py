@@ -108,6 +108,8 @@ class Evictor:
         self._root = root
         self._pool: list[Candidate] = []
         """The oldest chunks at the last pass, oldest last."""
+        self.evicted: Callable[[Candidate], None] | None = None
+        """Told of each chunk that is evicted here."""
 
     def evict(
         self,
@@ -164,8 +166,7 @@ class Evictor:
                 if pulse is not None and freed.chunks % _PULSE == 0:
                     pulse(freed)
 
-    @staticmethod
-    def _evict(victim: Candidate, by_name: dict[str, Space]) -> Freed:
+    def _evict(self, victim: Candidate, by_name: dict[str, Space]) -> Freed:
         space = by_name.get(victim.space)
         if space is None or stamp_ns(space.fd, victim.chunk) != victim.stamp:
             return NOTHING  # used since, or gone
@@ -173,4 +174,6 @@ class Evictor:
         if nbytes is None:
             return NOTHING
         log.debug("evicted chunk %s", victim.chunk[:12])
+        if self.evicted is not None:
+            self.evicted(victim)
         return Freed(1, nbytes)

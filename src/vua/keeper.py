@@ -18,7 +18,7 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -33,7 +33,7 @@ from vua.layout import Shard
 from vua.lease import lease, upkeep_directory
 from vua.recency import Recent, inherit, server_now_ns, stamp_ns, touch
 from vua.storage.local import LocalStorage
-from vua.survey import AFTER, Space, mark, measure
+from vua.survey import AFTER, Candidate, Space, mark, measure
 
 __all__ = ["TOLERANCE", "Keeper"]
 
@@ -142,6 +142,16 @@ class Keeper:
         except OSError as problem:
             self._warn_once("pin", f"{self._root}: nothing can be pinned: {problem}")
             return False
+
+    def on_evicted(self, tell: Callable[[str], None]) -> None:
+        """Call ``tell`` with the name of each chunk of this namespace that is evicted here."""
+        namespace = self._storage.directory.name
+
+        def evicted(victim: Candidate) -> None:
+            if victim.space == namespace:
+                tell(victim.chunk)
+
+        self._evictor.evicted = evicted
 
     # -- writing ------------------------------------------------------------------------------
 

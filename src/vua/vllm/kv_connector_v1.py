@@ -9,7 +9,7 @@ fails is reported so that vLLM recomputes its tokens (``kv_load_failure_policy="
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vua.directory import check_root
 from vua.errors import VUAError
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.events import Announcer, FileEvents, FileWatch, enabled
 from vua.vllm.group_side import Rank
 from vua.vllm.messages import Orders
 from vua.vllm.model import Model, UncachedError, describe
@@ -33,6 +34,7 @@ from vua.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -49,6 +51,9 @@ T = TypeVar("T")
 
 class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     """Stores prompts' KV caches in a directory and loads what any process stored there before."""
+
+    _events: Announcer | None = None
+    """In the scheduler's process, if vLLM publishes KV cache events."""
 
     def __init__(
         self,
@@ -75,16 +80,20 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         try:
             model = describe(vllm_config, kv_cache_config, self._config)
             if role == KVConnectorRole.SCHEDULER:
+                if enabled(vllm_config):
+                    self._events = Announcer(model, vllm_config, kv_cache_config)
                 self._scheduler = SchedulerSide(
                     model,
                     self._config,
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
                     loads_in_step=self._loads_in_step(vllm_config, model),
+                    events=self._events,
                 )
                 self._announce(model, transfer)
             else:
-                self._worker = self._make_worker(model)
+                watch = FileWatch(model) if enabled(vllm_config) else None
+                self._worker = self._make_worker(model, watch)
         except (UncachedError, VUAError) as problem:
             log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
 
@@ -117,11 +126,11 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             )
         return safe
 
-    def _make_worker(self, model: Model) -> WorkerSide:
+    def _make_worker(self, model: Model, watch: FileWatch | None) -> WorkerSide:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
         rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
-        return WorkerSide(model, self._config, rank)
+        return WorkerSide(model, self._config, rank, watch)
 
     def _guarded(self, hook: Callable[[], T], otherwise: T) -> T:
         """Run a hook's work; an unforeseen error costs hits, not the engine."""
@@ -210,6 +219,13 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         blocks = connector_output.invalid_block_ids or set()
         if side is not None and (received or failed or blocks):  # not always in one step
             self._guarded(lambda: side.received(received, failed, blocks), None)
+        events, said = self._events, getattr(connector_output, "kv_connector_worker_meta", None)
+        if events is not None and isinstance(said, FileEvents):
+            self._guarded(lambda: events.learn(said.seen), None)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return the KV cache events since the last step, see `events`."""
+        return self._events.take() if self._events is not None else ()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -292,6 +308,11 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if self._worker is not None:
             results.failed_recving |= self._worker.take_failed()
         return results
+
+    def build_connector_worker_meta(self) -> FileEvents | None:
+        """Return what happened to this worker's files, where anybody wants to know."""
+        watch = self._worker.watch if self._worker is not None else None
+        return watch.take() if watch is not None else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load did not fill; vLLM recomputes them."""

@@ -20,6 +20,7 @@ from vua.directory import create_stores
 from vua.keys import ChunkKey, token_ids
 from vua.vllm.accounts import Accounts
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.events import Announcer
 from vua.vllm.lookup import Lookup, Lookups
 from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Group, Model
@@ -59,6 +60,8 @@ class _State:
     """Its block table, per vLLM cache group."""
     next_save: int | None = None
     """First chunk not yet ordered to be saved; None until the lookup's answer is known."""
+    announced: bool = False
+    """Whether events told what its lookup found."""
 
 
 class SchedulerSide:
@@ -72,6 +75,7 @@ class SchedulerSide:
         loads: bool,
         saves: bool,
         loads_in_step: bool = True,
+        events: Announcer | None = None,
     ) -> None:
         """Open the namespace.
 
@@ -81,8 +85,9 @@ class SchedulerSide:
             loads: whether the engine's role permits it to load.
             saves: likewise to save.
             loads_in_step: whether the engine can wait for a load within a step.
+            events: announces what is stored; None: nobody wants to know.
         """
-        self._config = config
+        self._config, self._events = config, events
         self._may_load, self._may_save = loads, saves
         self._open(model)
         self._options = OptionReader()
@@ -117,6 +122,8 @@ class SchedulerSide:
         old.close()
         for state in self._states.values():
             state.outdated = True
+        if self._events is not None:
+            self._events.forget()
         log.info(
             "VUA: the cache was reset; this engine now uses %s", self._model.identity.namespace
         )
@@ -152,6 +159,9 @@ class SchedulerSide:
         if loads and found is not None and self._waits(state, found):
             return None, False
         self._account(state, state.lookup.outcome)
+        if self._events is not None and found is not None and not state.announced:
+            state.announced = True
+            self._events.found(request, found.keys, found.stored)
         # where it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False
@@ -312,6 +322,8 @@ class SchedulerSide:
         if parts:
             orders.saves.append(SaveOrder(list(tables), parts, state.options.hints))
             self.accounts.saves_ordered(request_id, sum(len(keys) for _, keys in parts))
+            if self._events is not None:
+                self._events.ordered(state.request, found.keys, range(state.next_save, stop))
         state.next_save = stop
 
     def _to_save(

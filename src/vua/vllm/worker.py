@@ -25,6 +25,7 @@ from vua.keys import ChunkKey
 from vua.slab import Slab
 from vua.store import Saver, Store
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.events import FileWatch
 from vua.vllm.group_side import GroupSide, Rank, Tables
 from vua.vllm.messages import LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Model
@@ -56,8 +57,10 @@ class _Save:
 class WorkerSide:
     """One rank's transfers. The hooks are called from the worker's thread only."""
 
-    def __init__(self, model: Model, config: ConnectorConfig, rank: Rank) -> None:
-        """Open the namespace for the rectangles that ``rank`` holds."""
+    def __init__(
+        self, model: Model, config: ConnectorConfig, rank: Rank, watch: FileWatch | None = None
+    ) -> None:
+        """Open the namespace for the rectangles that ``rank`` holds; tell ``watch`` of files."""
         self._model, self._config = model, config
         self._epoch = model.identity.epoch
         stores = self._open(model)
@@ -67,6 +70,11 @@ class WorkerSide:
             GroupSide(number, model, store, rank, config, self.stats)
             for number, store in enumerate(stores)
         ]
+        self.watch = watch
+        if watch is not None:
+            for group in self._groups:
+                group.watch = watch
+            self._watch(stores)
         limit_s = config.io_timeout_s
         self._loaders: Workers[LoadOrder] = Workers(
             config.load_threads, timeout_s=limit_s, name="vua-load"
@@ -102,7 +110,14 @@ class WorkerSide:
             stores = self._open(self._model.in_epoch(epoch))
             for group, store in zip(self._groups, stores, strict=True):
                 group.reopen(store)
+            self._watch(stores)
             self._epoch = epoch
+
+    def _watch(self, stores: Sequence[Store]) -> None:
+        """Have the watch told of chunks that this process evicts."""
+        watch, keeper = self.watch, stores[0].keeper  # one keeper for all
+        if watch is not None and keeper is not None:
+            keeper.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
 
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables
@@ -268,7 +283,7 @@ class WorkerSide:
         outcome, began = "error", time.monotonic()
         try:
             written = save.saver.save(save.key)
-            outcome = "written" if written else "present"
+            outcome = "written" if written else "refused" if save.saver.refused else "present"
             keeper = save.saver.store.keeper
             if save.pin and keeper is not None:
                 keeper.pin(save.key.name)
@@ -292,6 +307,9 @@ class WorkerSide:
     def _count_save(self, save: _Save, outcome: str, seconds: float) -> None:
         self._count_pending(-1)
         self.stats.add("vua_chunks_saved_total", label=outcome)
+        current = save.saver.store is save.group.store  # not of an epoch that was left
+        if self.watch is not None and current and outcome in ("written", "present"):
+            self.watch.stored(save.key, save.group.shard)
         if outcome == "written":
             group = save.group
             self.stats.observe("vua_save_seconds", seconds)
