@@ -199,6 +199,21 @@ class TestPins(GcTest):
         report = collect(self.root, self.limits(max_bytes=0))
         self.assertEqual((1, False), (self.stored(self.branch), report.within))
 
+    def test_by_tokens(self) -> None:
+        """The library pins what is stored of a prompt, and lifts that when more is stored, too."""
+        with VUA(CONFIG, self.root) as vua:
+            longer = torch.tensor([*self.trunk, *range(100, 108)])
+            self.assertEqual([12], vua.pin(longer))
+            self.assertEqual([4], vua.pin(self.trunk[:7]))
+            self.assertEqual([0], vua.pin([7, 7, 7, 7]))
+            collect(self.root, self.limits(max_bytes=0))
+            self.assertEqual([3, 2, 0], [*map(self.stored, (self.trunk, self.branch, self.other))])
+
+            vua.put(longer, caches_of(layers=1, heads=1, tokens=20, dim=8))
+            self.assertEqual([12, 0], [*vua.unpin(longer), *vua.unpin(longer)])
+        collect(self.root, self.limits(max_bytes=0))
+        self.assertEqual(0, self.stored(self.trunk))
+
     def test_reader_and_writer(self) -> None:
         """A pinned chunk is read, found and not written again like any other."""
         pin(self.opened, names_of(self.trunk)[2])

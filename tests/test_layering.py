@@ -29,8 +29,9 @@ CORE = (
     "vua.bounds",
     "vua.survey",
     "vua.lease",
-    "vua.eviction",
     "vua.lineage",
+    "vua.hints",
+    "vua.eviction",
     "vua.keeper",
     "vua.gc",
     "vua.slab",
@@ -45,6 +46,7 @@ CORE = (
     "vua.store",
     "vua.directory",
     "vua.tensors",
+    "vua.config",
     "vua.core",
 )
 # Above the core; none may import another one.

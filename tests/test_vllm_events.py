@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import unittest
 from collections.abc import Iterable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -32,7 +34,10 @@ RANKS = (Shard(0, 1, 0, 1), Shard(0, 1, 1, 2))
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class AnnouncerTest(unittest.TestCase):
     def setUp(self) -> None:
-        """The chunks of a prompt of 64 tokens."""
+        """The chunks of a prompt of 64 tokens; hashes in events are not shortened to integers."""
+        switch = mock.patch.dict(os.environ, {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"})
+        switch.start()
+        self.addCleanup(switch.stop)
         self.keys = KeyChain(token_ids(IDS), CHUNK)
         self.names = [key.prefix_hash for key in self.keys.first(4)]
 
@@ -50,7 +55,11 @@ class AnnouncerTest(unittest.TestCase):
         cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
         parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
         settings = SimpleNamespace(
-            cache_config=SimpleNamespace(block_size=block), parallel_config=parallel
+            cache_config=SimpleNamespace(
+                block_size=block, prefix_match_unit=None, enable_prefix_caching=True
+            ),
+            kv_transfer_config=None,
+            parallel_config=parallel,
         )
         self.watches = [events.FileWatch(model) for _ in ranks]
         self.ranks = ranks

@@ -228,6 +228,17 @@ class HangingTest(DirectoryTest):
         pins = sorted(path.parent.name for path in self.root.rglob("pin-*"))
         self.assertEqual(sorted(key.name for key in keys), pins)
 
+    def test_ttl(self) -> None:
+        """A client's hint marks the chunks of its request and no other."""
+        self.storage.go.set()
+        hinted, plain = keys_of(range(100, 148), 16), keys_of(range(200, 248), 16)
+        for keys, hints in ((hinted, SaveHints(ttl_s=60)), (plain, SaveHints())):
+            self.side.save(Orders(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
+            soon(lambda: self.side._pending_saves == 0)
+
+        marks = {path.name: path.read_text() for path in self.root.glob("*/ttl/*")}
+        self.assertEqual({key.name: "0000000060" for key in hinted}, marks)
+
     def test_shutdown(self) -> None:
         """It ends although everything hangs."""
         self.load("late", [5, 6, 7])

@@ -207,7 +207,7 @@ class Store:
         header[0] = np.frombuffer(text, dtype=np.uint8)
         if self.keeper is None:
             self.storage.publish(key.name, shard, iovecs)
-        elif not self.keeper.publish(key, shard, iovecs):
+        elif not self.keeper.publish(key, shard, iovecs, saver.ttl_s):
             self._count("chunks_refused")
             saver.refused = True
             return False
@@ -224,6 +224,8 @@ class Saver:
         self.store, self.shard = store, shard
         self.refused = False
         """Whether the last one was not written for want of room."""
+        self.ttl_s: float | None = None
+        """A hint for what is written from now on, see :mod:`vua.hints`."""
         self._memory = memory
         self._plan: Plan | None = None
 

@@ -36,12 +36,12 @@ class Router:
         self._socket.subscribe(b"")
         self.stored: list[BlockStored] = []
         """Announced as stored in the directory."""
-        self.removed: list[bytes] = []
-        self.held: set[bytes] = set()
+        self.removed: list[Any] = []
+        self.held: set[Any] = set()
         """Hashes of the blocks that the directory is said to hold."""
-        self.own: dict[bytes, tuple[list[int], bytes | None, int | None]] = {}
+        self.own: dict[Any, tuple[list[int], Any, int | None]] = {}
         """What vLLM says of its own blocks: tokens, parent and cache group by hash."""
-        self.blocks: dict[bytes, tuple[list[int], bytes | None, int | None]] = {}
+        self.blocks: dict[Any, tuple[list[int], Any, int | None]] = {}
         """The same of those announced as stored in the directory."""
 
     def listen(self) -> None:
@@ -73,7 +73,7 @@ class Router:
         whole = [ids for ids in prefixes if len(ids) % CHUNK == 0]
         return sorted(keys_of(ids, CHUNK)[-1].name for ids in whole)
 
-    def _prefix(self, name: bytes | None) -> list[int]:
+    def _prefix(self, name: Any) -> list[int]:
         ids: list[int] = []
         while name is not None:
             own, name, _ = self.blocks[name]

@@ -14,12 +14,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from vua.errors import VUAError
+from vua.hints import lift
 from vua.keys import KeyChain, token_ids
 from vua.store import Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.model import Model, fingerprint
 from vua.vllm.prefix import Found, find
-from vua.vllm.request import RequestOptions
+from vua.vllm.request import RequestOptions, SaveHints
 from vua.vllm.storage_guard import StorageGuard
 from vua.workers import Attempt, Workers
 
@@ -43,6 +44,8 @@ class Lookup:
         """Tokens of which at least one is left to compute."""
         if options.max_load_tokens is not None:
             self.most_tokens = min(self.most_tokens, options.max_load_tokens + 1)
+        self.hints = options.hints if options.store and options.hints != SaveHints() else None
+        """For what is stored already; a worker sees to what is not."""
         self.token_ids: Sequence[int] | None = request.prompt_token_ids
         self.asked_s = time.monotonic()
         self.answer: Future[Found | None] = Future()
@@ -134,11 +137,20 @@ class Lookups:
             log.exception("request %s is not cached", request.request_id)
             return None
         self._stores[0].used(keys, found.stored)  # one keeper watches over all groups' files
+        if found.stored and lookup.hints is not None:
+            self._keep(keys[found.stored - 1].name, lookup.hints)
         log.debug(
             "request %s: %d of %d chunks stored, %d tokens of use",
             *(request.request_id, found.stored, len(keys), found.tokens),
         )
         return found
+
+    def _keep(self, last: str, hints: SaveHints) -> None:
+        keeper = self._stores[0].keeper
+        if keeper is not None and hints.pin:
+            keeper.pin(last)
+        if keeper is not None and hints.ttl_s is not None:
+            lift(keeper.space, last, hints.ttl_s)
 
     def _keys(self, request: Any, ids: Sequence[int] | None) -> KeyChain | None:  # noqa: ANN401
         if ids is None or request.prompt_embeds is not None:

@@ -52,6 +52,8 @@ class _Save:
     slab: Slab
     pin: bool = False
     """Whether it, and so all of its prefix, is to stay."""
+    ttl_s: float | None = None
+    """See :class:`vua.vllm.request.SaveHints`."""
 
 
 class WorkerSide:
@@ -276,12 +278,14 @@ class WorkerSide:
             group.gather(slab, key, order.block_ids)
             self._count_pending(1)
             pin = order.hints.pin and at == len(keys) - 1  # holds those before it too
-            self._savers.submit(self._write, _Save(group, group.saver(slab), key, slab, pin))
+            save = _Save(group, group.saver(slab), key, slab, pin, order.hints.ttl_s)
+            self._savers.submit(self._write, save)
 
     def _write(self, attempt: Attempt[_Save]) -> None:
         save = attempt.what
         outcome, began = "error", time.monotonic()
         try:
+            save.saver.ttl_s = save.ttl_s
             written = save.saver.save(save.key)
             outcome = "written" if written else "refused" if save.saver.refused else "present"
             keeper = save.saver.store.keeper
