@@ -122,7 +122,11 @@ class _Unit:
 
 
 class Announcer:
-    """Turns what workers see into vLLM's events. For the scheduler's thread only."""
+    """Turns what workers see into vLLM's events. Safe for threads.
+
+    What a lookup finds is described on the lookup's thread, what is stored step by step on the
+    scheduler's, at some 10 us a chunk.
+    """
 
     def __init__(self, model: Model, vllm_config: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
         """Announce chunks of ``model`` as blocks of its first leading cache group."""
@@ -146,6 +150,7 @@ class Announcer:
         """Per chunk the hashes of its unit's blocks; emptied when these are announced as gone."""
         self._queue: list[KVCacheEvent] = []
         self._full = False
+        self._lock = threading.Lock()
 
     # -- what the scheduler's half knows ------------------------------------------------------
 
@@ -156,19 +161,26 @@ class Announcer:
         deleted it.
         """
         known, size = self._announced, self._unit
-        for key in keys.first(len(keys))[chunks:]:
-            self._remove(known.pop(key.prefix_hash, []))
-        names = [key.prefix_hash for key in keys.first(chunks // size * size)]
-        first = next((at for at, name in enumerate(names) if name not in known), len(names))
-        first -= first % size
-        for name in names[:first]:
-            known.move_to_end(name)
-        event = self._event(request, first, len(names))
+        names = [key.prefix_hash for key in keys.first(len(keys))]
+        stop = chunks // size * size
+        with self._lock:
+            for name in names[chunks:]:
+                self._remove(known.pop(name, []))
+            first = next((at for at in range(stop) if names[at] not in known), stop)
+            first -= first % size
+            for name in names[:first]:
+                known.move_to_end(name)
+        event = self._event(request, first, stop)
         if event is not None:
-            self._announce(event, names[first:])
+            with self._lock:
+                self._announce(event, names[first:stop])
 
     def ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:  # noqa: ANN401
         """Remember what chunks are that workers are told to store; announced when they have."""
+        with self._lock:
+            self._ordered(request, keys, chunks)
+
+    def _ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:  # noqa: ANN401
         size = self._unit
         for first in range(chunks.start // size * size, chunks.stop, size):
             stop = first + size
@@ -215,18 +227,22 @@ class Announcer:
 
     def learn(self, seen: Iterable[Seen]) -> None:
         """Announce what is stored in all files now, and what is gone."""
-        for one in seen:
-            if one.file == _GONE:
-                self._remove(self._announced.pop(one.chunk, []))
-                continue
-            unit = self._pending.get(one.chunk)
-            if unit is None:
-                continue
-            unit.left.discard(one)
-            if not unit.left:
-                for name in unit.chunks:
-                    self._pending.pop(name, None)
-                self._announce(unit.event, unit.chunks)
+        with self._lock:
+            for one in seen:
+                self._learn(one)
+
+    def _learn(self, one: Seen) -> None:
+        if one.file == _GONE:
+            self._remove(self._announced.pop(one.chunk, []))
+            return
+        unit = self._pending.get(one.chunk)
+        if unit is None:
+            return
+        unit.left.discard(one)
+        if not unit.left:
+            for name in unit.chunks:
+                self._pending.pop(name, None)
+            self._announce(unit.event, unit.chunks)
 
     def _announce(self, event: BlockStored, names: Sequence[bytes]) -> None:
         self._emit(event)
@@ -255,14 +271,16 @@ class Announcer:
 
     def forget(self) -> None:
         """After a reset of the cache: nothing that was announced can be loaded any more."""
-        hashes = [one for blocks in self._announced.values() for one in blocks]
-        self._announced.clear()
-        self._pending.clear()
-        self._remove(list(dict.fromkeys(hashes)))
+        with self._lock:
+            hashes = [one for blocks in self._announced.values() for one in blocks]
+            self._announced.clear()
+            self._pending.clear()
+            self._remove(list(dict.fromkeys(hashes)))
 
     def take(self) -> list[KVCacheEvent]:
         """Return the events since the last call."""
         if not self._queue:
             return []
-        queue, self._queue = self._queue, []
+        with self._lock:
+            queue, self._queue = self._queue, []
         return queue

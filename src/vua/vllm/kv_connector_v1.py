@@ -154,10 +154,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def get_kv_connector_stats(self) -> VUAStats | None:
         """Return what this half has recorded since the last step."""
-        if self._scheduler is not None:  # called once at the end of each step
-            self._scheduler.accounts.step_ended()
-            return self._scheduler.stats.take()
-        return self._worker.stats.take() if self._worker is not None else None
+        side = self._scheduler or self._worker
+        return self._guarded(side.take_stats, None) if side is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> VUAStats | None:
@@ -207,7 +205,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         side = self._scheduler
         if side is None:
             return Orders()
-        orders = Orders(loads=side.take_loads(), epoch=side.epoch)
+        orders = Orders(loads=self._guarded(side.take_loads, []), epoch=side.epoch)
         self._guarded(lambda: side.add_saves(orders, scheduler_output), None)
         return orders
 
@@ -225,7 +223,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV cache events since the last step, see `events`."""
-        return self._events.take() if self._events is not None else ()
+        return self._guarded(self._events.take, []) if self._events is not None else ()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -245,6 +243,11 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             side.reset()
         except VUAError as problem:
             log.warning("VUA: the cache could not be reset, it is unchanged: %s", problem)
+            return False
+        except Exception:
+            if self._config.strict:
+                raise
+            log.exception("VUA: the cache could not be reset")
             return False
         return True
 
@@ -269,6 +272,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             self._worker.register(kv_caches, layer_of, tables)
         except (VUAError, AssertionError) as problem:
             log.warning("VUA: this worker loads and stores nothing: %s", problem)
+        except Exception:
+            if self._config.strict:
+                raise
+            log.exception("VUA: this worker loads and stores nothing")
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         """Begin the ordered loads; does not wait for them."""
@@ -300,20 +307,23 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Return (None, requests whose loads have ended)."""
         if self._worker is None:
             return None, None
-        return None, self._worker.take_received(idle=self._idle)
+        side, nobody = self._worker, set[str]()
+        return None, self._guarded(lambda: side.take_received(idle=self._idle), nobody)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401
         """As :meth:`get_finished`, with the requests whose loads failed as a whole."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:
-            results.failed_recving |= self._worker.take_failed()
+            nobody = set[str]()
+            results.failed_recving |= self._guarded(self._worker.take_failed, nobody)
         return results
 
     def build_connector_worker_meta(self) -> FileEvents | None:
         """Return what happened to this worker's files, where anybody wants to know."""
         watch = self._worker.watch if self._worker is not None else None
-        return watch.take() if watch is not None else None
+        return self._guarded(watch.take, None) if watch is not None else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load did not fill; vLLM recomputes them."""
-        return self._worker.take_failed_blocks() if self._worker is not None else set()
+        side, none = self._worker, set[int]()
+        return self._guarded(side.take_failed_blocks, none) if side is not None else none

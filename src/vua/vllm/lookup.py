@@ -18,6 +18,7 @@ from vua.hints import lift
 from vua.keys import KeyChain, token_ids
 from vua.store import Store
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.events import Announcer
 from vua.vllm.model import Model, fingerprint
 from vua.vllm.prefix import Found, find
 from vua.vllm.request import RequestOptions, SaveHints
@@ -83,9 +84,16 @@ class Lookup:
 class Lookups:
     """Answers questions about prompts; asked by one thread, never blocks it."""
 
-    def __init__(self, model: Model, stores: Sequence[Store], config: ConnectorConfig) -> None:
-        """Look up in ``stores``, one per group of ``model``."""
+    def __init__(
+        self,
+        model: Model,
+        stores: Sequence[Store],
+        config: ConnectorConfig,
+        events: Announcer | None = None,
+    ) -> None:
+        """Look up in ``stores``, one per group of ``model``; tell ``events`` what is found."""
         self._model, self._stores, self._config = model, stores, config
+        self._events = events
         self._threads: Workers[Lookup] = Workers(
             2, timeout_s=config.io_timeout_s, name="vua-lookup"
         )
@@ -106,7 +114,8 @@ class Lookups:
         return lookup
 
     def close(self) -> None:
-        """Stop the threads; waits for none."""
+        """Stop the threads; waits for none, and announces nothing more."""
+        self._events = None
         self._threads.close(finish=False)
 
     def _answer(self, attempt: Attempt[Lookup]) -> None:
@@ -137,6 +146,8 @@ class Lookups:
             log.exception("request %s is not cached", request.request_id)
             return None
         self._stores[0].used(keys, found.stored)  # one keeper watches over all groups' files
+        if self._events is not None:
+            self._events.found(request, keys, found.stored)
         if found.stored and lookup.hints is not None:
             self._keep(keys[found.stored - 1].name, lookup.hints)
         log.debug(

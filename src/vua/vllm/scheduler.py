@@ -26,7 +26,7 @@ from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Group, Model
 from vua.vllm.prefix import Found
 from vua.vllm.request import OptionReader, RequestOptions
-from vua.vllm.stats import Recorder
+from vua.vllm.stats import Recorder, VUAStats
 
 __all__ = ["SchedulerSide"]
 
@@ -60,8 +60,6 @@ class _State:
     """Its block table, per vLLM cache group."""
     next_save: int | None = None
     """First chunk not yet ordered to be saved; None until the lookup's answer is known."""
-    announced: bool = False
-    """Whether events told what its lookup found."""
 
 
 class SchedulerSide:
@@ -106,7 +104,8 @@ class SchedulerSide:
             durable=self._config.durable,
             bounds=self._config.bounds,
         )
-        self._model, self._lookups = model, Lookups(model, self._stores, self._config)
+        self._model = model
+        self._lookups = Lookups(model, self._stores, self._config, self._events)
 
     def reset(self) -> None:
         """Leave everything stored so far unused: the model's weights may have been replaced.
@@ -159,9 +158,6 @@ class SchedulerSide:
         if loads and found is not None and self._waits(state, found):
             return None, False
         self._account(state, state.lookup.outcome)
-        if self._events is not None and found is not None and not state.announced:
-            state.announced = True
-            self._events.found(request, found.keys, found.stored)
         # where it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False
@@ -262,6 +258,11 @@ class SchedulerSide:
         loads, self._loads = self._loads, []
         self._patience_s = _STEP_WAIT_S
         return loads
+
+    def take_stats(self) -> VUAStats | None:
+        """Return what was recorded since the last step; called once at the end of each."""
+        self.accounts.step_ended()
+        return self.stats.take()
 
     @property
     def epoch(self) -> str:

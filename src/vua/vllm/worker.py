@@ -29,7 +29,7 @@ from vua.vllm.events import FileWatch
 from vua.vllm.group_side import GroupSide, Rank, Tables
 from vua.vllm.messages import LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Model
-from vua.vllm.stats import Recorder
+from vua.vllm.stats import Recorder, VUAStats
 from vua.vllm.storage_guard import StorageGuard
 from vua.workers import Attempt, Workers
 
@@ -331,6 +331,10 @@ class WorkerSide:
         if cause not in self._warned:
             self._warned.add(cause)
             log.warning("VUA: %s", text)
+
+    def take_stats(self) -> VUAStats | None:
+        """Return what was recorded since the last step."""
+        return self.stats.take()
 
     @property
     def counts(self) -> Mapping[str, int]:
