@@ -303,10 +303,9 @@ class Keeper:
         pause_s = _HINTS_S if ttl_s is None else min(max(1.0, ttl_s / 8), _HINTS_S)
         if self._expired_s is None or now_s - self._expired_s > pause_s:
             self._expired_s = now_s
-            with spaces(self._root) as found:
-                if ttl_s is None and not hints.count(found):
-                    return
-            self._usage -= self._evict(0, None, expire=True).nbytes
+            with contextlib.suppress(OSError), spaces(self._root) as found:
+                if ttl_s is not None or hints.count(found):
+                    self._usage -= self._evict(0, None, expire=True).nbytes
 
     _someone_evicts = False
 
