@@ -71,7 +71,7 @@ class Size:
     max_model_len: int
 
 
-FULL = Size(9, 8, 700, (16, 46, 128), 4, 6, 150, 8704)
+FULL = Size(9, 6, 540, (16, 46, 128), 4, 6, 150, 8704)
 QUICK = Size(2, 2, 200, (4,), 2, 4, 100, 1024)
 
 
@@ -310,7 +310,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the results there")
     parser.add_argument("--dir", type=Path, help="a directory on the file system to measure")
     parser.add_argument("--rounds", type=int, help="of each comparison")
-    arguments = parser.parse_args()
+    arguments, began_s = parser.parse_args(), time.monotonic()
     os.environ.update(ENVIRONMENT)
     import vllm.entrypoints.llm
     import vllm.v1.engine.core
@@ -333,6 +333,7 @@ def main() -> int:
         "vllm": vllm.__version__,
         "vua": __version__,
         "rounds": size.rounds,
+        "minutes": round((time.monotonic() - began_s) / 60, 1),
         "model": "tiny" if arguments.quick else "demo",
     }
     print(", ".join(f"{key}: {value}" for key, value in about.items()) + "\n")
