@@ -309,7 +309,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: checks that it works")
     parser.add_argument("--json", type=Path, help="also write the results there")
     parser.add_argument("--dir", type=Path, help="a directory on the file system to measure")
-    parser.add_argument("--rounds", type=int, help="of each comparison")
+    parser.add_argument("--rounds", type=int)
     arguments, began_s = parser.parse_args(), time.monotonic()
     os.environ.update(ENVIRONMENT)
     import vllm.entrypoints.llm
@@ -323,9 +323,8 @@ def main() -> int:
     if arguments.rounds:
         size = Size(**{**vars(size), "rounds": arguments.rounds})
     with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=arguments.dir) as name:
-        root = Path(name)
         make = partial(make_model, vocab_size=VOCABULARY) if arguments.quick else make_demo_model
-        results = measure(root, make(root / "model"), size)
+        results = measure(Path(name), make(Path(name, "model")), size)
     about = {
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
         "python": platform.python_version(),

@@ -20,6 +20,7 @@ from vua.bounds import Bounds, Limits, read_bounds
 from vua.core import VUA, VUAConfig
 from vua.directory import create_store
 from vua.gc import collect
+from vua.hints import settle
 from vua.identity import Identity
 from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout
@@ -262,6 +263,9 @@ class TestCommands(GcTest):
         self.assertEqual((0, 60.0), self.ttl())
         self.assertEqual((0, None), self.ttl("--off"))
         self.assertEqual(2, run("ttl", self.root, "-1")[0])
+        settle(self.opened, names_of(self.trunk)[2], "", 60)
+        self.assertEqual(1, run_json("ttl", self.root)[1]["chunks_with_their_own"])
+        self.assertIn("1 chunks have", run("ttl", self.root)[1])
 
     def ttl(self, *arguments: str) -> tuple[int, float | None]:
         """Exit status and time to live."""
