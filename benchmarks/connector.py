@@ -12,7 +12,8 @@ was loaded with what could be: the program fails when something is not as expect
 2. Time to the first token with a prompt that is stored, over that with a prompt in vLLM's own
    prefix cache.
 3. Conversations, half of their turns before a restart: tokens loaded afterwards over those that
-   vLLM's own prefix cache holds when it is not restarted.
+   vLLM's own prefix cache holds when it is not restarted, by default (whole chunks of prompts are
+   stored: the row "of what can be loaded" is 1) and with answers stored, too.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +40,7 @@ import numpy as np
 
 CHUNK = 64
 NEW_TOKENS = 16
+TALKERS = ("default", "save_generated")
 VOCABULARY = 4096
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
@@ -68,15 +71,17 @@ class Size:
     max_model_len: int
 
 
-FULL = Size(9, 8, 700, (16, 46, 128), 4, 6, 150, 8704)
+FULL = Size(9, 6, 540, (16, 46, 128), 4, 6, 150, 8704)
 QUICK = Size(2, 2, 200, (4,), 2, 4, 100, 1024)
 
 
 class Arm:
     """One vLLM in a forked process."""
 
-    def __init__(self, name: str, model: Path, size: Size, root: Path | None, role: str) -> None:
-        """Start it; `root` is the connector's directory, None: without connector."""
+    def __init__(
+        self, name: str, model: Path, size: Size, root: Path | None, role: str, **extra: Any
+    ) -> None:
+        """Start it; `root` is the connector's directory, None: without; `extra`: its settings."""
         self.name, self.root = name, root
         settings: dict[str, Any] = {
             "model": str(model),
@@ -95,7 +100,7 @@ class Arm:
                 "kv_connector_module_path": "vua.vllm.kv_connector_v1",
                 "kv_role": role,
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"shared_storage_path": str(root)},
+                "kv_connector_extra_config": {"shared_storage_path": str(root), **extra},
             }
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         fork = multiprocessing.get_context("fork")  # importing vLLM once is enough
@@ -239,31 +244,37 @@ def conversations(size: Size, chance: random.Random) -> Iterator[list[list[int]]
 
 
 def recovered(
-    plain: Arm, before: Arm, restart: Any, size: Size, chance: random.Random
+    plain: Arm, starts: Mapping[str, Callable[[], Arm]], size: Size, chance: random.Random
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Measure the third comparison; `restart()` starts an engine anew on the same directory."""
+    """Measure the third comparison; `starts` start each engine, on a directory of its own."""
     users = list(conversations(size, chance))
     past: list[list[int]] = [[] for _ in users]
+    before = [0] * len(users)
     plain.ask([[1]], forget=True)
-    own = loaded = prompted = 0
-    ours = before
+    arms = {name: start() for name, start in starts.items()}
+    own, prompted, could, loaded = 0, 0, 0, dict.fromkeys(starts, 0)
     for turn in range(size.turns):
         if turn == size.turns // 2:
-            before.close()
-            ours = restart()
+            for arm in arms.values():
+                arm.close()
+            arms = {name: start() for name, start in starts.items()}
         for who, said in enumerate(users):
             prompt = past[who] + said[turn]
-            kept, stored = plain.ask([prompt]), ours.ask([prompt], forget=True)
-            expect("tokens", kept["tokens"], stored["tokens"])
-            past[who] = prompt + kept["tokens"][0]
-            if ours is not before:
+            kept = plain.ask([prompt])
+            for name, arm in arms.items():
+                answer = arm.ask([prompt], forget=True)
+                expect(f"{name}: tokens", kept["tokens"], answer["tokens"])
+                if turn >= size.turns // 2:
+                    loaded[name] += answer["cached"][0]
+            if turn >= size.turns // 2:
                 own += kept["cached"][0]
-                loaded += stored["cached"][0]
                 prompted += len(prompt)
-    if loaded == 0:
-        sys.exit("nothing was loaded after the restart")
-    ours.close()
-    yield "tokens loaded / in vLLM's own cache", summary([loaded / own])
+                could += before[who] // CHUNK * CHUNK
+            before[who], past[who] = len(prompt), prompt + kept["tokens"][0]
+    for name, arm in arms.items():
+        arm.close()
+        yield f"{name}: tokens loaded / in vLLM's own cache", summary([loaded[name] / own])
+    yield "default: tokens loaded of what can be loaded", summary([loaded["default"] / could])
     yield "tokens in vLLM's own cache / prompted", summary([own / prompted])
 
 
@@ -272,23 +283,23 @@ def measure(root: Path, model: Path, size: Size) -> dict[str, dict[str, dict[str
     chance = random.Random(5)
     with ExitStack() as stack:
 
-        def start(name: str, folder: Path | None, role: str = "kv_both") -> Arm:
+        def start(name: str, folder: str | None, role: str = "kv_both", **extra: Any) -> Arm:
             print(f"starting {name}", file=sys.stderr, flush=True)
-            return Arm(name, model, size, folder, role)
+            return Arm(name, model, size, folder and root / folder, role, **extra)
 
         arms = {
             "vLLM": start("vLLM", None),
-            "lookups": start("lookups", root / "empty", "kv_consumer"),
-            "stores": start("stores", root / "kv"),
+            "lookups": start("lookups", "empty", "kv_consumer"),
+            "stores": start("stores", "kv"),
         }
         stack.callback(arms["vLLM"].close)
         results = {"overhead": dict(overhead(arms, size, chance))}
         arms["lookups"].close()
         plain, ours = arms["vLLM"], arms["stores"]
         results["time to first token"] = dict(first_token(plain, ours, size, chance))
-        results["after a restart"] = dict(
-            recovered(plain, ours, lambda: start("restarted", root / "kv"), size, chance)
-        )
+        ours.close()
+        talkers = {n: partial(start, n, n, save_generated=n != "default") for n in TALKERS}
+        results["after a restart"] = dict(recovered(plain, talkers, size, chance))
     return results
 
 
@@ -298,8 +309,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: checks that it works")
     parser.add_argument("--json", type=Path, help="also write the results there")
     parser.add_argument("--dir", type=Path, help="a directory on the file system to measure")
-    parser.add_argument("--rounds", type=int, help="of each comparison")
-    arguments = parser.parse_args()
+    parser.add_argument("--rounds", type=int)
+    arguments, began_s = parser.parse_args(), time.monotonic()
     os.environ.update(ENVIRONMENT)
     import vllm.entrypoints.llm
     import vllm.v1.engine.core
@@ -312,12 +323,8 @@ def main() -> int:
     if arguments.rounds:
         size = Size(**{**vars(size), "rounds": arguments.rounds})
     with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=arguments.dir) as name:
-        root = Path(name)
-        if arguments.quick:
-            model = make_model(root / "model", vocab_size=VOCABULARY)
-        else:
-            model = make_demo_model(root / "model")
-        results = measure(root, model, size)
+        make = partial(make_model, vocab_size=VOCABULARY) if arguments.quick else make_demo_model
+        results = measure(Path(name), make(Path(name, "model")), size)
     about = {
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
         "python": platform.python_version(),
@@ -325,6 +332,7 @@ def main() -> int:
         "vllm": vllm.__version__,
         "vua": __version__,
         "rounds": size.rounds,
+        "minutes": round((time.monotonic() - began_s) / 60, 1),
         "model": "tiny" if arguments.quick else "demo",
     }
     print(", ".join(f"{key}: {value}" for key, value in about.items()) + "\n")

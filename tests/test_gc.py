@@ -20,6 +20,7 @@ from vua.bounds import Bounds, Limits, read_bounds
 from vua.core import VUA, VUAConfig
 from vua.directory import create_store
 from vua.gc import collect
+from vua.hints import settle
 from vua.identity import Identity
 from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout
@@ -199,6 +200,21 @@ class TestPins(GcTest):
         report = collect(self.root, self.limits(max_bytes=0))
         self.assertEqual((1, False), (self.stored(self.branch), report.within))
 
+    def test_by_tokens(self) -> None:
+        """The library pins what is stored of a prompt, and lifts that when more is stored, too."""
+        with VUA(CONFIG, self.root) as vua:
+            longer = torch.tensor([*self.trunk, *range(100, 108)])
+            self.assertEqual([12], vua.pin(longer))
+            self.assertEqual([4], vua.pin(self.trunk[:7]))
+            self.assertEqual([0], vua.pin([7, 7, 7, 7]))
+            collect(self.root, self.limits(max_bytes=0))
+            self.assertEqual([3, 2, 0], [*map(self.stored, (self.trunk, self.branch, self.other))])
+
+            vua.put(longer, caches_of(layers=1, heads=1, tokens=20, dim=8))
+            self.assertEqual([12, 0], [*vua.unpin(longer), *vua.unpin(longer)])
+        collect(self.root, self.limits(max_bytes=0))
+        self.assertEqual(0, self.stored(self.trunk))
+
     def test_reader_and_writer(self) -> None:
         """A pinned chunk is read, found and not written again like any other."""
         pin(self.opened, names_of(self.trunk)[2])
@@ -247,6 +263,9 @@ class TestCommands(GcTest):
         self.assertEqual((0, 60.0), self.ttl())
         self.assertEqual((0, None), self.ttl("--off"))
         self.assertEqual(2, run("ttl", self.root, "-1")[0])
+        settle(self.opened, names_of(self.trunk)[2], "", 60)
+        self.assertEqual(1, run_json("ttl", self.root)[1]["chunks_with_their_own"])
+        self.assertIn("1 chunks have", run("ttl", self.root)[1])
 
     def ttl(self, *arguments: str) -> tuple[int, float | None]:
         """Exit status and time to live."""

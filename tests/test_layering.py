@@ -34,8 +34,9 @@ CORE = (
     "vua.bounds",
     "vua.survey",
     "vua.lease",
-    "vua.eviction",
     "vua.lineage",
+    "vua.hints",
+    "vua.eviction",
     "vua.keeper",
     "vua.gc",
     "vua.slab",
@@ -51,6 +52,7 @@ CORE = (
     "vua.directory",
     "vua.buffers",
     "vua.tensors",
+    "vua.config",
     "vua.core",
 )
 # Above the core; none may import another one.

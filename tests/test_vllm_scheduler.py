@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from helpers import keys_of
+from vua.hints import settle, ttl_s_of
 from vua.identity import Identity
 from vua.layout import KVLayout
 from vua.slab import Slab
@@ -215,6 +216,24 @@ class SchedulerTest(unittest.TestCase):
         side.add_saves(orders, step(dict.fromkeys(asked, 0)))
 
         self.assertEqual([SaveHints(), SaveHints(60.0, pin=True)], [o.hints for o in orders.saves])
+
+    def test_hints_for_what_is_stored_already(self) -> None:
+        """A client's word counts for a prompt that others stored, unless it wants none stored."""
+        side = self.side()
+        store(side, 0, 3)
+        space = side._stores[0].keeper.space
+        names = [key.name for key in keys_of(range(64), 16)[:3]]
+        settle(space, names[2], "", 10)
+        root = side._stores[0].storage.directory
+
+        answer(side, asking("not", store=False, ttl_s=60, pin=True))
+        self.assertEqual([10, 0], [ttl_s_of(space, names[2]), len([*root.rglob("pin-*")])])
+        answer(side, asking("hinted", ttl_s=60, pin=True))
+
+        self.assertEqual([None, None, 60], [ttl_s_of(space, name) for name in names])
+        self.assertEqual(
+            names, sorted((p.parent.name for p in root.rglob("pin-*")), key=names.index)
+        )
 
     def test_waiting_for_a_writer(self) -> None:
         """A client may let its request wait until all of its prompt is stored by another engine."""

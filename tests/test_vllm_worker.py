@@ -207,6 +207,31 @@ class HangingTest(DirectoryTest):
 
         soon(saved)
 
+    def test_storage_slower_than_the_engine(self) -> None:
+        """What does not fit into the buffers is dropped, not queued, and stored another time."""
+        side, layers = self.worker(io_timeout_s=60.0, max_pending_save_mib=1), self.layers
+        side.register(
+            layers, {name: at for at, name in enumerate(layers)}, dict.fromkeys(layers, 0)
+        )
+        side._groups[0].store.storage = self.storage  # type: ignore[assignment]
+        side._groups[0].store.keeper._storage = self.storage  # type: ignore[assignment,union-attr]
+        room = side._groups[0].save_slabs._left
+        keys = keys_of(range(1000, 1000 + 16 * (room + 5)), 16)
+        order = Orders(saves=[SaveOrder([[1] * (len(keys) + 63)], [(0, keys)])])
+
+        with self.assertLogs("vllm.vua.worker", "WARNING"):
+            side.save(order)
+
+        stats = side.stats.take()
+        assert stats is not None
+        self.assertEqual({"dropped": 5}, stats.data["vua_chunks_saved_total"])
+        self.assertEqual(room, side._pending_saves)
+        self.storage.go.set()
+        soon(lambda: side._pending_saves == 0)
+        side.save(order)
+        soon(lambda: side._pending_saves == 0)
+        self.assertEqual(3 + len(keys), len(self.files()))
+
     def test_failing_saves(self) -> None:
         """A full disk is not written to again and again."""
         self.storage.problem = StorageError(28, "no space left")
@@ -227,6 +252,17 @@ class HangingTest(DirectoryTest):
 
         pins = sorted(path.parent.name for path in self.root.rglob("pin-*"))
         self.assertEqual(sorted(key.name for key in keys), pins)
+
+    def test_ttl(self) -> None:
+        """A client's hint marks the chunks of its request and no other."""
+        self.storage.go.set()
+        hinted, plain = keys_of(range(100, 148), 16), keys_of(range(200, 248), 16)
+        for keys, hints in ((hinted, SaveHints(ttl_s=60)), (plain, SaveHints())):
+            self.side.save(Orders(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
+            soon(lambda: self.side._pending_saves == 0)
+
+        marks = {path.name: path.read_text() for path in self.root.glob("*/ttl/*")}
+        self.assertEqual({key.name: "0000000060" for key in hinted}, marks)
 
     def test_shutdown(self) -> None:
         """It ends although everything hangs."""

@@ -8,23 +8,24 @@ missing is a shorter prefix, never an error and never other bytes.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import torch
 
-from vua.bounds import Bounds
 from vua.buffers import BufferPool
+from vua.config import VUAConfig
 from vua.directory import check_root, create_store, open_store
 from vua.errors import ConfigError, InputError, LayoutError
 from vua.identity import Identity
 from vua.keys import KeyChain
+from vua.lineage import is_pin, pin, unpin
 from vua.store import Store
+from vua.survey import Space, spaces
 from vua.tensors import Cache, allocate, memory_map, sequences
 
 __all__ = ["VUA", "ClosestKV", "VUAConfig"]
@@ -33,88 +34,6 @@ log = logging.getLogger(__name__)
 
 KVCache = Sequence[Sequence[torch.Tensor]]
 """``[layer][0: K, 1: V]``, each ``(batch, heads, tokens, head_dim)``."""
-
-
-class _OnClassOrInstance:
-    """A method that sees the instance when there is one and the class when there is not."""
-
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        self._function = function
-        self.__doc__ = function.__doc__
-
-    def __get__(self, instance: object, owner: type) -> Callable[..., torch.Tensor]:
-        target = owner if instance is None else instance
-        return lambda tokens: self._function(target, tokens)
-
-
-class VUAConfig:
-    """Settings of a :class:`VUA`; pass the class for the defaults, or an instance.
-
-    A subclass may set the attributes instead. Caches stored with different ``split_factor``,
-    ``model`` or ``epoch`` do not see each other.
-
-    >>> VUAConfig(split_factor=16).trim_to_split_factor(torch.arange(40)).shape
-    torch.Size([32])
-    """
-
-    split_factor: int = 64
-    """Tokens per chunk, 1..65536: the granularity of reuse."""
-    model: str = "default"
-    """Label of whatever the K/V depend on: caches of different models must not share one."""
-    epoch: str = ""
-    """Change it to leave everything stored so far unused, e.g. after new weights."""
-    durable: bool = False
-    """fsync each file. Without it a power cut may cost recent chunks (never wrong bytes)."""
-    threads: int = min(4, os.cpu_count() or 1)
-    """Sequences of a batch that are worked on at the same time."""
-    buffer_bytes: int = 1 << 30
-    """Memory of answers that were dropped, kept for the next ones; 0 keeps none."""
-
-    max_bytes: int | str | None = None
-    """Size of the whole directory: bytes, ``"500G"`` or a share of the file system. See Bounds."""
-    min_free_bytes: int | str | None = None
-    """Bytes of the file system that are left free, in the same forms."""
-    ttl_s: float | None = None
-    """Seconds without use after which a chunk is deleted; by default none."""
-
-    _FIELDS = (
-        *("split_factor", "model", "epoch", "durable", "threads", "buffer_bytes"),
-        *("max_bytes", "min_free_bytes", "ttl_s"),
-    )
-
-    def __init__(self, **settings: Any) -> None:  # noqa: ANN401
-        """Set fields by name. Raises ConfigError for an unknown one, naming the nearest."""
-        for name, value in settings.items():
-            if name not in self._FIELDS:
-                near = difflib.get_close_matches(name, self._FIELDS, n=1, cutoff=0.0)[0]
-                msg = f"VUAConfig has no setting {name!r}; the nearest is {near!r}"
-                raise ConfigError(msg)
-            setattr(self, name, value)
-        for name in ("split_factor", "threads"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                msg = f"VUAConfig.{name} must be a positive int, found {value!r}"
-                raise ConfigError(msg)
-
-        _ = self.bounds  # raises for unusable ones
-
-    @property
-    def bounds(self) -> Bounds:
-        """What the settings say about the directory's size."""
-        return Bounds(
-            max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
-        )
-
-    def __repr__(self) -> str:
-        """Return the call that makes an equal config."""
-        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._FIELDS)
-        return f"{type(self).__name__}({shown})"
-
-    @_OnClassOrInstance
-    def trim_to_split_factor(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return ``tokens`` (T,) or (B, T) cut to whole chunks. Works on the class too."""
-        length = tokens.shape[-1]
-        return tokens[..., : length - length % self.split_factor]
 
 
 class ClosestKV(NamedTuple):
@@ -353,3 +272,55 @@ class VUA:
         if not layout.v_dim:
             data = [[k, k.new_empty((*k.shape[:-1], 0))] for (k,) in data]
         return ClosestKV(row[..., :length], data)
+
+    # -- keep ---------------------------------------------------------------------------------
+
+    def pin(self, tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> list[int]:
+        """Keep what is stored of these prefixes from eviction, whatever the bounds say.
+
+        Args:
+            tokens: as for :meth:`get_closest`.
+
+        Returns:
+            For each sequence how many of its tokens are held, in whole chunks: all that are stored,
+            0 where the directory refuses. Pins survive restarts, `vua pin` lists them; chunks that
+            are stored later are not held. Reads one header per chunk.
+
+        Raises:
+            InputError: the tokens are unusable. Never for the state of the directory.
+        """
+        return self._hold(tokens, _pin)
+
+    def unpin(self, tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> list[int]:
+        """Undo :meth:`pin` of these sequences and of prefixes of them.
+
+        Returns for each sequence how many tokens that releases; what other pins hold stays held.
+        Raises as :meth:`pin` does.
+        """
+        return self._hold(tokens, _unpin)
+
+    def _hold(
+        self,
+        tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int],
+        change: Callable[[Space, Sequence[str]], int],
+    ) -> list[int]:
+        batch, store = sequences(tokens), self._store_to_read()
+        held = []
+        with spaces(self.path) as found:
+            space = next((one for one in found if one.name == self._identity.namespace), None)
+            for ids in batch.ids:
+                keys = KeyChain(ids, self.config.split_factor)
+                stored = store.lookup(keys) if store is not None else 0
+                names = [key.name for key in keys.first(stored)]
+                chunks = change(space, names) if space is not None and names else 0
+                held.append(chunks * self.config.split_factor)
+        return held
+
+
+def _pin(space: Space, names: Sequence[str]) -> int:
+    return len(pin(space, names[-1]))
+
+
+def _unpin(space: Space, names: Sequence[str]) -> int:
+    own = [name for name in names if is_pin(space, name)]
+    return max((len(unpin(space, name)) for name in own[::-1]), default=0)

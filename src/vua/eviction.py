@@ -20,6 +20,7 @@ import stat
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from vua import hints
 from vua.recency import stamp_ns
 from vua.storage.local import chunk_path
 from vua.survey import PIN, TRASH, Candidate, Space, listed, oldest, spaces
@@ -70,6 +71,7 @@ def bury(space: Space, chunk: str, *, pinned: bool = False) -> int | None:
         with contextlib.suppress(OSError):
             os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
             return None
+    hints.forget(space, chunk)
     return delete_tree(space.fd, trash)
 
 
@@ -108,6 +110,8 @@ class Evictor:
         self._root = root
         self._pool: list[Candidate] = []
         """The oldest chunks at the last pass, oldest last."""
+        self.evicted: Callable[[Candidate], None] | None = None
+        """Told of each chunk that is evicted here."""
 
     def evict(
         self,
@@ -116,6 +120,7 @@ class Evictor:
         *,
         before_ns: int | None = None,
         expired_ns: int = 0,
+        hinted: bool = False,
         pulse: Callable[[Freed], None] | None = None,
     ) -> Freed:
         """Delete the chunks that were not used for longest until ``nbytes`` bytes are free.
@@ -125,16 +130,29 @@ class Evictor:
             now_ns: the server's time, as :func:`vua.recency.server_now_ns` gives it.
             before_ns: stop at a chunk with this stamp or a younger one.
             expired_ns: delete all chunks with stamps before this, whatever ``nbytes``.
+            hinted: likewise all that their own hints (:mod:`vua.hints`) let go.
             pulse: called every few chunks with what is freed so far.
 
         Raises OSError where the directory cannot be listed or written to.
         """
         try:
-            return self._run(nbytes, before_ns, expired_ns, pulse)
+            freed = self._expire(now_ns, pulse) if hinted else NOTHING
+            return freed + self._run(nbytes, before_ns, expired_ns, pulse)
         finally:
             young = now_ns - _SETTLED_NS
             if self._pool and self._pool[0].stamp > young:
                 self._pool = [one for one in self._pool if one.stamp <= young]
+
+    def _expire(self, now_ns: int, pulse: Callable[[Freed], None] | None) -> Freed:
+        """Delete the chunks whose own hints have run out."""
+        freed = NOTHING
+        with spaces(self._root) as found:
+            by_name = {space.name: space for space in found}
+            for victim in hints.expired(found, now_ns):
+                freed += self._evict(victim, by_name)
+                if pulse is not None and freed.chunks % _PULSE == 0:
+                    pulse(freed)
+        return freed
 
     def _run(
         self,
@@ -164,8 +182,7 @@ class Evictor:
                 if pulse is not None and freed.chunks % _PULSE == 0:
                     pulse(freed)
 
-    @staticmethod
-    def _evict(victim: Candidate, by_name: dict[str, Space]) -> Freed:
+    def _evict(self, victim: Candidate, by_name: dict[str, Space]) -> Freed:
         space = by_name.get(victim.space)
         if space is None or stamp_ns(space.fd, victim.chunk) != victim.stamp:
             return NOTHING  # used since, or gone
@@ -173,4 +190,6 @@ class Evictor:
         if nbytes is None:
             return NOTHING
         log.debug("evicted chunk %s", victim.chunk[:12])
+        if self.evicted is not None:
+            self.evicted(victim)
         return Freed(1, nbytes)

@@ -45,7 +45,7 @@ class Report:
     evicted: Freed = field(default=NOTHING)
     """Deleted because there was too much."""
     expired: Freed = field(default=NOTHING)
-    """Deleted because it was not used for the time to live."""
+    """Deleted because it was not used for its time to live, its own or the directory's."""
     over_quota: Freed = field(default=NOTHING)
     """Deleted because a salt had too much."""
     orphans: Freed = field(default=NOTHING)
@@ -201,9 +201,10 @@ def _evict(
                     show(f"{freed.chunks} chunks evicted")
 
                 now_ns = server_now_ns(directory)
-                if limits.ttl_s is not None:
-                    expired_ns = now_ns - int(limits.ttl_s * 1e9)
-                    report.expired = evictor.evict(0, now_ns, expired_ns=expired_ns, pulse=pulse)
+                expired_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
+                report.expired = evictor.evict(
+                    0, now_ns, expired_ns=expired_ns, hinted=True, pulse=pulse
+                )
                 need = _look(root, limits, report)
                 if need > 0:
                     report.evicted = evictor.evict(need, now_ns, pulse=pulse)

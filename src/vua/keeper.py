@@ -18,12 +18,12 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from vua import lineage
+from vua import hints, lineage
 from vua._linux import Iovecs
 from vua.bounds import Bounds, Limits
 from vua.errors import ConfigError, StorageFullError
@@ -33,7 +33,7 @@ from vua.layout import Shard
 from vua.lease import lease, upkeep_directory
 from vua.recency import Recent, inherit, server_now_ns, stamp_ns, touch
 from vua.storage.local import LocalStorage
-from vua.survey import AFTER, Space, mark, measure
+from vua.survey import AFTER, Candidate, Space, mark, measure, spaces
 
 __all__ = ["TOLERANCE", "Keeper"]
 
@@ -61,6 +61,8 @@ _DEAR_S: Final = 0.25
 _ADOPT_S: Final = 5.0
 """A chunk that was stored before its parent, or whose parent vanished, is looked at after this."""
 _PENDING_TOUCHES: Final = 256
+_HINTS_S: Final = 60.0
+"""How often a process that writes looks for chunks whose own time to live is over."""
 
 
 class Keeper:
@@ -138,15 +140,33 @@ class Keeper:
         Reads one header per chunk of the prefix; never raises for the state of the storage.
         """
         try:
-            return bool(lineage.pin(Space("", self._storage.fileno()), chunk))
+            return bool(lineage.pin(self.space, chunk))
         except OSError as problem:
             self._warn_once("pin", f"{self._root}: nothing can be pinned: {problem}")
             return False
 
+    def on_evicted(self, tell: Callable[[str], None]) -> None:
+        """Call ``tell`` with the name of each chunk of this namespace that is evicted here."""
+
+        def evicted(victim: Candidate) -> None:
+            if victim.space == self.space.name:
+                tell(victim.chunk)
+
+        self._evictor.evicted = evicted
+
+    @property
+    def space(self) -> Space:
+        """The namespace."""
+        return Space(self._storage.directory.name, self._storage.fileno())
+
     # -- writing ------------------------------------------------------------------------------
 
-    def publish(self, key: ChunkKey, shard: Shard, iovecs: Iovecs) -> bool:
+    def publish(
+        self, key: ChunkKey, shard: Shard, iovecs: Iovecs, ttl_s: float | None = None
+    ) -> bool:
         """Write a file as :meth:`Storage.publish` does, after making room for it.
+
+        With ``ttl_s`` it may go again when it was not used for so long, see :mod:`vua.hints`.
 
         Returns False, and writes nothing, when there is no room: everything stored was used more
         recently than this chunk's prefix, or the disk was found full a moment ago. Raises
@@ -168,6 +188,7 @@ class Keeper:
             self._publish_again(key, shard, iovecs, max(nbytes, 1), before_ns)
         self._pause_s = _PAUSES_S[0]
         self._settle(key, parent)
+        hints.settle(self.space, key.name, parent, ttl_s)
         return True
 
     def _publish_again(
@@ -204,7 +225,7 @@ class Keeper:
                 return
             fd = self._storage.fileno()
             with contextlib.suppress(OSError):
-                if not inherit(fd, chunk, parent) and bury(Space("", fd), chunk) is not None:
+                if not inherit(fd, chunk, parent) and bury(self.space, chunk) is not None:
                     self.counts["orphans"] += 1  # nobody would ever find it
 
     # -- room ---------------------------------------------------------------------------------
@@ -216,6 +237,8 @@ class Keeper:
         self._since += nbytes
         if self._limits is None or self._since >= self._step:
             self._measure()
+        elif self._expired_s is not None and now_s - self._expired_s > _HINTS_S:
+            self._expire(self._limits.ttl_s)
         limits = self._limits
         if limits is None or nbytes > limits.max_bytes:
             return limits is None  # it cannot be measured: let the storage itself decide
@@ -275,19 +298,21 @@ class Keeper:
             return self._limits or Limits.of(self._root, self._bounds, file=False)
 
     def _expire(self, ttl_s: float | None) -> None:
-        """Delete what was not used for the time to live, every eighth of it."""
-        if ttl_s is None:
-            return
+        """Delete what was not used for its time to live, every eighth of it; hints: a minute."""
         now_s = time.monotonic()
-        if self._expired_s is None or now_s - self._expired_s > max(1.0, ttl_s / 8):
+        pause_s = _HINTS_S if ttl_s is None else min(max(1.0, ttl_s / 8), _HINTS_S)
+        if self._expired_s is None or now_s - self._expired_s > pause_s:
             self._expired_s = now_s
-            self._usage -= self._evict(0, None, ttl_s).nbytes
+            with contextlib.suppress(OSError), spaces(self._root) as found:
+                if ttl_s is not None or hints.count(found):
+                    self._usage -= self._evict(0, None, expire=True).nbytes
 
     _someone_evicts = False
 
-    def _evict(self, nbytes: int, before_ns: int | None, ttl_s: float | None = None) -> Freed:
+    def _evict(self, nbytes: int, before_ns: int | None, *, expire: bool = False) -> Freed:
         """Evict while nobody else does; what cannot be evicted is not, with one warning."""
         self._someone_evicts = False
+        ttl_s = self._limits.ttl_s if expire and self._limits else None
         try:
             directory = upkeep_directory(self._root)
             try:
@@ -301,6 +326,7 @@ class Keeper:
                         now_ns,
                         before_ns=before_ns,
                         expired_ns=0 if ttl_s is None else now_ns - int(ttl_s * 1e9),
+                        hinted=expire,
                         pulse=lambda _: held.renew(),
                     )
             finally:

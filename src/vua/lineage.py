@@ -21,7 +21,7 @@ from vua.recency import set_stamp, stamp_ns
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 from vua.survey import AFTER, PIN, Space, chunks_of, fans_of, listed, mark
 
-__all__ = ["Chain", "Link", "ancestors", "chain_of", "link_of", "pin", "unpin"]
+__all__ = ["Chain", "Link", "ancestors", "chain_of", "is_pin", "link_of", "pin", "unpin"]
 
 _HEADER_NBYTES: Final = 1024
 """Enough of a header to hold the parent's hash."""
@@ -149,6 +149,15 @@ def pin(space: Space, chunk: str) -> list[str]:
 def unpin(space: Space, chunk: str) -> list[str]:
     """Undo :func:`pin`; what other pins hold stays held. Returns the chunks that were released."""
     return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, _unmark)]
+
+
+def is_pin(space: Space, chunk: str) -> bool:
+    """Whether a chunk itself was pinned, not only as a part of a longer prefix."""
+    try:
+        os.stat(f"{chunk_path(chunk)}/{PIN}{chunk}", dir_fd=space.fd, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def _unmark(directory: int, chunk: str, name: str) -> bool:

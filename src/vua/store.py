@@ -203,7 +203,7 @@ class Store:
         return Saver(self, self.layout.full if shard is None else shard, memory)
 
     def _save(self, key: ChunkKey, saver: Saver, place: int) -> bool:
-        shard = saver.shard
+        shard, saver.refused = saver.shard, False
         codec = self.codec(shard)
         if self.storage.exists(key.name, shard, codec.file_nbytes):
             self._count("chunks_present")
@@ -217,8 +217,9 @@ class Store:
         header[0] = np.frombuffer(text, dtype=np.uint8)
         if self.keeper is None:
             self.storage.publish(key.name, shard, iovecs)
-        elif not self.keeper.publish(key, shard, iovecs):
+        elif not self.keeper.publish(key, shard, iovecs, saver.ttl_s):
             self._count("chunks_refused")
+            saver.refused = True
             return False
         self._count("chunks_saved")
         log.debug("saved chunk %s/%s", key.name[:12], shard.name)
@@ -231,6 +232,10 @@ class Saver:
     def __init__(self, store: Store, shard: Shard, memory: MemoryMap) -> None:
         """Prepare to save ``shard`` from ``memory``; :meth:`Store.saver` calls this."""
         self.store, self.shard = store, shard
+        self.refused = False
+        """Whether the last one was not written for want of room."""
+        self.ttl_s: float | None = None
+        """A hint for what is written from now on, see :mod:`vua.hints`."""
         self._memory = memory
         self._plan: Plan | None = None
 

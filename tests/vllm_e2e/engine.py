@@ -130,6 +130,10 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
     settings = dict(phase["engine"])
     if phase.get("transfer"):
         settings["kv_transfer_config"] = phase["transfer"]
+    if "kv_events_config" in settings:
+        from vllm.config.kv_events import KVEventsConfig
+
+        settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
     counts: dict[str, int] = {}
     troubled = trouble(phase.get("trouble"), counts)
     blocks: list[dict[str, list[str]]] | None = [] if phase.get("snapshots") else None
@@ -156,12 +160,15 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
 
 
 def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Do one step: a batch of prompts, or forgetting vLLM's own prefix cache (no batch)."""
+    """Do one step: a batch of prompts, or (no batch) forgetting vLLM's own cache, or settling."""
     from vllm import SamplingParams
 
     if step.get("reset"):
         if not llm.reset_prefix_cache(reset_connector=step["reset"] == "all"):
             raise RuntimeError("the prefix cache could not be reset")
+        return []
+    if step.get("settle"):
+        settle(llm)
         return []
     prompts = [
         {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
@@ -184,6 +191,22 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
         for done in given
     ]
     return [outputs]
+
+
+def settle(llm: Any) -> None:
+    """Wait until this process has stored everything, and has published its events."""
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = get_kv_transfer_group()._worker
+    until = time.monotonic() + 30
+    while worker._pending_saves:
+        if time.monotonic() > until:
+            raise TimeoutError("chunks are still not stored")
+        time.sleep(0.01)
+    some_steps = SamplingParams(max_tokens=4, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], some_steps, use_tqdm=False)
+    time.sleep(0.2)  # the publisher's own thread
 
 
 def adapter(path: str | None) -> Any:

@@ -98,6 +98,8 @@ RESET = Batch((), max_tokens=0)
 """Instead of a batch: let vLLM forget its own prefix cache."""
 RESET_ALL = Batch((), max_tokens=1)
 """Likewise, and tell the connector that the weights may have changed."""
+SETTLE = Batch((), max_tokens=2)
+"""Instead of a batch: wait until everything is stored, and has been told."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,12 @@ class Phase:
         }
         if settings.get("tensor_parallel_size", 1) > 1:
             settings["distributed_executor_backend"] = "mp"
-        resets = {id(RESET): {"reset": "own"}, id(RESET_ALL): {"reset": "all"}}
-        steps = [resets.get(id(b)) or b.describe() for b in self.batches]
+        others: dict[int, dict[str, Any]] = {
+            id(RESET): {"reset": "own"},
+            id(RESET_ALL): {"reset": "all"},
+            id(SETTLE): {"settle": True},
+        }
+        steps = [others.get(id(b)) or b.describe() for b in self.batches]
         described = {"engine": settings, "steps": steps, "snapshots": self.snapshots}
         if self.root is not None:
             described["transfer"] = self._transfer(self.root)

@@ -64,7 +64,9 @@ def gemma3() -> Path:
     return make(
         models() / "gemma3",
         "Gemma3TextConfig",
-        **_sizes() | {"num_hidden_layers": 3, "tie_word_embeddings": True},
+        # small tied embeddings: larger ones outweigh all attention, and repeat the last token
+        **_sizes()
+        | {"num_hidden_layers": 3, "tie_word_embeddings": True, "initializer_range": 0.03},
         num_key_value_heads=2,
         head_dim=32,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from vua import hints
 from vua.bounds import Bounds, Limits, read_bounds, write_bounds
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, progress, size, table, when
 from vua.directory import check_root
@@ -105,11 +106,13 @@ def ttl(directory: str, seconds: float | None, *, off: bool, write: Write | None
     elif seconds is not None:
         _keep(root, Bounds(ttl_s=seconds))
     now = read_bounds(root).ttl_s
+    with spaces(root) as found:
+        own = hints.count(found)
     if write is not None:
-        write({"directory": directory, "ttl_s": now})
+        write({"directory": directory, "ttl_s": now, "chunks_with_their_own": own})
     else:
         text = "no time to live" if now is None else f"unused chunks are deleted after {now:g} s"
-        print(f"{directory}: {text}")
+        print(f"{directory}: {text}; {own} chunks have a time to live of their own")
     return SOUND
 
 

@@ -18,6 +18,7 @@ from vua.slab import Slab, SlabPool
 from vua.states import state_nbytes
 from vua.store import Loader, Saver, Store
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.events import FileWatch
 from vua.vllm.messages import GroupLoad, LoadOrder
 from vua.vllm.model import Model, UncachedError
 from vua.vllm.paged import PagedKV, PageForm, fused_form, latent_form, learn_cpu_form
@@ -54,6 +55,8 @@ class GroupSide:
     ) -> None:
         """Use ``store`` for group ``number`` of the model; record into ``stats``."""
         self._stats = stats
+        self.watch: FileWatch | None = None
+        """Told of chunks that cannot be loaded."""
         self.group, self._model = model.groups[number], model
         self.store, self.shard = store, self.group.shards[rank.pp][rank.tp]
         row = self.group.shards[rank.pp]
@@ -129,6 +132,7 @@ class GroupSide:
                 if loaded.chunks:
                     self._stats.add("vua_loaded_bytes_total", loaded.nbytes, "slab")
                 if loaded.reason is not None:
+                    self._lost(part.keys[at + loaded.chunks], loaded.reason)
                     if loaded.reason != "error":
                         self._weed(attempt, loader, part.keys[at + loaded.chunks + 1 :])
                     return reached, loaded.reason
@@ -162,9 +166,15 @@ class GroupSide:
         while keys and attempt.wanted:
             loaded = loader.load(keys[: self.load_slabs.chunks])
             attempt.progress()
+            if loaded.reason is not None:
+                self._lost(keys[loaded.chunks], loaded.reason)
             if loaded.reason == "error":
                 return
             keys = keys[loaded.chunks + (loaded.reason is not None) :]
+
+    def _lost(self, key: ChunkKey, reason: str) -> None:
+        if self.watch is not None and reason != "error":  # then it may be there all the same
+            self.watch.gone(key.prefix_hash, self.shard)
 
     def saver(self, slab: Slab) -> Saver:
         """Return what saves this rank's shard from a slab; for who holds the slab."""

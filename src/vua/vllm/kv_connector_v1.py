@@ -9,7 +9,7 @@ fails is reported so that vLLM recomputes its tokens (``kv_load_failure_policy="
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vua.directory import check_root
 from vua.errors import VUAError
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.events import Announcer, FileEvents, FileWatch, enabled
 from vua.vllm.group_side import Rank
 from vua.vllm.messages import Orders
 from vua.vllm.model import Model, UncachedError, describe
@@ -33,6 +34,7 @@ from vua.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -49,6 +51,9 @@ T = TypeVar("T")
 
 class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     """Stores prompts' KV caches in a directory and loads what any process stored there before."""
+
+    _events: Announcer | None = None
+    """In the scheduler's process, if vLLM publishes KV cache events."""
 
     def __init__(
         self,
@@ -75,16 +80,20 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         try:
             model = describe(vllm_config, kv_cache_config, self._config)
             if role == KVConnectorRole.SCHEDULER:
+                if enabled(vllm_config):
+                    self._events = Announcer(model, vllm_config, kv_cache_config)
                 self._scheduler = SchedulerSide(
                     model,
                     self._config,
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
                     loads_in_step=self._loads_in_step(vllm_config, model),
+                    events=self._events,
                 )
                 self._announce(model, transfer)
             else:
-                self._worker = self._make_worker(model)
+                watch = FileWatch(model) if enabled(vllm_config) else None
+                self._worker = self._make_worker(model, watch)
         except (UncachedError, VUAError) as problem:
             log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
 
@@ -117,11 +126,11 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             )
         return safe
 
-    def _make_worker(self, model: Model) -> WorkerSide:
+    def _make_worker(self, model: Model, watch: FileWatch | None) -> WorkerSide:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
         rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
-        return WorkerSide(model, self._config, rank)
+        return WorkerSide(model, self._config, rank, watch)
 
     def _guarded(self, hook: Callable[[], T], otherwise: T) -> T:
         """Run a hook's work; an unforeseen error costs hits, not the engine."""
@@ -145,10 +154,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def get_kv_connector_stats(self) -> VUAStats | None:
         """Return what this half has recorded since the last step."""
-        if self._scheduler is not None:  # called once at the end of each step
-            self._scheduler.accounts.step_ended()
-            return self._scheduler.stats.take()
-        return self._worker.stats.take() if self._worker is not None else None
+        side = self._scheduler or self._worker
+        return self._guarded(side.take_stats, None) if side is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> VUAStats | None:
@@ -198,7 +205,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         side = self._scheduler
         if side is None:
             return Orders()
-        orders = Orders(loads=side.take_loads(), epoch=side.epoch)
+        orders = Orders(loads=self._guarded(side.take_loads, []), epoch=side.epoch)
         self._guarded(lambda: side.add_saves(orders, scheduler_output), None)
         return orders
 
@@ -210,6 +217,13 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         blocks = connector_output.invalid_block_ids or set()
         if side is not None and (received or failed or blocks):  # not always in one step
             self._guarded(lambda: side.received(received, failed, blocks), None)
+        events, said = self._events, getattr(connector_output, "kv_connector_worker_meta", None)
+        if events is not None and isinstance(said, FileEvents):
+            self._guarded(lambda: events.learn(said.seen), None)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return the KV cache events since the last step, see `events`."""
+        return self._guarded(self._events.take, []) if self._events is not None else ()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -229,6 +243,11 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             side.reset()
         except VUAError as problem:
             log.warning("VUA: the cache could not be reset, it is unchanged: %s", problem)
+            return False
+        except Exception:
+            if self._config.strict:
+                raise
+            log.exception("VUA: the cache could not be reset")
             return False
         return True
 
@@ -253,6 +272,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             self._worker.register(kv_caches, layer_of, tables)
         except (VUAError, AssertionError) as problem:
             log.warning("VUA: this worker loads and stores nothing: %s", problem)
+        except Exception:
+            if self._config.strict:
+                raise
+            log.exception("VUA: this worker loads and stores nothing")
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         """Begin the ordered loads; does not wait for them."""
@@ -284,15 +307,23 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Return (None, requests whose loads have ended)."""
         if self._worker is None:
             return None, None
-        return None, self._worker.take_received(idle=self._idle)
+        side, nobody = self._worker, set[str]()
+        return None, self._guarded(lambda: side.take_received(idle=self._idle), nobody)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401
         """As :meth:`get_finished`, with the requests whose loads failed as a whole."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:
-            results.failed_recving |= self._worker.take_failed()
+            nobody = set[str]()
+            results.failed_recving |= self._guarded(self._worker.take_failed, nobody)
         return results
+
+    def build_connector_worker_meta(self) -> FileEvents | None:
+        """Return what happened to this worker's files, where anybody wants to know."""
+        watch = self._worker.watch if self._worker is not None else None
+        return self._guarded(watch.take, None) if watch is not None else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load did not fill; vLLM recomputes them."""
-        return self._worker.take_failed_blocks() if self._worker is not None else set()
+        side, none = self._worker, set[int]()
+        return self._guarded(side.take_failed_blocks, none) if side is not None else none

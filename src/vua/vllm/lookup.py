@@ -14,12 +14,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from vua.errors import VUAError
+from vua.hints import lift
 from vua.keys import KeyChain, token_ids
 from vua.store import Store
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.events import Announcer
 from vua.vllm.model import Model, fingerprint
 from vua.vllm.prefix import Found, find
-from vua.vllm.request import RequestOptions
+from vua.vllm.request import RequestOptions, SaveHints
 from vua.vllm.storage_guard import StorageGuard
 from vua.workers import Attempt, Workers
 
@@ -43,6 +45,8 @@ class Lookup:
         """Tokens of which at least one is left to compute."""
         if options.max_load_tokens is not None:
             self.most_tokens = min(self.most_tokens, options.max_load_tokens + 1)
+        self.hints = options.hints if options.store and options.hints != SaveHints() else None
+        """For what is stored already; a worker sees to what is not."""
         self.token_ids: Sequence[int] | None = request.prompt_token_ids
         self.asked_s = time.monotonic()
         self.answer: Future[Found | None] = Future()
@@ -80,9 +84,16 @@ class Lookup:
 class Lookups:
     """Answers questions about prompts; asked by one thread, never blocks it."""
 
-    def __init__(self, model: Model, stores: Sequence[Store], config: ConnectorConfig) -> None:
-        """Look up in ``stores``, one per group of ``model``."""
+    def __init__(
+        self,
+        model: Model,
+        stores: Sequence[Store],
+        config: ConnectorConfig,
+        events: Announcer | None = None,
+    ) -> None:
+        """Look up in ``stores``, one per group of ``model``; tell ``events`` what is found."""
         self._model, self._stores, self._config = model, stores, config
+        self._events = events
         self._threads: Workers[Lookup] = Workers(
             2, timeout_s=config.io_timeout_s, name="vua-lookup"
         )
@@ -103,7 +114,8 @@ class Lookups:
         return lookup
 
     def close(self) -> None:
-        """Stop the threads; waits for none."""
+        """Stop the threads; waits for none, and announces nothing more."""
+        self._events = None
         self._threads.close(finish=False)
 
     def _answer(self, attempt: Attempt[Lookup]) -> None:
@@ -134,11 +146,22 @@ class Lookups:
             log.exception("request %s is not cached", request.request_id)
             return None
         self._stores[0].used(keys, found.stored)  # one keeper watches over all groups' files
+        if self._events is not None:
+            self._events.found(request, keys, found.stored)
+        if found.stored and lookup.hints is not None:
+            self._keep(keys[found.stored - 1].name, lookup.hints)
         log.debug(
             "request %s: %d of %d chunks stored, %d tokens of use",
             *(request.request_id, found.stored, len(keys), found.tokens),
         )
         return found
+
+    def _keep(self, last: str, hints: SaveHints) -> None:
+        keeper = self._stores[0].keeper
+        if keeper is not None and hints.pin:
+            keeper.pin(last)
+        if keeper is not None and hints.ttl_s is not None:
+            lift(keeper.space, last, hints.ttl_s)
 
     def _keys(self, request: Any, ids: Sequence[int] | None) -> KeyChain | None:  # noqa: ANN401
         if ids is None or request.prompt_embeds is not None:

@@ -29,10 +29,11 @@ _MAX_WARNINGS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class SaveHints:
-    """How long what is stored for a request is worth keeping; a store may ignore it."""
+    """How long what is stored for a request is worth keeping."""
 
     ttl_s: float | None = None
-    """Seconds after which the chunks may be deleted; None: as the directory's policy has it."""
+    """Seconds without use after which the chunks may be deleted, if the directory's own time to
+    live does not end before; None: that alone. See :mod:`vua.hints`."""
     pin: bool = False
     """Whether they should stay however long they are not used."""
 

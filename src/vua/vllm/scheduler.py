@@ -20,13 +20,14 @@ from vua.directory import create_stores
 from vua.keys import token_ids
 from vua.vllm.accounts import Accounts
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.events import Announcer
 from vua.vllm.lookup import Lookup, Lookups
 from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Model
 from vua.vllm.prefix import Found
 from vua.vllm.request import OptionReader, RequestOptions
 from vua.vllm.saving import Step, to_save
-from vua.vllm.stats import Recorder
+from vua.vllm.stats import Recorder, VUAStats
 
 __all__ = ["SchedulerSide"]
 
@@ -73,6 +74,7 @@ class SchedulerSide:
         loads: bool,
         saves: bool,
         loads_in_step: bool = True,
+        events: Announcer | None = None,
     ) -> None:
         """Open the namespace.
 
@@ -82,8 +84,9 @@ class SchedulerSide:
             loads: whether the engine's role permits it to load.
             saves: likewise to save.
             loads_in_step: whether the engine can wait for a load within a step.
+            events: announces what is stored; None: nobody wants to know.
         """
-        self._config = config
+        self._config, self._events = config, events
         self._may_load, self._may_save = loads, saves
         self._open(model)
         self._options = OptionReader()
@@ -102,7 +105,8 @@ class SchedulerSide:
             durable=self._config.durable,
             bounds=self._config.bounds,
         )
-        self._model, self._lookups = model, Lookups(model, self._stores, self._config)
+        self._model = model
+        self._lookups = Lookups(model, self._stores, self._config, self._events)
 
     def reset(self) -> None:
         """Leave everything stored so far unused: the model's weights may have been replaced.
@@ -118,6 +122,8 @@ class SchedulerSide:
         old.close()
         for state in self._states.values():
             state.outdated = True
+        if self._events is not None:
+            self._events.forget()
         log.info(
             "VUA: the cache was reset; this engine now uses %s", self._model.identity.namespace
         )
@@ -271,6 +277,11 @@ class SchedulerSide:
         self._patience_s = _STEP_WAIT_S
         return loads
 
+    def take_stats(self) -> VUAStats | None:
+        """Return what was recorded since the last step; called once at the end of each."""
+        self.accounts.step_ended()
+        return self.stats.take()
+
     @property
     def epoch(self) -> str:
         """The epoch that orders belong to."""
@@ -308,25 +319,22 @@ class SchedulerSide:
         if (found := state.lookup.answer.result()) is None:
             return
         request_id, size = state.request.request_id, self._model.chunk_tokens
-        reused = range(0)
-        if state.next_save is None:
-            state.next_save = found.stored
-            if not self._model.plain:  # windows before it may be missing, and come by now
-                state.next_save = min(found.stored, computed // size)
-                if computed > found.tokens:  # vLLM's own prefix cache has more than is stored
-                    reused = range(state.next_save)
+        first, reused = state.next_save, range(0)
+        if first is None:
+            first, reused = self._first_save(found, computed)
         # of scheduled tokens those after the last known one are guesses
         complete = min(computed + output.num_scheduled_tokens[request_id], state.request.num_tokens)
         if self._config.save_generated and complete // size > len(found.keys):
             found.keys = found.keys.longer(token_ids(state.request.all_token_ids[:complete]))
         stop = min(complete // size, len(found.keys))
-        if stop <= state.next_save and not reused:
+        stop = max(stop, first)
+        state.next_save = stop
+        if stop == first and not reused:
             return
-        stop = max(stop, state.next_save)
         tables = state.block_ids
         if not self._model.plain:  # of a window's blocks vLLM keeps what it still needs
             tables = [list(t) for t in output.kv_connector_block_state.get_block_ids(request_id)]
-        step = Step(range(state.next_save, stop), computed, complete, tables, reused)
+        step = Step(range(first, stop), computed, complete, tables, reused)
         parts = [
             (number, keys)
             for number in range(len(self._model.groups))
@@ -335,4 +343,13 @@ class SchedulerSide:
         if parts:
             orders.saves.append(SaveOrder(list(tables), parts, state.options.hints))
             self.accounts.saves_ordered(request_id, sum(len(keys) for _, keys in parts))
-        state.next_save = stop
+            if self._events is not None:
+                self._events.ordered(state.request, found.keys, range(first, stop))
+
+    def _first_save(self, found: Found, computed: int) -> tuple[int, range]:
+        """The first chunk to store, and those before it of which a group may want something."""
+        if self._model.plain:
+            return found.stored, range(0)
+        first = min(found.stored, computed // self._model.chunk_tokens)  # windows may be missing
+        # where vLLM's own prefix cache has more than is stored
+        return first, range(first if computed > found.tokens else 0)

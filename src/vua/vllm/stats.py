@@ -86,10 +86,10 @@ METRICS: Final[dict[str, Metric]] = {
     "vua_chunks_saved_total": Metric(
         "counter",
         "Chunks given to storage by one rank: written, stored already (present), not stored for "
-        "want of buffers (dropped), for an error (error), for storage that hangs (timeout) or is "
-        "not asked after repeated failures (paused).",
+        "want of room (refused) or of buffers (dropped), for an error (error), for storage that "
+        "hangs (timeout) or is not asked after repeated failures (paused).",
         "outcome",
-        ("written", "present", "dropped", "error", "timeout", "paused"),
+        ("written", "present", "refused", "dropped", "error", "timeout", "paused"),
     ),
     "vua_stored_bytes_total": Metric("counter", "Bytes of the chunks written."),
     "vua_stored_tokens_total": Metric("counter", "Tokens written; counted on the first rank."),

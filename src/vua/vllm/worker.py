@@ -25,10 +25,11 @@ from vua.keys import ChunkKey
 from vua.slab import Slab
 from vua.store import Saver, Store
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.events import FileWatch
 from vua.vllm.group_side import GroupSide, Rank, Tables
 from vua.vllm.messages import LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Model
-from vua.vllm.stats import Recorder
+from vua.vllm.stats import Recorder, VUAStats
 from vua.vllm.storage_guard import StorageGuard
 from vua.workers import Attempt, Workers
 
@@ -51,13 +52,17 @@ class _Save:
     slab: Slab
     pin: bool = False
     """Whether it, and so all of its prefix, is to stay."""
+    ttl_s: float | None = None
+    """See :class:`vua.vllm.request.SaveHints`."""
 
 
 class WorkerSide:
     """One rank's transfers. The hooks are called from the worker's thread only."""
 
-    def __init__(self, model: Model, config: ConnectorConfig, rank: Rank) -> None:
-        """Open the namespace for the rectangles that ``rank`` holds."""
+    def __init__(
+        self, model: Model, config: ConnectorConfig, rank: Rank, watch: FileWatch | None = None
+    ) -> None:
+        """Open the namespace for the rectangles that ``rank`` holds; tell ``watch`` of files."""
         self._model, self._config = model, config
         self._epoch = model.identity.epoch
         stores = self._open(model)
@@ -67,6 +72,11 @@ class WorkerSide:
             GroupSide(number, model, store, rank, config, self.stats)
             for number, store in enumerate(stores)
         ]
+        self.watch = watch
+        if watch is not None:
+            for group in self._groups:
+                group.watch = watch
+            self._watch(stores)
         limit_s = config.io_timeout_s
         self._loaders: Workers[LoadOrder] = Workers(
             config.load_threads, timeout_s=limit_s, name="vua-load"
@@ -102,7 +112,14 @@ class WorkerSide:
             stores = self._open(self._model.in_epoch(epoch))
             for group, store in zip(self._groups, stores, strict=True):
                 group.reopen(store)
+            self._watch(stores)
             self._epoch = epoch
+
+    def _watch(self, stores: Sequence[Store]) -> None:
+        """Have the watch told of chunks that this process evicts."""
+        watch, keeper = self.watch, stores[0].keeper  # one keeper for all
+        if watch is not None and keeper is not None:
+            keeper.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
 
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables
@@ -261,14 +278,16 @@ class WorkerSide:
             group.gather(slab, key, order.block_ids)
             self._count_pending(1)
             pin = order.hints.pin and at == len(keys) - 1  # holds those before it too
-            self._savers.submit(self._write, _Save(group, group.saver(slab), key, slab, pin))
+            save = _Save(group, group.saver(slab), key, slab, pin, order.hints.ttl_s)
+            self._savers.submit(self._write, save)
 
     def _write(self, attempt: Attempt[_Save]) -> None:
         save = attempt.what
         outcome, began = "error", time.monotonic()
         try:
+            save.saver.ttl_s = save.ttl_s
             written = save.saver.save(save.key)
-            outcome = "written" if written else "present"
+            outcome = "written" if written else "refused" if save.saver.refused else "present"
             keeper = save.saver.store.keeper
             if save.pin and keeper is not None:
                 keeper.pin(save.key.name)
@@ -292,6 +311,9 @@ class WorkerSide:
     def _count_save(self, save: _Save, outcome: str, seconds: float) -> None:
         self._count_pending(-1)
         self.stats.add("vua_chunks_saved_total", label=outcome)
+        current = save.saver.store is save.group.store  # not of an epoch that was left
+        if self.watch is not None and current and outcome in ("written", "present"):
+            self.watch.stored(save.key, save.group.shard)
         if outcome == "written":
             group = save.group
             self.stats.observe("vua_save_seconds", seconds)
@@ -309,6 +331,10 @@ class WorkerSide:
         if cause not in self._warned:
             self._warned.add(cause)
             log.warning("VUA: %s", text)
+
+    def take_stats(self) -> VUAStats | None:
+        """Return what was recorded since the last step."""
+        return self.stats.take()
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -1,0 +1,97 @@
+"""Settings of the library: :class:`vua.core.VUA` takes them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vua.bounds import Bounds
+from vua.errors import ConfigError
+
+__all__ = ["VUAConfig"]
+
+
+class _OnClassOrInstance:
+    """A method that sees the instance when there is one and the class when there is not."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., torch.Tensor]:
+        target = owner if instance is None else instance
+        return lambda tokens: self._function(target, tokens)
+
+
+class VUAConfig:
+    """Settings of a :class:`VUA`; pass the class for the defaults, or an instance.
+
+    A subclass may set the attributes instead. Caches stored with different ``split_factor``,
+    ``model`` or ``epoch`` do not see each other.
+
+    >>> VUAConfig(split_factor=16).trim_to_split_factor(torch.arange(40)).shape
+    torch.Size([32])
+    """
+
+    split_factor: int = 64
+    """Tokens per chunk, 1..65536: the granularity of reuse."""
+    model: str = "default"
+    """Label of whatever the K/V depend on: caches of different models must not share one."""
+    epoch: str = ""
+    """Change it to leave everything stored so far unused, e.g. after new weights."""
+    durable: bool = False
+    """fsync each file. Without it a power cut may cost recent chunks (never wrong bytes)."""
+    threads: int = min(4, os.cpu_count() or 1)
+    """Sequences of a batch that are worked on at the same time."""
+    buffer_bytes: int = 1 << 30
+    """Memory of answers that were dropped, kept for the next ones; 0 keeps none."""
+
+    max_bytes: int | str | None = None
+    """Size of the whole directory: bytes, ``"500G"`` or a share of the file system. See Bounds."""
+    min_free_bytes: int | str | None = None
+    """Bytes of the file system that are left free, in the same forms."""
+    ttl_s: float | None = None
+    """Seconds without use after which a chunk is deleted; by default none."""
+
+    _FIELDS = (
+        *("split_factor", "model", "epoch", "durable", "threads", "buffer_bytes"),
+        *("max_bytes", "min_free_bytes", "ttl_s"),
+    )
+
+    def __init__(self, **settings: Any) -> None:  # noqa: ANN401
+        """Set fields by name. Raises ConfigError for an unknown one, naming the nearest."""
+        for name, value in settings.items():
+            if name not in self._FIELDS:
+                near = difflib.get_close_matches(name, self._FIELDS, n=1, cutoff=0.0)[0]
+                msg = f"VUAConfig has no setting {name!r}; the nearest is {near!r}"
+                raise ConfigError(msg)
+            setattr(self, name, value)
+        for name in ("split_factor", "threads"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                msg = f"VUAConfig.{name} must be a positive int, found {value!r}"
+                raise ConfigError(msg)
+
+        _ = self.bounds  # raises for unusable ones
+
+    @property
+    def bounds(self) -> Bounds:
+        """What the settings say about the directory's size."""
+        return Bounds(
+            max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
+        )
+
+    def __repr__(self) -> str:
+        """Return the call that makes an equal config."""
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._FIELDS)
+        return f"{type(self).__name__}({shown})"
+
+    @_OnClassOrInstance
+    def trim_to_split_factor(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return ``tokens`` (T,) or (B, T) cut to whole chunks. Works on the class too."""
+        length = tokens.shape[-1]
+        return tokens[..., : length - length % self.split_factor]
