@@ -24,7 +24,7 @@ from vua.directory import check_root
 from vua.errors import VUAError
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.group_side import Rank
-from vua.vllm.messages import Orders
+from vua.vllm.messages import LoadTimes, Orders
 from vua.vllm.model import Model, UncachedError, describe
 from vua.vllm.scheduler import SchedulerSide
 from vua.vllm.stats import VUAPromMetrics, VUAStats
@@ -208,6 +208,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         received = connector_output.finished_recving or set()
         failed = getattr(connector_output, "failed_recving", None) or set()
         blocks = connector_output.invalid_block_ids or set()
+        times = getattr(connector_output, "kv_connector_worker_meta", None)
+        if side is not None and isinstance(times, LoadTimes):  # before the ends of these loads
+            self._guarded(lambda: side.choices.measured(times.seconds), None)
         if side is not None and (received or failed or blocks):  # not always in one step
             self._guarded(lambda: side.received(received, failed, blocks), None)
 
@@ -292,6 +295,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if self._worker is not None:
             results.failed_recving |= self._worker.take_failed()
         return results
+
+    def build_connector_worker_meta(self) -> LoadTimes | None:
+        """Return how long loads took that have ended, for the scheduler's half."""
+        return self._worker.take_times() if self._worker is not None else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load did not fill; vLLM recomputes them."""
