@@ -106,13 +106,13 @@ class AccountsTest(unittest.TestCase):
         self.accounts.step_ended()
         counted = self.load(None, 0.3, 1.2)
         self.assertEqual({"": 1.28}, counted["vua_saved_prefill_seconds_total"])
-        self.assertAlmostEqual(0.9, counted["vua_saved_seconds"]["predicted"])
-        self.assertAlmostEqual(0.78, counted["vua_saved_seconds"]["measured"])
+        self.assertAlmostEqual(0.9, counted["vua_seconds_saved"]["predicted"])
+        self.assertAlmostEqual(0.78, counted["vua_seconds_saved"]["measured"])
 
         counted = self.load(0, 0.3, 1.2)  # in vain
         self.assertNotIn("vua_saved_prefill_seconds_total", counted)
-        self.assertAlmostEqual(1.8, counted["vua_saved_seconds"]["predicted"])
-        self.assertAlmostEqual(0.28, counted["vua_saved_seconds"]["measured"])
+        self.assertAlmostEqual(1.8, counted["vua_seconds_saved"]["predicted"])
+        self.assertAlmostEqual(0.28, counted["vua_seconds_saved"]["measured"])
 
     def test_computed_although_stored(self) -> None:
         """Such a request is counted and says why; one with nothing stored is not."""

@@ -123,7 +123,7 @@ class Accounts:
 
     def _save(self, basis: str, seconds: float) -> None:
         self._saved[basis] += seconds
-        self._stats.set("vua_saved_seconds", self._saved[basis], basis)
+        self._stats.set("vua_seconds_saved", self._saved[basis], basis)
 
     def saves_ordered(self, request_id: str, chunks: int) -> None:
         """Note that the workers were told to store so many chunks."""

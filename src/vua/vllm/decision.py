@@ -39,7 +39,8 @@ _OFF: Final = 2.0
 """A load this many times slower or faster than predicted is out of line..."""
 _IN_A_ROW: Final = 3
 """...and so many of them in a row, all to one side, mean that the storage has changed: what was
-measured before is forgotten. Fewer are outliers, which a median line ignores."""
+measured before is forgotten. Fewer are outliers, which a median line ignores; nor are fewer enough
+to begin with."""
 _AGAIN: Final = 1.5
 """Loads that were left out go on when they are this much better than where they would be left
 out: what lies on the border does not flap."""
@@ -104,8 +105,12 @@ class LoadCost:
         """How many of the latest were out of line, negative: faster."""
 
     def seconds(self, nbytes: int) -> float | None:
-        """Return what a load of so many bytes takes; None before the first was measured."""
-        return self._line.at(nbytes)
+        """Return what a load of so many bytes takes; None before some were measured.
+
+        The first load of a process alone says little: it faults memory in and builds what later
+        ones reuse.
+        """
+        return self._line.at(nbytes) if len(self._line) >= _IN_A_ROW else None
 
     def add(self, nbytes: int, seconds: float) -> None:
         """Add a measured load."""

@@ -72,7 +72,7 @@ METRICS: Final[dict[str, Metric]] = {
         "engine's recent steps. The time of the load is not subtracted. 0 until a prefill was "
         "measured.",
     ),
-    "vua_saved_seconds": Metric(
+    "vua_seconds_saved": Metric(
         "gauge",
         "Sum since the start, over all loads, of the seconds that computing takes minus those that "
         "the load takes: as they were predicted when it was decided to load, and as measured from "
