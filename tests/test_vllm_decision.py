@@ -163,7 +163,7 @@ class DecisionTest(unittest.TestCase):
         self.assertEqual({"faster"}, set(again[again.index("faster") :]))
 
     def test_slow_from_the_beginning(self) -> None:
-        """Three loads are tried before they are left out; a slow first one alone changes nothing."""
+        """Three loads are tried before they are left out; a slow first one changes nothing."""
         self.storage.token_s = 0.1
         self.assertEqual(["unmeasured"] * 3 + ["compute"], self.requests(4))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -69,7 +70,7 @@ class Line:
 
     def _fit(self) -> tuple[float, float]:
         xs, ys, weights = np.array(self._seen, dtype=np.float64).T
-        one, other = np.triu_indices(len(xs), 1)
+        one, other = _pairs(len(xs))
         far = np.abs(xs[other] - xs[one]) >= _APART * xs.max()
         if np.count_nonzero(far) < max(1.0, _ENOUGH * len(xs) ** 2):
             return self._flat(xs, ys, weights)
@@ -85,6 +86,12 @@ class Line:
         if self._proportional:
             return 0.0, _median(ys / xs, weights)
         return _median(ys, weights), 0.0
+
+
+@cache
+def _pairs(count: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """All pairs of so many."""
+    return np.triu_indices(count, 1)
 
 
 def _median(values: _Floats, weights: _Floats) -> float:
