@@ -14,8 +14,8 @@ and what is decided is all or nothing; only probes are shorter.
 
 While loads are left out, one is tried now and then, no longer than computing the prompt would take
 by what is known: soon at first, then ever more rarely. Once these are fast, loads go on. Nothing
-here touches storage; all calls are for the scheduler's thread and take microseconds (some tenths of a
-millisecond after new measurements).
+here touches storage; all calls are for the scheduler's thread and take microseconds (after new
+measurements some tenths of a millisecond).
 """
 
 from __future__ import annotations
