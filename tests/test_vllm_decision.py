@@ -122,7 +122,7 @@ class DecisionTest(unittest.TestCase):
             shared_storage_path="/kv", **{"load_threads": 1, "load_margin": 1.5} | settings
         )
         choices = LoadOrCompute(made_of or model(), config, clock=lambda: self.now)
-        if computed:
+        for _ in range(3 if computed else 0):
             choices.prefill.scheduled(1000, 500_000)
             self.now += 1000 * TOKEN_S
             choices.prefill.ended()
@@ -189,10 +189,25 @@ class DecisionTest(unittest.TestCase):
         return choice.tokens, choice.why
 
     def test_unmeasured_prefill(self) -> None:
-        """As long as nothing was computed nobody knows that loading is slow."""
+        """An engine that has everything stored computes ends of prompts to know what that takes."""
         self.choices = self.make(computed=False)
         self.storage.token_s = 0.1
-        self.assertEqual({"unmeasured"}, set(self.requests(5)))
+        loaded = []
+        for _ in range(7):
+            choice = self.request()
+            loaded.append(choice.tokens)
+            self.assertTrue(choice.left_out or choice.why == "unmeasured")
+            if (left := 640 - choice.tokens) >= CHUNK:
+                self.choices.prefill.scheduled(left, left * (choice.tokens + left / 2))
+                self.now += left * TOKEN_S
+                self.choices.prefill.ended()
+        self.assertEqual([640] * 3 + [320] * 3 + [0], loaded)
+        short = self.make(computed=False)
+        short._cost = self.choices._cost
+        self.assertEqual(64, short.choose(0, 64).tokens)
+        windowed = self.make(computed=False, made_of=model(window=100))
+        windowed._cost = self.choices._cost
+        self.assertEqual(640, windowed.choose(0, 640).tokens, "only the whole is of use")
 
     def test_one_outlier(self) -> None:
         """One load in five that takes thirty times as long changes no decision."""
@@ -284,6 +299,13 @@ class DecisionTest(unittest.TestCase):
         self.now += 1.0
         self.assertEqual((CHUNK, "probe"), self.shape(self.choices.choose(0, 6400)))
         self.assertEqual((CHUNK - 32, "probe"), self.shape(self.choices.choose(32, 6400)))
+        odd = self.make(load_margin=0.1)
+        odd._cost = LoadCost()
+        for _ in range(3):
+            odd._cost.add(1000, 0.01)
+        self.assertEqual("compute", odd.choose(32, 6400).why)
+        self.now += 1.0
+        self.assertEqual("probe", odd.choose(32, 6400).why)
 
         self.storage.token_s = TOKEN_S * 3
         self.choices = self.make()

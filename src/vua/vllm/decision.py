@@ -44,6 +44,9 @@ to begin with."""
 _AGAIN: Final = 1.5
 """Loads that were left out go on when they are this much better than where they would be left
 out: what lies on the border does not flap."""
+_SAMPLE_TOKENS: Final = 512
+"""Tokens that are computed instead of loaded while loads are measured and prefills are not, as in
+an engine that has everything stored: enough for a step to be about them."""
 _FIRST_PAUSE_S: Final = 1.0
 _MAX_PAUSE_S: Final = 60.0
 """Pauses between probes, doubling: a storage that stays slow costs one request a minute."""
@@ -165,8 +168,10 @@ class LoadOrCompute:
         load_s, compute_s = self._predict(start, stop)
         if self._always or asked:
             return Choice(stop - start, "asked", load_s, compute_s)
-        if load_s is None or compute_s is None:
+        if load_s is None:
             return Choice(stop - start, "unmeasured", load_s, compute_s)
+        if compute_s is None:
+            return Choice(self._less(start, stop), "unmeasured", load_s, compute_s)
         size = (stop - start).bit_length()
         limit = self._margin / (_AGAIN if size in self._left_out else 1.0)
         if load_s <= limit * compute_s:
@@ -178,11 +183,20 @@ class LoadOrCompute:
     def _predict(self, start: int, stop: int) -> tuple[float | None, float | None]:
         queue_s = self._queue_s()
         own_s = self._cost.seconds(self.nbytes(start, stop))
-        compute_s = self.prefill.seconds(stop - start, start)
+        compute_s = None
+        if len(self.prefill) >= _IN_A_ROW:
+            compute_s = self.prefill.seconds(stop - start, start)
         if own_s is None and (compute_s is None or queue_s <= self._margin * compute_s):
             return None, compute_s
         load_s = queue_s + (own_s or 0.0)
         return load_s, None if compute_s is None else compute_s + self._ahead_s
+
+    def _less(self, start: int, stop: int) -> int:
+        """How much to load so that what is left to compute tells how fast that is."""
+        size = math.lcm(self._model.chunk_tokens, self._model.align)
+        left = max(self._model.chunk_tokens, min(_SAMPLE_TOKENS, (stop - start) // 2))
+        end = (stop - left) // size * size
+        return end - start if self._model.plain and end > start else stop - start
 
     def _queue_s(self) -> float:
         """How long a load ordered now waits; one before it that is late is so for as long again."""
@@ -202,7 +216,7 @@ class LoadOrCompute:
             size = math.lcm(self._model.chunk_tokens, self._model.align)
             end = size * (start // size + 1)
             while end < stop and self._alone_s(start, longer := end + end - start) <= compute_s:
-                end = longer // size * size
+                end = max(end + size, longer // size * size)
             stop = min(stop, end)
         load_s, own_s = self._alone_s(start, stop), self.prefill.seconds(stop - start, start)
         return Choice(stop - start, "probe", load_s, own_s)

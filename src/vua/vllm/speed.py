@@ -58,6 +58,10 @@ class PrefillSpeed:
         self._token_s = Line(_WINDOW, proportional=False)
         self._last_end = 0.0
 
+    def __len__(self) -> int:
+        """Return how many steps count now."""
+        return len(self._token_s)
+
     def scheduled(self, tokens: int, attended: float) -> None:
         """Note that a step was scheduled; the arguments are :func:`prompt_work`'s."""
         self._open.append((self._clock(), tokens, attended))
