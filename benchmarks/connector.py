@@ -100,7 +100,11 @@ class Arm:
                 "kv_connector_module_path": "vua.vllm.kv_connector_v1",
                 "kv_role": role,
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"shared_storage_path": str(root), **extra},
+                "kv_connector_extra_config": {
+                    "shared_storage_path": str(root),
+                    "load_policy": "always",
+                    **extra,
+                },
             }
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         fork = multiprocessing.get_context("fork")  # importing vLLM once is enough

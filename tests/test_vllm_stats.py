@@ -9,6 +9,7 @@ import threading
 import unittest
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.vllm
 if find_spec("vllm"):
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-    from vua.vllm.speed import PrefillSpeed
+    from vua.vllm.speed import PrefillSpeed, prompt_work
     from vua.vllm.stats import METRICS, Recorder, VUAPromMetrics, VUAStats
 
 
@@ -194,32 +195,32 @@ class SpeedTest(unittest.TestCase):
         self.now = 100.0
         self.speed = PrefillSpeed(64, clock=lambda: self.now)
 
-    def step(self, tokens: int, seconds: float) -> None:
-        """One step."""
-        self.speed.scheduled(tokens)
+    def step(self, tokens: int, seconds: float, before: int = 0) -> None:
+        """One step that computes tokens of one prompt."""
+        self.speed.scheduled(tokens, tokens * (before + tokens / 2))
         self.now += seconds
         self.speed.ended()
 
     def test_steps(self) -> None:
         """Only steps with enough tokens count, without the time between steps."""
-        self.assertIsNone(self.speed.tokens_per_s)
+        self.assertIsNone(self.speed.seconds(1))
         self.step(63, 1.0)
-        self.assertIsNone(self.speed.tokens_per_s)
+        self.assertIsNone(self.speed.seconds(1))
         self.step(1000, 2.0)
         self.now += 50
         self.step(500, 1.0)
 
-        self.assertEqual(500.0, self.speed.tokens_per_s)
+        self.assertAlmostEqual(3.0, self.speed.seconds(1500) or 0)
 
     def test_scheduled_ahead(self) -> None:
         """A step scheduled while another runs is timed from that one's end."""
-        self.speed.scheduled(100)
-        self.speed.scheduled(100)
+        self.speed.scheduled(100, 5000)
+        self.speed.scheduled(100, 5000)
         for _ in range(2):
             self.now += 1.0
             self.speed.ended()
 
-        self.assertEqual(100.0, self.speed.tokens_per_s)
+        self.assertAlmostEqual(1.0, self.speed.seconds(100) or 0)
 
     def test_window(self) -> None:
         """Old steps are forgotten."""
@@ -229,7 +230,37 @@ class SpeedTest(unittest.TestCase):
             self.step(1000, 0.5)
         self.speed.ended()  # one that was never scheduled changes nothing
 
-        self.assertAlmostEqual(2000.0, self.speed.tokens_per_s or 0)
+        self.assertAlmostEqual(0.5, self.speed.seconds(1000) or 0)
+
+    def test_attention(self) -> None:
+        """Tokens behind a long prefix take longer, as far as that was measured and no further."""
+        for before in (0, 4000, 8000, 12_000):
+            self.step(1000, 1.0 + before / 8000, before)
+
+        self.assertAlmostEqual(1.0, self.speed.seconds(1000, 0) or 0, places=2)
+        self.assertAlmostEqual(2.0, self.speed.seconds(1000, 8000) or 0, places=2)
+        self.assertEqual(self.speed.seconds(1000, 12_000), self.speed.seconds(1000, 90_000))
+
+    def test_slow_first_steps(self) -> None:
+        """A step that compiles kernels says nothing about the next ones."""
+        self.step(1000, 60.0)
+        for _ in range(3):
+            self.step(1000, 1.0)
+
+        self.assertAlmostEqual(1.0, self.speed.seconds(1000) or 0)
+
+    def test_prompt_work(self) -> None:
+        """Tokens that are generated are none of a prompt, however many requests do that."""
+        new = [SimpleNamespace(req_id="new", num_computed_tokens=100)]
+        names = ["chunked", *map(str, range(200))]
+        cached = SimpleNamespace(req_ids=names, num_computed_tokens=[1000, *[50] * 200])
+        counts = {"new": 40, "chunked": 20} | dict.fromkeys(names[1:], 4)
+        step = SimpleNamespace(
+            scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts
+        )
+        self.assertEqual((60, 40 * 120 + 20 * 1010), prompt_work(step))
+        step.num_scheduled_tokens = dict.fromkeys(names[1:], 4)
+        self.assertEqual((0, 0.0), prompt_work(step))
 
 
 if __name__ == "__main__":

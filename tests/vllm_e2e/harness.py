@@ -14,7 +14,7 @@ import tempfile
 import unittest
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -103,10 +103,23 @@ SETTLE = Batch((), max_tokens=2)
 
 
 @dataclass(frozen=True)
+class Throttle:
+    """Instead of a batch: from now on the storage is so slow, and so long nobody asks for it."""
+
+    bytes_per_s: float | None
+    """None: as fast as it is."""
+    pause_s: float = 0.0
+
+    def describe(self) -> dict[str, Any]:
+        """The driver's form of it."""
+        return {"throttle": asdict(self)}
+
+
+@dataclass(frozen=True)
 class Phase:
     """One engine, from start to shutdown."""
 
-    batches: Sequence[Batch]
+    batches: Sequence[Batch | Throttle]
     engine: dict[str, Any] = field(default_factory=dict)
     root: Path | None = None
     """The connector's directory; None: no connector."""
@@ -155,6 +168,7 @@ class Phase:
 
     def _transfer(self, root: Path) -> dict[str, Any]:
         extra = {"shared_storage_path": str(root), "chunk_tokens": CHUNK, "strict": True}
+        extra["load_policy"] = "always"  # whatever a busy machine makes of it
         transfer = {
             "kv_connector": CONNECTOR,
             "kv_connector_module_path": "vua.vllm.kv_connector_v1",
@@ -322,11 +336,11 @@ class EngineTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name) / "kv"
 
-    def phase(self, *batches: Batch, **settings: Any) -> Phase:
+    def phase(self, *batches: Batch | Throttle, **settings: Any) -> Phase:
         """An engine with the connector on this test's directory."""
         return Phase(batches, **{"root": self.root, **settings})
 
-    def serve(self, *batches: Batch, **settings: Any) -> Served:
+    def serve(self, *batches: Batch | Throttle, **settings: Any) -> Served:
         """Run one engine with the connector in a process of its own."""
         (served,) = run(self.phase(*batches, **settings))
         self.assertIsNone(served.problem)

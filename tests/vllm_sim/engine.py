@@ -86,7 +86,8 @@ def vllm_config(settings: Settings) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     drafts = {"method": "ngram", "num_speculative_tokens": settings.drafts, "prompt_lookup_max": 3}
-    extra = {"shared_storage_path": str(settings.root), "strict": True, **settings.extra}
+    extra = {"shared_storage_path": str(settings.root), "strict": True}
+    extra |= {"load_policy": "always"} | settings.extra  # here computing takes no time at all
     shape = settings.shape
     config = EngineArgs(
         model=str(model(len(shape.windows), shape.heads, shape.dim)),

@@ -27,6 +27,7 @@ def vua_in_place_of_the_example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         extra = config.kv_transfer_config.kv_connector_extra_config
         extra.pop("name")
         extra.setdefault("shared_storage_path", folder)
+        extra.setdefault("load_policy", "always")
         made.append(VUAStorageConnector_V1(config, role, kv_cache_config))
         connector: VUAStorageConnector_V1 = made[-1]
         return connector

@@ -10,8 +10,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from vua.vllm.speed import PrefillSpeed
+from vua.vllm.decision import NOTHING_STORED, Choice, LoadOrCompute
 from vua.vllm.stats import Recorder
 
 __all__ = ["Accounts"]
@@ -26,8 +27,12 @@ class _Account:
     prompt_tokens: int
     outcome: str = "not asked"
     lookup_s: float = 0.0
+    choice: Choice = NOTHING_STORED
+    """What was decided about the tokens found."""
     ordered_s: float | None = None
     """When the running load was ordered."""
+    start: int = 0
+    """Tokens before those that are loaded."""
     promised: int = 0
     limit: int = 0
     """Tokens of the promised that have not failed."""
@@ -42,13 +47,13 @@ class Accounts:
     def __init__(
         self,
         stats: Recorder,
+        choices: LoadOrCompute,
         *,
-        least_prefill_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Record into ``stats``; ``least_prefill_tokens`` as for :class:`PrefillSpeed`."""
-        self._stats, self._clock = stats, clock
-        self._speed = PrefillSpeed(least_prefill_tokens, clock=clock)
+        """Record into ``stats``; what happens to loads is passed on to ``choices``."""
+        self._stats, self._choices, self._clock = stats, choices, clock
+        self._saved = {"predicted": 0.0, "measured": 0.0}
         self._accounts: dict[str, _Account] = {}
 
     # -- per request --------------------------------------------------------------------------
@@ -62,20 +67,39 @@ class Accounts:
         self._stats.add("vua_prompt_tokens_total", prompt_tokens)
         self._stats.observe("vua_lookup_seconds", seconds)
 
-    def load_ordered(self, request_id: str, tokens: int) -> None:
-        """Note that the load of ``tokens`` was ordered."""
+    def computing(self, request: Any, start: int, choice: Choice) -> None:  # noqa: ANN401
+        """Note that vLLM's ``request`` is computed, behind ``start`` tokens or what was loaded."""
+        self._choices.admitted(max(start, request.num_computed_tokens), request.num_tokens)
+        if choice.left_out:
+            self._chosen(request.request_id, choice)
+
+    def _chosen(self, request_id: str, choice: Choice) -> None:
+        self._stats.add("vua_load_decisions_total", label=choice.why)
         account = self._accounts.get(request_id)
         if account is not None:
-            account.ordered_s, account.promised, account.limit = self._clock(), tokens, tokens
+            account.choice = choice
+
+    def load_ordered(
+        self, request_id: str, start: int, stop: int, choice: Choice, *, in_step: bool = False
+    ) -> None:
+        """Note that the load of tokens [start, stop) was ordered, and why."""
+        self._choices.ordered(request_id, start, stop, choice, in_step=in_step)
+        self._chosen(request_id, choice)
+        account = self._accounts.get(request_id)
+        if account is not None:
+            account.ordered_s, account.start = self._clock(), start
+            account.promised = account.limit = stop - start
 
     def load_failed(self, request_id: str, good_tokens: int) -> None:
         """Note that no more than ``good_tokens`` of the running load came."""
+        self._choices.failed(request_id)
         account = self._accounts.get(request_id)
         if account is not None:
             account.limit = min(account.limit, good_tokens)
 
     def load_ended(self, request_id: str) -> None:
         """Note that all ranks have ended the load."""
+        self._choices.ended(request_id)
         account = self._accounts.get(request_id)
         if account is None or account.ordered_s is None:
             return
@@ -86,11 +110,20 @@ class Accounts:
         outcome = "complete" if complete else "partial" if account.limit else "failed"
         self._stats.add("vua_loads_total", label=outcome)
         self._stats.observe("vua_load_seconds", seconds)
+        avoided_s = self._choices.prefill.seconds(account.limit, account.start)
         if account.limit:
             self._stats.add("vua_loaded_tokens_total", account.limit)
-            speed = self._speed.tokens_per_s
-            if speed is not None:
-                self._stats.add("vua_saved_prefill_seconds_total", account.limit / speed)
+            if avoided_s is not None:
+                self._stats.add("vua_saved_prefill_seconds_total", avoided_s)
+        if avoided_s is not None:
+            self._save("measured", avoided_s - seconds)
+        choice = account.choice
+        if choice.load_s is not None and choice.compute_s is not None:
+            self._save("predicted", choice.compute_s - choice.load_s)
+
+    def _save(self, basis: str, seconds: float) -> None:
+        self._saved[basis] += seconds
+        self._stats.set("vua_seconds_saved", self._saved[basis], basis)
 
     def saves_ordered(self, request_id: str, chunks: int) -> None:
         """Note that the workers were told to store so many chunks."""
@@ -100,15 +133,17 @@ class Accounts:
 
     def finished(self, request_id: str) -> None:
         """Close a request's account, with one line at DEBUG."""
+        self._choices.forgotten(request_id)
         account = self._accounts.pop(request_id, None)
         if account is not None:
             log.debug(
-                "request %s: %d prompt tokens; lookup %s after %.1f ms; %d tokens loaded in "
+                "request %s: %d prompt tokens; lookup %s after %.1f ms; %s; %d tokens loaded in "
                 "%.1f ms; %d chunks ordered to be stored",
                 request_id,
                 account.prompt_tokens,
                 account.outcome,
                 1000 * account.lookup_s,
+                account.choice,
                 account.loaded,
                 1000 * account.load_s,
                 account.saves,
@@ -116,10 +151,10 @@ class Accounts:
 
     # -- per step -----------------------------------------------------------------------------
 
-    def step_scheduled(self, tokens: int) -> None:
-        """Note that a step was scheduled, with so many tokens to compute."""
-        self._speed.scheduled(tokens)
+    def step_scheduled(self, tokens: int, attended: float) -> None:
+        """Note that a step was scheduled; what of it are prompts as `vua.vllm.speed` says it."""
+        self._choices.prefill.scheduled(tokens, attended)
 
     def step_ended(self) -> None:
         """Note that the oldest running step has ended."""
-        self._speed.ended()
+        self._choices.prefill.ended()

@@ -13,6 +13,7 @@ from vua.errors import ConfigError
 __all__ = ["ConnectorConfig"]
 
 _MAY_BE_ZERO = frozenset({"load_in_step_mib"})
+_LOAD_POLICIES = ("faster", "always")
 _ALIASES = {"path": "shared_storage_path", "split_factor": "chunk_tokens"}
 
 
@@ -32,6 +33,12 @@ class ConnectorConfig:
     """Change it to leave everything stored so far unused."""
     durable: bool = False
     """fsync each file; without it a power cut may cost recent chunks, never wrong bytes."""
+    load_policy: str = "faster"
+    """``faster``: what is stored is loaded where that is predicted to be faster than computing it;
+    ``always``: whenever it is stored."""
+    load_margin: float = 1.5
+    """With ``faster``: loads are left out from this ratio of the predicted seconds, load to
+    compute, on. Above 1, since computing delays all requests and a load only its own."""
     load_threads: int = 2
     """Requests of one worker that are loaded at the same time."""
     save_threads: int = 1
@@ -86,6 +93,12 @@ class ConnectorConfig:
                     msg = f"kv_connector_extra_config: {field.name} must be {text}, found {value!r}"
                     raise ConfigError(msg)
 
+        if self.load_policy not in _LOAD_POLICIES:
+            msg = (
+                f"kv_connector_extra_config: load_policy must be one of {', '.join(_LOAD_POLICIES)}"
+                f", found {self.load_policy!r}"
+            )
+            raise ConfigError(msg)
         _ = self.bounds  # raises for unusable ones
 
     @property

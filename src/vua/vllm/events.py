@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
@@ -61,16 +60,16 @@ class Seen(NamedTuple):
     """Which of a chunk's files is stored now, see :func:`_files`; negative: the chunk is gone."""
 
 
-class FileEvents(KVConnectorWorkerMetadata):
+class FileEvents:
     """What one step's workers saw, each in order."""
 
     def __init__(self, seen: list[Seen]) -> None:
         """Hold what one worker saw."""
         self.seen = seen
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> FileEvents:
+    def aggregate(self, other: FileEvents) -> FileEvents:
         """Add what another worker saw."""
-        return FileEvents(self.seen + (other.seen if isinstance(other, FileEvents) else []))
+        return FileEvents(self.seen + other.seen)
 
 
 def _files(model: Model) -> list[Shard]:

@@ -23,10 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vua.directory import check_root
 from vua.errors import VUAError
 from vua.vllm.config import ConnectorConfig
-from vua.vllm.events import Announcer, FileEvents, FileWatch, enabled
+from vua.vllm.events import Announcer, FileWatch, enabled
 from vua.vllm.group_side import Rank
 from vua.vllm.messages import Orders
 from vua.vllm.model import Model, UncachedError, describe
+from vua.vllm.notes import WorkerNotes
 from vua.vllm.scheduler import SchedulerSide
 from vua.vllm.stats import VUAPromMetrics, VUAStats
 from vua.vllm.versions import check_version
@@ -215,11 +216,14 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         received = connector_output.finished_recving or set()
         failed = getattr(connector_output, "failed_recving", None) or set()
         blocks = connector_output.invalid_block_ids or set()
+        notes = getattr(connector_output, "kv_connector_worker_meta", None)
+        if side is not None and isinstance(notes, WorkerNotes):  # before the ends of these loads
+            self._guarded(lambda: side.choices.measured(notes.times.seconds), None)
         if side is not None and (received or failed or blocks):  # not always in one step
             self._guarded(lambda: side.received(received, failed, blocks), None)
-        events, said = self._events, getattr(connector_output, "kv_connector_worker_meta", None)
-        if events is not None and isinstance(said, FileEvents):
-            self._guarded(lambda: events.learn(said.seen), None)
+        events = self._events
+        if events is not None and isinstance(notes, WorkerNotes):
+            self._guarded(lambda: events.learn(notes.files.seen), None)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV cache events since the last step, see `events`."""
@@ -318,10 +322,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             results.failed_recving |= self._guarded(self._worker.take_failed, nobody)
         return results
 
-    def build_connector_worker_meta(self) -> FileEvents | None:
-        """Return what happened to this worker's files, where anybody wants to know."""
-        watch = self._worker.watch if self._worker is not None else None
-        return self._guarded(watch.take, None) if watch is not None else None
+    def build_connector_worker_meta(self) -> WorkerNotes | None:
+        """Return how long loads took that have ended, and what was seen of files."""
+        worker = self._worker
+        return self._guarded(worker.take_notes, None) if worker is not None else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load did not fill; vLLM recomputes them."""

@@ -1,16 +1,18 @@
-"""What the scheduler's side tells the workers each step."""
+"""What the scheduler's side tells the workers each step, and they tell it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+)
 
 from vua.keys import ChunkKey
 from vua.vllm.request import SaveHints
 
-__all__ = ["GroupLoad", "LoadOrder", "Orders", "SaveOrder"]
+__all__ = ["GroupLoad", "LoadOrder", "LoadTimes", "Orders", "SaveOrder"]
 
 
 @dataclass(slots=True)
@@ -56,3 +58,19 @@ class Orders(KVConnectorMetadata):
     saves: list[SaveOrder] = field(default_factory=list)
     epoch: str | None = None
     """Which epoch they belong to, another one after a reset; None: nobody says."""
+
+
+@dataclass(slots=True)
+class LoadTimes:
+    """How long loads took that ended in a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Per request id, from the first read to the last byte in its block; by the slowest worker of
+    those that ended it in this step."""
+
+    def aggregate(self, other: LoadTimes) -> LoadTimes:
+        """Return what both say together."""
+        longer = dict(self.seconds)
+        for request_id, took in other.seconds.items():
+            longer[request_id] = max(took, longer.get(request_id, 0.0))
+        return LoadTimes(longer)

@@ -20,6 +20,7 @@ from vua.directory import create_stores
 from vua.keys import token_ids
 from vua.vllm.accounts import Accounts
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.decision import NOTHING_STORED, Choice, LoadOrCompute
 from vua.vllm.events import Announcer
 from vua.vllm.lookup import Lookup, Lookups
 from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
@@ -27,6 +28,7 @@ from vua.vllm.model import Model
 from vua.vllm.prefix import Found
 from vua.vllm.request import OptionReader, RequestOptions
 from vua.vllm.saving import Step, to_save
+from vua.vllm.speed import prompt_work
 from vua.vllm.stats import Recorder, VUAStats
 
 __all__ = ["SchedulerSide"]
@@ -51,6 +53,8 @@ class _State:
     arrived_s: float
     local_tokens: int = 0
     """vLLM's own prefix-cache hit when it last asked."""
+    choice: Choice = NOTHING_STORED
+    """What was decided then."""
     failed: bool = False
     """A load for it failed: it is computed, not looked up again."""
     outdated: bool = False
@@ -95,7 +99,8 @@ class SchedulerSide:
         self._patience_s = _STEP_WAIT_S
         self._in_step_nbytes = config.load_in_step_mib << 20 if loads_in_step else 0
         self.stats = Recorder()
-        self.accounts = Accounts(self.stats, least_prefill_tokens=model.chunk_tokens)
+        self.choices = LoadOrCompute(model, config)
+        self.accounts = Accounts(self.stats, self.choices)
 
     def _open(self, model: Model) -> None:
         self._stores = create_stores(
@@ -144,7 +149,7 @@ class SchedulerSide:
         if state.block_ids:  # it ran before and was preempted: more of it may be stored by now
             state.block_ids, state.next_save = [], None
             state.lookup = self._lookups.ask(request, state.options)
-        state.local_tokens = num_computed_tokens
+        state.local_tokens, state.choice = num_computed_tokens, NOTHING_STORED
         loads = self._may_load and state.options.load and not state.failed
         if state.outdated or not (loads or (self._may_save and state.options.store)):
             return 0, False
@@ -164,8 +169,11 @@ class SchedulerSide:
         # where it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False
-        tokens = found.tokens - num_computed_tokens
-        return tokens, not self._in_step(tokens)
+        state.choice = self.choices.choose(
+            num_computed_tokens, found.tokens, asked=state.options.wait_s > 0
+        )
+        tokens = state.choice.tokens
+        return tokens, tokens > 0 and not self._in_step(tokens)
 
     def _in_step(self, tokens: int) -> bool:
         """Whether so small a load is done within the step."""
@@ -219,21 +227,22 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Order the load that was promised, into the blocks that were allocated for it."""
         if num_external_tokens == 0:
+            if (state := self._states.get(request.request_id)) is not None:
+                self.accounts.computing(request, state.local_tokens, state.choice)
             return
         state = self._states[request.request_id]
         found = state.lookup.answer.result()
-        stop = state.local_tokens + num_external_tokens
+        start, stop = state.local_tokens, state.local_tokens + num_external_tokens
         tables = [list(table) for table in blocks.get_block_ids()]
         parts = [
-            self._part(number, state.local_tokens, stop, found)
-            for number in range(len(self._model.groups))
+            self._part(number, start, stop, found) for number in range(len(self._model.groups))
         ]
         if self._model.plain:
             block, (table,) = self._model.align, tables
-            state.loading = table[state.local_tokens // block : -(-stop // block)]
+            state.loading = table[start // block : -(-stop // block)]
         in_step = self._in_step(num_external_tokens)
         self._loads.append(LoadOrder(request.request_id, tables, parts, in_step))
-        self.accounts.load_ordered(request.request_id, num_external_tokens)
+        self.accounts.load_ordered(request.request_id, start, stop, state.choice, in_step=in_step)
 
     def _part(self, number: int, local_tokens: int, stop: int, found: Found | None) -> GroupLoad:
         """What to load of one group: nothing of what vLLM has, and of a window no more than it."""
@@ -275,6 +284,7 @@ class SchedulerSide:
         """Return the loads ordered since the last step. vLLM waits for each: none may get lost."""
         loads, self._loads = self._loads, []
         self._patience_s = _STEP_WAIT_S
+        self.choices.step_begins()
         return loads
 
     def take_stats(self) -> VUAStats | None:
@@ -289,7 +299,7 @@ class SchedulerSide:
 
     def add_saves(self, orders: Orders, output: Any) -> None:  # noqa: ANN401
         """Add the chunks that are complete after this step's forward pass."""
-        self.accounts.step_scheduled(sum(output.num_scheduled_tokens.values()))
+        self.accounts.step_scheduled(*prompt_work(output))
         if not self._may_save:
             return
         for new in output.scheduled_new_reqs:
@@ -321,7 +331,7 @@ class SchedulerSide:
         request_id, size = state.request.request_id, self._model.chunk_tokens
         first, reused = state.next_save, range(0)
         if first is None:
-            first, reused = self._first_save(found, computed)
+            first, reused = self._first_save(state, found, computed)
         # of scheduled tokens those after the last known one are guesses
         complete = min(computed + output.num_scheduled_tokens[request_id], state.request.num_tokens)
         if self._config.save_generated and complete // size > len(found.keys):
@@ -346,10 +356,11 @@ class SchedulerSide:
             if self._events is not None:
                 self._events.ordered(state.request, found.keys, range(first, stop))
 
-    def _first_save(self, found: Found, computed: int) -> tuple[int, range]:
+    def _first_save(self, state: _State, found: Found, computed: int) -> tuple[int, range]:
         """The first chunk to store, and those before it of which a group may want something."""
         if self._model.plain:
             return found.stored, range(0)
-        first = min(found.stored, computed // self._model.chunk_tokens)  # windows may be missing
+        loaded = found.tokens if state.choice.left_out else computed
+        first = min(found.stored, loaded // self._model.chunk_tokens)  # windows may be missing
         # where vLLM's own prefix cache has more than is stored
         return first, range(first if computed > found.tokens else 0)

@@ -68,9 +68,26 @@ METRICS: Final[dict[str, Metric]] = {
     "vua_loaded_tokens_total": Metric("counter", "Tokens that loads brought to all ranks."),
     "vua_saved_prefill_seconds_total": Metric(
         "counter",
-        "Loaded tokens divided by the prefill speed measured in this engine's recent steps. An "
-        "estimate: attention gets slower with length, which is not modelled; the time of the load "
-        "is not subtracted (see vua_load_seconds). 0 until a prefill was measured.",
+        "Seconds that computing the loaded tokens would have taken, by what prompts take in this "
+        "engine's recent steps. The time of the load is not subtracted. 0 until a prefill was "
+        "measured.",
+    ),
+    "vua_seconds_saved": Metric(
+        "gauge",
+        "Sum since the start, over all loads, of the seconds that computing takes minus those that "
+        "the load takes: as they were predicted when it was decided to load, and as measured from "
+        "the load's order to its end, for the tokens that came (computing is estimated in both).",
+        "basis",
+        ("predicted", "measured"),
+    ),
+    "vua_load_decisions_total": Metric(
+        "counter",
+        "Requests with stored tokens: loaded since predicted to be faster than computing them "
+        "(faster), before both are measured (unmeasured), for load_policy or the client's wait_s "
+        "(asked), in part to see whether the storage is faster again (probe); or not loaded since "
+        "computing is predicted to be faster (compute).",
+        "decision",
+        ("faster", "unmeasured", "asked", "probe", "compute"),
     ),
     "vua_loaded_bytes_total": Metric(
         "counter", "Verified bytes loaded, by the path they took to the engine.", "path"
@@ -147,6 +164,7 @@ class VUAStats(KVConnectorStats):
             "loaded MiB": round(total("vua_loaded_bytes_total") / 2**20, 1),
             "mean load ms": mean_ms("vua_load_seconds"),
             "stopped loads": stops,
+            "computed instead": self.data.get("vua_load_decisions_total", {}).get("compute", 0),
             "stored MiB": round(total("vua_stored_bytes_total") / 2**20, 1),
         }
 

@@ -25,10 +25,11 @@ from vua.keys import ChunkKey
 from vua.slab import Slab
 from vua.store import Saver, Store
 from vua.vllm.config import ConnectorConfig
-from vua.vllm.events import FileWatch
+from vua.vllm.events import FileEvents, FileWatch
 from vua.vllm.group_side import GroupSide, Rank, Tables
-from vua.vllm.messages import LoadOrder, Orders, SaveOrder
+from vua.vllm.messages import LoadOrder, LoadTimes, Orders, SaveOrder
 from vua.vllm.model import Model
+from vua.vllm.notes import WorkerNotes
 from vua.vllm.stats import Recorder, VUAStats
 from vua.vllm.storage_guard import StorageGuard
 from vua.workers import Attempt, Workers
@@ -89,6 +90,7 @@ class WorkerSide:
         self._lock = threading.Condition()
         self._running = self._in_step = 0
         self._received: set[str] = set()
+        self._took = LoadTimes()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._spoilt: set[int] = set()
@@ -175,7 +177,7 @@ class WorkerSide:
                 self._lock.wait_for(lambda: not self._in_step, _IDLE_WAIT_S)
 
     def _load(self, attempt: Attempt[LoadOrder]) -> None:
-        order, epoch = attempt.what, self._epoch
+        order, epoch, began = attempt.what, self._epoch, time.monotonic()
         short: int | None = order.parts[0].start
         reason: str | None = "error"
         try:
@@ -191,22 +193,29 @@ class WorkerSide:
         finally:
             if attempt.settle():
                 self._loads_guard.went(well=reason != "error")
-                self._report(order, short, reason)
+                complete = reason is None and short is None
+                seconds = time.monotonic() - began if complete else None
+                self._report(order, short, reason, seconds)
 
     def _give_up_loads(self) -> None:
         for attempt in self._loaders.overdue():
             order = attempt.what
             log.warning("load of request %s hangs and is given up", order.request_id)
             self._loads_guard.went(well=False)
-            self._report(order, order.parts[0].start, "timeout")
+            seconds = self._config.io_timeout_s if attempt.started else None  # at least
+            self._report(order, order.parts[0].start, "timeout", seconds)
 
-    def _report(self, order: LoadOrder, short: int | None, reason: str | None) -> None:
+    def _report(
+        self, order: LoadOrder, short: int | None, reason: str | None, seconds: float | None = None
+    ) -> None:
         """Tell the next step that a load has ended: at token ``short``, for ``reason``."""
         if reason is not None:
             self.stats.add("vua_load_stops_total", label=reason)
         with self._lock:
             if short is not None:
                 self._fail(order, short)
+            if seconds is not None:
+                self._took.seconds[order.request_id] = seconds
             if order.in_step:
                 self._in_step -= 1
             else:
@@ -238,6 +247,15 @@ class WorkerSide:
                 self._lock.wait(_IDLE_WAIT_S)
             received, self._received = self._received, set()
         return received
+
+    def take_notes(self) -> WorkerNotes | None:
+        """Return what the scheduler's half wants to know of this step; None when nothing."""
+        files = self.watch.take() if self.watch is not None else None
+        if not self._took.seconds and files is None:  # what just ends waits for the next step
+            return None
+        with self._lock:
+            took, self._took = self._took, LoadTimes()
+        return WorkerNotes(took, files or FileEvents([]))
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that were not filled, each once."""

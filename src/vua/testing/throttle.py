@@ -1,0 +1,122 @@
+"""A storage that is as slow as one likes, for tests of what happens then."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from vua._linux import Iovecs
+from vua.layout import Shard
+from vua.native import Batch
+from vua.storage import Reader, Storage
+
+__all__ = ["ThrottledStorage"]
+
+
+class ThrottledStorage:
+    """Another storage whose reads take longer; everything else is passed on as it is.
+
+    All threads share the bandwidth, as they do of a disk or a network. Safe for threads.
+
+    >>> from vua.testing.throttle import ThrottledStorage
+    >>> slow = ThrottledStorage(storage, bytes_per_s=1e6)  # doctest: +SKIP
+    >>> slow.throttle(None)  # as fast as it is, also for who is waiting  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, storage: Storage, *, bytes_per_s: float | None = None, latency_s: float = 0.0
+    ) -> None:
+        """Slow ``storage`` down; see :meth:`throttle`."""
+        self.storage = storage
+        self._changed = threading.Condition()
+        self._since = 0
+        self._free_at = 0.0
+        self.nbytes_read = 0
+        """Bytes read so far."""
+        self.throttle(bytes_per_s, latency_s)
+
+    def throttle(self, bytes_per_s: float | None, latency_s: float = 0.0) -> None:
+        """Change how slow it is; reads that are waiting end at once.
+
+        Args:
+            bytes_per_s: bandwidth of all reads together; None: no limit.
+            latency_s: what each call takes besides.
+        """
+        with self._changed:
+            self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
+            self._since += 1
+            self._free_at = 0.0
+            self._changed.notify_all()
+
+    def _pay(self, nbytes: int) -> None:
+        """Wait for as long as reading so many bytes takes."""
+        with self._changed:
+            self.nbytes_read += nbytes
+            since, now = self._since, time.monotonic()
+            self._free_at = max(now, self._free_at)
+            if self._bytes_per_s is not None:
+                self._free_at += nbytes / self._bytes_per_s
+            end = self._free_at + self._latency_s
+            while self._since == since and (left_s := end - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+
+    # -- slowed down --------------------------------------------------------------------------
+
+    def open(self, chunk: str, shard: Shard) -> Reader:
+        """Open a file; reading it takes its time."""
+        return _ThrottledReader(self.storage.open(chunk, shard), self)
+
+    def read_files(
+        self, chunks: Sequence[str], shard: Shard, batch: Batch, place: int, headers: int
+    ) -> int:
+        """Read several files, as many as the storage does at once."""
+        done = self.storage.read_files(chunks, shard, batch, place, headers)
+        self._pay(done * batch.file_nbytes)
+        return done
+
+    # -- passed on ----------------------------------------------------------------------------
+
+    @property
+    def gone(self) -> bool:
+        """Whether the place itself was deleted since it was opened."""
+        return self.storage.gone
+
+    def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
+        """Write a file."""
+        self.storage.publish(chunk, shard, iovecs)
+
+    def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
+        """Whether a file is there."""
+        return self.storage.exists(chunk, shard, nbytes)
+
+    def shards(self, chunk: str) -> Sequence[Shard]:
+        """Return the shards stored for a chunk."""
+        return self.storage.shards(chunk)
+
+    def remove(self, chunk: str, shard: Shard, reader: Reader | None = None) -> bool:
+        """Take a file out of sight."""
+        inner = reader.reader if isinstance(reader, _ThrottledReader) else reader
+        return self.storage.remove(chunk, shard, inner)
+
+    def scan(self) -> Iterator[tuple[str, Shard, int]]:
+        """Yield every file."""
+        return self.storage.scan()
+
+
+class _ThrottledReader:
+    """An open file that is read slowly."""
+
+    def __init__(self, reader: Reader, storage: ThrottledStorage) -> None:
+        self.reader, self._storage = reader, storage
+        self.nbytes = reader.nbytes
+
+    def read_into(self, iovecs: int, count: int, nbytes: int, offset: int) -> int:
+        """Fill memory, in its time."""
+        done = self.reader.read_into(iovecs, count, nbytes, offset)
+        self._storage._pay(done)  # noqa: SLF001 - two classes of one module that are one thing
+        return done
+
+    def close(self) -> None:
+        """Release the file."""
+        self.reader.close()

@@ -1,0 +1,28 @@
+"""What workers tell the scheduler's half at the end of a step: one object, as vLLM carries one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+from vua.vllm.events import FileEvents
+from vua.vllm.messages import LoadTimes
+
+__all__ = ["WorkerNotes"]
+
+
+@dataclass(slots=True)
+class WorkerNotes(KVConnectorWorkerMetadata):
+    """Of one worker, or of all of them together."""
+
+    times: LoadTimes
+    """How long loads took that ended in this step."""
+    files: FileEvents
+    """What was seen of files; nothing where no events are wanted."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNotes:
+        """Return what both say together."""
+        if not isinstance(other, WorkerNotes):
+            return self
+        return WorkerNotes(self.times.aggregate(other.times), self.files.aggregate(other.files))
