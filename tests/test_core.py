@@ -563,7 +563,9 @@ class TestConfig(DirectoryTest):
         """The repr is a call that makes an equal config."""
         config = VUAConfig(split_factor=5, model="a b", durable=True)
 
-        self.assertEqual(repr(config), repr(eval(repr(config), {"VUAConfig": VUAConfig})))
+        self.assertEqual(
+            repr(config), repr(eval(repr(config), {"VUAConfig": VUAConfig, "Security": Security}))
+        )
 
 
 class TestLogging(CoreTest):

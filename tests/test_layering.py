@@ -19,6 +19,7 @@ CORE = (
     "vua._linux",
     "vua.native",
     "vua.layout",
+    "vua.security",
     "vua.keys",
     "vua.identity",
     "vua.rope",

@@ -20,7 +20,7 @@ import numpy as np
 
 from vua.aim import Aim
 from vua.entry import EntryCodec
-from vua.errors import EntryError, ForeignEntryError, InputError
+from vua.errors import EntryError, ForeignEntryError, InputError, UntrustedError
 from vua.keeper import Keeper
 from vua.keys import ChunkKey
 from vua.layout import KVLayout, MemoryMap, Shard, cover
@@ -290,6 +290,9 @@ class Loader:
                 return self._load(key, place, stop)
         except FileNotFoundError:
             return "missing"
+        except UntrustedError as problem:
+            log.warning("chunk %s is not believed, a miss: %s", key.name[:12], problem)
+            return "foreign"
         except OSError as problem:
             log.warning("chunk %s could not be read, a miss: %s", key.name[:12], problem)
             return "error"

@@ -3,7 +3,8 @@
 ``<namespace>/<hh>/<prefix hash>/<shard>.safetensors``. A file appears under its name by
 ``os.replace`` and only when it is complete, is never changed afterwards, and is opened without
 following a symbolic link at any step. No locks, no fsync unless asked for: after a power cut a file
-may be damaged, which readers notice by its checksums. Directories are 0700, files 0600.
+may be damaged, which readers notice by its checksums. Directories are 0700, files 0600, and other
+users' files count as absent, unless :class:`vua.security.Security` says otherwise.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from vua import _linux, native
-from vua._linux import Iovecs
-from vua.errors import NotWritableError, StorageError, StorageFullError
+from vua._linux import FileStatus, Iovecs
+from vua.errors import NotWritableError, StorageError, StorageFullError, UntrustedError
 from vua.layout import Shard
 from vua.native import Batch
+from vua.security import Security
 
 __all__ = ["FileReader", "LocalStorage"]
 
@@ -46,17 +50,45 @@ def chunk_path(chunk: str) -> str:
     return f"{chunk[:2]}/{chunk}"
 
 
+def open_directory(path: Path, security: Security) -> int:
+    """Open a namespace directory that others cannot replace things in; no link is followed.
+
+    Raises OSError; StorageError when it belongs to a user who is not trusted.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    uid = os.fstat(fd).st_uid
+    if security.trusts(uid):
+        return fd
+    os.close(fd)
+    msg = (
+        f"{path} belongs to user {uid}, who could replace what lies in it; delete it, or set "
+        "trusted_uids if that user is to be believed"
+    )
+    raise StorageError(errno.EPERM, msg)
+
+
 class FileReader:
     """An open file; see :class:`vua.storage.Reader`. Reads what is cached without blocking."""
 
     __slots__ = ("_cold", "_fd", "inode", "nbytes")
 
-    def __init__(self, fd: int) -> None:
-        """Take over ``fd``; raises OSError, and closes it, when it is not a regular file."""
+    def __init__(self, fd: int, uids: frozenset[int] | None = None) -> None:
+        """Take over ``fd``.
+
+        Raises, and closes it: OSError when it is not a regular file, UntrustedError when it has
+        other names too, or belongs to none of ``uids``.
+        """
         status = _linux.status_cached(fd)
-        if not stat.S_ISREG(status.mode):
+        if not _is_plain(status, uids):
             os.close(fd)
-            raise OSError(errno.EINVAL, "not a regular file")
+            if not stat.S_ISREG(status.mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            msg = (
+                f"file of user {status.uid} with {status.links} names, expected one name and "
+                f"{'any user' if uids is None else f'one of the users {sorted(uids)}'}; set "
+                "trusted_uids if that user is to be believed"
+            )
+            raise UntrustedError(msg)
         self._fd = fd
         self._cold = False
         self.nbytes: int = status.nbytes
@@ -88,6 +120,7 @@ class LocalStorage:
         *,
         durable: bool = False,
         renew: Callable[[], None] | None = None,
+        security: Security | None = None,
     ) -> None:
         """Open ``directory``, which must exist.
 
@@ -96,12 +129,18 @@ class LocalStorage:
             durable: fsync each file and its directory before it counts as stored. Without it a
                 power cut may damage recent files, which are then misses.
             renew: makes the directory anew when somebody has deleted it under a running process.
+            security: whose files are read, and the modes of what is written.
+
+        Raises OSError; StorageError when the directory belongs to a user who is not trusted.
         """
         self.directory = Path(directory)
         self._durable = durable
         self._renew = renew
         self._lock = threading.Lock()
-        self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._security = security or Security()
+        self._uids = self._security.uids
+        self._uid_array = None if self._uids is None else np.array([*self._uids], dtype=np.uint32)
+        self._fd = open_directory(self.directory, self._security)
         self._release = weakref.finalize(self, os.close, self._fd)
         self._serial = itertools.count()
         self._tag = f"{socket.gethostname()[:32]}-{secrets.token_hex(4)}".replace("/", "_")
@@ -117,29 +156,33 @@ class LocalStorage:
     # -- reading ------------------------------------------------------------------------------
 
     def open(self, chunk: str, shard: Shard) -> FileReader:
-        """Open a file without following symbolic links. Raises OSError."""
+        """Open a file without following symbolic links. Raises OSError, UntrustedError."""
         path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
         fd = _linux.open_cached(self._fd, path)
-        return FileReader(_linux.open_beneath(self._fd, path) if fd is None else fd)
+        return FileReader(_linux.open_beneath(self._fd, path) if fd is None else fd, self._uids)
 
     def read_files(self, chunks: Sequence[str], shard: Shard, batch: Batch, iovecs: int) -> int:
         """Read and hash several files by one call, where the native loop is there."""
         paths = [f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}" for chunk in chunks]
-        return native.load(self._fd, paths, batch, iovecs)
+        return native.load(self._fd, paths, batch, iovecs, uids=self._uid_array)
 
     def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
-        """Whether the file's name is there now, and of that size if one is given."""
+        """Whether the file is there now, one to be read, and of that size if one is given."""
         path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
         try:
             fd = _linux.open_cached(self._fd, path)
             if fd is None:
-                status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-                return nbytes is None or status.st_size == nbytes
+                found = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
+                inode = (found.st_dev, found.st_ino)
+                status = FileStatus(
+                    found.st_mode, found.st_size, inode, found.st_uid, found.st_nlink
+                )
+            else:
+                status = _linux.status_cached(fd)
+                _linux.close_cached(fd)
         except OSError:
             return False
-        there = nbytes is None or _linux.status_cached(fd).nbytes == nbytes
-        _linux.close_cached(fd)
-        return there
+        return _is_plain(status, self._uids) and nbytes in (None, status.nbytes)
 
     def shards(self, chunk: str) -> Sequence[Shard]:
         """List the shards of a chunk; foreign names are ignored."""
@@ -202,7 +245,7 @@ class LocalStorage:
         with self._lock:
             if self.gone:
                 self._renew()
-                fresh = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                fresh = open_directory(self.directory, self._security)
                 os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
                 os.close(fresh)
         return True
@@ -222,8 +265,8 @@ class LocalStorage:
         fd = self._create(chunk, temporary)
         try:
             try:
-                if stat.S_IMODE(os.fstat(fd).st_mode) != 0o600:
-                    os.fchmod(fd, 0o600)  # an unusual umask
+                if stat.S_IMODE(os.fstat(fd).st_mode) != self._security.file_mode:
+                    os.fchmod(fd, self._security.file_mode)  # an unusual umask
                 _linux.pwritev_all(fd, iovecs, 0)
                 if self._durable:
                     os.fsync(fd)
@@ -255,8 +298,9 @@ class LocalStorage:
         except FileExistsError:
             return
         status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-        if stat.S_IMODE(status.st_mode) & 0o700 != 0o700:
-            os.chmod(path, 0o700, dir_fd=self._fd)
+        wanted = self._security.directory_mode
+        if stat.S_IMODE(status.st_mode) not in (wanted, wanted | stat.S_ISGID):  # of its parent
+            os.chmod(path, wanted, dir_fd=self._fd)
 
     def _sync_directories(self, chunk: str) -> None:
         for path in (chunk_path(chunk), chunk[:2], "."):
@@ -285,6 +329,12 @@ class LocalStorage:
         except OSError:
             return False
         return True
+
+
+def _is_plain(status: FileStatus, uids: frozenset[int] | None) -> bool:
+    """Whether it is a regular file with one name, and of one of these users."""
+    whose = uids is None or status.uid in uids
+    return stat.S_ISREG(status.mode) and status.links <= 1 and whose
 
 
 def explained(problem: OSError, where: str) -> StorageError:
