@@ -21,6 +21,7 @@ from helpers import DirectoryTest, caches_of, flip, kv_bits, noise, read_only
 from vua import core
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, InputError, LayoutError, NotWritableError
+from vua.security import Security
 from vua.serdes import DTYPES
 
 SMALL = VUAConfig(split_factor=4)

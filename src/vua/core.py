@@ -22,6 +22,7 @@ from vua.bounds import Bounds
 from vua.directory import check_root, create_store, open_store
 from vua.errors import ConfigError, InputError, LayoutError
 from vua.identity import Identity
+from vua.keyring import Keyring, NoKeyError
 from vua.keys import KeyChain
 from vua.security import Security
 from vua.store import Store
@@ -83,7 +84,6 @@ class VUAConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 msg = f"VUAConfig.{name} must be a positive int, found {value!r}"
                 raise ConfigError(msg)
-
         _ = self.bounds  # raises for unusable ones
 
     @property
@@ -167,6 +167,8 @@ class VUA:
                 f"{self.config.split_factor}; they must be equal"
             )
             raise ConfigError(msg)
+        self._keyring = Keyring(self._identity.namespace, self.config.security)
+        _ = self._keyring.naming()  # raises for an unusable key
         self._reader: Store | None = None
         self._writer: Store | None = None
         self._lock = threading.Lock()
@@ -260,7 +262,7 @@ class VUA:
             return self._writer
 
     def _put(self, store: Store, ids: bytes, cache: Cache) -> int:
-        keys = KeyChain(ids, self.config.split_factor)
+        keys = KeyChain(ids, self.config.split_factor, naming=self._keyring.naming())
         saver, written = store.saver(cache.memory(self.config.split_factor)), 0
         stored = store.lookup(keys)
         store.used(keys, stored, wait=stored < len(keys))  # before it makes room for the rest
@@ -324,8 +326,12 @@ class VUA:
     def _get(
         self, store: Store | None, ids: bytes, row: torch.Tensor, device: torch.device
     ) -> ClosestKV:
-        keys = KeyChain(ids, self.config.split_factor)
-        found = store.lookup(keys) if store is not None else 0
+        try:
+            keys = KeyChain(ids, self.config.split_factor, naming=self._keyring.naming())
+            found = store.lookup(keys) if store is not None else 0
+        except NoKeyError as problem:
+            log.warning("all misses: %s", problem)
+            found = 0
         if store is None or found == 0:
             log.debug("get %d tokens: nothing stored", len(ids) // 4)
             return ClosestKV(row[..., :0], [])

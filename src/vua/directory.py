@@ -24,6 +24,7 @@ from vua.bounds import Bounds
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.identity import Identity
 from vua.keeper import Keeper
+from vua.keyring import Keyring
 from vua.layout import KVLayout, Shard
 from vua.security import Security, check_owner
 from vua.storage.local import LocalStorage, explained, open_directory
@@ -149,8 +150,9 @@ def open_store(root: Path, identity: Identity, *, security: Security | None = No
     found = read_namespace(root / identity.namespace)
     if found.layout is None:
         return None
-    storage = LocalStorage(found.path, security=security)
-    return Store(storage, identity.namespace, found.layout, Keeper(root, storage))
+    storage, name = LocalStorage(found.path, security=security), identity.namespace
+    keyring = Keyring(name, security or Security())
+    return Store(storage, name, found.layout, Keeper(root, storage), keyring)
 
 
 def create_store(
@@ -205,8 +207,8 @@ def create_stores(
     if found.layouts != wanted:
         storage.close()
         raise LayoutError(_difference(path, found.layouts, wanted))
-    keeper = Keeper(root, storage, bounds)
-    return [Store(storage, identity.namespace, layout, keeper) for layout in wanted]
+    keeper, keyring = Keeper(root, storage, bounds), Keyring(identity.namespace, security)
+    return [Store(storage, identity.namespace, layout, keeper, keyring) for layout in wanted]
 
 
 def _difference(path: Path, stored: Sequence[KVLayout], given: Sequence[KVLayout]) -> str:
