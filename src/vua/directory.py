@@ -26,8 +26,8 @@ from vua.identity import Identity
 from vua.keeper import Keeper
 from vua.keyring import Keyring
 from vua.layout import KVLayout, Shard
-from vua.security import Security, check_owner
-from vua.storage.local import LocalStorage, explained, open_directory
+from vua.security import Security, check_owner, open_directory
+from vua.storage.local import LocalStorage, explained
 from vua.store import Store
 
 __all__ = [

@@ -6,18 +6,20 @@ this user or root wrote are read. `docs/threat-model.md` says what that defends 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
-from vua.errors import ConfigError
+from vua.errors import ConfigError, StorageError
 
-__all__ = ["Security", "check_owner"]
+__all__ = ["Security", "check_owner", "make_directory", "open_directory"]
 
-_ROOT = 0
+_ROOT: Final = 0
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,3 +113,37 @@ def check_owner(directory: Path, security: Security) -> None:
             f"can replace what lies in it; {remedy}"
         )
         raise ConfigError(msg)
+
+
+def open_directory(path: Path, security: Security) -> int:
+    """Open a directory that others cannot replace things in; a link is not followed.
+
+    Raises OSError; StorageError when it belongs to a user who is not trusted.
+    """
+    fd = os.open(path, _DIRECTORY)
+    uid = os.fstat(fd).st_uid
+    if security.trusts(uid):
+        return fd
+    os.close(fd)
+    msg = (
+        f"{path} belongs to user {uid}, who could replace what lies in it; delete it, or set "
+        "trusted_uids if that user is to be believed"
+    )
+    raise StorageError(errno.EPERM, msg)
+
+
+def make_directory(parent: int, name: str, security: Security) -> int:
+    """Open a directory below the descriptor ``parent``, making it where it is missing.
+
+    A link is not followed. Raises OSError.
+    """
+    try:
+        os.mkdir(name, 0o700, dir_fd=parent)
+    except FileExistsError:
+        pass
+    else:
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        wanted = security.directory_mode
+        if stat.S_IMODE(status.st_mode) not in (wanted, wanted | stat.S_ISGID):  # of its parent
+            os.chmod(name, wanted, dir_fd=parent)
+    return os.open(name, _DIRECTORY, dir_fd=parent)

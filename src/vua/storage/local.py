@@ -29,7 +29,7 @@ from vua._linux import FileStatus, Iovecs
 from vua.errors import NotWritableError, StorageError, StorageFullError, UntrustedError
 from vua.layout import Shard
 from vua.native import Batch
-from vua.security import Security
+from vua.security import Security, make_directory, open_directory
 
 __all__ = ["FileReader", "LocalStorage"]
 
@@ -48,23 +48,6 @@ _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 def chunk_path(chunk: str) -> str:
     """Return the directory of ``chunk`` (64 hex) below its namespace."""
     return f"{chunk[:2]}/{chunk}"
-
-
-def open_directory(path: Path, security: Security) -> int:
-    """Open a namespace directory that others cannot replace things in; no link is followed.
-
-    Raises OSError; StorageError when it belongs to a user who is not trusted.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    uid = os.fstat(fd).st_uid
-    if security.trusts(uid):
-        return fd
-    os.close(fd)
-    msg = (
-        f"{path} belongs to user {uid}, who could replace what lies in it; delete it, or set "
-        "trusted_uids if that user is to be believed"
-    )
-    raise StorageError(errno.EPERM, msg)
 
 
 class FileReader:
@@ -225,16 +208,17 @@ class LocalStorage:
 
     def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
         """Write to a unique temporary name, close, ``os.replace``. Raises StorageError."""
-        path = f"{chunk_path(chunk)}/{shard.name}{SUFFIX}"
+        name = f"{shard.name}{SUFFIX}"
         try:
             try:
-                self._publish(chunk, path, iovecs)
+                self._publish(chunk, name, iovecs)
             except OSError as problem:
                 if not self._repaired(problem, chunk, shard):
                     raise
-                self._publish(chunk, path, iovecs)
+                self._publish(chunk, name, iovecs)
         except OSError as problem:
-            raise explained(problem, f"{self.directory}/{path}") from problem
+            where = f"{self.directory}/{chunk_path(chunk)}/{name}"
+            raise explained(problem, where) from problem
 
     def _repaired(self, problem: OSError, chunk: str, shard: Shard) -> bool:
         """Clear the way where somebody deleted the namespace, or put a directory into it."""
@@ -260,9 +244,9 @@ class LocalStorage:
                 return True
             raise
 
-    def _publish(self, chunk: str, path: str, iovecs: Iovecs) -> None:
-        temporary = f"{chunk_path(chunk)}/{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}"
-        fd = self._create(chunk, temporary)
+    def _publish(self, chunk: str, name: str, iovecs: Iovecs) -> None:
+        temporary = f"{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}"
+        directory, fd = self._create(chunk, temporary)
         try:
             try:
                 if stat.S_IMODE(os.fstat(fd).st_mode) != self._security.file_mode:
@@ -272,35 +256,39 @@ class LocalStorage:
                     os.fsync(fd)
             finally:
                 os.close(fd)  # network file systems report write errors here
-            os.replace(temporary, path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=self._fd)
+                os.unlink(temporary, dir_fd=directory)
             raise
+        finally:
+            os.close(directory)
         if self._durable:
             self._sync_directories(chunk)
 
-    def _create(self, chunk: str, temporary: str) -> int:
-        """Create the temporary file, and the directories above it where they are missing."""
+    def _create(self, chunk: str, temporary: str) -> tuple[int, int]:
+        """Open the chunk's directory, made where it is missing, and a new file in it."""
         for attempt in range(3):  # another process may remove an empty directory in between
+            directory = None
             try:
-                return os.open(temporary, _WRITE_FLAGS, 0o600, dir_fd=self._fd)
-            except FileNotFoundError:
-                if attempt == 2:
+                directory = self._directory(chunk, make=attempt > 0)
+                return directory, os.open(temporary, _WRITE_FLAGS, 0o600, dir_fd=directory)
+            except OSError as problem:
+                if directory is not None:
+                    os.close(directory)
+                if attempt == 2 or not isinstance(problem, FileNotFoundError):
                     raise
-                for path in (chunk[:2], chunk_path(chunk)):
-                    self._make_directory(path)
         raise FileNotFoundError(temporary)
 
-    def _make_directory(self, path: str) -> None:
+    def _directory(self, chunk: str, *, make: bool = False) -> int:
+        """Open a chunk's directory; no link is followed on the way."""
+        if not make:
+            return _linux.open_beneath(self._fd, chunk_path(chunk))
+        fan = make_directory(self._fd, chunk[:2], self._security)
         try:
-            os.mkdir(path, 0o700, dir_fd=self._fd)
-        except FileExistsError:
-            return
-        status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-        wanted = self._security.directory_mode
-        if stat.S_IMODE(status.st_mode) not in (wanted, wanted | stat.S_ISGID):  # of its parent
-            os.chmod(path, wanted, dir_fd=self._fd)
+            return make_directory(fan, chunk, self._security)
+        finally:
+            os.close(fan)
 
     def _sync_directories(self, chunk: str) -> None:
         for path in (chunk_path(chunk), chunk[:2], "."):
@@ -312,22 +300,26 @@ class LocalStorage:
 
     def remove(self, chunk: str, shard: Shard, reader: object = None) -> bool:
         """Move a file to ``quarantine/`` (a few are kept there for a look), or delete it."""
-        path = f"{chunk_path(chunk)}/{shard.name}{SUFFIX}"
-        try:
-            if isinstance(reader, FileReader):
-                status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-                if (status.st_dev, status.st_ino) != reader.inode:
-                    return True  # already replaced by somebody who wrote it anew
-            self._make_directory(QUARANTINE)
-            if len(self._names(QUARANTINE)) >= MAX_QUARANTINED:
-                os.unlink(path, dir_fd=self._fd)
-            else:
-                kept = f"{QUARANTINE}/{chunk}.{shard.name}.{secrets.token_hex(3)}"
-                os.replace(path, kept, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
+        name = f"{shard.name}{SUFFIX}"
+        with contextlib.ExitStack() as stack:
+            try:
+                directory = self._directory(chunk)
+                stack.callback(os.close, directory)
+                if isinstance(reader, FileReader):
+                    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                    if (status.st_dev, status.st_ino) != reader.inode:
+                        return True  # already replaced by somebody who wrote it anew
+                aside = make_directory(self._fd, QUARANTINE, self._security)
+                stack.callback(os.close, aside)
+                if len(os.listdir(aside)) >= MAX_QUARANTINED:
+                    os.unlink(name, dir_fd=directory)
+                else:
+                    kept = f"{chunk}.{shard.name}.{secrets.token_hex(3)}"
+                    os.replace(name, kept, src_dir_fd=directory, dst_dir_fd=aside)
+            except FileNotFoundError:
+                return True
+            except OSError:
+                return False
         return True
 
 
