@@ -503,8 +503,8 @@ class TestLarge(SealTest):
     """Files of many units, and many chunks at once."""
 
     def test_many(self) -> None:
-        """Chunks of 8 MiB, in pieces of 16 tokens, by both ways."""
-        layout = KVLayout(32, 8, 64, 64, "F32", 64)
+        """Chunks of 2 MiB, in pieces of 16 tokens, by both ways."""
+        layout = KVLayout(16, 4, 64, 64, "F32", 64)
         for encrypt in KINDS:
             store = self.store(layout, self.security(encrypt=encrypt))
             keys, model = self.save(store)
