@@ -15,25 +15,29 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from helpers import (
     PACKED,
     Arrays,
     DirectoryTest,
     Memory,
+    caches_of,
     flip,
     has_native,
+    kv_bits,
     model_arrays,
     rectangle,
 )
 from vua.bounds import Bounds
 from vua.claims import PLAIN, Mark
 from vua.cli import main
+from vua.core import VUA, VUAConfig
 from vua.directory import create_store
 from vua.entry import EntryCodec, EntryInfo, parse_entry
 from vua.errors import ConfigError
 from vua.identity import Identity
-from vua.keyring import Keyring, NoKeyError, read_key, tenant_of, write_key
+from vua.keyring import Keyring, NoKeyError, check_keys, read_key, tenant_of, write_key
 from vua.keys import KeyChain, Naming, token_ids
 from vua.layout import KVLayout, Shard
 from vua.security import Security
@@ -449,6 +453,31 @@ class TestKeys(SealTest):
             with self.assertRaisesRegex(ConfigError, r"vua\[crypto\]"):
                 Keyring(NAMESPACE, self.security()).naming()
             self.assertIsNone(Keyring(NAMESPACE, Security()).naming())
+
+    def test_checked_at_start(self) -> None:
+        """Keys that cannot be used are refused when a cache is opened, in the library too."""
+        for settings in (
+            {"key_file": str(self.root / "absent")},
+            {"tenant_keys": str(self.root / "absent")},
+            {"tenant_keys": str(self.key)},
+        ):
+            with self.subTest(settings), self.assertRaises(ConfigError):
+                VUA(VUAConfig(security=Security(**settings)), self.root / "cache")
+        check_keys(self.security())
+
+    def test_library(self) -> None:
+        """The library's front door: with the key all is there, without it nothing."""
+        tokens, kv = torch.arange(64), caches_of(layers=1, heads=1, tokens=64, dim=8)
+        config = VUAConfig(security=self.security(encrypt=True))
+        with VUA(config, self.root / "cache") as vua:
+            self.assertEqual(1, vua.put(tokens, kv))
+            self.assertEqual(kv_bits(kv), kv_bits(vua.get_closest(tokens).data))
+            self.key.unlink()
+            self.assertFalse(vua.get_closest(tokens))
+            with self.assertRaises(NoKeyError):
+                vua.put(tokens, kv)
+        with VUA(VUAConfig(), self.root / "cache") as vua:
+            self.assertFalse(vua.get_closest(tokens))
 
     def test_salts(self) -> None:
         """Salts never become paths, and those without a key are not cached."""

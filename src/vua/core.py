@@ -22,7 +22,7 @@ from vua.bounds import Bounds
 from vua.directory import check_root, create_store, open_store
 from vua.errors import ConfigError, InputError, LayoutError
 from vua.identity import Identity
-from vua.keyring import Keyring, NoKeyError
+from vua.keyring import Keyring, NoKeyError, check_keys
 from vua.keys import KeyChain
 from vua.security import Security
 from vua.store import Store
@@ -168,7 +168,7 @@ class VUA:
             )
             raise ConfigError(msg)
         self._keyring = Keyring(self._identity.namespace, self.config.security)
-        _ = self._keyring.naming()  # raises for an unusable key
+        check_keys(self.config.security)
         self._reader: Store | None = None
         self._writer: Store | None = None
         self._lock = threading.Lock()
