@@ -464,6 +464,8 @@ class TestKeys(SealTest):
             with self.subTest(settings), self.assertRaises(ConfigError):
                 VUA(VUAConfig(security=Security(**settings)), self.root / "cache")
         check_keys(self.security())
+        with self.assertRaisesRegex(ConfigError, "vua.security.Security"):
+            VUA(VUAConfig(security={"encrypt": False}), self.root / "cache")
 
     def test_library(self) -> None:
         """The library's front door: with the key all is there, without it nothing."""

@@ -56,7 +56,6 @@ class VUAConfig:
     """fsync each file. Without it a power cut may cost recent chunks (never wrong bytes)."""
     threads: int = min(4, os.cpu_count() or 1)
     """Sequences of a batch that are worked on at the same time."""
-
     max_bytes: int | str | None = None
     """Size of the whole directory: bytes, ``"500G"`` or a share of the file system. See Bounds."""
     min_free_bytes: int | str | None = None
@@ -154,6 +153,7 @@ class VUA:
             StorageError: the directory cannot be created.
         """
         self.config = config() if isinstance(config, type) else config
+        check_keys(self.config.security)
         self.path = check_root(path, security=self.config.security)
         self._identity = identity or Identity(
             model=self.config.model,
@@ -168,7 +168,6 @@ class VUA:
             )
             raise ConfigError(msg)
         self._keyring = Keyring(self._identity.namespace, self.config.security)
-        check_keys(self.config.security)
         self._reader: Store | None = None
         self._writer: Store | None = None
         self._lock = threading.Lock()

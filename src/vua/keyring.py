@@ -85,6 +85,9 @@ def check_keys(security: Security) -> None:
 
     Raises ConfigError (NoKeyError for the key file); a tenant's key may be missing.
     """
+    if not isinstance(security, Security):
+        msg = f"security must be a vua.security.Security, found {security!r:.80}"
+        raise ConfigError(msg)
     Keyring("", security).naming()
     if security.tenant_keys is not None:
         if not Path(security.tenant_keys).is_dir():
