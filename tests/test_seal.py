@@ -42,6 +42,7 @@ from vua.keys import KeyChain, Naming, token_ids
 from vua.layout import KVLayout, Shard
 from vua.security import Security
 from vua.store import Loaded, Store
+from vua.testing.forgery import forged
 
 SMALL = KVLayout(layers=4, kv_heads=4, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=4)
 # Units of 8 layers, so that shards of layers cut through units.
@@ -237,27 +238,6 @@ class TestNames(SealTest):
         self.assertNotIn(self.key.read_text().strip(), shown)
         self.assertNotIn(repr(naming.secret)[2:-1], shown)
         self.assertNotIn("_files", shown)
-
-
-def forged(data: bytes, **changes: object) -> bytes:
-    """A file that says what it is told to, with all that needs no key set right."""
-    info = parse_entry(data)
-    codec = EntryCodec(info.namespace, info.layout, info.shard, info.kind)
-    header = memoryview(data[: info.header_nbytes])
-    tags = codec.seal_of(header)[1].tobytes() if info.kind else b""
-    found = {
-        "codec": codec,
-        "key": info.key,
-        "mark": info.mark,
-        "tags": tags,
-        "payload": data[info.header_nbytes :],
-    } | changes
-    payload = np.frombuffer(found["payload"], dtype=np.uint8)
-    sums = np.array(found["codec"].checksums(payload), dtype=np.uint64)
-    head = found["codec"].encode_header(
-        found["key"], sums, writer=info.writer, mark=found["mark"], tags=found["tags"]
-    )
-    return head + payload.tobytes()
 
 
 class TestForged(SealTest):
