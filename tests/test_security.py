@@ -73,7 +73,7 @@ class TestSettings(unittest.TestCase):
         for settings in (
             {"trusted_uids": "all"}, {"trusted_uids": [-1]}, {"trusted_uids": [True]},
             {"trusted_uids": 5}, {"trusted_uids": ["0"]}, {"group_read": 1}, {"encrypt": True},
-            {"key_file": ""}, {"key_file": 3}, {"tenant_keys": b"x"},
+            {"key_file": ""}, {"key_file": 3}, {"key_file": "a\0"}, {"tenant_keys": b"x"},
         ):  # fmt: skip
             with self.subTest(settings), self.assertRaises(ConfigError):
                 Security(**settings)

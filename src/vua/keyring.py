@@ -27,6 +27,7 @@ __all__ = ["Keyring", "NoKeyError", "check_keys", "read_key", "tenant_of", "writ
 SUFFIX: Final = ".key"
 _KEY_NBYTES: Final = 32
 _TENANT_TAG: Final = b"vua.tenant.v1"
+_REMEDY: Final = "`vua key FILE` makes a new one"
 
 
 class NoKeyError(ConfigError):
@@ -52,12 +53,11 @@ def write_key(path: Path) -> None:
 
 def read_key(path: Path) -> bytes:
     """Return the 32 bytes of a key file. Raises NoKeyError, saying what is wrong with it."""
-    remedy = "`vua key FILE` makes a new one"
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:  # noqa: PTH123
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
-                msg = f"{path} is no regular file; {remedy}"
+                msg = f"{path} is no regular file; {_REMEDY}"
                 raise NoKeyError(msg)
             if status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
                 msg = (
@@ -68,16 +68,19 @@ def read_key(path: Path) -> bytes:
                 raise NoKeyError(msg)
             text = stream.read(1024).decode("ascii", "replace").strip()
     except OSError as problem:
-        msg = f"{path}: {problem.strerror}; {remedy}"
-        raise NoKeyError(msg) from problem
+        raise _absent(path, problem) from problem
     try:
         key = bytes.fromhex(text)
     except ValueError:
         key = b""
     if len(key) != _KEY_NBYTES:
-        msg = f"{path} does not hold 64 hex digits; {remedy}"
+        msg = f"{path} does not hold 64 hex digits; {_REMEDY}"
         raise NoKeyError(msg)
     return key
+
+
+def _absent(path: Path, problem: OSError) -> NoKeyError:
+    return NoKeyError(f"{path}: {problem.strerror}; {_REMEDY}")
 
 
 def check_keys(security: Security) -> None:
@@ -123,10 +126,9 @@ class Keyring:
             return None
         try:
             status = path.stat()
-        except OSError:
+        except OSError as problem:
             self._seals.pop(tenant, None)
-            read_key(path)  # says why it cannot be had
-            raise
+            raise _absent(path, problem) from problem
         state = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_mode, status.st_uid)
         known = self._seals.get(tenant)
         if known is None or known[0] != state:

@@ -61,7 +61,7 @@ class Security:
                 raise ConfigError(msg)
         for name in ("key_file", "tenant_keys"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
+            if value is not None and (not isinstance(value, str) or not value or "\0" in value):
                 msg = f"{name} must be a path, found {value!r}"
                 raise ConfigError(msg)
         if self.encrypt and self.key_file is None:
