@@ -7,6 +7,7 @@ import threading
 import time
 import unittest
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 from helpers import keys_of
 from vua.hints import settle, ttl_s_of
 from vua.identity import Identity
+from vua.keyring import tenant_of, write_key
+from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout
 from vua.slab import Slab
 from vua.vllm.config import ConnectorConfig
@@ -99,6 +102,40 @@ class SchedulerTest(unittest.TestCase):
         side.add_saves(orders, step({"broken": 0, "good": 0}))
 
         self.assertEqual([4], [len(keys) for save in orders.saves for _, keys in save.parts])
+
+    def test_tenants(self) -> None:
+        """A salt with a key finds and stores what is its own; one without a key is not cached."""
+        from vua.vllm.messages import Orders
+
+        keys = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        write_key(keys / f"{tenant_of(b'alice')}.key")
+        side = self.side(tenant_keys=str(keys))
+        store = side._stores[0]
+        chain = KeyChain(
+            token_ids(range(64)), 16, {0: [("salt", b"alice")]}, store.keyring.naming(b"alice")
+        )
+        for key in chain.first(2):
+            store.save(key, Slab(LAYOUT, LAYOUT.full, 1).memory)
+        found = {
+            name: answer(side, request_of(name, cache_salt=name or None))
+            for name in ("alice", "carol", "")
+        }
+        self.assertEqual({"alice": (32, True), "carol": (0, False), "": (0, False)}, found)
+
+        request = request_of("again", cache_salt="alice")
+        answer(side, request)
+        side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 32)
+        orders = Orders(loads=side.take_loads())
+        side.add_saves(orders, step({"alice": 0, "carol": 0, "": 0}))
+        loaded = [key for load in orders.loads for part in load.parts for key in part.keys]
+        saved = [key for save in orders.saves for _, keys in save.parts for key in keys]
+
+        self.assertEqual({tenant_of(b"alice")}, {key.tenant for key in loaded})
+        self.assertEqual({tenant_of(b"alice"), ""}, {key.tenant for key in saved})
+        self.assertTrue(all(store.save(key, Slab(LAYOUT, LAYOUT.full, 1).memory) for key in saved))
+        (keys / f"{tenant_of(b'alice')}.key").unlink()
+        gone = request_of("gone", cache_salt="alice")
+        self.assertEqual((0, False), answer(side, gone))
 
     def test_blocks_at_the_edge_of_a_window_are_loaded_whole(self) -> None:
         """The prefix cache of vLLM offers them to requests whose windows begin earlier in them."""

@@ -6,7 +6,7 @@ The files' headers are judged here, by `vua.entry`; what a bad file means is for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from vua.keys import ChunkKey
 from vua.layout import Shard
 from vua.plan import Plan
 from vua.storage import Reader, Storage
+
+if TYPE_CHECKING:
+    from vua.seal import Seal  # needs an optional package
 
 __all__ = ["Aim"]
 
@@ -41,23 +44,38 @@ class Aim:
     def _room(self, chunks: int) -> npt.NDArray[np.uint8]:
         return np.empty((chunks, self._plan.codec.header_nbytes), dtype=np.uint8)
 
-    def read_many(self, storage: Storage, shard: Shard, keys: Sequence[ChunkKey], at: int) -> int:
+    def read_many(
+        self,
+        storage: Storage,
+        shard: Shard,
+        keys: Sequence[ChunkKey],
+        at: int,
+        seal: Seal | None = None,
+    ) -> int:
         """Read and verify the files of ``keys`` into places from ``at`` on, by a call per batch.
+
+        With a ``seal`` they have to be sealed by it, and what was encrypted is not any more.
 
         Returns how many are good; the one after them is for :meth:`read` to judge.
         """
         done = 0
-        check = self._plan.codec.check_header
+        check, key_id = self._plan.codec.check_header, "" if seal is None else seal.key_id
+        if seal is not None and self._plan.recipe.part.sink_nbytes:
+            return 0  # what is read to be verified alone is gone before its seal is looked at
         while done < len(keys):
             batch = keys[done : done + _BATCH_CHUNKS]
             if len(self._headers) < len(batch):
                 self._headers = self._room(len(batch))
             names = [key.name for key in batch]
-            address = self._headers.ctypes.data
-            got = storage.read_files(names, shard, self._plan.batch, at + done, address)
-            for key, header in zip(batch[:got], self._headers, strict=False):
+            address, first = self._headers.ctypes.data, at + done
+            got = storage.read_files(names, shard, self._plan.batch, first, address)
+            windows = self._plan.windows(range(first, first + got)) if seal is not None else []
+            for row, key in enumerate(batch[:got]):
+                header = memoryview(self._headers[row].data)
                 try:
-                    check(memoryview(header), key)
+                    check(header, key, key_id)
+                    if seal is not None:
+                        seal.open(self._plan, key, header, windows[row])
                 except EntryError:
                     return done
                 done += 1
@@ -76,7 +94,9 @@ class Aim:
             self._windows = self._plan.windows(self._batch)
         return self._address + (place - self._batch.start) * self._iovecs.strides[0]
 
-    def read(self, reader: Reader, key: ChunkKey, place: int, stop: int) -> None:
+    def read(
+        self, reader: Reader, key: ChunkKey, place: int, stop: int, seal: Seal | None = None
+    ) -> None:
         """Read and verify one file into ``place``. Raises EntryError, OSError."""
         plan = self._plan
         if reader.nbytes != plan.codec.file_nbytes:
@@ -84,6 +104,7 @@ class Aim:
             raise CorruptEntryError(msg)
         iovecs = self._prepare(place, stop)
         at = place - self._batch.start
+        header, window = memoryview(self._batch_headers[at].data), self._windows[at]
         sums = None
         for cut in plan.recipe.slices:
             rows = plan.rows(cut)
@@ -92,10 +113,11 @@ class Aim:
                 msg = f"ends inside bytes {cut.offset}..{cut.offset + cut.nbytes}"
                 raise CorruptEntryError(msg)
             if sums is None:
-                header = memoryview(self._batch_headers[at].data)
-                table = plan.codec.check_header(header, key)
+                table = plan.codec.check_header(header, key, "" if seal is None else seal.key_id)
                 index = plan.recipe.table_index
                 sums = (table if index is None else table[index]).tolist()
-            if plan.checksums(self._windows[at], cut.first, cut.stop) != sums[cut.first : cut.stop]:
+            if plan.checksums(window, cut.first, cut.stop) != sums[cut.first : cut.stop]:
                 msg = f"a checksum of bytes {cut.offset}..{cut.offset + cut.nbytes} does not match"
                 raise CorruptEntryError(msg)
+        if seal is not None:
+            seal.open(plan, key, header, window)

@@ -11,6 +11,7 @@ import torch
 
 from vua.bounds import Bounds
 from vua.errors import ConfigError
+from vua.security import Security
 
 __all__ = ["VUAConfig"]
 
@@ -56,10 +57,12 @@ class VUAConfig:
     """Bytes of the file system that are left free, in the same forms."""
     ttl_s: float | None = None
     """Seconds without use after which a chunk is deleted; by default none."""
+    security: Security = Security()
+    """Whose files are read, who may read what is stored, and the keys."""
 
     _FIELDS = (
         *("split_factor", "model", "epoch", "durable", "threads", "buffer_bytes"),
-        *("max_bytes", "min_free_bytes", "ttl_s"),
+        *("max_bytes", "min_free_bytes", "ttl_s", "security"),
     )
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401

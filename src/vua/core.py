@@ -22,6 +22,7 @@ from vua.config import VUAConfig
 from vua.directory import check_root, create_store, open_store
 from vua.errors import ConfigError, InputError, LayoutError
 from vua.identity import Identity
+from vua.keyring import Keyring, NoKeyError, check_keys
 from vua.keys import KeyChain
 from vua.lineage import is_pin, pin, unpin
 from vua.store import Store
@@ -80,11 +81,13 @@ class VUA:
             identity: what the K/V depend on, in place of the config's ``model`` and ``epoch``.
 
         Raises:
-            ConfigError: a setting is unusable, or ``path`` is a file.
+            ConfigError: a setting is unusable, ``path`` is a file, or others could replace what
+                lies in it.
             StorageError: the directory cannot be created.
         """
         self.config = config() if isinstance(config, type) else config
-        self.path = check_root(path)
+        check_keys(self.config.security)
+        self.path = check_root(path, security=self.config.security)
         self._identity = identity or Identity(
             model=self.config.model,
             epoch=self.config.epoch,
@@ -97,6 +100,7 @@ class VUA:
                 f"{self.config.split_factor}; they must be equal"
             )
             raise ConfigError(msg)
+        self._keyring = Keyring(self._identity.namespace, self.config.security)
         self._reader: Store | None = None
         self._writer: Store | None = None
         self._lock = threading.Lock()
@@ -185,12 +189,13 @@ class VUA:
                     layout,
                     durable=self.config.durable,
                     bounds=self.config.bounds,
+                    security=self.config.security,
                 )
                 self._reader = self._writer
             return self._writer
 
     def _put(self, store: Store, ids: bytes, cache: Cache) -> int:
-        keys = KeyChain(ids, self.config.split_factor)
+        keys = KeyChain(ids, self.config.split_factor, naming=self._keyring.naming())
         saver, written = store.saver(cache.memory(self.config.split_factor)), 0
         stored = store.lookup(keys)
         store.used(keys, stored, wait=stored < len(keys))  # before it makes room for the rest
@@ -245,7 +250,9 @@ class VUA:
         with self._lock:
             if self._reader is None or self._reader.storage.gone:
                 try:
-                    self._reader = self._writer or open_store(self.path, self._identity)
+                    self._reader = self._writer or open_store(
+                        self.path, self._identity, security=self.config.security
+                    )
                 except OSError as problem:
                     log.warning("%s cannot be read, all misses: %s", self.path, problem)
             return self._reader
@@ -253,8 +260,12 @@ class VUA:
     def _get(
         self, store: Store | None, ids: bytes, row: torch.Tensor, device: torch.device
     ) -> ClosestKV:
-        keys = KeyChain(ids, self.config.split_factor)
-        found = store.lookup(keys) if store is not None else 0
+        try:
+            keys = KeyChain(ids, self.config.split_factor, naming=self._keyring.naming())
+            found = store.lookup(keys) if store is not None else 0
+        except NoKeyError as problem:
+            log.warning("all misses: %s", problem)
+            found = 0
         if store is None or found == 0:
             log.debug("get %d tokens: nothing stored", len(ids) // 4)
             return ClosestKV(row[..., :0], [])

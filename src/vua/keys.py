@@ -10,14 +10,18 @@ What belongs to one request and changes its K/V without being a token (cache sal
 image content) enters as *extras* at the chunk where it first matters: there the parent is replaced
 by a digest over a tag, the parent and the length-prefixed extras. Neither PYTHONHASHSEED, nor the
 dtype or container of the tokens, nor the engine changes a name.
+
+With a secret (:class:`Naming`) HMAC-SHA256 stands in place of SHA-256 throughout, and names tell
+nothing to whom does not have it: neither what was asked nor whether two know the same prompt.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, overload
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +32,26 @@ from vua.native import chain
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ChunkKey", "KeyChain", "KeyRun", "Tokens", "token_ids"]
+__all__ = ["ChunkKey", "KeyChain", "KeyRun", "Keys", "Naming", "Tokens", "token_ids"]
 
 Tokens = "torch.Tensor | npt.NDArray[np.generic] | Sequence[int]"
 
 _EXTRAS_TAG = b"vua.extras.v1"
 _NO_PARENT = b""
 _HASH_NBYTES: Final = 32
+
+
+class Naming(NamedTuple):
+    """What names are made with where they are to be secret."""
+
+    tenant: str
+    """Whose key it is, see :class:`vua.keyring.Keyring`; empty for the directory's own."""
+    secret: bytes
+    """Of one namespace, 32 bytes."""
+
+    def __repr__(self) -> str:
+        """Return the name without the secret."""
+        return f"Naming({self.tenant!r})"
 
 
 class ChunkKey(NamedTuple):
@@ -50,6 +67,8 @@ class ChunkKey(NamedTuple):
     """One past the index of its last token."""
     previous: bytes = b""
     """The chunk before it, where extras hide that in ``parent``; else empty."""
+    tenant: str = ""
+    """With whose key its file is sealed, see :class:`Naming`."""
 
     @property
     def before(self) -> bytes:
@@ -113,19 +132,35 @@ def _as_array(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) ->
         raise InputError(msg) from problem
 
 
-def extras_parent(parent: bytes, extras: Sequence[tuple[str, bytes]]) -> bytes:
+def extras_parent(
+    parent: bytes, extras: Sequence[tuple[str, bytes]], naming: Naming | None = None
+) -> bytes:
     """Digest that stands in for ``parent`` where ``extras`` (tag, value) first matter.
 
     Tags and values are length-prefixed and their number is counted, so that no two lists of
     extras, and no extras and no plain parent, can be confused.
     """
-    digest = hashlib.sha256(_EXTRAS_TAG)
+    digest: hashlib._Hash | hmac.HMAC = hashlib.sha256(_EXTRAS_TAG)
+    if naming is not None:
+        digest = hmac.new(naming.secret, _EXTRAS_TAG, "sha256")
     for part in (parent, len(extras).to_bytes(4, "little")):
         digest.update(len(part).to_bytes(8, "little") + part)
     for tag, value in extras:
         for part in (tag.encode(), value):
             digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
+
+
+class Keys(Protocol):
+    """A prompt's chunk keys: a list of them, a :class:`KeyChain` or a :class:`KeyRun`."""
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        ...
+
+    def __getitem__(self, index: int, /) -> ChunkKey:
+        """Return the key of chunk ``index``."""
+        ...
 
 
 class KeyChain:
@@ -143,6 +178,7 @@ class KeyChain:
         ids: bytes,
         chunk_tokens: int,
         extras: Mapping[int, Sequence[tuple[str, bytes]]] | None = None,
+        naming: Naming | None = None,
     ) -> None:
         """Name the whole chunks of ``ids``.
 
@@ -150,7 +186,9 @@ class KeyChain:
             ids: token ids as :func:`token_ids` returns them.
             chunk_tokens: tokens per chunk; what is left over at the end has no name.
             extras: chunk index -> (tag, value) pairs that the K/V from that chunk on depend on.
+            naming: makes the names secret.
         """
+        self._naming = naming
         self._ids = memoryview(ids)
         self._chunk_tokens = chunk_tokens
         self._extras = dict(extras or {})
@@ -168,7 +206,8 @@ class KeyChain:
             msg = f"chunk {index} of {self._length}"
             raise IndexError(msg)
         self._extend(index + 1)
-        return _key(self._digests, self._parents, index, index, self._chunk_tokens)
+        tenant = self._naming.tenant if self._naming else ""
+        return _key(self._digests, self._parents, index, index, self._chunk_tokens, tenant)
 
     def first(self, count: int) -> list[ChunkKey]:
         """Return the keys of the first ``count`` chunks."""
@@ -181,7 +220,8 @@ class KeyChain:
         if first < stop:
             parents[first] = _above(self[first])
         digests = bytes(self._digests[_HASH_NBYTES * first : _HASH_NBYTES * stop])
-        return KeyRun(first, self._chunk_tokens, digests, parents)
+        tenant = self._naming.tenant if self._naming else ""
+        return KeyRun(first, self._chunk_tokens, digests, parents, tenant)
 
     def longer(self, ids: bytes) -> KeyChain:
         """Return the chain of a prompt that begins with this one and goes on.
@@ -190,7 +230,7 @@ class KeyChain:
             ids: the token ids of the longer prompt, as :func:`token_ids` returns them; what this
                 chain has hashed is not hashed again.
         """
-        other = KeyChain(ids, self._chunk_tokens, self._extras)
+        other = KeyChain(ids, self._chunk_tokens, self._extras, self._naming)
         other._digests, other._parents = self._digests[:], dict(self._parents)
         return other
 
@@ -204,9 +244,13 @@ class KeyChain:
             before = bytes(self._digests[-_HASH_NBYTES:])
             parent = before
             if start in self._extras:
-                parent = extras_parent(before, self._extras[start])
+                parent = extras_parent(before, self._extras[start], self._naming)
                 self._parents[start] = parent, before
-            self._digests += chain(parent, self._ids[nbytes * start : nbytes * stop], nbytes)
+            ids = self._ids[nbytes * start : nbytes * stop]
+            if self._naming is None:
+                self._digests += chain(parent, ids, nbytes)
+            else:
+                self._digests += _secret_chain(self._naming.secret, parent, ids, nbytes)
 
 
 class KeyRun(Sequence[ChunkKey]):
@@ -217,7 +261,7 @@ class KeyRun(Sequence[ChunkKey]):
     (3, 64, True, 2)
     """
 
-    __slots__ = ("_chunk_tokens", "_digests", "_first", "_parents")
+    __slots__ = ("_chunk_tokens", "_digests", "_first", "_parents", "_tenant")
 
     def __init__(
         self,
@@ -225,6 +269,7 @@ class KeyRun(Sequence[ChunkKey]):
         chunk_tokens: int,
         digests: bytes,
         parents: Mapping[int, tuple[bytes, bytes]],
+        tenant: str = "",
     ) -> None:
         """Take over what :meth:`KeyChain.run` has put together.
 
@@ -234,7 +279,9 @@ class KeyRun(Sequence[ChunkKey]):
             digests: prefix hashes, 32 bytes each.
             parents: chunk index -> parent and ``previous`` of its key, for the first chunk and
                 wherever the parent is not the prefix hash before it.
+            tenant: of all its keys.
         """
+        self._tenant = tenant
         self._first, self._chunk_tokens = first, chunk_tokens
         self._digests, self._parents = digests, parents
 
@@ -259,9 +306,21 @@ class KeyRun(Sequence[ChunkKey]):
             if start < stop:
                 parents[first] = _above(self[start])
             cut = self._digests[_HASH_NBYTES * start : _HASH_NBYTES * stop]
-            return KeyRun(first, self._chunk_tokens, cut, parents)
+            return KeyRun(first, self._chunk_tokens, cut, parents, self._tenant)
         at = range(len(self))[index]
-        return _key(self._digests, self._parents, at, self._first + at, self._chunk_tokens)
+        return _key(
+            self._digests, self._parents, at, self._first + at, self._chunk_tokens, self._tenant
+        )
+
+
+def _secret_chain(secret: bytes, parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
+    """As :func:`vua.native.chain`, by an HMAC with ``secret``."""
+    digests = bytearray()
+    for start in range(0, len(ids), chunk_nbytes):
+        text = parent + ids[start : start + chunk_nbytes]
+        parent = hmac.digest(secret, text, "sha256")
+        digests += parent
+    return bytes(digests)
 
 
 def _key(
@@ -270,6 +329,7 @@ def _key(
     at: int,
     chunk: int,
     chunk_tokens: int,
+    tenant: str,
 ) -> ChunkKey:
     """The key of chunk ``chunk`` of a prompt, whose digest is the one at ``at``."""
     place = at * _HASH_NBYTES
@@ -277,7 +337,7 @@ def _key(
     above = parents.get(chunk)
     parent, previous = above or (bytes(digests[place - _HASH_NBYTES : place]), b"")
     start = chunk * chunk_tokens
-    return ChunkKey(digest, parent, start, start + chunk_tokens, previous)
+    return ChunkKey(digest, parent, start, start + chunk_tokens, previous, tenant)
 
 
 def _above(key: ChunkKey) -> tuple[bytes, bytes]:

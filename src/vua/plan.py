@@ -8,10 +8,10 @@ are used for every chunk. In Python everything that a load does per run of bytes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from vua.entry import EntryCodec
 from vua.layout import MemoryMap, Shard
 from vua.part import Part
 
-__all__ = ["Plan", "Recipe"]
+__all__ = ["Digest", "Plan", "Recipe"]
 
 SLICE_NBYTES: Final = 256 << 10
 """Bytes read before they are verified: they are still in cache then, see docs/performance.md."""
@@ -31,6 +31,18 @@ _SMALL_NBYTES: Final = 512 << 10
 """Files up to this size are read by one call."""
 _VIEW_NBYTES: Final = 64 << 10
 """Bytes given to xxhash at once: for much longer inputs it releases the GIL."""
+
+
+class Digest(Protocol):
+    """What runs of bytes are fed to: a hash, or one unit's seal."""
+
+    def update(self, view: memoryview, /) -> object:
+        """Take the next bytes."""
+        ...
+
+    def intdigest(self) -> int:
+        """Return the result as a number."""
+        ...
 
 
 class _Slice(NamedTuple):
@@ -155,9 +167,18 @@ class Plan:
         """Windows ``[chunk][space][piece]`` for :meth:`checksums`."""
         return self._views.windows(self.recipe.part.piece_offsets(self.memory, chunks))
 
-    def checksums(self, windows: list[list[memoryview]], first: int, stop: int) -> list[int]:
-        """Return the xxh3-64 of units [first, stop) of the chunk that ``windows`` belong to."""
-        return self._views.checksums(windows, self.recipe.units[first:stop])
+    def checksums(
+        self,
+        windows: list[list[memoryview]],
+        first: int,
+        stop: int,
+        new: Callable[[], Digest] = xxhash.xxh3_64,
+    ) -> list[int]:
+        """Return the xxh3-64 of units [first, stop) of the chunk that ``windows`` belong to.
+
+        Or what else ``new``, called for each unit in order, makes of its bytes.
+        """
+        return self._views.checksums(windows, self.recipe.units[first:stop], new)
 
 
 class _Views:
@@ -203,12 +224,15 @@ class _Views:
         return chunks
 
     def checksums(
-        self, windows: list[list[memoryview]], units: Sequence[tuple[int, int]]
+        self,
+        windows: list[list[memoryview]],
+        units: Sequence[tuple[int, int]],
+        new: Callable[[], Digest],
     ) -> list[int]:
-        """Return the xxh3-64 of each unit, given as runs [start, stop). The hot loop of a load."""
+        """Return the digest of each unit, given as runs [start, stop). The hot loop of a load."""
         slices, spaces, sums = self._slices, self._space, []
         for start, stop in units:
-            digest = xxhash.xxh3_64()
+            digest = new()
             pieces = windows[spaces[start]]
             if self._runs_at_once > 1:
                 for run in range(start, stop, self._runs_at_once):
@@ -226,4 +250,4 @@ class _Views:
         return sums
 
 
-_consume = deque[None](maxlen=0).extend
+_consume = deque[object](maxlen=0).extend

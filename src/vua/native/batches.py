@@ -108,6 +108,7 @@ def load(
     place: int,
     headers: int,
     *,
+    uids: npt.NDArray[np.uint32] | None = None,
     threads: int | None = None,
 ) -> int:
     """Read files into memory and compare what they hash to with their own tables of checksums.
@@ -118,6 +119,7 @@ def load(
         batch: how each of them is read.
         place: the chunk place in memory that the first of them goes to.
         headers: address of memory for their headers, ``[files, header_nbytes]`` bytes.
+        uids: whose files are read; by default anybody's.
         threads: at most this many are used, and only for large batches; 2 by default.
 
     Returns how many files from the first on are in memory and agree with their own checksums:
@@ -128,15 +130,26 @@ def load(
     if bound is None or not paths:
         return 0
     names = [path.encode() + b"\0" for path in paths]
+    whose = (None, 0) if uids is None else (uids.ctypes.data, len(uids))
     at, nbytes, done = ctypes.byref(batch), batch.file_nbytes * len(paths), 0
     if nbytes <= _HELD_NBYTES:
         done = bound.load_held(
-            *(at, dir_fd, b"".join(names), len(names[0]), len(names)), place, headers, 1, _NOWAIT
+            *(at, dir_fd, b"".join(names), len(names[0]), len(names)),
+            place,
+            headers,
+            1,
+            _NOWAIT,
+            *whose,
         )
         names, place, headers = names[done:], place + done, headers + done * batch.header_nbytes
     if names:
         threads = (threads or _THREADS) if nbytes >= _SHARED_NBYTES else 1
         done += bound.load(
-            *(at, dir_fd, b"".join(names), len(names[0]), len(names)), place, headers, threads, 0
+            *(at, dir_fd, b"".join(names), len(names[0]), len(names)),
+            place,
+            headers,
+            threads,
+            0,
+            *whose,
         )
     return done

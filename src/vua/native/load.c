@@ -72,6 +72,8 @@ struct work {
     uint64_t place;             /* of the first file's chunk in memory */
     char *headers;              /* [files][header_nbytes] */
     uint64_t flags;
+    const uint32_t *uids;       /* whose files are read; NULL: anybody's */
+    uint64_t uid_count;
     _Atomic uint64_t next, good; /* next file to take; files before the first bad one */
     _Atomic int cold;           /* whether a file was not in the page cache */
     pthread_t more[COLD_THREADS];
@@ -181,13 +183,26 @@ static uint64_t hash_next(const struct xxh3 *hash, struct cursor *at, uint64_t n
     return hash->digest(state);
 }
 
+static int is_trusted(const struct work *work, const struct stat *status)
+{
+    if (!S_ISREG(status->st_mode) || status->st_nlink > 1)
+        return 0;
+    for (uint64_t i = 0; work->uids != NULL; i++) {
+        if (i == work->uid_count)
+            return 0;
+        if (work->uids[i] == status->st_uid)
+            break;
+    }
+    return 1;
+}
+
 static int load_open_file(struct work *work, int fd, uint64_t file, char *sink)
 {
     const struct batch *batch = work->batch;
     struct iovec rows[ROWS_MAX];
     struct stat status;
     int how = RWF_NOWAIT;
-    if (fstat(fd, &status) < 0 || !S_ISREG(status.st_mode) ||
+    if (fstat(fd, &status) < 0 || !is_trusted(work, &status) ||
         (uint64_t)status.st_size != batch->file_nbytes)
         return 0;
     char *header = work->headers + file * batch->header_nbytes;
@@ -255,10 +270,12 @@ static void start_more(struct work *work)
 
 /* Return how many files from the first on were read and hashed to what their own tables say. */
 uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint64_t path_nbytes,
-                  uint64_t files, uint64_t place, char *headers, uint64_t threads, uint64_t flags)
+                  uint64_t files, uint64_t place, char *headers, uint64_t threads, uint64_t flags,
+                  const uint32_t *uids, uint64_t uid_count)
 {
     struct work work = {
-        batch, dir_fd, paths, path_nbytes, files, place, headers, flags, .good = files,
+        batch, dir_fd, paths, path_nbytes, files, place, headers, flags, uids, uid_count,
+        .good = files,
     };
     pthread_t helpers[THREADS_MAX];
     uint64_t started = start(helpers, threads < THREADS_MAX ? threads - 1 : THREADS_MAX, &work);

@@ -109,6 +109,7 @@ class SchedulerSide:
             [group.layout for group in model.groups],
             durable=self._config.durable,
             bounds=self._config.bounds,
+            security=self._config.security,
         )
         self._model = model
         self._lookups = Lookups(model, self._stores, self._config, self._events)
