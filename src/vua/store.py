@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ __all__ = ["Keys", "Loaded", "Loader", "Saver", "Store"]
 log = logging.getLogger(__name__)
 
 _WRITER: Final = f"vua {socket.gethostname()}"
+_WARN_INTERVAL_S: Final = 60.0
 
 
 class Keys(Protocol):
@@ -73,6 +75,7 @@ class Store:
         self._codecs: dict[Shard, EntryCodec] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
         self._lock = threading.Lock()
+        self._warned_s = -_WARN_INTERVAL_S
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
         corrupt, foreign, error."""
@@ -163,6 +166,14 @@ class Store:
         name = key.name[:12]
         log.warning("%s entry %s/%s is a miss%s: %s", reason, name, shard.name, fate, problem)
         return reason
+
+    def _unreadable(self, key: ChunkKey, problem: OSError) -> None:
+        """Log a read that failed, once a minute as a warning: a lost mount fails all of them."""
+        now_s = time.monotonic()
+        often = now_s - self._warned_s < _WARN_INTERVAL_S
+        self._warned_s = self._warned_s if often else now_s
+        level = logging.DEBUG if often else logging.WARNING
+        log.log(level, "chunk %s could not be read, a miss: %s", key.name[:12], problem)
 
     # -- save ---------------------------------------------------------------------------------
 
@@ -291,7 +302,7 @@ class Loader:
         except FileNotFoundError:
             return "missing"
         except OSError as problem:
-            log.warning("chunk %s could not be read, a miss: %s", key.name[:12], problem)
+            self._store._unreadable(key, problem)
             return "error"
 
     def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
