@@ -121,7 +121,7 @@ def first_bytes(subject: Subject) -> int:
 
 
 @scored(
-    22, "Races", gate=True, quick=6, full=1800,
+    22, "Races", gate=True, quick=4, full=1800,
     bar="writers, readers, evictors, collectors: 0 wrong, 0 exceptions, size <= limit + 5 %",
 )  # fmt: skip
 def races(trial: Trial) -> None:

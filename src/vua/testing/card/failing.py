@@ -289,7 +289,7 @@ def _recovers(trial: Trial, subject: Subject) -> bool:
 
 
 @scored(
-    11, "Scarce descriptors, long use", quick=500, full=10_000,
+    11, "Scarce descriptors, long use", quick=200, full=10_000,
     bar="EMFILE and EFBIG degrade to misses; no descriptor, thread or memory leaks",
 )  # fmt: skip
 def scarce(trial: Trial) -> None:

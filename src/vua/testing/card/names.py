@@ -140,7 +140,7 @@ def _split_over_ranks(root: Path, base: tuple[Identity, KVLayout, list[tuple[str
 
 
 @scored(
-    20, "Names that collide", gate=True, quick=1000, full=100_000,
+    20, "Names that collide", gate=True, quick=600, full=100_000,
     bar="with names cut to 8 bits: 0 wrong",
 )  # fmt: skip
 def collisions(trial: Trial) -> None:
@@ -224,7 +224,7 @@ _HOSTILE: Final = (
 
 
 @scored(
-    26, "Traversal", gate=True, quick=150, full=5000,
+    26, "Traversal", gate=True, quick=60, full=5000,
     bar="hostile strings as model and salt: no path outside the root, no two share a name",
 )  # fmt: skip
 def traversal(trial: Trial) -> None:
