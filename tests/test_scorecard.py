@@ -39,7 +39,7 @@ class Raw(Subject):
 
     def path(self, key: Key) -> Path:
         """Name the file."""
-        return self.root / f"{key.number % 2**self.name_bits}.bin"
+        return self.root / f"{self.cut(key.number.to_bytes(8, 'little')).hex()}.bin"
 
     def put(self, key: Key, data: bytes) -> bool:
         """Write where nothing is."""
