@@ -28,6 +28,7 @@ class LMCacheFs(Subject):
     """LMCache's file system L2 adapter with its defaults, moving from and into LMCache's memory."""
 
     has_salts = has_models = True
+    forks = False
     native = False
 
     def __init__(self, root: Path, nbytes: int) -> None:

@@ -62,6 +62,8 @@ class Subject(ABC):
     """Bytes of the file system that it leaves free."""
     name_bits: int = 256
     """Bits of a key's digest that go into names, by :meth:`cut`; a test sets 8: names collide."""
+    forks: bool = True
+    """Whether a forked process can go on with it; not if it has threads of its own."""
     has_gc: bool = False
     """Whether :meth:`sweep` does something."""
     has_salts: bool = False
