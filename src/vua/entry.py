@@ -54,6 +54,7 @@ ALIGNMENT: Final = 4096  # O_DIRECT and GPU-direct reads start at a page
 _WRITER_WIDTH: Final = 48
 _CREATED_WIDTH: Final = 10  # seconds since 1970, good until the year 2286
 _CHECK_WIDTH: Final = 16
+_BLANK_CHECK: Final = b"0" * _CHECK_WIDTH
 _VARIABLE: Final = re.compile(
     rb',"created":"\d{10}","writer":"[\w ./+:-]{48}"(?:,"nonce":"([0-9a-f]{32})")?'
     rb',"check":"[0-9a-f]{16}'
@@ -211,6 +212,7 @@ class EntryCodec:
             and bytes(header[: len(expected)]) == expected
             and bytes(header[stop - len(self._end) : stop]) == self._end
             and _VARIABLE.fullmatch(header[len(expected) : stop - len(self._end)])
+            and _self_check(header, stop - len(self._end))
         ):
             return np.frombuffer(header[stop : stop + 8 * self.units], dtype="<u8")
         found = parse_entry(bytes(header))  # raises CorruptEntryError
@@ -237,6 +239,15 @@ class EntryCodec:
             raise CorruptEntryError(msg)
         tags = np.frombuffer(header[self.table_offset + 8 * self.units :], dtype=np.uint8)
         return found[1].decode(), tags.reshape(self.units, TAG_NBYTES)
+
+
+def _self_check(header: memoryview, end: int) -> bool:
+    """Whether the self-check, whose digits end at ``end``, is that of the header around it."""
+    start = end - _CHECK_WIDTH
+    digest = xxhash.xxh3_64(header[:start])
+    digest.update(_BLANK_CHECK)
+    digest.update(header[end:])
+    return digest.hexdigest().encode() == header[start:end]
 
 
 def parse_entry(data: bytes) -> EntryInfo:

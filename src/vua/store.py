@@ -8,9 +8,11 @@ of sight, and written anew by the next save.
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +40,10 @@ __all__ = ["Keys", "Loaded", "Loader", "Saver", "Store"]
 log = logging.getLogger(__name__)
 
 _WRITER: Final = f"vua {socket.gethostname()}"
+_WARN_INTERVAL_S: Final = 60.0
+_FAILURES: Final = 3
+"""Reads that fail with EIO, none in between that works, until a file is taken out of sight."""
+_MAX_FAILED: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,8 @@ class Store:
         self._recipes: dict[tuple[Shard, Shard, Shard, int, str], Recipe] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
         self._lock = threading.Lock()
+        self._failed: dict[str, int] = {}
+        self._warned_s = -_WARN_INTERVAL_S
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
         corrupt, foreign, locked, error."""
@@ -180,6 +188,23 @@ class Store:
         name = key.name[:12]
         log.warning("%s entry %s/%s is a miss%s: %s", reason, name, shard.name, fate, problem)
         return reason
+
+    def _read_failed(self, key: ChunkKey, shard: Shard, reader: Reader, problem: OSError) -> None:
+        """Take a file with a bad sector out of sight, so that it can be stored anew."""
+        with self._lock:
+            self._failed = {} if len(self._failed) > _MAX_FAILED else self._failed
+            times = self._failed.get(key.name, 0) + (problem.errno == errno.EIO)
+            self._failed[key.name] = times
+        if times >= _FAILURES and self.storage.remove(key.name, shard, reader):
+            log.warning("chunk %s failed %d reads and was taken out of sight", key.name[:12], times)
+
+    def _unreadable(self, key: ChunkKey, problem: OSError) -> None:
+        """Log a read that failed, once a minute as a warning: a lost mount fails all of them."""
+        now_s = time.monotonic()
+        often = now_s - self._warned_s < _WARN_INTERVAL_S
+        self._warned_s = self._warned_s if often else now_s
+        level = logging.DEBUG if often else logging.WARNING
+        log.log(level, "chunk %s could not be read, a miss: %s", key.name[:12], problem)
 
     # -- save ---------------------------------------------------------------------------------
 
@@ -310,6 +335,9 @@ class Loader:
             chunks += 1
             chunks += self._load_many(keys, chunks)
         store._count("chunks_loaded", chunks)
+        if store._failed:  # only failures in a row count
+            for place in range(chunks):
+                store._failed.pop(keys[place].name, None)
         log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
         return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
 
@@ -344,7 +372,7 @@ class Loader:
             log.warning("chunk %s is not believed, a miss: %s", key.name[:12], problem)
             return "foreign"
         except OSError as problem:
-            log.warning("chunk %s could not be read, a miss: %s", key.name[:12], problem)
+            self._store._unreadable(key, problem)
             return "error"
 
     def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
@@ -364,6 +392,9 @@ class Loader:
                 aim.read(reader, key, place, stop, self._seal)
             except EntryError as problem:
                 return self._store._reject(key, stored, reader, problem)
+            except OSError as problem:
+                self._store._read_failed(key, stored, reader, problem)
+                raise
             finally:
                 reader.close()
         return None

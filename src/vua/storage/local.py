@@ -40,6 +40,7 @@ MAX_QUARANTINED: Final = 16
 """Damaged files kept per namespace for a look; further ones are deleted."""
 
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
 _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
