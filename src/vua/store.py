@@ -8,9 +8,11 @@ of sight, and written anew by the next save.
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +34,9 @@ __all__ = ["Keys", "Loaded", "Loader", "Saver", "Store"]
 log = logging.getLogger(__name__)
 
 _WRITER: Final = f"vua {socket.gethostname()}"
+_WARN_EVERY_S: Final = 60.0
+_UNREADABLE: Final = 3
+"""EIO from the same file so often takes it out of sight: until then nobody would write it anew."""
 
 
 class Keys(Protocol):
@@ -73,6 +78,8 @@ class Store:
         self._codecs: dict[Shard, EntryCodec] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
         self._lock = threading.Lock()
+        self._unreadable: Counter[tuple[str, Shard]] = Counter()
+        self._quiet_until_s = 0.0
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
         corrupt, foreign, error."""
@@ -163,6 +170,27 @@ class Store:
         name = key.name[:12]
         log.warning("%s entry %s/%s is a miss%s: %s", reason, name, shard.name, fate, problem)
         return reason
+
+    def _failed(self, key: ChunkKey, shard: Shard, reader: Reader, problem: OSError) -> None:
+        """Note that the storage has not given an open file's bytes; not for ever in vain."""
+        if problem.errno != errno.EIO:
+            return
+        with self._lock:
+            self._unreadable[key.name, shard] += 1
+            if self._unreadable[key.name, shard] < _UNREADABLE:
+                return
+            del self._unreadable[key.name, shard]
+        gone = self.storage.remove(key.name, shard, reader)  # fails where all of the storage does
+        fate = "was taken out of sight" if gone else "could not be removed"
+        log.warning("entry %s/%s is unreadable and %s", key.name[:12], shard.name, fate)
+
+    def _warn(self, key: ChunkKey, problem: OSError) -> None:
+        """Say that a chunk could not be read, once a minute: it may be so for all of them."""
+        now_s = time.monotonic()
+        level = logging.DEBUG if now_s < self._quiet_until_s else logging.WARNING
+        if level == logging.WARNING:
+            self._quiet_until_s = now_s + _WARN_EVERY_S
+        log.log(level, "chunk %s could not be read, a miss: %s", key.name[:12], problem)
 
     # -- save ---------------------------------------------------------------------------------
 
@@ -291,7 +319,7 @@ class Loader:
         except FileNotFoundError:
             return "missing"
         except OSError as problem:
-            log.warning("chunk %s could not be read, a miss: %s", key.name[:12], problem)
+            self._store._warn(key, problem)
             return "error"
 
     def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
@@ -310,6 +338,9 @@ class Loader:
                 aim.read(reader, key, place, stop)
             except EntryError as problem:
                 return self._store._reject(key, stored, reader, problem)
+            except OSError as problem:
+                self._store._failed(key, stored, reader, problem)
+                raise
             finally:
                 reader.close()
         return None

@@ -106,7 +106,13 @@ class Batch(ctypes.Structure):
 
 
 def load(
-    dir_fd: int, paths: Sequence[str], batch: Batch, iovecs: int, *, threads: int | None = None
+    dir_fd: int,
+    paths: Sequence[str],
+    batch: Batch,
+    iovecs: int,
+    *,
+    threads: int | None = None,
+    held: bool = True,
 ) -> int:
     """Read files into memory and compare what they hash to with their own tables of checksums.
 
@@ -116,6 +122,8 @@ def load(
         batch: how each of them is read.
         iovecs: address of their iovecs, ``[files, rows, 2]`` u64; row 0 takes the header.
         threads: at most this many are used, and only for large batches; 2 by default.
+        held: whether small batches may keep the GIL while the page cache answers; see
+            :func:`vua._linux.is_local` for where they must not.
 
     Returns how many files from the first on are in memory and agree with their own checksums:
     whether they are the files asked for is for the caller to see in their headers. What lies behind
@@ -127,7 +135,7 @@ def load(
     names = [path.encode() + b"\0" for path in paths]
     nbytes, step = batch.file_nbytes * len(paths), 16 * batch.row_count
     done = 0
-    if nbytes <= _HELD_NBYTES:
+    if held and nbytes <= _HELD_NBYTES:
         done = bound.held(batch, dir_fd, b"".join(names), len(names[0]), len(names), iovecs, 1, 1)
         names, iovecs = names[done:], iovecs + done * step
     if names:

@@ -49,21 +49,24 @@ def chunk_path(chunk: str) -> str:
 class FileReader:
     """An open file; see :class:`vua.storage.Reader`. Reads what is cached without blocking."""
 
-    __slots__ = ("_cold", "_fd", "inode", "nbytes")
+    __slots__ = ("_cold", "_fd", "_local", "inode", "nbytes")
 
-    def __init__(self, fd: int) -> None:
-        """Take over ``fd``; raises OSError, and closes it, when it is not a regular file."""
-        status = _linux.status_cached(fd)
-        if not stat.S_ISREG(status.mode):
+    def __init__(self, fd: int, *, local: bool = False) -> None:
+        """Take over ``fd``; raises OSError, and closes it, when it is no regular file (any more)."""
+        try:
+            status = _linux.status_cached(fd)
+            if not stat.S_ISREG(status.mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+        except OSError:
             os.close(fd)
-            raise OSError(errno.EINVAL, "not a regular file")
-        self._fd = fd
-        self._cold = False
+            raise
+        self._fd, self._local = fd, local
+        self._cold = not local
         self.nbytes: int = status.nbytes
         self.inode: tuple[int, int] = status.inode
 
     def read_into(self, iovecs: int, count: int, nbytes: int, offset: int) -> int:
-        """Fill memory; keeps the GIL for as long as the page cache has the bytes.
+        """Fill memory; keeps the GIL for as long as the page cache of a local disk has the bytes.
 
         Once a read would have needed I/O the file counts as cold, and the rest is read with the
         GIL released.
@@ -76,7 +79,11 @@ class FileReader:
 
     def close(self) -> None:
         """Close the file."""
-        _linux.close_cached(self._fd)
+        if self._local:
+            _linux.close_cached(self._fd)
+        else:
+            with contextlib.suppress(OSError):  # whatever a server says to that
+                os.close(self._fd)
 
 
 class LocalStorage:
@@ -102,6 +109,7 @@ class LocalStorage:
         self._renew = renew
         self._lock = threading.Lock()
         self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._local = _linux.is_local(self._fd)
         self._release = weakref.finalize(self, os.close, self._fd)
         self._serial = itertools.count()
         self._tag = f"{socket.gethostname()[:32]}-{secrets.token_hex(4)}".replace("/", "_")
@@ -119,27 +127,33 @@ class LocalStorage:
     def open(self, chunk: str, shard: Shard) -> FileReader:
         """Open a file without following symbolic links. Raises OSError."""
         path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
-        fd = _linux.open_cached(self._fd, path)
-        return FileReader(_linux.open_beneath(self._fd, path) if fd is None else fd)
+        return FileReader(self._open(path), local=self._local)
+
+    def _open(self, path: str) -> int:
+        fd = _linux.open_cached(self._fd, path) if self._local else None
+        return _linux.open_beneath(self._fd, path) if fd is None else fd
 
     def read_files(self, chunks: Sequence[str], shard: Shard, batch: Batch, iovecs: int) -> int:
         """Read and hash several files by one call, where the native loop is there."""
         paths = [f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}" for chunk in chunks]
-        return native.load(self._fd, paths, batch, iovecs)
+        return native.load(self._fd, paths, batch, iovecs, held=self._local)
 
     def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
         """Whether the file's name is there now, and of that size if one is given."""
         path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
         try:
-            fd = _linux.open_cached(self._fd, path)
+            fd = _linux.open_cached(self._fd, path) if self._local else None
             if fd is None:
                 status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
                 return nbytes is None or status.st_size == nbytes
         except OSError:
             return False
-        there = nbytes is None or _linux.status_cached(fd).nbytes == nbytes
-        _linux.close_cached(fd)
-        return there
+        try:
+            return nbytes is None or _linux.status_cached(fd).nbytes == nbytes
+        except OSError:
+            return False
+        finally:
+            _linux.close_cached(fd)
 
     def shards(self, chunk: str) -> Sequence[Shard]:
         """List the shards of a chunk; foreign names are ignored."""
@@ -151,9 +165,7 @@ class LocalStorage:
         return [shard for shard in found if shard is not None]
 
     def _list(self, path: str) -> list[str]:
-        fd = _linux.open_cached(self._fd, path)
-        if fd is None:
-            fd = _linux.open_beneath(self._fd, path)
+        fd = self._open(path)
         try:
             return os.listdir(fd)
         finally:
@@ -205,6 +217,7 @@ class LocalStorage:
                 fresh = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
                 os.close(fresh)
+                self._local = _linux.is_local(self._fd)
         return True
 
     @property

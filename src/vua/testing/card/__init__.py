@@ -1,5 +1,5 @@
 """The scorecard's tests. Importing a module registers its tests; a new one is added below."""
 
-from vua.testing.card import damage, kills, syscalls
+from vua.testing.card import clocks, damage, hangs, kills, power, refusals, syscalls
 
-__all__ = ["damage", "kills", "syscalls"]
+__all__ = ["clocks", "damage", "hangs", "kills", "power", "refusals", "syscalls"]
