@@ -297,15 +297,7 @@ class TestDamage(StoreTest):
         """A flipped bit anywhere in the payload or the header is noticed."""
         self.save_whole()
         size = self.file(1).stat().st_size
-        text = self.file(1).read_bytes()[:4096]
-        spared = {
-            at
-            for name, width in ((b'"created":"', 10), (b'"writer":"', 48), (b'"check":"', 16))
-            for at in range(text.index(name) + len(name), text.index(name) + len(name) + width)
-        }
         for at in [*range(0, 4096, 97), *range(4096, size, 61), size - 1]:
-            if at in spared:
-                continue
             with self.subTest(at=at):
                 self.damaged(lambda path, at=at: flip(path, at, 1 << at % 8), "corrupt")
 

@@ -33,7 +33,7 @@ class Store:
         self.root, self.source, self.layers = root, source, layers
         self.target = aligned(source.shape)
         self.generation = 0
-        root.mkdir(parents=True)
+        root.mkdir(parents=True, exist_ok=True)
 
     def files(self) -> list[str]:
         """The current generation's files."""

@@ -40,6 +40,7 @@ MAX_HEADER_NBYTES: Final = 1 << 20
 _WRITER_WIDTH: Final = 48
 _CREATED_WIDTH: Final = 10  # seconds since 1970, good until the year 2286
 _CHECK_WIDTH: Final = 16
+_BLANK_CHECK: Final = b"0" * _CHECK_WIDTH
 _NO_HASH: Final = "-" * 64
 _VARIABLE: Final = re.compile(
     rb',"created":"\d{10}","writer":"[\w ./+:-]{48}","check":"[0-9a-f]{16}'
@@ -167,6 +168,7 @@ class EntryCodec:
             and bytes(header[: len(expected)]) == expected
             and bytes(header[stop - len(self._end) : stop]) == self._end
             and _VARIABLE.fullmatch(header[len(expected) : stop - len(self._end)])
+            and _self_check(header, stop - len(self._end))
         ):
             return np.frombuffer(header[stop:], dtype="<u8")
         found = parse_entry(bytes(header))  # raises CorruptEntryError
@@ -179,6 +181,15 @@ class EntryCodec:
         asked = (self.namespace, key.name, self.shard)
         foreign.misplaced = (found.namespace, found.prefix_hash, found.shard) != asked
         raise foreign
+
+
+def _self_check(header: memoryview, end: int) -> bool:
+    """Whether the self-check, whose digits end at ``end``, is that of the header around it."""
+    start = end - _CHECK_WIDTH
+    digest = xxhash.xxh3_64(header[:start])
+    digest.update(_BLANK_CHECK)
+    digest.update(header[end:])
+    return digest.hexdigest().encode() == header[start:end]
 
 
 @dataclass(frozen=True, slots=True)
