@@ -169,12 +169,12 @@ def _racer(mount: Path, turn: int) -> int:
     subject, seen = make_vua(mount, 65536, max_bytes=12 * 70000), Counter[str]()
     stop = time.monotonic() + RACE_S
     while time.monotonic() < stop:
-        key = Key(random.randrange(24))  # noqa: S311
-        if random.random() < 0.5:  # noqa: S311
+        key = Key(random.randrange(24))
+        if random.random() < 0.5:
             seen["stored" if subject.put(key, key.payload(65536)) else "not stored"] += 1
         else:
             seen[look(subject, key)] += 1
-        if random.random() < 0.02:  # noqa: S311
+        if random.random() < 0.02:
             for path in subject.files(key):
                 path.unlink(missing_ok=True)
     report(what=f"process {turn}", found=dict(seen))
@@ -194,7 +194,8 @@ def prompt(number: int, chunks: int) -> list[ChunkKey]:
 def opened(mount: Path, nbytes: int) -> Store:
     """The cache as a process that has just started sees it."""
     identity = Identity(model=f"nfs {nbytes}", kv_dtype="uint8", chunk_tokens=4, name="nfs")
-    return create_store(mount, identity, layout_of(nbytes), bounds=Bounds(max_bytes="1T", min_free_bytes=0))
+    bounds = Bounds(max_bytes="1T", min_free_bytes=0)
+    return create_store(mount, identity, layout_of(nbytes), bounds=bounds)
 
 
 def saved(store: Store, keys: list[ChunkKey], nbytes: int) -> None:
@@ -205,34 +206,50 @@ def saved(store: Store, keys: list[ChunkKey], nbytes: int) -> None:
 
 
 def costs(a: Path, b: Path) -> None:
-    """Lookups of 128 chunks, loads and saves: RPCs and milliseconds."""
+    """Lookups of 128 chunks, saves and loads: RPCs and milliseconds."""
     writer = opened(a, 65536)
     whole, half = prompt(0, CHUNKS), prompt(1, CHUNKS)
     saved(writer, whole, 65536)
     saved(writer, half[: CHUNKS // 2], 65536)
+    writer.close()
     for name, keys in (("all", whole), ("half", half), ("nothing", prompt(2, CHUNKS))):
-        forget()
-        reader = opened(b, 65536)
-        counted(b, f"lookup of 128 chunks, {name} stored, first", 1, lambda _, k=keys: reader.lookup(k))
-        counted(b, f"lookup of 128 chunks, {name} stored, again", 5, lambda _, k=keys: reader.lookup(k))
-        reader.close()
+        lookups(b, name, keys)
     for nbytes, label in ((65536, "64 KiB"), (2 << 20, "2 MiB")):
-        writer = opened(a, nbytes)
-        keys = prompt(3, 40)
-        saved(writer, keys[:20], nbytes)
-        data = memoryview(bytearray(noise(nbytes, 2)))
-        counted(a, f"save of a chunk of {label}", 16,
-                lambda turn, k=keys, d=data: writer.save(k[20 + turn], memory_of(writer.layout, d)))
-        counted(a, f"save of a chunk of {label} that is there", 16,
-                lambda turn, k=keys, d=data: writer.save(k[20 + turn], memory_of(writer.layout, d)))
-        writer.close()
-        forget()
-        reader = opened(b, nbytes)
-        into = memoryview(bytearray(nbytes))
-        for when in ("cold", "warm"):
-            counted(b, f"load of a chunk of {label}, {when}", 16,
-                    lambda turn, k=keys, d=into: reader.load([k[turn]], memory_of(reader.layout, d)))
-        reader.close()
+        keys = prompt(3, 36)
+        saves(a, nbytes, label, keys)
+        loads(b, nbytes, label, keys)
+
+
+def lookups(mount: Path, name: str, keys: list[ChunkKey]) -> None:
+    """Look a prompt up, first as a client that has just started."""
+    forget()
+    reader = opened(mount, 65536)
+    for when, times in (("first", 1), ("again", 5)):
+        what = f"lookup of 128 chunks, {name} stored, {when}"
+        counted(mount, what, times, lambda _: reader.lookup(keys))
+    reader.close()
+
+
+def saves(mount: Path, nbytes: int, label: str, keys: list[ChunkKey]) -> None:
+    """Save chunks of a prompt of which the first are there, then save the same again."""
+    writer = opened(mount, nbytes)
+    saved(writer, keys[:20], nbytes)
+    memory = memory_of(writer.layout, memoryview(bytearray(noise(nbytes, 2))))
+    for how in ("", " that is there"):
+        what = f"save of a chunk of {label}{how}"
+        counted(mount, what, 16, lambda turn: writer.save(keys[20 + turn], memory))
+    writer.close()
+
+
+def loads(mount: Path, nbytes: int, label: str, keys: list[ChunkKey]) -> None:
+    """Load chunks, first as a client that has just started."""
+    forget()
+    reader = opened(mount, nbytes)
+    memory = memory_of(reader.layout, memoryview(bytearray(nbytes)))
+    for when in ("cold", "warm"):
+        what = f"load of a chunk of {label}, {when}"
+        counted(mount, what, 16, lambda turn: reader.load([keys[turn]], memory))
+    reader.close()
 
 
 def main() -> int:

@@ -109,11 +109,11 @@ def _bind() -> dict[str, ctypes._NamedFuncPointer]:
 _calls = _bind()
 
 _LOCAL: Final = frozenset(
-    # ext4, XFS, Btrfs, F2FS, tmpfs, ramfs, overlayfs (linux/magic.h), ZFS (OpenZFS)
     (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x858458F6, 0x794C7630, 0x2FC12FC1)
 )
-"""``f_type`` of file systems in which only the kernel opens and closes files. Elsewhere (NFS, FUSE)
-a server is asked for that, with the path in the dentry cache or not, and it may hang."""
+"""``f_type`` of ext4, XFS, Btrfs, F2FS, tmpfs, ramfs, overlayfs (linux/magic.h) and ZFS (OpenZFS):
+there only the kernel opens and closes files. Elsewhere (NFS, FUSE) a server is asked for that,
+whether the path is in the dentry cache or not, and it may hang."""
 
 _view_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]

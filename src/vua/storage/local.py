@@ -52,14 +52,15 @@ class FileReader:
     __slots__ = ("_cold", "_fd", "_local", "inode", "nbytes")
 
     def __init__(self, fd: int, *, local: bool = False) -> None:
-        """Take over ``fd``; raises OSError, and closes it, when it is no regular file (any more)."""
+        """Take over ``fd``; raises OSError, and closes it, when it is no regular file."""
         try:
             status = _linux.status_cached(fd)
-            if not stat.S_ISREG(status.mode):
-                raise OSError(errno.EINVAL, "not a regular file")
-        except OSError:
+        except OSError:  # ESTALE
             os.close(fd)
             raise
+        if not stat.S_ISREG(status.mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file")
         self._fd, self._local = fd, local
         self._cold = not local
         self.nbytes: int = status.nbytes

@@ -38,7 +38,7 @@ def _faketime() -> str | None:
     "Clock skew of 2 days",
     quick=2,
     full=40,
-    bar="nothing younger than the grace is removed, orphans are; recency follows the server's clock",
+    bar="nothing younger than the grace is removed, orphans are; recency goes by the server",
 )
 def skew(trial: Trial) -> None:
     """Let processes two days ahead and two days behind put, use, evict and collect."""
@@ -88,7 +88,7 @@ def _prepare(subject: VuaSubject) -> tuple[list[Path], list[Path]]:
 def _skewed(library: str, what: str, root: Path, *arguments: str) -> list[float]:
     """Do something in two processes at once, one behind and one ahead; return their clocks."""
     started = [
-        subprocess.Popen(
+        subprocess.Popen(  # noqa: S603 - this Python
             [sys.executable, "-m", skewed.__name__, what, str(root), *arguments],
             env={
                 **os.environ,

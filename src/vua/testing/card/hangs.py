@@ -32,7 +32,7 @@ _LONG_S: Final = 30.0
     "Hung storage",
     quick=6,
     full=300,
-    bar="nothing blocks on what is planted; steps go on; the breaker opens after 3 and closes again",
+    bar="nothing planted blocks; steps go on; the breaker opens after 3 and closes again",
 )
 def hang(trial: Trial) -> None:
     """Plant what would block a reader; then stop a FUSE daemon while an engine takes steps."""
@@ -85,7 +85,10 @@ def _stopped(trial: Trial) -> None:
     below, at = trial.directory / "below", trial.directory / "fuse"
     below.mkdir()
     at.mkdir()
-    daemon = subprocess.Popen(["bindfs", "-f", "-o", "direct_io", str(below), str(at)])
+    daemon = subprocess.Popen(  # noqa: S603 - a daemon that can be stopped
+        ["bindfs", "-f", "-o", "direct_io", str(below), str(at)],  # noqa: S607
+        stderr=subprocess.DEVNULL,
+    )
     try:
         deadline_s = time.monotonic() + 10
         while not at.is_mount():

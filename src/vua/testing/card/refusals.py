@@ -1,4 +1,4 @@
-"""Tests 8 and 9: reads that fail for a while, and directories that refuse, vanish or turn up wrong."""
+"""Tests 8 and 9: reads that fail for a while, and directories that refuse or vanish."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class _Warnings(logging.Handler):
 
 
 def _used(trial: Trial, subject: Subject, keys: list[Key]) -> Counter[str]:
-    seen = Counter(trial.look(subject, key) for key in keys)
+    seen: Counter[str] = Counter(trial.look(subject, key) for key in keys)
     for key in keys:
         try:
             subject.put(key, key.payload(_NBYTES))

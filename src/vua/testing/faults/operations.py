@@ -84,7 +84,7 @@ def _damage(world: World) -> None:
 
 
 def _litter(world: World) -> None:
-    """All prompts, one without its second chunk; temporary files, trash, an empty chunk; all old."""
+    """All prompts, one with a gap; temporary files, trash, an empty chunk; all of it old."""
     world.heal()
     shutil.rmtree(_chunk(world, 2, 1))
     space = world.root / world.identity.namespace

@@ -71,7 +71,9 @@ def run_tampered(operation: Callable[[], object], inject: str | None = None) -> 
     with tempfile.NamedTemporaryFile("r", prefix="vua-strace-") as log:
         command = ["strace", "-o", log.name, "-p", str(child), "-e", f"trace={_TRACED}"]
         command += ["-e", f"inject={inject}"] if inject else []
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+        with subprocess.Popen(  # noqa: S603 - strace
+            command, stderr=subprocess.PIPE, text=True
+        ) as tracer:
             try:
                 line = tracer.stderr.readline() if tracer.stderr else ""
                 if "attached" not in line:

@@ -158,12 +158,11 @@ class World:
         """Paths of what no reader will ever look at: temporary and half-deleted things."""
         found = []
         for path in self.root.rglob("*"):
-            if path.name.startswith((TEMPORARY, TRASH)):
-                found.append(path)
-            elif path.parent.name == UPKEEP and path.name.startswith("lease-"):
+            is_lease = path.parent.name == UPKEEP and path.name.startswith("lease-")
+            if is_lease or path.name.startswith((TEMPORARY, TRASH)):
                 found.append(path)
             elif len(path.name) == 64 and len(path.parent.name) == 2:
-                names = os.listdir(path) if path.is_dir() else ["?"]
+                names = [below.name for below in path.iterdir()] if path.is_dir() else []
                 if not any(name.endswith(SUFFIX) or name.startswith(TEMPORARY) for name in names):
                     found.append(path)
         return [str(path.relative_to(self.root)) for path in found]
