@@ -35,6 +35,12 @@ OLDEST_TESTS = (
     "tests/vllm_e2e/test_parallel.py::TensorParallelTest::test_two_workers",
     "tests/vllm_e2e/test_reuse.py::ReuseTest",
 )
+PEER_SUBJECTS = (
+    "vllm_subject.py:vllm_fs",
+    "vllm_subject.py:vllm_fs_direct",
+    "lmcache_subject.py:lmcache_fs",
+    "lmcache_subject.py:lmcache_fs_native",
+)
 TAIL_LINES = 40
 QUICK = "not thorough and not soak and not gpu"
 
@@ -206,6 +212,22 @@ def peers(*arguments: str) -> int:
     return run("benchmarks/peers/setup.py", *arguments)
 
 
+def scorecard(*arguments: str) -> int:
+    """Runs the scorecard: quick, or with --full; with --peers on the other stores as well."""
+    chosen = [word for word in arguments if word != "--peers"]
+    status = run("-m", "vua.testing", *chosen)
+    if len(chosen) < len(arguments):
+        python = ROOT / ".venv-peers" / "bin" / "python"
+        if not python.exists():
+            sys.exit("dev.py: `dev.py peers` installs the other stores first")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        for subject in PEER_SUBJECTS:
+            place = str(ROOT / "benchmarks" / "peers" / subject)
+            command = [str(python), "-m", "vua.testing", "--subject", place, *chosen]
+            subprocess.run(command, cwd=ROOT, env=environment)
+    return status
+
+
 def soak(*arguments: str) -> int:
     """Runs the tests that take minutes."""
     return run("-m", "pytest", "-q", "-m", "soak", *arguments)
@@ -218,7 +240,20 @@ def ci() -> int:
 
 TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
-    for f in (setup, demo, test, thorough, test_oldest, lint, format_, bench, peers, soak, ci)
+    for f in (
+        setup,
+        demo,
+        test,
+        thorough,
+        test_oldest,
+        lint,
+        format_,
+        bench,
+        peers,
+        scorecard,
+        soak,
+        ci,
+    )
 }
 
 

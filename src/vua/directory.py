@@ -8,6 +8,7 @@ a chunk: the files say it themselves.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -202,6 +203,8 @@ def _difference(path: Path, stored: Sequence[KVLayout], given: Sequence[KVLayout
 def _make(path: Path, identity: Identity, layouts: Sequence[KVLayout]) -> None:
     """Make a namespace's directory and describe it, where that is not done yet."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "a symbolic link in place of a namespace is not followed")
     if path.stat().st_mode & 0o700 != 0o700:
         path.chmod(0o700)  # an unusual umask
     _describe(path, identity, layouts)

@@ -8,7 +8,6 @@ of sight, and written anew by the next save.
 
 from __future__ import annotations
 
-import errno
 import logging
 import socket
 import threading
@@ -34,9 +33,7 @@ __all__ = ["Keys", "Loaded", "Loader", "Saver", "Store"]
 log = logging.getLogger(__name__)
 
 _WRITER: Final = f"vua {socket.gethostname()}"
-_WARN_EVERY_S: Final = 60.0
-_UNREADABLE: Final = 3
-"""EIO from the same file so often takes it out of sight: until then nobody would write it anew."""
+_WARN_INTERVAL_S: Final = 60.0
 
 
 class Keys(Protocol):
@@ -78,8 +75,7 @@ class Store:
         self._codecs: dict[Shard, EntryCodec] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
         self._lock = threading.Lock()
-        self._unreadable: Counter[tuple[str, Shard]] = Counter()
-        self._quiet_until_s = 0.0
+        self._warned_s = -_WARN_INTERVAL_S
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
         corrupt, foreign, error."""
@@ -171,25 +167,12 @@ class Store:
         log.warning("%s entry %s/%s is a miss%s: %s", reason, name, shard.name, fate, problem)
         return reason
 
-    def _failed(self, key: ChunkKey, shard: Shard, reader: Reader, problem: OSError) -> None:
-        """Note that the storage has not given an open file's bytes; not for ever in vain."""
-        if problem.errno != errno.EIO:
-            return
-        with self._lock:
-            self._unreadable[key.name, shard] += 1
-            if self._unreadable[key.name, shard] < _UNREADABLE:
-                return
-            del self._unreadable[key.name, shard]
-        gone = self.storage.remove(key.name, shard, reader)  # fails where all of the storage does
-        fate = "was taken out of sight" if gone else "could not be removed"
-        log.warning("entry %s/%s is unreadable and %s", key.name[:12], shard.name, fate)
-
-    def _warn(self, key: ChunkKey, problem: OSError) -> None:
-        """Say that a chunk could not be read, once a minute: it may be so for all of them."""
+    def _unreadable(self, key: ChunkKey, problem: OSError) -> None:
+        """Log a read that failed, once a minute as a warning: a lost mount fails all of them."""
         now_s = time.monotonic()
-        level = logging.DEBUG if now_s < self._quiet_until_s else logging.WARNING
-        if level == logging.WARNING:
-            self._quiet_until_s = now_s + _WARN_EVERY_S
+        often = now_s - self._warned_s < _WARN_INTERVAL_S
+        self._warned_s = self._warned_s if often else now_s
+        level = logging.DEBUG if often else logging.WARNING
         log.log(level, "chunk %s could not be read, a miss: %s", key.name[:12], problem)
 
     # -- save ---------------------------------------------------------------------------------
@@ -319,7 +302,7 @@ class Loader:
         except FileNotFoundError:
             return "missing"
         except OSError as problem:
-            self._store._warn(key, problem)
+            self._store._unreadable(key, problem)
             return "error"
 
     def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
@@ -338,9 +321,6 @@ class Loader:
                 aim.read(reader, key, place, stop)
             except EntryError as problem:
                 return self._store._reject(key, stored, reader, problem)
-            except OSError as problem:
-                self._store._failed(key, stored, reader, problem)
-                raise
             finally:
                 reader.close()
         return None

@@ -36,6 +36,7 @@ MAX_QUARANTINED: Final = 16
 """Damaged files kept per namespace for a look; further ones are deleted."""
 
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
 _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -109,7 +110,7 @@ class LocalStorage:
         self._durable = durable
         self._renew = renew
         self._lock = threading.Lock()
-        self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fd = os.open(directory, _DIRECTORY)
         self._local = _linux.is_local(self._fd)
         self._release = weakref.finalize(self, os.close, self._fd)
         self._serial = itertools.count()
@@ -215,7 +216,7 @@ class LocalStorage:
         with self._lock:
             if self.gone:
                 self._renew()
-                fresh = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                fresh = os.open(self.directory, _DIRECTORY)
                 os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
                 os.close(fresh)
                 self._local = _linux.is_local(self._fd)

@@ -12,23 +12,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 import vua
+from vua._linux import Iovecs
 from vua.bounds import Bounds, Limits
 from vua.directory import create_store
 from vua.errors import StorageError
 from vua.gc import GRACE_S, collect
 from vua.identity import Identity
 from vua.keys import ChunkKey, KeyChain
-from vua.layout import KVLayout, MemoryMap
-from vua.storage import Storage
+from vua.layout import KVLayout, MemoryMap, Shard
+from vua.storage import Reader, Storage
 from vua.storage.local import TEMPORARY
 from vua.store import Store
+from vua.testing.faulty import FaultyStorage
 from vua.testing.subject import Key, NotApplicableError, Subject
 
 __all__ = ["StoreSubject", "VuaSubject", "layout_of", "make_vua", "memory_of"]
@@ -55,6 +57,32 @@ def memory_of(layout: KVLayout, buffer: memoryview) -> MemoryMap:
     zero = np.zeros(1, dtype=np.uint64)
     stride = layout.layers * run
     return MemoryMap(tuple(bases), (stride, stride), (zero, zero), layout.chunk_tokens, data)
+
+
+class _ShortNames(FaultyStorage):
+    """A storage that knows only the first bits of a chunk's name."""
+
+    def __init__(self, inner: Storage, bits: int) -> None:
+        super().__init__(inner, {})
+        self._digits = bits // 4
+
+    def _short(self, chunk: str) -> str:
+        return chunk[: self._digits] + "0" * (len(chunk) - self._digits)
+
+    def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
+        self.inner.publish(self._short(chunk), shard, iovecs)
+
+    def open(self, chunk: str, shard: Shard) -> Reader:
+        return self.inner.open(self._short(chunk), shard)
+
+    def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
+        return self.inner.exists(self._short(chunk), shard, nbytes)
+
+    def shards(self, chunk: str) -> Sequence[Shard]:
+        return self.inner.shards(self._short(chunk))
+
+    def remove(self, chunk: str, shard: Shard, reader: Reader | None = None) -> bool:
+        return self.inner.remove(self._short(chunk), shard, reader)
 
 
 class StoreSubject(Subject):
@@ -105,8 +133,16 @@ class StoreSubject(Subject):
         extras = [("salt", key.salt.encode(errors="surrogatepass"))]
         return KeyChain(ids, _TOKENS, {0: extras} if key.salt else None)[0]
 
+    def _cut(self, key: Key) -> None:
+        """Let names collide, in front of the storage: what files say of themselves stays whole."""
+        store = self.store(key.model)
+        if self.name_bits < 256 and not isinstance(store.storage, _ShortNames):
+            store.storage = _ShortNames(store.storage, self.name_bits)
+            store.keeper = None
+
     def put(self, key: Key, data: bytes) -> bool:
         """Save; a storage that refuses has not stored, which is no error."""
+        self._cut(key)
         store, chunk = self.store(key.model), self.chunk(key)
         try:
             store.save(chunk, memory_of(self.layout, memoryview(data)))
@@ -116,6 +152,7 @@ class StoreSubject(Subject):
 
     def get(self, key: Key, into: memoryview) -> bool:
         """Load."""
+        self._cut(key)
         loaded = self.store(key.model).load([self.chunk(key)], memory_of(self.layout, into))
         return loaded.chunks == 1
 
@@ -147,7 +184,10 @@ class VuaSubject(StoreSubject):
     ) -> None:
         """Open the cache in ``root``."""
         super().__init__(f"VUA {vua.__version__}", self._no_storage, root, nbytes)
-        self._bounds = Bounds(max_bytes=max_bytes, min_free_bytes=0)
+        self._bounds = (
+            Bounds() if max_bytes is None else Bounds(max_bytes=max_bytes, min_free_bytes=0)
+        )
+        self.floor = Limits.of(root, self._bounds).min_free_bytes
         self._durable = durable
 
     @staticmethod

@@ -58,6 +58,10 @@ class Subject(ABC):
     """Everything it writes lies below."""
     nbytes: int
     """Bytes of every entry's payload."""
+    floor: int = 0
+    """Bytes of the file system that it leaves free."""
+    name_bits: int = 256
+    """Bits of a key's digest that go into names; a test cuts them to let names collide."""
     has_gc: bool = False
     """Whether :meth:`sweep` does something."""
     has_salts: bool = False
@@ -83,6 +87,10 @@ class Subject(ABC):
     def holds(self, key: Key) -> bool:
         """Return what a lookup says, which reads nothing."""
         return bool(self.files(key))
+
+    def temporary_name(self, key: Key) -> Path | None:  # noqa: ARG002 - most cannot tell
+        """Return the name under which the next put of ``key`` writes, where one can know it."""
+        return None
 
     def temporary_files(self) -> list[Path]:
         """Return what writers that did not finish have left below ``root``."""
