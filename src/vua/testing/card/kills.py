@@ -48,7 +48,7 @@ class _Cache:
     1,
     "kill -9 during put",
     gate=True,
-    quick=48,
+    quick=40,
     full=10_000,
     bar="0 wrong, 0 exceptions, at most 1 orphan per kill, 0 orphans after one collection",
 )

@@ -16,6 +16,7 @@ _FAILING = (
     *("close", "fsync", "rename", "renameat", "renameat2", "link", "linkat", "unlink", "unlinkat"),
     *("rmdir", "utimensat", "newfstatat", "fstat", "statx", "fchmod", "getdents64", "statfs"),
 )
+_GONE = "statx,newfstatat,fstat:error=ESTALE"  # from one call on: one way to ask is like another
 _LYING = {"pwritev": 4096, "preadv": 4096, "read": 100}  # moves nothing, claims so many bytes
 
 
@@ -58,7 +59,7 @@ def _state(operation: Operation, orphans: int) -> str:
     2,
     "Kill at every syscall",
     gate=True,
-    quick=24,
+    quick=16,
     full=100_000,
     bar="0 wrong; the store is usable after each; one collection leaves nothing behind",
 )
@@ -85,16 +86,19 @@ def kill_at_every_call(trial: Trial) -> None:
     6,
     "Errors at every syscall",
     gate=True,
-    quick=24,
+    quick=16,
     full=100_000,
     bar="the result is 'not stored' or right; nothing wrong is read; the next put heals",
 )
 def fail_every_call(trial: Trial) -> None:
-    """Let each call fail once with several errors, and let reads and writes lie about lengths."""
+    """Let each call fail, once or from then on; let reads and writes lie about lengths."""
     cases = []
     for operation, calls in _prepared(trial):
         for call, turn in _turns(calls):
             cases += [(operation, f"{call}:error={name}:when={turn}") for name in _ERRORS]
+            cases.append((operation, f"{call}:error=EIO:when={turn}+"))
+            if call in ("statx", "newfstatat"):
+                cases.append((operation, f"{_GONE}:when={turn}+"))
             if call in _LYING:
                 cases.append((operation, f"{call}:retval={_LYING[call]}:when={turn}"))
     faults, refused = [], 0
