@@ -38,7 +38,7 @@ MAX_QUARANTINED: Final = 16
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
+_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN})
 _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
@@ -208,7 +208,7 @@ class LocalStorage:
             raise explained(problem, f"{self.directory}/{path}") from problem
 
     def _repaired(self, problem: OSError, chunk: str, shard: Shard) -> bool:
-        """Clear the way where somebody deleted the namespace, or put a directory into it."""
+        """Clear the way where the namespace was deleted or its mount died, or a directory is in it."""
         if isinstance(problem, IsADirectoryError):
             return self.remove(chunk, shard)
         if problem.errno not in _GONE or self._renew is None:
@@ -224,13 +224,11 @@ class LocalStorage:
 
     @property
     def gone(self) -> bool:
-        """Whether the namespace directory was deleted since it was opened."""
+        """Whether the namespace directory was deleted since it was opened, or its mount died."""
         try:
             return os.fstat(self._fd).st_nlink == 0
-        except OSError as problem:
-            if problem.errno == errno.ESTALE:
-                return True
-            raise
+        except OSError:
+            return True
 
     def _publish(self, chunk: str, path: str, iovecs: Iovecs) -> None:
         temporary = f"{chunk_path(chunk)}/{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -9,10 +10,15 @@ import socket
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from vua.breaker import Breaker
+from vua.core import VUA, VUAConfig
+from vua.errors import StorageError
 from vua.testing.faults.mounts import command, own_mounts
 from vua.testing.subject import Key, Subject
 from vua.testing.trial import NotRunError, Trial, scored
@@ -46,6 +52,7 @@ def hang(trial: Trial) -> None:
     except OSError as problem:
         raise NotRunError(f"nothing planted blocks; hung FUSE: {problem}") from problem
     _stopped(trial)
+    _died(trial)
 
 
 def _planted(trial: Trial) -> None:
@@ -80,11 +87,11 @@ def _plant_socket(path: Path) -> None:
 _PLANT: Final = (os.mkfifo, _plant_socket, Path.mkdir)
 
 
-def _stopped(trial: Trial) -> None:
-    """Take steps, each with a get on a thread, while the daemon runs, is stopped, runs again."""
-    below, at = trial.directory / "below", trial.directory / "fuse"
-    below.mkdir()
-    at.mkdir()
+@contextlib.contextmanager
+def _fuse(below: Path, at: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Show the directory ``below`` at ``at`` through a FUSE daemon, which is yielded."""
+    for path in (below, at):
+        path.mkdir(exist_ok=True)
     daemon = subprocess.Popen(  # noqa: S603 - a daemon that can be stopped
         ["bindfs", "-f", "-o", "direct_io", str(below), str(at)],  # noqa: S607
         stderr=subprocess.DEVNULL,
@@ -95,7 +102,19 @@ def _stopped(trial: Trial) -> None:
             if time.monotonic() > deadline_s or daemon.poll() is not None:
                 raise NotRunError("nothing planted blocks; bindfs cannot mount here")
             time.sleep(0.01)
-        subject = trial.make(_NBYTES, root=at / "cache")
+        yield daemon
+    finally:
+        daemon.send_signal(signal.SIGCONT)
+        with contextlib.suppress(OSError):  # it was not mounted
+            command("umount", "-l", at)
+        daemon.terminate()
+        daemon.wait()
+
+
+def _stopped(trial: Trial) -> None:
+    """Take steps, each with a get on a thread, while the daemon runs, is stopped, runs again."""
+    with _fuse(trial.directory / "below", trial.directory / "fuse") as daemon:
+        subject = trial.make(_NBYTES, root="fuse/cache")
         key = trial.stored(subject, 1)[0]
         engine = _Engine(trial, subject, key)
         engine.until(lambda: engine.seen["hit"] >= 10)
@@ -108,11 +127,6 @@ def _stopped(trial: Trial) -> None:
         hits = engine.seen["hit"]
         closed_after = engine.until(lambda: engine.breaker.closed and engine.seen["hit"] > hits)
         engine.workers.close(finish=False)
-    finally:
-        daemon.send_signal(signal.SIGCONT)
-        command("umount", "-l", at)
-        daemon.terminate()
-        daemon.wait()
     trial.must("the breaker opens", opened_after is not None, "never")
     trial.must("it closes again by itself", closed_after is not None, "never")
     trial.must("nothing wrong is read", not engine.seen["wrong"] + engine.seen["raised"])
@@ -122,6 +136,32 @@ def _stopped(trial: Trial) -> None:
         f"open after {opened_after} s, closed {closed_after} s after the end; longest step "
         f"{1000 * engine.longest_s:.0f} ms; {dict(engine.seen)}"
     )
+
+
+def _died(trial: Trial) -> None:
+    """Use a cache whose daemon has died, and one that was mounted anew in the same place."""
+    below, at = trial.directory / "below", trial.directory / "fuse"
+    tokens = torch.arange(8)
+    kv = [[torch.ones(1, 1, 8, 4), torch.zeros(1, 1, 8, 4)]]
+    with _fuse(below, at) as daemon:
+        vua = VUA(VUAConfig(split_factor=8), at / "vua")
+        vua.put(tokens, kv)
+        before = vua.get_closest(tokens).num_tokens
+        daemon.kill()
+        daemon.wait()
+        dead = [vua.get_closest(tokens).num_tokens for _ in range(3)]
+        with contextlib.suppress(StorageError):
+            vua.put(tokens, kv)
+            dead.append(-1)
+    with _fuse(below, at):
+        after, deadline_s = 0, time.monotonic() + _LONG_S  # the kernel remembers the dead a second
+        while not after and time.monotonic() < deadline_s:
+            with contextlib.suppress(StorageError):
+                vua.put(tokens, kv)
+            after = vua.get_closest(tokens).num_tokens
+        vua.close()
+    trial.must("what a dead mount had is a miss, a put is refused", dead == [0, 0, 0], dead)
+    trial.must("mounted again it works again", (before, after) == (8, 8), (before, after))
 
 
 class _Engine:
