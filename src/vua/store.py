@@ -8,6 +8,7 @@ of sight, and written anew by the next save.
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -34,6 +35,9 @@ log = logging.getLogger(__name__)
 
 _WRITER: Final = f"vua {socket.gethostname()}"
 _WARN_INTERVAL_S: Final = 60.0
+_FAILURES: Final = 3
+"""Reads that fail with EIO, none in between that works, until a file is taken out of sight."""
+_MAX_FAILED: Final = 1024
 
 
 class Keys(Protocol):
@@ -75,6 +79,7 @@ class Store:
         self._codecs: dict[Shard, EntryCodec] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
         self._lock = threading.Lock()
+        self._failed: dict[str, int] = {}
         self._warned_s = -_WARN_INTERVAL_S
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
@@ -166,6 +171,15 @@ class Store:
         name = key.name[:12]
         log.warning("%s entry %s/%s is a miss%s: %s", reason, name, shard.name, fate, problem)
         return reason
+
+    def _read_failed(self, key: ChunkKey, shard: Shard, reader: Reader, problem: OSError) -> None:
+        """Take a file with a bad sector out of sight, so that it can be stored anew."""
+        with self._lock:
+            self._failed = {} if len(self._failed) > _MAX_FAILED else self._failed
+            times = self._failed.get(key.name, 0) + (problem.errno == errno.EIO)
+            self._failed[key.name] = times
+        if times >= _FAILURES and self.storage.remove(key.name, shard, reader):
+            log.warning("chunk %s failed %d reads and was taken out of sight", key.name[:12], times)
 
     def _unreadable(self, key: ChunkKey, problem: OSError) -> None:
         """Log a read that failed, once a minute as a warning: a lost mount fails all of them."""
@@ -277,6 +291,9 @@ class Loader:
             chunks += 1
             chunks += self._load_many(keys, chunks)
         store._count("chunks_loaded", chunks)
+        if store._failed:  # only failures in a row count
+            for place in range(chunks):
+                store._failed.pop(keys[place].name, None)
         log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
         return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
 
@@ -321,6 +338,9 @@ class Loader:
                 aim.read(reader, key, place, stop)
             except EntryError as problem:
                 return self._store._reject(key, stored, reader, problem)
+            except OSError as problem:
+                self._store._read_failed(key, stored, reader, problem)
+                raise
             finally:
                 reader.close()
         return None

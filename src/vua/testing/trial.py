@@ -9,7 +9,8 @@ A test is a function of a :class:`Trial`, registered under its number by :func:`
         trial.must("no flip is accepted", wrong == 0, f"{wrong} of {trial.scale} wrong")
 
 ``must`` is for what is unsafe, ``should`` for what is only worse than the bar: a test passes when
-everything holds, is *partly* passed when only a ``should`` does not, fails otherwise. All chance
+everything holds, is *partly* passed when only some of the ``should`` do not, fails otherwise. All
+chance
 comes from ``trial.random``. Everything is made below ``trial.directory``, a fresh directory that
 the runner deletes. A subject that lacks what is tested raises ``NotApplicableError``; what this
 machine lacks (a tool, root, a GPU) raises ``NotRunError``.
@@ -139,10 +140,11 @@ class Trial:
             raise NotRunError(f"no adapter for {what}")
 
     def verdict(self) -> Verdict:
-        """Judge what was found."""
+        """Judge what was found; a ``control: `` shows that the test works and earns nothing."""
         if not self.checks:
             raise RuntimeError("the test has checked nothing")
-        if any(check.must and not check.holds for check in self.checks):
+        aims = [check.holds for check in self.checks if "control: " not in check.what]
+        if any(check.must and not check.holds for check in self.checks) or not any(aims):
             return "fail"
         return "pass" if all(check.holds for check in self.checks) else "partly"
 

@@ -18,7 +18,7 @@ from vua.testing.stores import StoreSubject, memory_of
 from vua.testing.subject import Key
 from vua.testing.trial import Trial, scored
 
-__all__: list[str] = []
+__all__ = ["timings"]
 
 
 def _address(function: str) -> int:
@@ -45,15 +45,19 @@ def _zeros(_: Plan, windows: object, first: int, stop: int) -> list[int]:
     return [0] * (stop - first)
 
 
-def _medians(rounds: int, *arms: Callable[[], object]) -> list[float]:
-    """Return the median seconds of each arm; they take turns."""
+def timings(rounds: int, *arms: Callable[[], object]) -> list[list[float]]:
+    """Return the seconds that each arm took in each round; they take turns."""
     times: list[list[float]] = [[] for _ in arms]
     for turn in range(rounds):
         for place in range(len(arms)) if turn % 2 else reversed(range(len(arms))):
             began = time.perf_counter()
             arms[place]()
             times[place].append(time.perf_counter() - began)
-    return [statistics.median(one) for one in times]
+    return times
+
+
+def _medians(rounds: int, *arms: Callable[[], object]) -> list[float]:
+    return [statistics.median(one) for one in timings(rounds, *arms)]
 
 
 @scored(
