@@ -208,7 +208,7 @@ class LocalStorage:
             raise explained(problem, f"{self.directory}/{path}") from problem
 
     def _repaired(self, problem: OSError, chunk: str, shard: Shard) -> bool:
-        """Clear the way where the namespace was deleted or its mount died, or a directory is in it."""
+        """Clear the way: the namespace was deleted, its mount has died, or a directory is there."""
         if isinstance(problem, IsADirectoryError):
             return self.remove(chunk, shard)
         if problem.errno not in _GONE or self._renew is None:
