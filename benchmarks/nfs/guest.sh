@@ -6,7 +6,7 @@
 # its own, so the kernel gives it an NFS client, a connection and caches of its own. netem delays
 # what client and server send, each by half of the round trip.
 #
-# From the kernel's command line: PYTHON, SCRIPT, SOURCE, REPORT, VERSIONS (e.g. "4.2,3"), RTT_MS.
+# From the kernel's command line: PYTHON, SCRIPT, SOURCE, REPORT, VERSIONS (e.g. "4.2,3"), RTT_MS, PARTS.
 
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/run TMPDIR=/run
 mount -t proc proc /proc
@@ -69,8 +69,8 @@ for spec in $(echo "$VERSIONS" | tr , ' '); do
         address=$((address + 1))
     done
     echo "guest: NFS $spec: $(grep -c ' nfs' /proc/mounts) mounts"
-    env PYTHONPATH="$SOURCE" PYTHONDONTWRITEBYTECODE=1 VUA_NATIVE="${NATIVE:-auto}" XDG_CACHE_HOME=/run/cache \
-        "$PYTHON" "$SCRIPT" /run/a /run/b "$spec" || { echo "guest: NFS $spec failed"; }
+    env PYTHONPATH="$SOURCE" PYTHONDONTWRITEBYTECODE=1 XDG_CACHE_HOME=/run/cache \
+        "$PYTHON" "$SCRIPT" /run/a /run/b "$spec" "$PARTS" || { echo "guest: NFS $spec failed"; }
     umount /run/a /run/b
     rm -rf /run/export/*
 done

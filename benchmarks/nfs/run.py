@@ -25,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mounts", default="4.2,3,4.2+lookupcache=positive")
     parser.add_argument("--rtt-ms", type=float, default=1.0, help="round trip between the two")
+    parser.add_argument("--parts", default="across,race,costs")
     parser.add_argument("--timeout", type=float, default=1500.0)
     given = parser.parse_args()
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
@@ -37,7 +38,7 @@ def main() -> int:
         *("root=/dev/root", "rootfstype=hostfs", "rootflags=/", "rw", f"init={HERE / 'guest.sh'}"),
         *(f"PYTHON={sys.executable}", f"SCRIPT={HERE / 'clients.py'}"),
         *(f"SOURCE={HERE.parents[1] / 'src'}", f"VERSIONS={given.mounts}"),
-        f"RTT_MS={given.rtt_ms:g}",
+        *(f"RTT_MS={given.rtt_ms:g}", f"PARTS={given.parts}"),
     ]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
