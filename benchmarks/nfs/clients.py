@@ -1,8 +1,8 @@
 """Two NFS clients use one cache: is what they get right, and how many RPCs does it take?
 
-``clients.py MOUNT_A MOUNT_B NAME [PARTS]``: two mounts of the same empty export, by two NFS clients. Prints
-one JSON object per finding; exit status 1 when something is wrong. `run.py` starts it in a guest;
-on a machine with NFS it runs as it is.
+``clients.py MOUNT_A MOUNT_B NAME [PARTS]``: two mounts of an empty export, by two NFS clients. It
+prints one JSON object per finding; exit status 1 when something is wrong. `run.py` starts it in a
+guest; on a machine with NFS it runs as it is.
 """
 
 from __future__ import annotations

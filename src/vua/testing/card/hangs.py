@@ -43,16 +43,24 @@ _LONG_S: Final = 30.0
 def hang(trial: Trial) -> None:
     """Plant what would block a reader; then stop a FUSE daemon while an engine takes steps."""
     _planted(trial)
-    trial.needs_vua("threads with a deadline")
-    tools = [tool for tool in ("bindfs", "mount") if shutil.which(tool) is None]
-    if tools or not Path("/dev/fuse").exists() or os.geteuid() != 0:
-        raise NotRunError(f"nothing planted blocks; hung FUSE needs root, {tools or '/dev/fuse'}")
+    reason = _why_no_fuse(trial)
+    if reason is None:
+        _stopped(trial)
+        _died(trial)
+    elif all(check.holds for check in trial.checks):
+        raise NotRunError(f"nothing planted blocks; the rest needs {reason}")
+
+
+def _why_no_fuse(trial: Trial) -> str | None:
+    if not trial.own:
+        return "threads with a deadline around the subject"
+    if os.geteuid() != 0 or shutil.which("bindfs") is None or not Path("/dev/fuse").exists():
+        return "root, /dev/fuse and bindfs"
     try:
         own_mounts()
     except OSError as problem:
-        raise NotRunError(f"nothing planted blocks; hung FUSE: {problem}") from problem
-    _stopped(trial)
-    _died(trial)
+        return f"mounts of its own ({problem})"
+    return None
 
 
 def _planted(trial: Trial) -> None:
@@ -100,7 +108,7 @@ def _fuse(below: Path, at: Path) -> Iterator[subprocess.Popen[bytes]]:
         deadline_s = time.monotonic() + 10
         while not at.is_mount():
             if time.monotonic() > deadline_s or daemon.poll() is not None:
-                raise NotRunError("nothing planted blocks; bindfs cannot mount here")
+                raise NotRunError("bindfs cannot mount here")
             time.sleep(0.01)
         yield daemon
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 
 from vua.testing.faults.operations import Operation, operations
@@ -34,8 +35,15 @@ def _prepared(trial: Trial) -> list[tuple[Operation, dict[str, int]]]:
 
 
 def _picked(trial: Trial, cases: list[tuple[Operation, str]]) -> list[tuple[Operation, str]]:
-    """As many of the cases as the scale asks for, always the same ones for a seed."""
-    return trial.random.sample(cases, min(trial.scale, len(cases)))
+    """As many of the cases as the scale asks for, of each operation as many as of another."""
+    trial.random.shuffle(cases)
+    place: Counter[str] = Counter()
+    rounds = []
+    for operation, inject in cases:
+        rounds.append((place[operation.name], operation.name, operation, inject))
+        place[operation.name] += 1
+    rounds.sort(key=lambda one: one[:2])
+    return [(operation, inject) for _, _, operation, inject in rounds[: trial.scale]]
 
 
 def _state(operation: Operation, orphans: int) -> str:
@@ -106,7 +114,7 @@ def fail_every_call(trial: Trial) -> None:
         operation.prepare()
         outcome = run_tampered(operation.run, inject)
         refused += outcome.text == "refused"
-        if outcome.text not in ("done", "refused"):
+        if not operation.may_end(outcome.text):
             faults += _found(operation, inject, outcome.text[-600:] or "it died")
         faults += _found(operation, inject, _state(operation, 99))
     trial.note(f"{min(trial.scale, len(cases))} of {len(cases)} failures, {refused} refused")

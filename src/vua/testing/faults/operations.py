@@ -28,6 +28,12 @@ class Operation(NamedTuple):
     orphans: int
     """How many leftovers one kill may add; a collection that is killed leaves those it found."""
 
+    def may_end(self, text: str) -> bool:
+        """Whether a call that fails may have this outcome (see `syscalls.Outcome`)."""
+        if text == "done" or (text == "refused" and not self.name.startswith("get")):
+            return True
+        return self.name == "collection" and "Error: [Errno" in text
+
     def prepare(self) -> None:
         """Make the directory what it was before."""
         copied(self.template, self.world.root)

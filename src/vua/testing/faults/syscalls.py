@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
     killed: bool
     text: str
-    """``done``, ``refused`` (a VUAError or, from a collection, OSError), or a traceback."""
+    """``done``, ``refused`` (a VUAError), or what else was raised, with its traceback."""
     log: str
     """What strace saw."""
 
@@ -95,8 +95,10 @@ def _be_child(operation: Callable[[], object], say: int) -> None:
         try:
             operation()
             text = _DONE
-        except (VUAError, OSError):
+        except VUAError:
             text = "refused"
+        except OSError as problem:
+            text = f"{type(problem).__name__}: {traceback.format_exc()}"
         except BaseException:  # noqa: BLE001 - whatever it is, the parent shall hear of it
             text = traceback.format_exc()
         os.write(say, text.encode())

@@ -113,7 +113,8 @@ class World:
         """Return how many chunks of a prompt can be had. Raises WrongBytesError, nothing else."""
         with contextlib.ExitStack() as stack:
             if store is None:
-                store = open_store(self.root, self.identity)
+                with contextlib.suppress(OSError):  # as `VUA.get_closest` does
+                    store = open_store(self.root, self.identity)
                 if store is None:
                     return 0
                 stack.callback(store.close)
