@@ -196,16 +196,17 @@ class LocalStorage:
 
     def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
         """Write to a unique temporary name, close, ``os.replace``. Raises StorageError."""
-        path = f"{chunk_path(chunk)}/{shard.name}{SUFFIX}"
+        name = f"{shard.name}{SUFFIX}"
         try:
             try:
-                self._publish(chunk, path, iovecs)
+                self._publish(chunk, name, iovecs)
             except OSError as problem:
                 if not self._repaired(problem, chunk, shard):
                     raise
-                self._publish(chunk, path, iovecs)
+                self._publish(chunk, name, iovecs)
         except OSError as problem:
-            raise explained(problem, f"{self.directory}/{path}") from problem
+            where = f"{self.directory}/{chunk_path(chunk)}/{name}"
+            raise explained(problem, where) from problem
 
     def _repaired(self, problem: OSError, chunk: str, shard: Shard) -> bool:
         """Clear the way: the namespace was deleted, its mount has died, or a directory is there."""
@@ -230,9 +231,9 @@ class LocalStorage:
         except OSError:
             return True
 
-    def _publish(self, chunk: str, path: str, iovecs: Iovecs) -> None:
-        temporary = f"{chunk_path(chunk)}/{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}"
-        fd = self._create(chunk, temporary)
+    def _publish(self, chunk: str, name: str, iovecs: Iovecs) -> None:
+        temporary = f"{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}"
+        directory, fd = self._create(chunk, temporary)
         try:
             try:
                 if stat.S_IMODE(os.fstat(fd).st_mode) != 0o600:
@@ -242,19 +243,29 @@ class LocalStorage:
                     os.fsync(fd)
             finally:
                 os.close(fd)  # network file systems report write errors here
-            os.replace(temporary, path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=self._fd)
+                os.unlink(temporary, dir_fd=directory)
             raise
+        finally:
+            os.close(directory)
         if self._durable:
             self._sync_directories(chunk)
 
-    def _create(self, chunk: str, temporary: str) -> int:
-        """Create the temporary file, and the directories above it where they are missing."""
+    def _create(self, chunk: str, temporary: str) -> tuple[int, int]:
+        """Open the chunk's directory, made where it is missing, and a new file in it.
+
+        No link is followed on the way.
+        """
         for attempt in range(3):  # another process may remove an empty directory in between
             try:
-                return os.open(temporary, _WRITE_FLAGS, 0o600, dir_fd=self._fd)
+                directory = _linux.open_beneath(self._fd, chunk_path(chunk))
+                try:
+                    return directory, os.open(temporary, _WRITE_FLAGS, 0o600, dir_fd=directory)
+                except BaseException:
+                    os.close(directory)
+                    raise
             except FileNotFoundError:
                 if attempt == 2:
                     raise
