@@ -40,6 +40,7 @@ _AT_STATX_DONT_SYNC: Final = 0x4000
 _STATX_BASIC: Final = 0x7FF  # linux/stat.h
 _STATX_FIELDS: Final = struct.Struct("=16xII4xHxxQQ88xII")
 """links, uid, mode, inode, size, device major, device minor"""
+_LONG: Final = struct.Struct("=Q")
 _StatxBuffer = ctypes.c_char * 256
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
@@ -90,6 +91,8 @@ def _bind() -> dict[str, ctypes._NamedFuncPointer]:
             ctypes.c_size_t,
         ]
         found[name].restype = ctypes.c_long
+    found["fstatfs"] = released["fstatfs"]
+    found["fstatfs"].argtypes = [ctypes.c_int, ctypes.c_char_p]
     found["close_cached"] = held["close"]
     found["close_cached"].argtypes = [ctypes.c_int]
     if hasattr(held, "statx"):
@@ -105,6 +108,13 @@ def _bind() -> dict[str, ctypes._NamedFuncPointer]:
 
 
 _calls = _bind()
+
+_LOCAL: Final = frozenset(
+    (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x858458F6, 0x794C7630, 0x2FC12FC1)
+)
+"""``f_type`` of ext4, XFS, Btrfs, F2FS, tmpfs, ramfs, overlayfs (linux/magic.h) and ZFS (OpenZFS):
+there only the kernel opens and closes files. Elsewhere (NFS, FUSE) a server is asked for that,
+whether the path is in the dentry cache or not, and it may hang."""
 
 _view_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -148,8 +158,21 @@ def _openat2(call: str, dir_fd: int, path: bytes, *, close: bool = False) -> int
 _HAS_OPENAT2: Final = not _unsupported_openat2()
 
 
+def is_local(fd: int) -> bool:
+    """Whether files beside ``fd`` are opened and closed by the kernel alone, without a server.
+
+    Only then may :func:`open_cached` and :func:`close_cached` be used. False when in doubt.
+    """
+    call = _calls.get("fstatfs")
+    buffer = ctypes.create_string_buffer(256)  # struct statfs, f_type is its first long
+    return call is not None and call(fd, buffer) == 0 and _LONG.unpack_from(buffer)[0] in _LOCAL
+
+
 def open_cached(dir_fd: int, path: str) -> int | None:
     """Open ``path`` below ``dir_fd`` for reading without blocking and without releasing the GIL.
+
+    For directories that :func:`is_local` only: RESOLVE_CACHED speaks of the path, the open itself
+    may still ask a server, and wait.
 
     Returns None when the path is not in the dentry cache or the kernel cannot tell: ask
     :func:`open_beneath` then. Raises OSError (FileNotFoundError for a cached absence).
@@ -209,7 +232,7 @@ def status_cached(fd: int) -> FileStatus:
 
 
 def close_cached(fd: int) -> None:
-    """Close a descriptor that was only read from, keeping the GIL."""
+    """Close a descriptor that was only read from, keeping the GIL; see :func:`is_local`."""
     if "close_cached" in _calls:
         _calls["close_cached"](fd)
     else:

@@ -23,7 +23,7 @@ from vua.eviction import NOTHING, Evictor, Freed, bury, delete_tree
 from vua.keeper import TOLERANCE
 from vua.lease import UPKEEP, lease, upkeep_directory
 from vua.lineage import Chain, chain_of, link_of
-from vua.recency import server_now_ns, stamp_ns
+from vua.recency import server_now_ns, set_stamp, stamp_ns
 from vua.storage.local import TEMPORARY, chunk_path
 from vua.survey import TRASH, Space, Usage, listed, measure, spaces, unused
 
@@ -124,7 +124,7 @@ def _settle(space: Space, chain: Chain, before_ns: int) -> Freed:
     """Delete temporary files in chunks, and chunks without any file, that are old enough."""
     freed = NOTHING
     for chunk in chain.unsettled:
-        path = chunk_path(chunk)
+        path, stamp = chunk_path(chunk), stamp_ns(space.fd, chunk)
         with listed(space.fd, path) as entries:
             names = [entry.name for entry in entries if entry.name.startswith(TEMPORARY)]
         for name in names:
@@ -132,7 +132,9 @@ def _settle(space: Space, chain: Chain, before_ns: int) -> Freed:
                 status = os.stat(f"{path}/{name}", dir_fd=space.fd, follow_symlinks=False)
                 if status.st_mtime_ns < before_ns:
                     freed += Freed(1, delete_tree(space.fd, f"{path}/{name}"))
-        if (stamp_ns(space.fd, chunk) or before_ns) < before_ns:
+                    if stamp is not None:  # it was not used, only tidied up
+                        set_stamp(space.fd, chunk, stamp)
+        if (stamp or before_ns) < before_ns:
             with contextlib.suppress(OSError):  # only an empty directory can be removed so
                 os.rmdir(path, dir_fd=space.fd)
     return freed

@@ -110,6 +110,7 @@ def load(
     *,
     uids: npt.NDArray[np.uint32] | None = None,
     threads: int | None = None,
+    held: bool = True,
 ) -> int:
     """Read files into memory and compare what they hash to with their own tables of checksums.
 
@@ -121,6 +122,8 @@ def load(
         headers: address of memory for their headers, ``[files, header_nbytes]`` bytes.
         uids: whose files are read; by default anybody's.
         threads: at most this many are used, and only for large batches; 2 by default.
+        held: whether small batches may keep the GIL while the page cache answers; see
+            :func:`vua._linux.is_local` for where they must not.
 
     Returns how many files from the first on are in memory and agree with their own checksums:
     whether they are the files asked for is for the caller to see in their headers. What lies behind
@@ -132,7 +135,7 @@ def load(
     names = [path.encode() + b"\0" for path in paths]
     whose = (None, 0) if uids is None else (uids.ctypes.data, len(uids))
     at, nbytes, done = ctypes.byref(batch), batch.file_nbytes * len(paths), 0
-    if nbytes <= _HELD_NBYTES:
+    if held and nbytes <= _HELD_NBYTES:
         done = bound.load_held(
             *(at, dir_fd, b"".join(names), len(names[0]), len(names)),
             place,

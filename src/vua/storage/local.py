@@ -42,7 +42,7 @@ MAX_QUARANTINED: Final = 16
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
+_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN})
 _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
@@ -54,15 +54,19 @@ def chunk_path(chunk: str) -> str:
 class FileReader:
     """An open file; see :class:`vua.storage.Reader`. Reads what is cached without blocking."""
 
-    __slots__ = ("_cold", "_fd", "inode", "nbytes")
+    __slots__ = ("_cold", "_fd", "_local", "inode", "nbytes")
 
-    def __init__(self, fd: int, uids: frozenset[int] | None = None) -> None:
+    def __init__(self, fd: int, uids: frozenset[int] | None = None, *, local: bool = False) -> None:
         """Take over ``fd``.
 
         Raises, and closes it: OSError when it is not a regular file, UntrustedError when it has
         other names too, or belongs to none of ``uids``.
         """
-        status = _linux.status_cached(fd)
+        try:
+            status = _linux.status_cached(fd)
+        except OSError:  # ESTALE
+            os.close(fd)
+            raise
         if not _is_plain(status, uids):
             os.close(fd)
             if not stat.S_ISREG(status.mode):
@@ -73,13 +77,13 @@ class FileReader:
                 "trusted_uids if that user is to be believed"
             )
             raise UntrustedError(msg)
-        self._fd = fd
-        self._cold = False
+        self._fd, self._local = fd, local
+        self._cold = not local
         self.nbytes: int = status.nbytes
         self.inode: tuple[int, int] = status.inode
 
     def read_into(self, iovecs: int, count: int, nbytes: int, offset: int) -> int:
-        """Fill memory; keeps the GIL for as long as the page cache has the bytes.
+        """Fill memory; keeps the GIL for as long as the page cache of a local disk has the bytes.
 
         Once a read would have needed I/O the file counts as cold, and the rest is read with the
         GIL released.
@@ -92,7 +96,11 @@ class FileReader:
 
     def close(self) -> None:
         """Close the file."""
-        _linux.close_cached(self._fd)
+        if self._local:
+            _linux.close_cached(self._fd)
+        else:
+            with contextlib.suppress(OSError):  # whatever a server says to that
+                os.close(self._fd)
 
 
 class LocalStorage:
@@ -125,6 +133,7 @@ class LocalStorage:
         self._uids = self._security.uids
         self._uid_array = None if self._uids is None else np.array([*self._uids], dtype=np.uint32)
         self._fd = open_directory(self.directory, self._security)
+        self._local = _linux.is_local(self._fd)
         self._release = weakref.finalize(self, os.close, self._fd)
         self._serial = itertools.count()
         self._tag = f"{socket.gethostname()[:32]}-{secrets.token_hex(4)}".replace("/", "_")
@@ -142,21 +151,26 @@ class LocalStorage:
     def open(self, chunk: str, shard: Shard) -> FileReader:
         """Open a file without following symbolic links. Raises OSError, UntrustedError."""
         path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
-        fd = _linux.open_cached(self._fd, path)
-        return FileReader(_linux.open_beneath(self._fd, path) if fd is None else fd, self._uids)
+        return FileReader(self._open(path), self._uids, local=self._local)
+
+    def _open(self, path: str) -> int:
+        fd = _linux.open_cached(self._fd, path) if self._local else None
+        return _linux.open_beneath(self._fd, path) if fd is None else fd
 
     def read_files(
         self, chunks: Sequence[str], shard: Shard, batch: Batch, place: int, headers: int
     ) -> int:
         """Read and hash several files by one call, where the native loop is there."""
         paths = [f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}" for chunk in chunks]
-        return native.load(self._fd, paths, batch, place, headers, uids=self._uid_array)
+        return native.load(
+            *(self._fd, paths, batch, place, headers), uids=self._uid_array, held=self._local
+        )
 
     def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
         """Whether the file is there now, one to be read, and of that size if one is given."""
         path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
         try:
-            fd = _linux.open_cached(self._fd, path)
+            fd = _linux.open_cached(self._fd, path) if self._local else None
             if fd is None:
                 found = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
                 inode = (found.st_dev, found.st_ino)
@@ -164,8 +178,10 @@ class LocalStorage:
                     found.st_mode, found.st_size, inode, found.st_uid, found.st_nlink
                 )
             else:
-                status = _linux.status_cached(fd)
-                _linux.close_cached(fd)
+                try:
+                    status = _linux.status_cached(fd)
+                finally:
+                    _linux.close_cached(fd)
         except OSError:
             return False
         return _is_plain(status, self._uids) and nbytes in (None, status.nbytes)
@@ -180,9 +196,7 @@ class LocalStorage:
         return [shard for shard in found if shard is not None]
 
     def _list(self, path: str) -> list[str]:
-        fd = _linux.open_cached(self._fd, path)
-        if fd is None:
-            fd = _linux.open_beneath(self._fd, path)
+        fd = self._open(path)
         try:
             return os.listdir(fd)
         finally:
@@ -224,7 +238,7 @@ class LocalStorage:
             raise explained(problem, where) from problem
 
     def _repaired(self, problem: OSError, chunk: str, shard: Shard) -> bool:
-        """Clear the way where somebody deleted the namespace, or put a directory into it."""
+        """Clear the way: the namespace was deleted, its mount has died, or a directory is there."""
         if isinstance(problem, IsADirectoryError):
             return self.remove(chunk, shard)
         if problem.errno not in _GONE or self._renew is None:
@@ -235,17 +249,16 @@ class LocalStorage:
                 fresh = open_directory(self.directory, self._security)
                 os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
                 os.close(fresh)
+                self._local = _linux.is_local(self._fd)
         return True
 
     @property
     def gone(self) -> bool:
-        """Whether the namespace directory was deleted since it was opened."""
+        """Whether the namespace directory was deleted since it was opened, or its mount died."""
         try:
             return os.fstat(self._fd).st_nlink == 0
-        except OSError as problem:
-            if problem.errno == errno.ESTALE:
-                return True
-            raise
+        except OSError:
+            return True
 
     def _publish(self, chunk: str, name: str, iovecs: Iovecs) -> None:
         temporary = f"{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}"

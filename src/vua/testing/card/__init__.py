@@ -1,5 +1,33 @@
 """The scorecard's tests. Importing a module registers its tests; a new one is added below."""
 
-from vua.testing.card import costs, crowd, damage, engine, failing, hostile, names, privacy
+from vua.testing.card import (
+    clocks,
+    costs,
+    crowd,
+    damage,
+    engine,
+    failing,
+    hangs,
+    hostile,
+    kills,
+    names,
+    power,
+    privacy,
+    syscalls,
+)
 
-__all__ = ["costs", "crowd", "damage", "engine", "failing", "hostile", "names", "privacy"]
+__all__ = [
+    "clocks",
+    "costs",
+    "crowd",
+    "damage",
+    "engine",
+    "failing",
+    "hangs",
+    "hostile",
+    "kills",
+    "names",
+    "power",
+    "privacy",
+    "syscalls",
+]

@@ -1,0 +1,271 @@
+"""Two NFS clients use one cache: is what they get right, and how many RPCs does it take?
+
+``clients.py MOUNT_A MOUNT_B NAME [PARTS]``: two mounts of an empty export, by two NFS clients. It
+prints one JSON object per finding; exit status 1 when something is wrong. `run.py` starts it in a
+guest; on a machine with NFS it runs as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from vua.bounds import Bounds, Limits
+from vua.directory import create_store
+from vua.errors import VUAError
+from vua.gc import collect
+from vua.identity import Identity
+from vua.keys import ChunkKey, KeyChain
+from vua.store import Store
+from vua.testing.stores import layout_of, make_vua, memory_of
+from vua.testing.subject import Key, Subject, noise
+
+CHUNKS = 128
+IDENTITY = Identity(model="nfs", kv_dtype="uint8", chunk_tokens=4, name="nfs")
+RACE_S = 15.0
+problems: list[str] = []
+
+
+def report(**what: object) -> None:
+    """Print one finding."""
+    print(json.dumps(what), flush=True)
+
+
+def rpcs(mount: Path) -> Counter[str]:
+    """The RPCs that a mount has sent so far, by name."""
+    found: Counter[str] = Counter()
+    mine = False
+    for line in Path("/proc/self/mountstats").read_text(encoding="ascii").splitlines():
+        if line.startswith("device "):
+            place = line.partition(" mounted on ")[2].partition(" ")[0]
+            mine = " fstype nfs" in line and mount.is_relative_to(place)
+        elif mine and line.startswith("\t") and ": " in line.strip():
+            name, _, numbers = line.strip().partition(": ")
+            if name.isupper() and len(numbers.split()) >= 8:
+                found[name] = int(numbers.split()[0])
+    return found
+
+
+def counted(mount: Path, what: str, times: int, run: Callable[[int], object]) -> None:
+    """Do something ``times`` times; report the RPCs and the milliseconds of one."""
+    before, began = rpcs(mount), time.perf_counter()
+    for turn in range(times):
+        run(turn)
+    ms = 1000 * (time.perf_counter() - began) / times
+    spent = rpcs(mount)
+    spent.subtract(before)
+    by_name = {name: round(n / times, 2) for name, n in sorted(spent.items()) if n}
+    total = round(sum(by_name.values()), 2)
+    report(what=what, rpcs=total, by_name=by_name, ms=round(ms, 1))
+
+
+def forget() -> None:
+    """Let the kernel forget pages, names and attributes: a client that has just started."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
+
+
+def must(what: str, holds: bool, found: object = "") -> None:  # noqa: FBT001
+    """Note whether something holds that has to."""
+    report(what=what, holds=bool(holds), found=str(found))
+    if not holds:
+        problems.append(what)
+
+
+# -- right or not ---------------------------------------------------------------------------------
+
+
+def look(subject: Subject, key: Key) -> str:
+    """Get one entry: hit, miss or wrong."""
+    into = bytearray(b"\xa5" * subject.nbytes)
+    if not subject.get(key, memoryview(into)):
+        return "miss"
+    return "hit" if into == key.payload(subject.nbytes) else "WRONG"
+
+
+def across(a: Path, b: Path) -> None:
+    """What one client puts, deletes, damages or evicts is so for the other."""
+    one, two = make_vua(a, 65536), make_vua(b, 65536)
+    keys = [Key(number) for number in range(20)]
+    stored = [one.put(key, key.payload(65536)) for key in keys]
+    must("a puts, b gets", [look(two, key) for key in keys] == ["hit"] * 20, sum(stored))
+    must("b finds it stored and writes nothing", two.put(keys[0], keys[0].payload(65536)))
+
+    unseen = Key(100)
+    seen = look(two, unseen)
+    one.put(unseen, unseen.payload(65536))
+    began = time.monotonic()
+    while (found := look(two, unseen)) == "miss" and time.monotonic() - began < 90:
+        time.sleep(0.05)
+    seconds = time.monotonic() - began
+    must("after a miss, b sees what a puts", (seen, found) == ("miss", "hit"), f"{seconds:.1f} s")
+
+    (path,) = one.files(keys[1])
+    reader = two.store().storage.open(two.chunk(keys[1]).name, two.layout.full)  # type: ignore[attr-defined]
+    path.unlink()
+    into = np.zeros(65536, dtype=np.uint8)
+    iovecs = np.array([[into.ctypes.data, into.nbytes]], dtype=np.uint64)
+    try:
+        text = f"{reader.read_into(iovecs.ctypes.data, 1, into.nbytes, 0)} bytes"
+    except OSError as problem:
+        text = f"{type(problem).__name__}: {problem.strerror}"
+    reader.close()
+    report(what="b reads on in a file that a has deleted", found=text)
+    must("what a deletes is a miss for b", look(two, keys[1]) == "miss")
+
+    (path,) = one.files(keys[2])
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+    began = time.monotonic()
+    while (found := look(two, keys[2])) == "hit" and time.monotonic() - began < 90:
+        time.sleep(0.05)  # b has the right bytes in its page cache: a hit, and right
+    seconds = time.monotonic() - began
+    must("what a damages is a miss for b", found == "miss", f"{seconds:.1f} s later")
+    began = time.monotonic()
+    while (found := look(two, keys[2])) == "miss" and time.monotonic() - began < 90:
+        one.put(keys[2], keys[2].payload(65536))  # does nothing while a believes that it is there
+        time.sleep(0.05)
+    seconds = time.monotonic() - began
+    must("and a hit when a puts it again", found == "hit", f"{seconds:.1f} s later")
+
+    limits = Limits.of(a, Bounds(max_bytes=10 * 70000, min_free_bytes=0))
+    evicted = collect(a, limits).evicted.chunks
+    after = Counter(look(two, key) for key in keys)
+    must("what a evicts is a miss for b, the rest is right", not after["WRONG"], (evicted, after))
+    one.close()
+    two.close()
+
+
+def race(a: Path, b: Path) -> None:
+    """Two processes, one per client, put, get and delete the same keys within tight bounds."""
+    children = {}
+    for turn, mount in enumerate((a, b, a, b)):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = _racer(mount, turn)
+            except BaseException:  # noqa: BLE001 - said, and the exit status tells
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children[child] = turn
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    must(f"2 processes per client, {RACE_S:.0f} s: nothing wrong, nothing raised", not any(codes))
+
+
+def _racer(mount: Path, turn: int) -> int:
+    random.seed(turn)
+    subject, seen = make_vua(mount, 65536, max_bytes=12 * 70000), Counter[str]()
+    stop = time.monotonic() + RACE_S
+    while time.monotonic() < stop:
+        key = Key(random.randrange(24))
+        if random.random() < 0.5:
+            seen["stored" if subject.put(key, key.payload(65536)) else "not stored"] += 1
+        else:
+            seen[look(subject, key)] += 1
+        if random.random() < 0.02:
+            for path in subject.files(key):
+                path.unlink(missing_ok=True)
+    report(what=f"process {turn}", found=dict(seen))
+    return 1 if seen["WRONG"] or not seen["hit"] else 0
+
+
+# -- RPCs -----------------------------------------------------------------------------------------
+
+
+def prompt(number: int, chunks: int) -> list[ChunkKey]:
+    """The keys of a prompt."""
+    ids = (np.arange(4 * chunks, dtype="<u4") + 1_000_000 * (number + 1)).tobytes()
+    chain = KeyChain(ids, 4)
+    return [chain[place] for place in range(chunks)]
+
+
+def opened(mount: Path, nbytes: int) -> Store:
+    """The cache as a process that has just started sees it."""
+    identity = Identity(model=f"nfs {nbytes}", kv_dtype="uint8", chunk_tokens=4, name="nfs")
+    bounds = Bounds(max_bytes="1T", min_free_bytes=0)
+    return create_store(mount, identity, layout_of(nbytes), bounds=bounds)
+
+
+def saved(store: Store, keys: list[ChunkKey], nbytes: int) -> None:
+    """Save a prompt, front to back."""
+    data = memoryview(bytearray(noise(nbytes, 1)))
+    for key in keys:
+        store.save(key, memory_of(store.layout, data))
+
+
+def costs(a: Path, b: Path) -> None:
+    """Lookups of 128 chunks, saves and loads: RPCs and milliseconds."""
+    writer = opened(a, 65536)
+    whole, half = prompt(0, CHUNKS), prompt(1, CHUNKS)
+    saved(writer, whole, 65536)
+    saved(writer, half[: CHUNKS // 2], 65536)
+    writer.close()
+    for name, keys in (("all", whole), ("half", half), ("nothing", prompt(2, CHUNKS))):
+        lookups(b, name, keys)
+    for nbytes, label in ((65536, "64 KiB"), (2 << 20, "2 MiB")):
+        keys = prompt(3, 36)
+        saves(a, nbytes, label, keys)
+        loads(b, nbytes, label, keys)
+
+
+def lookups(mount: Path, name: str, keys: list[ChunkKey]) -> None:
+    """Look a prompt up, first as a client that has just started."""
+    forget()
+    reader = opened(mount, 65536)
+    for when, times in (("first", 1), ("again", 5)):
+        what = f"lookup of 128 chunks, {name} stored, {when}"
+        counted(mount, what, times, lambda _: reader.lookup(keys))
+    reader.close()
+
+
+def saves(mount: Path, nbytes: int, label: str, keys: list[ChunkKey]) -> None:
+    """Save chunks of a prompt of which the first are there, then save the same again."""
+    writer = opened(mount, nbytes)
+    saved(writer, keys[:20], nbytes)
+    memory = memory_of(writer.layout, memoryview(bytearray(noise(nbytes, 2))))
+    for how in ("", " that is there"):
+        what = f"save of a chunk of {label}{how}"
+        counted(mount, what, 16, lambda turn: writer.save(keys[20 + turn], memory))
+    writer.close()
+
+
+def loads(mount: Path, nbytes: int, label: str, keys: list[ChunkKey]) -> None:
+    """Load chunks, first as a client that has just started."""
+    forget()
+    reader = opened(mount, nbytes)
+    memory = memory_of(reader.layout, memoryview(bytearray(nbytes)))
+    for when in ("cold", "warm"):
+        what = f"load of a chunk of {label}, {when}"
+        counted(mount, what, 16, lambda turn: reader.load([keys[turn]], memory))
+    reader.close()
+
+
+def main() -> int:
+    """Do everything; return the exit status."""
+    a, b, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    report(nfs=name)
+    steps = {"across": across, "race": race, "costs": costs}
+    for part in sys.argv[4].split(",") if len(sys.argv) > 4 else steps:
+        for mount in (a, b):
+            (mount / part).mkdir(exist_ok=True)
+        try:
+            steps[part](a / part, b / part)
+        except (OSError, VUAError) as problem:
+            must(part, holds=False, found=f"{type(problem).__name__}: {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
