@@ -30,6 +30,8 @@ CORE = (
     "vua.survey",
     "vua.lease",
     "vua.eviction",
+    "vua.occupancy",
+    "vua.room",
     "vua.lineage",
     "vua.keeper",
     "vua.gc",

@@ -18,6 +18,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple
 
 from vua.recency import stamp_ns
@@ -109,6 +110,24 @@ class Evictor:
         self._pool: list[Candidate] = []
         """The oldest chunks at the last pass, oldest last."""
 
+    @property
+    def left(self) -> int:
+        """How many victims are known."""
+        return len(self._pool)
+
+    def prepare(self, now_ns: int, pulse: Callable[[], None]) -> None:
+        """Look for victims ahead of need.
+
+        Args:
+            now_ns: the server's time before this.
+            pulse: called some hundred times; may evict meanwhile, as far as victims are known.
+
+        Raises OSError where the directory cannot be listed.
+        """
+        with spaces(self._root) as found:
+            fresh = oldest(found, _POOL, pulse)
+        self._pool = [one for one in reversed(fresh) if one.stamp <= now_ns - _SETTLED_NS]
+
     def evict(
         self,
         nbytes: int,
@@ -116,7 +135,7 @@ class Evictor:
         *,
         before_ns: int | None = None,
         expired_ns: int = 0,
-        pulse: Callable[[Freed], None] | None = None,
+        pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
     ) -> Freed:
         """Delete the chunks that were not used for longest until ``nbytes`` bytes are free.
 
@@ -125,7 +144,7 @@ class Evictor:
             now_ns: the server's time, as :func:`vua.recency.server_now_ns` gives it.
             before_ns: stop at a chunk with this stamp or a younger one.
             expired_ns: delete all chunks with stamps before this, whatever ``nbytes``.
-            pulse: called every few chunks with what is freed so far.
+            pulse: called every few chunks, and while it searches, with what is freed so far.
 
         Raises OSError where the directory cannot be listed or written to.
         """
@@ -141,7 +160,7 @@ class Evictor:
         nbytes: int,
         before_ns: int | None,
         expired_ns: int,
-        pulse: Callable[[Freed], None] | None,
+        pulse: Callable[[Freed], None],
     ) -> Freed:
         freed, brought = NOTHING, -1
         with spaces(self._root) as found:
@@ -151,7 +170,7 @@ class Evictor:
                     if brought == freed.chunks:
                         return freed  # a pass brought nothing: all is pinned, or in use
                     brought = freed.chunks
-                    self._pool = oldest(found, _POOL)[::-1]
+                    self._pool = oldest(found, _POOL, partial(pulse, freed))[::-1]
                     if not self._pool:
                         return freed
                 victim = self._pool[-1]
@@ -161,7 +180,7 @@ class Evictor:
                     return freed
                 self._pool.pop()
                 freed += self._evict(victim, by_name)
-                if pulse is not None and freed.chunks % _PULSE == 0:
+                if freed.chunks % _PULSE == 0:
                     pulse(freed)
 
     @staticmethod

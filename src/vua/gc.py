@@ -20,9 +20,9 @@ import numpy as np
 
 from vua.bounds import Limits
 from vua.eviction import NOTHING, Evictor, Freed, bury, delete_tree
-from vua.keeper import TOLERANCE
 from vua.lease import UPKEEP, lease, upkeep_directory
 from vua.lineage import Chain, chain_of, link_of
+from vua.occupancy import TOLERANCE
 from vua.recency import server_now_ns, stamp_ns
 from vua.storage.local import TEMPORARY, chunk_path
 from vua.survey import TRASH, Space, Usage, listed, measure, spaces, unused
