@@ -14,6 +14,7 @@ anything. :func:`parse_entry` is the other way in, for tools that do not know wh
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import struct
@@ -226,7 +227,7 @@ def parse_entry(data: bytes) -> EntryInfo:
         raise CorruptEntryError(msg)
     try:
         key, shard, layout = _claims(metadata, header)
-        codec = EntryCodec(str(metadata["namespace"]), layout, shard)
+        codec = _codec(str(metadata["namespace"]), layout, shard)
         created, writer = int(metadata["created"]), str(metadata["writer"]).rstrip()
         table = np.frombuffer(data[codec.table_offset : codec.header_nbytes], dtype="<u8")
         check = int(metadata["check"], 16)
@@ -253,6 +254,12 @@ def parse_entry(data: bytes) -> EntryInfo:
         file_nbytes=codec.file_nbytes,
         checksums=table,
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _codec(namespace: str, layout: KVLayout, shard: Shard) -> EntryCodec:
+    """A codec for tools, which look at many files of one kind in a row."""
+    return EntryCodec(namespace, layout, shard)
 
 
 def _json_header(data: bytes) -> tuple[Mapping[str, Any], int]:

@@ -83,6 +83,19 @@ class Chain:
             found += children.get(index, [])
         return [self.name(index) for index in found]
 
+    def in_order(self) -> list[str]:
+        """Return all chunks that have their whole prefix, parents before children."""
+        children: dict[int, list[int]] = {}
+        found = []
+        for index, before in enumerate(self.parent.tolist()):
+            if before == index:
+                found.append(index)
+            else:
+                children.setdefault(before, []).append(index)
+        for index in found:  # grows meanwhile
+            found += children.get(index, [])
+        return [self.name(index) for index in found]
+
     def name(self, index: int) -> str:
         """Return the name of a chunk."""
         return bytes(self.names[index]).hex()
