@@ -16,6 +16,7 @@ from vua import _linux
 from vua.cli.archive import Writer, verified
 from vua.cli.names import Target, resolve
 from vua.cli.prompt import prompt_ids, read_ids
+from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size
 from vua.directory import DESCRIPTION, Namespace, check_root, read_namespace
 from vua.entry import EntryCodec
@@ -113,12 +114,12 @@ def _wanted(
     for space, chunk in targets:
         chunks = wanted.setdefault(space, {})
         if not chunk:
-            chunks.update(dict.fromkeys(chain_of(space, show).in_order()))
+            chunks.update(dict.fromkeys(chain_of(space, show, over_fans).in_order()))
             continue
         prefix = [*ancestors(space, chunk)][::-1]
         chunks.update(dict.fromkeys(prefix))
         if choice.following:
-            chunks.update(dict.fromkeys(chain_of(space, show).descendants(chunk)))
+            chunks.update(dict.fromkeys(chain_of(space, show, over_fans).descendants(chunk)))
     return {space: list(chunks) for space, chunks in wanted.items()}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vua.cli.names import Target, resolve
+from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, progress, size
 from vua.directory import check_root
 from vua.errors import ConfigError, StorageError
@@ -53,7 +54,7 @@ def _remove(
     root: Path, target: Target, show: Callable[[str], None], *, force: bool
 ) -> tuple[Freed, int]:
     space, freed = target.space, NOTHING
-    chain = chain_of(space, show)
+    chain = chain_of(space, show, over_fans)
     if target.chunk:
         doomed = chain.descendants(target.chunk)
     else:

@@ -12,13 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from vua import _linux
 from vua.cli.check import Check, Checker, Outcome, Place
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size, table
-from vua.cli.walk import Found, described, open_root, walk
+from vua.cli.spread import is_large, spread
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size, table
+from vua.cli.walk import Found, described, fans, open_root, walk_beside, walk_fan
 from vua.directory import DESCRIPTION, Namespace, read_namespace
 from vua.storage.local import FileReader, LocalStorage
+from vua.survey import Space
 
 __all__ = ["verify"]
 
@@ -49,6 +52,14 @@ class _Result:
         self.nbytes += check.nbytes
         if check.outcome != "sound":
             self.problems.append((path, check.outcome, "; ".join(check.reasons)))
+
+    def join(self, part: _Result) -> None:
+        self.counts.update(part.counts)
+        self.nbytes += part.nbytes
+        self.removed += part.removed
+        self.problems += part.problems
+        for kind, found in part.others.items():
+            self.others.setdefault(kind, []).extend(found)
 
     def describe(self) -> dict[str, object]:
         identity = self.namespace.identity
@@ -87,9 +98,8 @@ def verify(directory: str, *, repair: bool = False, write: Write | None) -> int:
     With ``repair`` it is 0 where all that was damaged could be taken out of sight.
     """
     found, strays = open_root(directory)
-    checker = Checker()
     with progress() as show:
-        results = [_verify(namespace, checker, show, repair=repair) for namespace in found]
+        results = [_verify(namespace, show, repair=repair) for namespace in found]
     damaged = any(result.damaged for result in results)
     if write is not None:
         write(
@@ -105,16 +115,33 @@ def verify(directory: str, *, repair: bool = False, write: Write | None) -> int:
     return DAMAGED if damaged else SOUND
 
 
-def _verify(
-    namespace: Namespace, checker: Checker, show: Callable[[str], None], *, repair: bool
-) -> _Result:
+def _verify(namespace: Namespace, show: Callable[[str], None], *, repair: bool) -> _Result:
     result = _Result(namespace, described(namespace))
     if result.description == "damaged":
         reason = "it does not describe this namespace; the next save writes it anew"
         result.problems.append((DESCRIPTION, "corrupt", reason))
     storage = LocalStorage(namespace.path)
     try:
-        for found in walk(namespace.path):
+        large = is_large(Space(namespace.name, storage.fileno()))
+    finally:
+        storage.close()
+    names = ["", *fans(namespace.path)]
+    parts = spread(partial(_part, namespace, repair=repair), names, large=large)
+    for number, part in enumerate(parts, 1):
+        result.join(part)
+        show(bar(number, len(names), f"{namespace.name[:SHORT]}, {size(result.nbytes)} read"))
+    if described(read_namespace(namespace.path)) == "missing" and result.counts:
+        reason = "missing: no chunk of this namespace is found until the next save writes it"
+        result.problems.append((DESCRIPTION, "error", reason))
+    return result
+
+
+def _part(namespace: Namespace, fan: str, *, repair: bool) -> _Result:
+    """Check one fan-out directory, or (for "") what lies beside them."""
+    result, checker = _Result(namespace, ""), Checker()
+    storage = LocalStorage(namespace.path)
+    try:
+        for found in walk_fan(namespace.path, fan) if fan else walk_beside(namespace.path):
             if found.kind == "unreadable":
                 result.add(found.path, Check("error", (found.problem,), 0))
             elif found.kind != "entry":
@@ -124,12 +151,8 @@ def _verify(
                 if check is not None:
                     result.add(found.path, check)
                     result.removed += removed
-            show(f"{namespace.name[:SHORT]}: {found.path[3:15]}, {size(result.nbytes)} read")
     finally:
         storage.close()
-    if described(read_namespace(namespace.path)) == "missing" and result.counts:
-        reason = "missing: no chunk of this namespace is found until the next save writes it"
-        result.problems.append((DESCRIPTION, "error", reason))
     return result
 
 
