@@ -24,7 +24,7 @@ class TestTop(CliTest):
 
     def test_what_goes_on(self) -> None:
         """Chunks that are stored, used and deleted while it looks are counted, by namespace."""
-        with mock.patch("vua.cli.top.time.sleep", lambda _: self.traffic()):
+        with mock.patch("time.sleep", side_effect=self.traffic):
             code, report = run_json("top", self.root, "--once")
         rows = {row["model"]: row for row in report["namespaces"]}
         seconds = report["seconds"]
@@ -39,7 +39,7 @@ class TestTop(CliTest):
         self.assertEqual({"60": 3, "3600": 3, "86400": 3}, rows["qwen"]["used_within"])
         self.assertEqual({"-": 1}, rows["qwen"]["salts"])
 
-    def traffic(self) -> None:
+    def traffic(self, _: float) -> None:
         """Use and lose chunks of one model, store some of the other."""
         entries = self.entries()
         namespace = entries[0].parents[2]

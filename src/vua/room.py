@@ -31,8 +31,8 @@ __all__ = ["Room"]
 log = logging.getLogger(__name__)
 
 _BURST: Final = 0.01
-"""Share of the limit that is freed at once, beside what is needed."""
-_BURST_FILES: Final = 64
+"""Share of the limit that is freed at once: about half of it is lost to the cache on average."""
+_BURST_FILES: Final = 512
 """And no more files than these: ext4 creates slowly after tens of thousands of deletes."""
 _SEARCH_FROM: Final = 0.95
 """From this share of the limit on victims are looked for, so that they are known when needed."""
@@ -41,7 +41,6 @@ _FEW: Final = 4096
 _AHEAD_NS: Final = 10**9
 """What is evicted ahead of need was used by so much less recently than what is being stored. Chunks
 of a prompt are a microsecond apart, so no prompt eats its own tail."""
-_ALL_NS: Final = 1 << 62
 _PAUSES_S: Final = (1.0, 300.0)
 _WAIT_S: Final = 4.0
 """A writer waits no longer for room; vLLM's connector gives up a write after `io_timeout_s`, 10."""
@@ -116,7 +115,7 @@ class Room:
             self._occupancy.reserve(nbytes)
             if self._occupancy.is_ageing or self._is_low():
                 asked = [ns for ns in (self._ahead_ns, before_ns) if ns is not None]
-                self._ahead_ns = min(asked, default=_ALL_NS)
+                self._ahead_ns = min(asked, default=1 << 62)
                 self._wake()
             return True
 
