@@ -18,6 +18,7 @@ import pytest
 
 from helpers import DirectoryTest
 from replay import LAYOUT, NBYTES, Cache
+from vua import room
 from vua.keys import KeyChain, token_ids
 from vua.recency import server_now_ns, set_stamp
 
@@ -141,14 +142,56 @@ class TestRoom(DirectoryTest):
         self.assertEqual((99 * LARGE - 20 * NBYTES), self.occupied())
 
     def test_own_tail(self) -> None:
-        """A prompt that is longer than the cache keeps its front; nothing is stored in vain."""
-        cache = Cache(self.root, 120)
+        """A prompt that is longer than the cache keeps its front, however long measuring takes."""
+        cache, real = Cache(self.root, 120), os.statvfs
         prompt = list(range(150))
-        cache.request(prompt)
+        waits = [1.5]
+
+        def statvfs(*args: Any) -> Any:
+            if waits and self.occupied() >= 110 * NBYTES:
+                time.sleep(waits.pop())
+            return real(*args)
+
+        with mock.patch("os.statvfs", statvfs):
+            cache.request(prompt)
         keys = KeyChain(token_ids(prompt), 1)
         self.assertEqual(120, cache.store.lookup(keys))
         self.assertEqual(120 * NBYTES, self.occupied())
         self.assertEqual(30, cache.keeper.counts["chunks_refused"])
+
+    def test_access_times_play_no_part(self) -> None:
+        """On mounts that keep access times, some of them or none the same chunks stay."""
+        for option in ("strictatime", "relatime", "noatime"):
+            disk = self.root / option
+            disk.mkdir()
+            mount = ["mount", "-t", "tmpfs", "-o", f"size=4m,{option}", "tmpfs", str(disk)]
+            if subprocess.run(mount, capture_output=True, check=False).returncode:
+                self.skipTest("this user may not mount a tmpfs")
+            try:
+                cache = Cache(disk, 6)
+                for prompt in ([1, 2], [3, 4], [5, 6], [1, 2], [7, 8]):
+                    cache.request(prompt)
+                kept = [
+                    cache.store.lookup(KeyChain(token_ids(prompt), 1))
+                    for prompt in ([1, 2], [3, 4], [5, 6], [7, 8])
+                ]
+                self.assertEqual([2, 0, 2, 2], kept, option)
+                self.wait_for_end()
+            finally:
+                cache.store.storage.close()  # type: ignore[attr-defined]
+                subprocess.run(["umount", str(disk)], check=True)
+
+    def test_no_clock_of_a_host(self) -> None:
+        """Nothing that decides what stays reads this host's clock, but for its own intervals."""
+        source = Path(room.__file__).parent
+        deciding = ("bounds", "eviction", "gc", "keeper", "lease", "lineage", "occupancy",
+                    "recency", "room", "store", "survey")  # fmt: skip
+        clocks = ("time.time", "time.time_ns", "datetime.")
+        for name in deciding:
+            text = (source / f"{name}.py").read_text(encoding="utf-8")
+            self.assertEqual([], [one for one in clocks if f"{one}(" in text], name)
+        entry = (source / "entry.py").read_text(encoding="utf-8")
+        self.assertIn("time.time(", entry)  # `created`, for people: the search can find it
 
     def test_idle(self) -> None:
         """With nothing to do, and after the end, there is no thread."""

@@ -229,7 +229,7 @@ def chain_of(
     for links in spread(partial(_links_in, space), space, fans_of(space)):
         whole.salts.update({len(whole.names) + at: salt for at, salt in links.salts.items()})
         for mine, found in zip(whole, links, strict=True):
-            if isinstance(mine, list):
+            if isinstance(mine, list) and isinstance(found, list):
                 mine.extend(found)
         if show is not None:
             show(f"{space.name[:12]}: {len(whole.names)} chunks")

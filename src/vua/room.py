@@ -9,12 +9,10 @@ refused then: nothing is written beyond the limit. An idle cache has no thread.
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +39,7 @@ _FEW: Final = 4096
 _AHEAD_NS: Final = 10**9
 """What is evicted ahead of need was used by so much less recently than what is being stored. Chunks
 of a prompt are a microsecond apart, so no prompt eats its own tail."""
+_NEW_NS: Final = 1 << 62
 _PAUSES_S: Final = (1.0, 300.0)
 _WAIT_S: Final = 4.0
 """A writer waits no longer for room; vLLM's connector gives up a write after `io_timeout_s`, 10."""
@@ -83,11 +82,11 @@ class Room:
         self._largest = 0
         self._paused_until_s, self._pause_s = 0.0, _PAUSES_S[0]
         self._wishes: deque[_Wish] = deque()
-        self._ahead_ns: int | None = None
-        """To evict ahead of need: what was used before this; None: nothing to do ahead."""
+        self._ahead = False  # whether there may be something to do ahead of need
+        self._storing_ns = self._latest_ns = _NEW_NS
+        """The stamp of the oldest parent of what was stored since the last eviction, and just now."""
         self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
         self._running = self._behind = self._closed = self._someone_evicts = False
-        self._at_exit = functools.partial(_close, weakref.ref(self))
         self._warned: set[str] = set()
 
     def close(self) -> None:
@@ -110,12 +109,13 @@ class Room:
                 return False
             self._occupancy.announce(nbytes)
             self._largest = max(self._largest, nbytes)
+            self._latest_ns = _NEW_NS if before_ns is None else before_ns
+            self._storing_ns = min(self._storing_ns, self._latest_ns)
             if self._occupancy.is_stale or self._occupancy.missing(nbytes) > 0:
                 return self._ask(_Wish(nbytes, before_ns))
             self._occupancy.reserve(nbytes)
             if self._occupancy.is_ageing or self._is_low():
-                asked = [ns for ns in (self._ahead_ns, before_ns) if ns is not None]
-                self._ahead_ns = min(asked, default=1 << 62)
+                self._ahead = True
                 self._wake()
             return True
 
@@ -190,7 +190,7 @@ class Room:
             self.warn_once("thread", f"{self._root}: no room can be made: {problem}")
 
     def _run(self) -> None:
-        atexit.register(self._at_exit)  # a burst under way comes to its end
+        atexit.register(self.close)  # a burst under way comes to its end
         try:
             while self._is_needed():
                 if not self._serve():
@@ -201,12 +201,12 @@ class Room:
             log.exception("%s: an error that eviction should have handled", self._root)
             self._end()
         finally:
-            atexit.unregister(self._at_exit)
+            atexit.unregister(self.close)
 
     def _is_needed(self) -> bool:
         """Whether there is anything to do; if not, the thread has ended with this answer."""
         with self._changed:
-            if (self._wishes or self._ahead_ns is not None) and not self._closed:
+            if (self._wishes or self._ahead) and not self._closed:
                 return True
             self._end()
             return False
@@ -261,8 +261,7 @@ class Room:
 
     def _work_ahead(self) -> None:
         """Measure, look for victims and evict before anybody has to wait for that."""
-        with self._changed:
-            before_ns, self._ahead_ns = self._ahead_ns, None
+        self._ahead = False
         if self._occupancy.is_ageing:
             self._measure()
         if self._is_search_due(time.monotonic()):
@@ -270,7 +269,7 @@ class Room:
         began_s, need = time.monotonic(), self._occupancy.missing(self._burst() // 2)
         if need > 0 and began_s >= self._ahead_from_s:
             wanted = need + self._burst() // 2
-            if self._evict(wanted, before_ns, ahead=True).nbytes < need:  # do not try all the time
+            if self._evict(wanted, ahead=True).nbytes < need:  # do not try all the time
                 now_s = time.monotonic()
                 self._ahead_from_s = now_s + max(0.1, 10 * (now_s - began_s))
 
@@ -303,10 +302,15 @@ class Room:
         ttl_s = None if limits is None else limits.ttl_s
         if ttl_s is not None and now_s >= self._expire_from_s:
             self._expire_from_s = now_s + max(1.0, ttl_s / 8)
-            self._evict(0, None, ttl_s)
+            self._evict(0, ttl_s=ttl_s)
 
     def _evict(
-        self, nbytes: int, before_ns: int | None, ttl_s: float | None = None, *, ahead: bool = False
+        self,
+        nbytes: int,
+        before_ns: int | None = None,
+        *,
+        ttl_s: float | None = None,
+        ahead: bool = False,
     ) -> Freed:
         """Evict while nobody else does; what cannot be evicted is not, with one warning."""
         self._someone_evicts = False
@@ -318,8 +322,10 @@ class Room:
                         self._someone_evicts = True
                         return NOTHING
                     now_ns = server_now_ns(directory)
-                    if ahead and before_ns is not None:
-                        before_ns = min(before_ns, now_ns) - _AHEAD_NS
+                    if ahead:
+                        with self._changed:  # not earlier: stores went on while it looked
+                            before_ns = min(self._storing_ns, now_ns) - _AHEAD_NS
+                            self._storing_ns = self._latest_ns
                     freed = self._evictor.evict(
                         nbytes,
                         now_ns,
@@ -342,9 +348,3 @@ class Room:
         held.renew()
         if self._closed:
             raise _StoppedError
-
-
-def _close(room: weakref.ref[Room]) -> None:
-    found = room()
-    if found is not None:
-        found.close()
