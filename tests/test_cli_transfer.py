@@ -344,6 +344,16 @@ class TestText(unittest.TestCase):
         self.assertEqual(text.bar(1, 2, "x"), "#" * 10 + "." * 10 + " 50 % x")
         self.assertEqual(text.bar(7, 0, "x"), "#" * 20 + " 100 % x")
 
+    def test_progress(self) -> None:
+        """It is shown on a terminal, taken away in the end, and nowhere else."""
+        for tty in (True, False):
+            stream = io.StringIO()
+            stream.isatty = lambda tty=tty: tty  # type: ignore[method-assign,misc]
+            with mock.patch("sys.stderr", stream), text.progress() as show:
+                show(text.bar(1, 2, "half"))
+            self.assertEqual(tty, "half" in stream.getvalue())
+            self.assertEqual(tty, stream.getvalue().endswith("\r\x1b[K"))
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -226,13 +226,14 @@ def chain_of(
 ) -> Chain:
     """Read who follows whom, some 30 us a chunk. Others may write and delete meanwhile."""
     whole = Links([], [], [], [], [], {}, [])
-    for links in spread(partial(_links_in, space), space, fans_of(space)):
+    fans = fans_of(space)
+    for done, links in enumerate(spread(partial(_links_in, space), space, fans), 1):
         whole.salts.update({len(whole.names) + at: salt for at, salt in links.salts.items()})
         for mine, found in zip(whole, links, strict=True):
             if isinstance(mine, list) and isinstance(found, list):
                 mine.extend(found)
         if show is not None:
-            show(f"{space.name[:12]}: {len(whole.names)} chunks")
+            show(f"{space.name[:12]}: {done} of {len(fans)} parts, {len(whole.names)} chunks")
     return Chain(
         _digests(whole.names),
         np.array(whole.stamps, dtype=np.int64),

@@ -84,7 +84,7 @@ class Room:
         self._wishes: deque[_Wish] = deque()
         self._ahead = False  # whether there may be something to do ahead of need
         self._storing_ns = self._latest_ns = _NEW_NS
-        """The stamp of the oldest parent of what was stored since the last eviction, and just now."""
+        """The stamp of the oldest parent of what was stored since the last eviction; the latest."""
         self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
         self._running = self._behind = self._closed = self._someone_evicts = False
         self._warned: set[str] = set()
