@@ -29,7 +29,7 @@ __all__ = ["Room"]
 log = logging.getLogger(__name__)
 
 _BURST: Final = 0.01
-"""Share of the limit that is freed at once: about half of it is lost to the cache on average."""
+"""Share of the limit that is freed at once."""
 _BURST_FILES: Final = 512
 """And no more files than these: ext4 creates slowly after tens of thousands of deletes."""
 _SEARCH_FROM: Final = 0.95
@@ -37,8 +37,7 @@ _SEARCH_FROM: Final = 0.95
 _FEW: Final = 4096
 """With fewer victims known than these the search for more begins."""
 _AHEAD_NS: Final = 10**9
-"""What is evicted ahead of need was used by so much less recently than what is being stored. Chunks
-of a prompt are a microsecond apart, so no prompt eats its own tail."""
+"""By so much what goes ahead of need is older than what is being stored: no prompt eats itself."""
 _NEW_NS: Final = 1 << 62
 _PAUSES_S: Final = (1.0, 300.0)
 _WAIT_S: Final = 4.0
@@ -160,9 +159,8 @@ class Room:
     def _is_low(self) -> bool:
         """Whether to evict, or to look for victims, ahead of need."""
         now_s = time.monotonic()
-        if self._occupancy.missing(self._burst() // 2) > 0 and now_s >= self._ahead_from_s:
-            return True
-        return self._is_search_due(now_s)
+        is_low = self._occupancy.missing(self._burst() // 2) > 0
+        return (is_low and now_s >= self._ahead_from_s) or self._is_search_due(now_s)
 
     def _is_search_due(self, now_s: float) -> bool:
         limits = self._occupancy.limits
@@ -270,8 +268,8 @@ class Room:
         if need > 0 and began_s >= self._ahead_from_s:
             wanted = need + self._burst() // 2
             if self._evict(wanted, ahead=True).nbytes < need:  # do not try all the time
-                now_s = time.monotonic()
-                self._ahead_from_s = now_s + max(0.1, 10 * (now_s - began_s))
+                cost_s = time.monotonic() - began_s
+                self._ahead_from_s = began_s + max(0.1, 11 * cost_s)
 
     def _search(self) -> None:
         """Look for victims; meanwhile evict those known already, as far as somebody waits."""
@@ -285,15 +283,17 @@ class Room:
             self._evictor.prepare(now_ns, self._between)
         except OSError as problem:
             self.warn_once("evict", f"nothing can be evicted from {self._root}: {problem}")
-        now_s = time.monotonic()
-        self._search_from_s = now_s + max(1.0, 20 * (now_s - began_s))
+        self._search_from_s = began_s + max(1.0, 21 * (time.monotonic() - began_s))
 
     def _between(self) -> None:
-        """Between two steps of a search: stop at the end, serve who can be served."""
+        """Between two steps of a search: stop at the end, serve who can be served without one."""
         if self._closed:
             raise _StoppedError
-        while self._evictor.left and self._serve():
-            pass
+        if self._wishes and self._occupancy.is_stale:
+            self._occupancy.measure(self.warn_once)
+        missing = self._occupancy.missing
+        while self._wishes and (self._evictor.left or missing(self._wishes[0].nbytes) <= 0):
+            self._serve()
 
     def _measure(self) -> None:
         """Measure; delete what was not used for the time to live, every eighth of it."""
