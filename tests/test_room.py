@@ -141,6 +141,7 @@ class TestRoom(DirectoryTest):
         self.assertEqual(1, cache.keeper.counts["chunks_evicted"])
         self.assertEqual((99 * LARGE - 20 * NBYTES), self.occupied())
 
+    @pytest.mark.thorough
     def test_own_tail(self) -> None:
         """A prompt that is longer than the cache keeps its front, however long measuring takes."""
         cache, real = Cache(self.root, 120), os.statvfs
