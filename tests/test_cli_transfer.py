@@ -14,7 +14,6 @@ import torch
 from helpers import DirectoryTest, Memory, caches_of, flip, kv_bits, model_arrays
 from test_cli import run, run_json
 from vua.bounds import Bounds, write_bounds
-from vua.cli import text
 from vua.cli.archive import Writer
 from vua.core import VUA, VUAConfig
 from vua.directory import create_store
@@ -334,25 +333,6 @@ class TestHostile(TransferTest):
         code, report = run_json("import", self.there, self.file)
         self.assertEqual((1, 2, 2), (code, report["written"], report["refused"]))
         self.assertEqual(2, len(self.entries(self.there)))
-
-
-class TestText(unittest.TestCase):
-    """Lines of progress."""
-
-    def test_bar(self) -> None:
-        """It fills up and never runs over."""
-        self.assertEqual(text.bar(1, 2, "x"), "#" * 10 + "." * 10 + " 50 % x")
-        self.assertEqual(text.bar(7, 0, "x"), "#" * 20 + " 100 % x")
-
-    def test_progress(self) -> None:
-        """It is shown on a terminal, taken away in the end, and nowhere else."""
-        for tty in (True, False):
-            stream = io.StringIO()
-            stream.isatty = lambda tty=tty: tty  # type: ignore[method-assign,misc]
-            with mock.patch("sys.stderr", stream), text.progress() as show:
-                show(text.bar(1, 2, "half"))
-            self.assertEqual(tty, "half" in stream.getvalue())
-            self.assertEqual(tty, stream.getvalue().endswith("\r\x1b[K"))
 
 
 if __name__ == "__main__":
