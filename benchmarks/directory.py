@@ -1,66 +1,88 @@
-"""Times the tools on a directory of very many chunks.
+"""Times the tools on a directory of very many chunks, and lets three passes meet traffic there.
 
-    python benchmarks/directory.py /tmp/big 100000
+    python benchmarks/directory.py /mnt/disk/big 1000000
 
-Makes a cache of that many tiny chunks (valid entries of 4.2 KiB in prompts of 32 chunks; on ext4
-each takes 8 KiB of the disk and three inodes), runs the commands on it, and removes it again.
+One command: makes a cache of that many tiny chunks (valid entries of 4.2 KiB in prompts of 32
+chunks; on ext4 each takes 12 KiB of the disk and two inodes), times the commands on it, runs the
+campaign (three `vua gc` at once on the full directory, beside writers and readers), and removes it
+again. `--use` takes a directory that an earlier run with `--keep` left behind. Prints lines for
+people and, with `--out`, JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
+import random
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import xxhash
 
+from vua.bounds import Bounds
 from vua.cli import main as vua
 from vua.directory import create_store
 from vua.entry import EntryCodec
 from vua.identity import Identity
 from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout
+from vua.lineage import chain_of
+from vua.slab import Slab
+from vua.survey import measure, spaces
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, k_dim=16, v_dim=16, dtype="BF16", chunk_tokens=4)
+IDENTITY = Identity(model="benchmark", kv_dtype="BF16", chunk_tokens=4, name="benchmark")
+CODEC = EntryCodec(IDENTITY.namespace, LAYOUT, LAYOUT.full)
 PROMPT_CHUNKS = 32
+DISK_NBYTES, INODES = 12288, 2
+"""What ext4 needs per chunk."""
+
+
+def keys_of(prompt: int) -> KeyChain:
+    """The chunks of a prompt."""
+    return KeyChain(token_ids([prompt, *range(1, 4 * PROMPT_CHUNKS)]), 4)
+
+
+def content_of(prompt: int, place: int) -> int:
+    """What a chunk's K and V hold, in each byte: depends on nothing but the tokens before it."""
+    return (prompt * 31 + place * 7) % 255 + 1
 
 
 def fill(root: Path, chunks: int) -> None:
     """Write the entries, without the bookkeeping that a store does for each."""
-    identity = Identity(model="benchmark", kv_dtype="BF16", chunk_tokens=4, name="benchmark")
-    create_store(root, identity, LAYOUT)
-    codec = EntryCodec(identity.namespace, LAYOUT, LAYOUT.full)
-    payload = bytes(codec.file_nbytes - codec.header_nbytes)
-    import xxhash
-
-    empty = [xxhash.xxh3_64_intdigest(bytes(n)) for n in codec.unit_nbytes()]
-    sums = np.array(empty, dtype=np.uint64)
-    base = root / identity.namespace
+    create_store(root, IDENTITY, LAYOUT)
+    nbytes, units = CODEC.file_nbytes - CODEC.header_nbytes, CODEC.unit_nbytes()
+    base = root / IDENTITY.namespace
     for fan in range(256):
         (base / f"{fan:02x}").mkdir(exist_ok=True)
+    sums = [[xxhash.xxh3_64_intdigest(bytes([byte]) * n) for n in units] for byte in range(256)]
+    tables = [np.array(one, dtype=np.uint64) for one in sums]
     for prompt in range(-(-chunks // PROMPT_CHUNKS)):
-        tokens = [prompt, *range(1, 4 * PROMPT_CHUNKS)]
-        keys = KeyChain(token_ids(tokens), 4).first(PROMPT_CHUNKS)
-        stamp = time.time_ns()
-        for place, key in enumerate(keys):
+        keys, stamp = keys_of(prompt), time.time_ns()
+        for place in range(PROMPT_CHUNKS):
+            key, byte = keys[place], content_of(prompt, place)
             chunk = f"{base}/{key.name[:2]}/{key.name}"
             Path(chunk).mkdir(0o700)
             fd = os.open(f"{chunk}/{LAYOUT.full.name}.safetensors", os.O_WRONLY | os.O_CREAT, 0o600)
-            os.write(fd, codec.encode_header(key, sums, writer="benchmark") + payload)
+            header = CODEC.encode_header(key, tables[byte], writer="benchmark")
+            os.write(fd, header + bytes([byte]) * nbytes)
             os.close(fd)
             os.utime(chunk, ns=(stamp - 1000 * place, stamp - 1000 * place))
-        if prompt % 256 == 0:
+        if prompt % 256 == 0 and sys.stderr.isatty():
             print(f"\r{prompt * PROMPT_CHUNKS} chunks", end="", file=sys.stderr)
-    print(file=sys.stderr)
 
 
-def timed(*arguments: str) -> None:
-    """Run one command, print its time and the end of what it says."""
+def timed(report: dict[str, Any], *arguments: str) -> None:
+    """Run one command, note its time and exit status, print the end of what it says."""
     out, began = io.StringIO(), time.monotonic()
     with redirect_stdout(out):
         code = vua(arguments)
@@ -68,6 +90,141 @@ def timed(*arguments: str) -> None:
     shown = " ".join(part for part in arguments if not part.startswith("/"))
     last = out.getvalue().strip().splitlines()[-1][:110]
     print(f"{took:8.2f} s  exit {code}  vua {shown}\n            {last}", flush=True)
+    report.setdefault("commands", []).append({"what": shown, "seconds": took, "exit": code})
+
+
+def work(root: Path, kind: str, seed: int, seconds: float, most: int, prompts: int) -> None:
+    """Write or read prompts for a while; a process of the campaign. Prints what it did."""
+    chance = random.Random(seed)
+    store = create_store(root, IDENTITY, LAYOUT, bounds=Bounds(max_bytes=most, min_free_bytes=0))
+    slab = Slab(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
+    saver, loader = store.saver(slab.memory), store.loader(slab.memory)
+    bytes_ = slab.bytes.reshape(PROMPT_CHUNKS, -1)
+    done = wrong = refused = 0
+    slowest_s = 0.0
+    print("ready", flush=True)
+    sys.stdin.readline()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        # new prompts, those stored lately, and those that go first
+        prompt = chance.choice([prompts + chance.randrange(4000), chance.randrange(prompts)])
+        keys = keys_of(prompt)
+        found = store.lookup(keys)
+        if kind == "read":
+            loaded = loader.load(keys.first(found)).chunks
+            expected = [content_of(prompt, place) for place in range(loaded)]
+            wrong += int((bytes_[:loaded] != np.array(expected)[:, None]).any())
+            done += loaded
+            store.used(keys, loaded)
+            continue
+        store.used(keys, found, wait=True)
+        for place in range(found, PROMPT_CHUNKS):
+            bytes_[place] = content_of(prompt, place)
+            began = time.monotonic()
+            if saver.save(keys[place], place=place):
+                done += 1
+            elif not store.holds(keys[place], [LAYOUT.full]):
+                refused += 1
+                break
+            slowest_s = max(slowest_s, time.monotonic() - began)
+    store.close()
+    print(json.dumps({"kind": kind, "chunks": done, "wrong": wrong, "refused": refused,
+                      "slowest_save_s": slowest_s}))  # fmt: skip
+
+
+def campaign(root: Path, seconds: float, report: dict[str, Any]) -> None:
+    """Three passes at once on a directory in use that holds 1 % too much; what came of it."""
+    before = measure(root)
+    most, prompts = int(before.nbytes * 0.99), before.chunks // PROMPT_CHUNKS
+    processes = []
+    for seed, kind in enumerate(("write", "write", "read", "read")):
+        numbers = [str(one) for one in (seed, seconds, most, prompts)]
+        command = [sys.executable, __file__, str(root), "0", "--work", kind, *numbers]
+        processes.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+    passes: list[subprocess.Popen[bytes]] = []
+    highest, began = 0, time.monotonic()
+    try:
+        for one in processes:
+            one.stdout.readline()
+        for one in processes:
+            one.stdin.write("go\n")
+            one.stdin.flush()
+        for _ in range(3):
+            command = [sys.executable, "-m", "vua.cli", "gc", str(root), "--json"]
+            bounds = ["--max-bytes", str(most), "--min-free", "0"]
+            passes.append(subprocess.Popen([*command, *bounds], stdout=subprocess.PIPE))
+        while any(one.poll() is None for one in (*processes, *passes)):
+            highest = max(highest, measure(root).nbytes)
+            time.sleep(0.5)
+        results = [json.loads(one.communicate()[0].splitlines()[-1]) for one in processes]
+        told = [json.loads(one.communicate()[0]) for one in passes]
+    finally:
+        for one in (*processes, *passes):
+            one.kill()
+            one.wait()
+    with spaces(root) as found:
+        chains = [chain_of(space) for space in found]
+    orphans = sum(int((one.parent == len(one.names)).sum()) for one in chains)
+    nbytes = sum(int(one.nbytes.sum()) for one in chains)
+    report["campaign"] = {
+        "seconds": time.monotonic() - began,
+        "limit": most,
+        "highest_of_limit": highest / most,
+        "end_of_limit": nbytes / most,
+        "wrong_reads": sum(one["wrong"] for one in results),
+        "orphans": orphans,
+        "processes": results,
+        "passes": [
+            {name: one[name] for name in ("seconds", "within", "deleted", "problems")}
+            for one in told
+        ],
+    }
+    print(json.dumps(report["campaign"], indent=1), flush=True)
+
+
+def room_for(directory: Path, chunks: int) -> int:
+    """As many chunks as disk and inodes allow, leaving a tenth of both free."""
+    status = os.statvfs(directory)
+    disk = status.f_bavail * status.f_frsize * 0.9 // DISK_NBYTES
+    inodes = status.f_favail * 0.9 // INODES if status.f_files else chunks
+    return int(min(chunks, disk, inodes))
+
+
+def run(root: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Fill, time, campaign."""
+    report: dict[str, Any] = {"version": 1}
+    chunks = options.chunks
+    if not options.use:
+        chunks = room_for(root.parent, options.chunks)
+        if chunks < options.chunks:
+            print(f"only {chunks} of {options.chunks}: disk or inodes do not allow more")
+        root.mkdir()
+        began = time.monotonic()
+        fill(root, chunks)
+        report["fill_s"] = time.monotonic() - began
+        print(f"{report['fill_s']:8.2f} s  made {chunks} chunks", flush=True)
+    where, nbytes = str(root), chunks * CODEC.file_nbytes
+    report["chunks"] = chunks
+    free = ("--min-free", "0", "--max-bytes")
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as stored, \
+            tempfile.NamedTemporaryFile("w", suffix=".json") as other:  # fmt: skip
+        json.dump([chunks // 64, *range(1, 4 * PROMPT_CHUNKS)], stored)
+        json.dump([chunks // 64, *range(1, 64), *range(9, 73)], other)
+        stored.flush()
+        other.flush()
+        timed(report, "du", where, "--quick")
+        timed(report, "du", where)
+        timed(report, "ls", where)
+        timed(report, "explain", where, "--tokens", stored.name)
+        timed(report, "explain", where, "--tokens", other.name)
+    timed(report, "gc", where, "--quick", *free, str(nbytes))
+    timed(report, "gc", where, *free, str(nbytes))
+    timed(report, "gc", where, "--quick", *free, str(int(nbytes * 0.999)))
+    campaign(root, options.seconds, report)
+    timed(report, "verify", where)
+    return report
 
 
 def main() -> None:
@@ -76,25 +233,22 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("chunks", type=int)
     parser.add_argument("--keep", action="store_true", help="do not remove it")
+    parser.add_argument("--use", action="store_true", help="the directory is there already")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of traffic in the campaign")
+    parser.add_argument("--out", type=Path, help="write the report as JSON")
+    parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    root, chunks = options.directory, options.chunks
-    root.mkdir()
+    if options.work:
+        kind, seed, seconds, most, prompts = options.work
+        work(options.directory, kind, int(seed), float(seconds), int(most), int(prompts))
+        return
     try:
-        began = time.monotonic()
-        fill(root, chunks)
-        print(f"{time.monotonic() - began:8.2f} s  made {chunks} chunks", flush=True)
-        where, nbytes = str(root), chunks * (4096 + 256)
-        timed("du", where, "--quick")
-        timed("du", where)
-        timed("ls", where)
-        timed("gc", where, "--quick", "--min-free", "0", "--max-bytes", str(nbytes))
-        timed("gc", where, "--min-free", "0", "--max-bytes", str(nbytes))
-        timed("gc", where, "--quick", "--min-free", "0", "--max-bytes", str(int(nbytes * 0.99)))
-        timed("verify", where)
-        timed("rm", where, "--all")
+        report = run(options.directory, options)
+        if options.out:
+            options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     finally:
-        if not options.keep:
-            shutil.rmtree(root, ignore_errors=True)
+        if not options.keep and not options.use:
+            shutil.rmtree(options.directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -286,15 +286,15 @@ class TestKeeper(DirectoryTest):
         cache, now = Cache(self.root), [1000.0]
         cache.request(list(range(10)))
         with (
-            mock.patch("vua.keeper.time.monotonic", side_effect=lambda: now[0]),
-            self.assertLogs("vua.keeper", "WARNING") as logs,
+            mock.patch("vua.room.time.monotonic", side_effect=lambda: now[0]),
+            self.assertLogs("vua.room", "WARNING") as logs,
         ):
             pauses = []
             with self.full(errno.ENOSPC, times=100):
                 for number in range(3):
                     with self.assertRaises(StorageFullError):
                         cache.request([70 + number])
-                    pauses.append(cache.keeper._paused_until_s - now[0])
+                    pauses.append(cache.keeper.room._paused_until_s - now[0])
                     cache.request([80 + number])  # refused at once, without an error
                     now[0] += pauses[-1]
             cache.request([90])
@@ -400,7 +400,7 @@ class TestKeeper(DirectoryTest):
         """A `bounds.json` that nobody can read is told once; the process's own bounds hold."""
         (self.root / "bounds.json").write_text(json.dumps({"format": "other"}))
         cache = Cache(self.root, 5)
-        with self.assertLogs("vua.keeper", "WARNING") as logs:
+        with self.assertLogs("vua.room", "WARNING") as logs:
             for number in range(20):
                 cache.request([number])
         self.assertEqual(1, len(logs.records))

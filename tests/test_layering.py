@@ -39,6 +39,8 @@ CORE = (
     "vua.lineage",
     "vua.hints",
     "vua.eviction",
+    "vua.occupancy",
+    "vua.room",
     "vua.keeper",
     "vua.gc",
     "vua.slab",

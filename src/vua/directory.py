@@ -37,6 +37,7 @@ __all__ = [
     "create_stores",
     "namespaces",
     "open_store",
+    "parse_description",
 ]
 
 log = logging.getLogger(__name__)
@@ -117,22 +118,36 @@ def read_namespace(path: Path) -> Namespace:
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO cannot hang it
         with open(os.open(path / DESCRIPTION, flags), "rb") as stream:  # noqa: PTH123
-            described = json.loads(stream.read(MAX_DESCRIPTION_NBYTES))
-        if described["format"] != FORMAT:
-            msg = f"format {described['format']!r:.40}, expected {FORMAT!r}"
-            raise ConfigError(msg)
-        identity = Identity.from_description(described["identity"])
-        groups = [described["layout"], *described.get("further_groups", ())]
-        layouts = tuple(KVLayout.from_description(group) for group in groups)
+            identity, layouts = parse_description(stream.read(MAX_DESCRIPTION_NBYTES))
     except FileNotFoundError:
         return Namespace(path, None)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
+    except (OSError, ConfigError) as problem:
         log.warning("%s is unusable and will be written anew: %s", path / DESCRIPTION, problem)
         return Namespace(path, None)
     if identity.namespace != path.name:
         log.warning("%s describes another namespace, ignored", path / DESCRIPTION)
         return Namespace(path, None)
     return Namespace(path, identity, layouts)
+
+
+def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
+    """Return what a ``namespace.json`` says: the identity, and a layout per group of layers.
+
+    Raises ConfigError for anything else.
+    """
+    try:
+        described = json.loads(data)
+        found = described["format"]
+        identity = Identity.from_description(described["identity"])
+        groups = [described["layout"], *described.get("further_groups", ())]
+        layouts = tuple(KVLayout.from_description(group) for group in groups)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        msg = f"no description of a namespace: {problem!r:.200}"
+        raise ConfigError(msg) from problem
+    if found != FORMAT:
+        msg = f"format {found!r:.40}, expected {FORMAT!r}"
+        raise ConfigError(msg)
+    return identity, layouts
 
 
 def namespaces(root: str | os.PathLike[str]) -> Iterator[Namespace]:

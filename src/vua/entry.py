@@ -17,6 +17,7 @@ fields; its K and V may be encrypted, which changes neither their length nor the
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -270,7 +271,7 @@ def parse_entry(data: bytes) -> EntryInfo:
         kind = metadata["seal"] if metadata["format"] == SEALED else ""
         mark = Mark(metadata["key"], metadata["nonce"]) if kind else PLAIN
         key, shard, layout = claims(metadata, header, mark)
-        codec = EntryCodec(str(metadata["namespace"]), layout, shard, kind)
+        codec = _codec(str(metadata["namespace"]), layout, shard, kind)
         created, writer = int(metadata["created"]), str(metadata["writer"]).rstrip()
         table = data[codec.table_offset : codec.header_nbytes]
         check = int(metadata["check"], 16)
@@ -299,6 +300,12 @@ def parse_entry(data: bytes) -> EntryInfo:
         kind=kind,
         mark=mark,
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _codec(namespace: str, layout: KVLayout, shard: Shard, kind: str) -> EntryCodec:
+    """A codec for tools, which look at many files of one kind in a row."""
+    return EntryCodec(namespace, layout, shard, kind)
 
 
 def _with_check(

@@ -18,6 +18,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple
 
 from vua import hints
@@ -113,6 +114,24 @@ class Evictor:
         self.evicted: Callable[[Candidate], None] | None = None
         """Told of each chunk that is evicted here."""
 
+    @property
+    def left(self) -> int:
+        """How many victims are known."""
+        return len(self._pool)
+
+    def prepare(self, now_ns: int, pulse: Callable[[], None]) -> None:
+        """Look for victims ahead of need.
+
+        Args:
+            now_ns: the server's time before this.
+            pulse: called some hundred times; may evict meanwhile, as far as victims are known.
+
+        Raises OSError where the directory cannot be listed.
+        """
+        with spaces(self._root) as found:
+            fresh = oldest(found, _POOL, pulse)
+        self._pool = [one for one in reversed(fresh) if one.stamp <= now_ns - _SETTLED_NS]
+
     def evict(
         self,
         nbytes: int,
@@ -121,7 +140,7 @@ class Evictor:
         before_ns: int | None = None,
         expired_ns: int = 0,
         hinted: bool = False,
-        pulse: Callable[[Freed], None] | None = None,
+        pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
     ) -> Freed:
         """Delete the chunks that were not used for longest until ``nbytes`` bytes are free.
 
@@ -131,7 +150,7 @@ class Evictor:
             before_ns: stop at a chunk with this stamp or a younger one.
             expired_ns: delete all chunks with stamps before this, whatever ``nbytes``.
             hinted: likewise all that their own hints (:mod:`vua.hints`) let go.
-            pulse: called every few chunks with what is freed so far.
+            pulse: called every few chunks, and while it searches, with what is freed so far.
 
         Raises OSError where the directory cannot be listed or written to.
         """
@@ -143,14 +162,14 @@ class Evictor:
             if self._pool and self._pool[0].stamp > young:
                 self._pool = [one for one in self._pool if one.stamp <= young]
 
-    def _expire(self, now_ns: int, pulse: Callable[[Freed], None] | None) -> Freed:
+    def _expire(self, now_ns: int, pulse: Callable[[Freed], None]) -> Freed:
         """Delete the chunks whose own hints have run out."""
         freed = NOTHING
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}
             for victim in hints.expired(found, now_ns):
                 freed += self._evict(victim, by_name)
-                if pulse is not None and freed.chunks % _PULSE == 0:
+                if freed.chunks % _PULSE == 0:
                     pulse(freed)
         return freed
 
@@ -159,7 +178,7 @@ class Evictor:
         nbytes: int,
         before_ns: int | None,
         expired_ns: int,
-        pulse: Callable[[Freed], None] | None,
+        pulse: Callable[[Freed], None],
     ) -> Freed:
         freed, brought = NOTHING, -1
         with spaces(self._root) as found:
@@ -169,7 +188,7 @@ class Evictor:
                     if brought == freed.chunks:
                         return freed  # a pass brought nothing: all is pinned, or in use
                     brought = freed.chunks
-                    self._pool = oldest(found, _POOL)[::-1]
+                    self._pool = oldest(found, _POOL, partial(pulse, freed))[::-1]
                     if not self._pool:
                         return freed
                 victim = self._pool[-1]
@@ -179,7 +198,7 @@ class Evictor:
                     return freed
                 self._pool.pop()
                 freed += self._evict(victim, by_name)
-                if pulse is not None and freed.chunks % _PULSE == 0:
+                if freed.chunks % _PULSE == 0:
                     pulse(freed)
 
     def _evict(self, victim: Candidate, by_name: dict[str, Space]) -> Freed:

@@ -20,9 +20,9 @@ import numpy as np
 
 from vua.bounds import Limits
 from vua.eviction import NOTHING, Evictor, Freed, bury, delete_tree
-from vua.keeper import TOLERANCE
 from vua.lease import UPKEEP, lease, upkeep_directory
-from vua.lineage import Chain, chain_of, link_of
+from vua.lineage import Chain, Spread, chain_of, link_of, one_by_one
+from vua.occupancy import TOLERANCE
 from vua.recency import server_now_ns, set_stamp, stamp_ns
 from vua.storage.local import TEMPORARY, chunk_path
 from vua.survey import TRASH, Space, Usage, listed, measure, spaces, unused
@@ -70,6 +70,7 @@ def collect(
     *,
     quick: bool = False,
     show: Callable[[str], None] = lambda line: None,  # noqa: ARG005
+    spread: Spread = one_by_one,
 ) -> Report:
     """Bring ``root`` within ``limits`` and sweep what nobody needs.
 
@@ -78,6 +79,7 @@ def collect(
         limits: what to keep to.
         quick: leave out orphans and quotas, which need every header.
         show: told what is going on, often.
+        spread: how to go through a namespace's fan-out directories, by default one by one.
 
     Raises OSError where ``root`` cannot be listed or written to.
     """
@@ -88,7 +90,7 @@ def collect(
             now_ns = server_now_ns(directory)
             report.leftovers = _sweep(root, found, now_ns - int(GRACE_S * 1e9))
             for space in [] if quick else found:
-                chain = chain_of(space, show)
+                chain = chain_of(space, show, spread)
                 report.leftovers += _settle(space, chain, now_ns - int(GRACE_S * 1e9))
                 report.orphans += _bury_orphans(space, chain)
                 if limits.max_bytes_per_salt is not None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -22,7 +23,19 @@ from vua.recency import set_stamp, stamp_ns
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 from vua.survey import AFTER, PIN, Space, chunks_of, fans_of, listed, mark
 
-__all__ = ["Chain", "Link", "ancestors", "chain_of", "is_pin", "link_of", "pin", "unpin"]
+__all__ = [
+    "Chain",
+    "Link",
+    "Links",
+    "Spread",
+    "ancestors",
+    "chain_of",
+    "is_pin",
+    "link_of",
+    "one_by_one",
+    "pin",
+    "unpin",
+]
 
 _HEADER_NBYTES: Final = 1024
 """Enough of a header to hold the parent's hash."""
@@ -80,6 +93,19 @@ class Chain:
                 children.setdefault(before, []).append(index)
         start = np.flatnonzero(self.names == np.frombuffer(bytes.fromhex(chunk), "V32"))
         found = start.tolist()
+        for index in found:  # grows meanwhile
+            found += children.get(index, [])
+        return [self.name(index) for index in found]
+
+    def in_order(self) -> list[str]:
+        """Return all chunks that have their whole prefix, parents before children."""
+        children: dict[int, list[int]] = {}
+        found = []
+        for index, before in enumerate(self.parent.tolist()):
+            if before == index:
+                found.append(index)
+            else:
+                children.setdefault(before, []).append(index)
         for index in found:  # grows meanwhile
             found += children.get(index, [])
         return [self.name(index) for index in found]
@@ -185,38 +211,73 @@ def _quietly(
     return done
 
 
-def chain_of(space: Space, show: Callable[[str], None] | None = None) -> Chain:
+class Links(NamedTuple):
+    """What the chunks of one fan-out directory say, item by item."""
+
+    names: list[bytes]
+    befores: list[bytes]
+    stamps: list[int]
+    nbytes: list[int]
+    pinned: list[bool]
+    salts: dict[int, bytes]
+    unsettled: list[str]
+
+
+Spread = Callable[[Callable[[str], Links], Space, list[str]], Iterable[Links]]
+"""Does a piece of work for each fan-out directory of a namespace, in order."""
+
+
+def one_by_one(
+    work: Callable[[str], Links],
+    space: Space,  # noqa: ARG001
+    fans: list[str],
+) -> Iterable[Links]:
+    """Do the work here, one after the other."""
+    return map(work, fans)
+
+
+def chain_of(
+    space: Space, show: Callable[[str], None] | None = None, spread: Spread = one_by_one
+) -> Chain:
     """Read who follows whom, some 30 us a chunk. Others may write and delete meanwhile."""
-    names: list[bytes] = []
-    stamps, sizes, befores, unsettled, pinned = [], [], [], [], []
-    salts: dict[int, bytes] = {}
-    for fan in fans_of(space):
-        for chunk, stamp in chunks_of(space, fan):
-            link = link_of(space, chunk)
-            try:
-                name, before = bytes.fromhex(chunk), bytes.fromhex(link.before)
-            except ValueError:
-                continue  # a stranger's
-            if link.salt:
-                salts[len(names)] = link.salt
-            if link.temporary or not link.files:
-                unsettled.append(chunk)
-            names.append(name)
-            stamps.append(stamp)
-            sizes.append(link.nbytes)
-            pinned.append(bool(link.pinned))
-            befores.append(before if len(before) == len(name) else name)
+    whole = Links([], [], [], [], [], {}, [])
+    fans = fans_of(space)
+    for done, links in enumerate(spread(partial(_links_in, space), space, fans), 1):
+        whole.salts.update({len(whole.names) + at: salt for at, salt in links.salts.items()})
+        for mine, found in zip(whole, links, strict=True):
+            if isinstance(mine, list) and isinstance(found, list):
+                mine.extend(found)
         if show is not None:
-            show(f"{space.name[:12]}: {fan}, {len(names)} chunks")
+            show(f"{space.name[:12]}: {done} of {len(fans)} parts, {len(whole.names)} chunks")
     return Chain(
-        _digests(names),
-        np.array(stamps, dtype=np.int64),
-        np.array(sizes, dtype=np.int64),
-        np.array(pinned, dtype=np.bool_),
-        _indices(_digests(names), _digests(befores)),
-        salts,
-        unsettled,
+        _digests(whole.names),
+        np.array(whole.stamps, dtype=np.int64),
+        np.array(whole.nbytes, dtype=np.int64),
+        np.array(whole.pinned, dtype=np.bool_),
+        _indices(_digests(whole.names), _digests(whole.befores)),
+        whole.salts,
+        whole.unsettled,
     )
+
+
+def _links_in(space: Space, fan: str) -> Links:
+    found = Links([], [], [], [], [], {}, [])
+    for chunk, stamp in chunks_of(space, fan):
+        link = link_of(space, chunk)
+        try:
+            name, before = bytes.fromhex(chunk), bytes.fromhex(link.before)
+        except ValueError:
+            continue  # a stranger's
+        if link.salt:
+            found.salts[len(found.names)] = link.salt
+        if link.temporary or not link.files:
+            found.unsettled.append(chunk)
+        found.names.append(name)
+        found.stamps.append(stamp)
+        found.nbytes.append(link.nbytes)
+        found.pinned.append(bool(link.pinned))
+        found.befores.append(before if len(before) == len(name) else name)
+    return found
 
 
 def _digests(values: list[bytes]) -> npt.NDArray[np.void]:

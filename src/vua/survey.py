@@ -13,7 +13,7 @@ import os
 import random
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from vua._linux import open_beneath
@@ -189,17 +189,20 @@ def _measure(space: Space, counted: int) -> Usage:
     return Usage(round(total / len(sized) * chunks), chunks, exact=len(sized) == chunks)
 
 
-def oldest(found: Sequence[Space], room: int) -> list[Candidate]:
+def oldest(
+    found: Sequence[Space], room: int, pulse: Callable[[], None] = lambda: None
+) -> list[Candidate]:
     """Return the chunks of ``found`` that were not used for longest, oldest first.
 
     Looks at every chunk's stamp (3 us each where names are cached), keeps only what is below the
     ``room``-th one as estimated from a sample, and so returns about ``room`` of them: the exact
-    oldest, in order.
+    oldest, in order. Calls ``pulse`` after every 256th of a namespace.
     """
-    limit = _quantile(found, room)
+    limit = _quantile(found, room, pulse)
     kept = []
     for space in found:
         for fan in fans_of(space):
+            pulse()
             kept += [
                 Candidate(stamp, space.name, chunk)
                 for chunk, stamp in chunks_of(space, fan)
@@ -209,14 +212,17 @@ def oldest(found: Sequence[Space], room: int) -> list[Candidate]:
     return kept
 
 
-def _quantile(found: Sequence[Space], room: int) -> int | None:
+def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None]) -> int | None:
     """The stamp that about ``room`` chunks are not younger than; None for all there are."""
     stamps: list[tuple[int, float]] = []  # (stamp, chunks it stands for)
     total = 0.0
     for space in found:
         fans = fans_of(space)
         picked = random.sample(fans, min(_SAMPLED_FANS, len(fans)))
-        mine = [stamp for fan in picked for _, stamp in chunks_of(space, fan)]
+        mine: list[int] = []
+        for fan in picked:
+            pulse()
+            mine += [stamp for _, stamp in chunks_of(space, fan)]
         weight = len(fans) / len(picked) if picked else 0.0
         stamps += [(stamp, weight) for stamp in mine]
         total += weight * len(mine)

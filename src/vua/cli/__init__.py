@@ -1,9 +1,10 @@
 """The command `vua`: looks into a cache directory. Needs no engine, no GPU and no server.
 
-All of it may run while others read and write there; `gc`, `rm`, `pin` and `ttl` alone change
-anything (`doctor` makes a directory for a while); `key` makes keys, elsewhere. Exit codes: 0 all is
-well, 1 damage was found (or a directory stays beyond its bounds, pins kept something, `doctor`
-found something bad), 2 the question makes no sense (or the directory cannot be read).
+All of it may run while others read and write there; `gc`, `rm`, `pin`, `ttl`, `import` and `verify
+--repair` alone change anything (`doctor` makes a directory for a while); `key` makes keys,
+elsewhere. Exit codes: 0 all is well, 1 damage was found (or a directory stays beyond its bounds,
+pins kept something, not all could be taken in, `doctor` found something bad), 2 the question makes
+no sense (or the directory cannot be read).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Final
 
 from vua import __version__
 from vua.bounds import Bounds
@@ -21,11 +23,14 @@ from vua.cli.bench import add_arguments, bench
 from vua.cli.capacity import du, gc, ttl
 from vua.cli.doctor import doctor
 from vua.cli.explain import Question, explain
+from vua.cli.exporting import Choice, export
+from vua.cli.importing import import_
 from vua.cli.inspection import inspect
 from vua.cli.key import add_key, key
 from vua.cli.listing import ls
 from vua.cli.removal import pins, rm
 from vua.cli.text import UNUSABLE, Write, as_json
+from vua.cli.top import top
 from vua.cli.verification import verify
 from vua.errors import VUAError
 
@@ -48,10 +53,16 @@ def _parser() -> argparse.ArgumentParser:
 
     one = commands.add_parser("verify", parents=[common], help="read every file and check it")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    one.add_argument("--repair", action="store_true", help="take what is damaged out of sight")
+    one = commands.add_parser("top", parents=[common], help="watch a directory in use")
+    one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    one.add_argument("--interval", metavar="S", type=float, default=2.0, help="seconds; default 2")
+    one.add_argument("--once", action="store_true", help="look once, over one interval")
     one = commands.add_parser("doctor", parents=[common], help="test what VUA relies on")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     _add_explain(commands, common)
     _add_upkeep(commands, common)
+    _add_transfer(commands, common)
 
     add_key(commands, common)
 
@@ -120,6 +131,30 @@ def _add_upkeep(
     one.add_argument("--remove", action="store_true", help="unpin")
 
 
+def _add_transfer(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    one = commands.add_parser("export", parents=[common], help="write chosen prefixes to one file")
+    one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    one.add_argument("file", metavar="FILE", help="archive to write; - stdout")
+    one.add_argument("names", metavar="NAME", nargs="*", help="6 or more hex digits of a name")
+    one.add_argument("--following", action="store_true", help="also what follows these chunks")
+    one.add_argument("--tokens", metavar="FILE", help="what is stored of these token ids")
+    one.add_argument("--prompt", metavar="FILE", help="what is stored of this text")
+    one.add_argument("--model", metavar="MODELDIR", help="for the tokenizer of --prompt")
+    one.add_argument("--salt", metavar="S", default="", help="the requests' cache salt")
+    one.add_argument("--all", dest="everything", action="store_true", help="everything")
+    one = commands.add_parser("import", parents=[common], help="take in what export wrote")
+    one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    one.add_argument("file", metavar="FILE", help="archive to read; - stdin")
+
+
+def _run_export(options: argparse.Namespace, write: Write | None) -> int:
+    names = (field.name for field in fields(Choice))
+    choice = Choice(**{name: getattr(options, name) for name in names})
+    return export(options.directory, options.file, choice, write=write)
+
+
 def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
     where = options.directory
     if options.command == "du":
@@ -139,27 +174,26 @@ def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
     return gc(where, said, keep=options.set, quick=options.quick, write=write)
 
 
-def _run(options: argparse.Namespace, write: Write | None) -> int:
-    where = getattr(options, "directory", "")
-    runs: dict[str, Callable[[], int]] = {
-        "ls": lambda: ls(where, long=options.long, write=write),
-        "inspect": lambda: inspect(options.files, write=write),
-        "bench": lambda: bench(options, write=write),
-        "verify": lambda: verify(where, write=write),
-        "doctor": lambda: doctor(where, write=write),
-        "explain": lambda: _run_explain(options, write),
-        "key": lambda: key(options.path, options.salt, write=write),
-    }
-    return runs.get(options.command, lambda: _run_upkeep(options, write))()
+_RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
+    "ls": lambda said, write: ls(said.directory, long=said.long, write=write),
+    "inspect": lambda said, write: inspect(said.files, write=write),
+    "bench": lambda said, write: bench(said, write=write),
+    "verify": lambda said, write: verify(said.directory, repair=said.repair, write=write),
+    "doctor": lambda said, write: doctor(said.directory, write=write),
+    "top": lambda said, write: top(said.directory, said.interval, once=said.once, write=write),
+    "explain": _run_explain,
+    "export": _run_export,
+    "key": lambda said, write: key(said.path, said.salt, write=write),
+    "import": lambda said, write: import_(said.directory, said.file, write=write),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit with 2 as argparse does."""
     options = _parser().parse_args(arguments)
     logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
-    write = as_json if options.json else None
     try:
-        code = _run(options, write)
+        code = _RUN.get(options.command, _run_upkeep)(options, as_json if options.json else None)
         sys.stdout.flush()
     except BrokenPipeError:  # `vua ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

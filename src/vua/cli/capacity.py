@@ -6,11 +6,13 @@ import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from vua import hints
 from vua.bounds import Bounds, Limits, read_bounds, write_bounds
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, progress, size, table, when
+from vua.cli.spread import over_fans
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, progress, size, table, when
 from vua.directory import check_root
 from vua.errors import StorageError
 from vua.eviction import Freed
@@ -39,7 +41,7 @@ def gc(directory: str, said: Bounds, *, keep: bool, quick: bool, write: Write | 
     limits = _limits(root, said)
     try:
         with progress() as show:
-            report = collect(root, limits, quick=quick, show=show)
+            report = collect(root, limits, quick=quick, show=show, spread=over_fans)
     except OSError as problem:
         if isinstance(problem, StorageError):
             raise
@@ -165,18 +167,14 @@ def _short(name: str, value: object) -> object:
 
 def _occupied(space: Space, show: Callable[[str], None]) -> dict[str, object]:
     chunks = nbytes = pinned = 0
-    oldest, newest = None, None
-    for fan in fans_of(space):
-        for chunk, stamp in chunks_of(space, fan):
-            chunks += 1
-            with listed(space.fd, f"{fan}/{chunk}") as entries:
-                found = list(entries)
-                with contextlib.suppress(OSError):
-                    nbytes += sum(one.stat(follow_symlinks=False).st_size for one in found)
-            pinned += any(one.name.startswith(PIN) for one in found)
-            oldest = stamp if oldest is None else min(oldest, stamp)
-            newest = stamp if newest is None else max(newest, stamp)
-        show(f"{space.name[:SHORT]}: {fan}, {chunks} chunks, {size(nbytes)}")
+    stamps: list[int] = []
+    fans = fans_of(space)
+    parts = over_fans(partial(_part, space), space, fans)
+    for number, (some, size_, held, times) in enumerate(parts, 1):
+        chunks, nbytes, pinned = chunks + some, nbytes + size_, pinned + held
+        stamps += times
+        text = f"{space.name[:SHORT]}, {chunks} chunks, {size(nbytes)}"
+        show(bar(number, len(fans), text))
     quarantine = chunk_nbytes(space, QUARANTINE)
     return {
         "namespace": space.name,
@@ -185,6 +183,21 @@ def _occupied(space: Space, show: Callable[[str], None]) -> dict[str, object]:
         "pinned": pinned,
         "quarantine": quarantine,
         "leftovers": sum(size_ for _, _, size_ in unused(space)),
-        "oldest_ns": oldest,
-        "newest_ns": newest,
+        "oldest_ns": min(stamps, default=None),
+        "newest_ns": max(stamps, default=None),
     }
+
+
+def _part(space: Space, fan: str) -> tuple[int, int, int, list[int]]:
+    """One fan-out directory: chunks, bytes, pinned chunks, and the oldest and newest stamp."""
+    chunks = nbytes = pinned = 0
+    stamps = []
+    for chunk, stamp in chunks_of(space, fan):
+        chunks += 1
+        with listed(space.fd, f"{fan}/{chunk}") as entries:
+            found = list(entries)
+            with contextlib.suppress(OSError):
+                nbytes += sum(one.stat(follow_symlinks=False).st_size for one in found)
+        pinned += any(one.name.startswith(PIN) for one in found)
+        stamps.append(stamp)
+    return chunks, nbytes, pinned, [min(stamps), max(stamps)] if stamps else []

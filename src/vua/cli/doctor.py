@@ -21,6 +21,7 @@ import numpy as np
 from vua import _linux, native
 from vua.bounds import Limits, read_bounds
 from vua.cli.probes import PROBES, Finding, Ground, Level, mount_of
+from vua.cli.quota import quota
 from vua.cli.text import DAMAGED, SOUND, Write, plain, size
 from vua.directory import check_root
 from vua.errors import ConfigError
@@ -48,7 +49,7 @@ def doctor(directory: str, *, write: Write | None) -> int:
     Raises ConfigError where there is no directory.
     """
     root = check_root(directory, create=False)
-    findings = [*_tried(root), _space(root), _native(), _gds()]
+    findings = [*_tried(root), _space(root), quota(root), _native(), _gds()]
     if write is not None:
         write({"directory": directory, "findings": [asdict(one) for one in findings]})
     else:
@@ -173,7 +174,7 @@ def _opened(ground: Ground, name: str) -> Iterator[int]:
 
 
 def _space(root: Path) -> Finding:
-    """Free space against the bounds. Quotas of users show only as errors of writes."""
+    """Free space against the bounds."""
     name = "space"
     try:
         said, limits = read_bounds(root), Limits.of(root)
@@ -185,7 +186,7 @@ def _space(root: Path) -> Finding:
     free = status.f_bavail * status.f_frsize
     text = (
         f"{size(usage.nbytes)} stored of at most {size(limits.max_bytes)}; {size(free)} free, "
-        f"{size(limits.min_free_bytes)} to be left (users' quotas do not show here)"
+        f"{size(limits.min_free_bytes)} to be left"
     )
     level: Level = "ok"
     if free + usage.nbytes < limits.min_free_bytes:

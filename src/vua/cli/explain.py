@@ -10,6 +10,7 @@ from pathlib import Path
 from vua.cli.identify import Difference, Expected, compare, expect, nearest
 from vua.cli.prefix import ChunkState, Continuations, GroupState, continuations, look, usable
 from vua.cli.prompt import prompt_ids, read_ids
+from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress
 from vua.cli.walk import described, open_root
 from vua.directory import Namespace
@@ -180,7 +181,7 @@ def _answer(
             return answer
         before = keys[gap.index - 1].name if gap.index else ""
         with progress() as show:
-            chain = chain_of(Space(namespace.name, storage.fileno()), show)
+            chain = chain_of(Space(namespace.name, storage.fileno()), show, over_fans)
         others = continuations(chain, gap.key, before)
         return _Answer(namespace, differences, length, groups, others)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
-from vua.cli.text import SHORT, SOUND, Write, plain, size, table, when
-from vua.cli.walk import Found, described, open_root, walk
+from vua.cli.spread import is_large, spread
+from vua.cli.text import SHORT, SOUND, Write, bar, plain, progress, size, table, when
+from vua.cli.walk import Found, described, fans, open_root, walk_fan
 from vua.directory import Namespace
+from vua.survey import Space
 
 __all__ = ["ls"]
 
@@ -17,16 +23,12 @@ class _Content:
     """What a namespace holds."""
 
     namespace: Namespace
-    chunks: dict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
-
-    def __post_init__(self) -> None:
-        for found in walk(self.namespace.path):
-            if found.kind == "entry" and found.regular:
-                self.chunks[found.chunk].append(found)
-
-    @property
-    def files(self) -> list[Found]:
-        return [file for files in self.chunks.values() for file in files]
+    chunks: int = 0
+    files: int = 0
+    nbytes: int = 0
+    newest_s: float | None = None
+    entries: list[Found] = field(default_factory=list)
+    """Each file, where they are to be listed."""
 
     @property
     def model(self) -> str:
@@ -34,43 +36,46 @@ class _Content:
         return "" if identity is None else identity.name or identity.model
 
     def describe(self, *, long: bool) -> dict[str, object]:
-        identity, layout, files = self.namespace.identity, self.namespace.layout, self.files
+        identity, layout = self.namespace.identity, self.namespace.layout
         report: dict[str, object] = {
             "namespace": self.namespace.name,
             "description": described(self.namespace),
             "identity": identity and identity.describe(),
             "layout": layout and layout.describe(),
             "further_groups": [group.describe() for group in self.namespace.layouts[1:]],
-            "chunks": len(self.chunks),
-            "files": len(files),
-            "nbytes": sum(file.nbytes for file in files),
-            "newest_s": max((file.modified_s for file in files), default=None),
+            "chunks": self.chunks,
+            "files": self.files,
+            "nbytes": self.nbytes,
+            "newest_s": self.newest_s,
         }
         if long:
             report["entries"] = [
                 {"path": file.path, "nbytes": file.nbytes, "modified_s": file.modified_s}
-                for file in files
+                for file in self.entries
             ]
         return report
 
     def row(self) -> list[object]:
-        layout, files = self.namespace.layout, self.files
+        layout = self.namespace.layout
         return [
             self.namespace.name[:SHORT],
             self.model if layout is not None else f"({described(self.namespace)} description)",
             layout.dtype if layout is not None else "-",
             layout.chunk_tokens if layout is not None else "-",
-            len(self.chunks),
-            len(files),
-            size(sum(file.nbytes for file in files)),
-            when(max(file.modified_s for file in files)) if files else "-",
+            self.chunks,
+            self.files,
+            size(self.nbytes),
+            when(self.newest_s) if self.newest_s is not None else "-",
         ]
 
     def show_chunks(self) -> None:
         print("\n" + plain(f"{self.namespace.path}  {self.model}".rstrip()))
-        if not self.chunks:
+        if not self.entries:
             print("no chunks")
             return
+        chunks: dict[str, list[Found]] = defaultdict(list)
+        for file in self.entries:
+            chunks[file.chunk].append(file)
         rows = [
             [
                 chunk,
@@ -78,15 +83,46 @@ class _Content:
                 size(sum(file.nbytes for file in files)),
                 when(max(file.modified_s for file in files)),
             ]
-            for chunk, files in self.chunks.items()
+            for chunk, files in chunks.items()
         ]
         table(["chunk", "shards", " size", "newest"], rows)
+
+
+def _content(namespace: Namespace, show: Callable[[str], None], *, long: bool) -> _Content:
+    content = _Content(namespace)
+    fd = os.open(namespace.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        large = is_large(Space(namespace.name, fd))
+    finally:
+        os.close(fd)
+    names = fans(namespace.path)
+    work = partial(_part, namespace.path, long=long)
+    for number, (chunks, files, nbytes, newest_s, entries) in enumerate(
+        spread(work, names, large=large), 1
+    ):
+        content.chunks += chunks
+        content.files += files
+        content.nbytes += nbytes
+        content.newest_s = max(filter(None, (content.newest_s, newest_s)), default=None)
+        content.entries += entries
+        show(bar(number, len(names), f"{namespace.name[:SHORT]}, {content.chunks} chunks"))
+    return content
+
+
+def _part(path: Path, fan: str, *, long: bool) -> tuple[int, int, int, float | None, list[Found]]:
+    """One fan-out directory: chunks, files, bytes, the newest file's time, and the files."""
+    files = [one for one in walk_fan(path, fan) if one.kind == "entry" and one.regular]
+    newest_s = max((file.modified_s for file in files), default=None)
+    nbytes = sum(file.nbytes for file in files)
+    chunks = len({file.chunk for file in files})
+    return chunks, len(files), nbytes, newest_s, files if long else []
 
 
 def ls(directory: str, *, long: bool, write: Write | None) -> int:
     """Print one row per namespace of ``directory``, and with ``long`` one per chunk."""
     found, _ = open_root(directory)
-    contents = [_Content(namespace) for namespace in found]
+    with progress() as show:
+        contents = [_content(namespace, show, long=long) for namespace in found]
     if write is not None:
         namespaces = [content.describe(long=long) for content in contents]
         write({"directory": directory, "namespaces": namespaces})

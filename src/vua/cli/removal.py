@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
+from vua.cli.names import Target, resolve
+from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, progress, size
 from vua.directory import check_root
 from vua.errors import ConfigError, StorageError
 from vua.eviction import NOTHING, Freed, bury, delete_tree
 from vua.lineage import chain_of, link_of, pin, unpin
 from vua.storage.local import explained
-from vua.survey import TRASH, Space, chunks_of, fans_of, listed, spaces
+from vua.survey import TRASH, Space, chunks_of, fans_of, spaces
 
 __all__ = ["pins", "rm"]
-
-_TARGET = re.compile(r"[0-9a-f]{6,64}")
-
-
-class _Target(NamedTuple):
-    """What an operator names: a namespace, or a chunk in one."""
-
-    space: Space
-    chunk: str = ""
-
-
-def _resolve(found: list[Space], text: str) -> _Target:
-    """Find the one thing whose name begins so. Raises ConfigError for none or several."""
-    if not _TARGET.fullmatch(text):
-        msg = f"{text!r} is no name; give 6 or more hex digits of a chunk's or a namespace's name"
-        raise ConfigError(msg)
-    hits = [_Target(space) for space in found if space.name.startswith(text)]
-    for space in found:
-        with listed(space.fd, text[:2]) as entries:
-            names = sorted(one.name for one in entries if one.name.startswith(text))
-        hits += [_Target(space, name) for name in names if len(name) == 64]
-    if len(hits) != 1:
-        some = ", ".join(f"{hit.space.name[:SHORT]}/{hit.chunk[:SHORT]}" for hit in hits[:5])
-        what = f"stands for {len(hits)} things: {some}" if hits else "is not stored"
-        msg = f"{text}: {what}; `vua ls --long` lists the names"
-        raise ConfigError(msg)
-    return hits[0]
 
 
 def rm(
@@ -58,7 +31,7 @@ def rm(
     freed, kept = NOTHING, 0
     try:
         with progress() as show, spaces(root) as found:
-            picked = [_resolve(found, text) for text in targets] or [_Target(one) for one in found]
+            picked = [resolve(found, text) for text in targets] or [Target(one) for one in found]
             for target in picked:
                 show(f"{target.space.name[:SHORT]}/{target.chunk[:SHORT]}")
                 gone, held = _remove(root, target, show, force=force)
@@ -78,10 +51,10 @@ def rm(
 
 
 def _remove(
-    root: Path, target: _Target, show: Callable[[str], None], *, force: bool
+    root: Path, target: Target, show: Callable[[str], None], *, force: bool
 ) -> tuple[Freed, int]:
     space, freed = target.space, NOTHING
-    chain = chain_of(space, show)
+    chain = chain_of(space, show, over_fans)
     if target.chunk:
         doomed = chain.descendants(target.chunk)
     else:
@@ -114,7 +87,7 @@ def pins(directory: str, targets: list[str], *, remove: bool, write: Write | Non
     try:
         with spaces(root) as found:
             for text in targets:
-                space, chunk = _resolve(found, text)
+                space, chunk = resolve(found, text)
                 if not chunk:
                     msg = f"{text} is a namespace; pin a chunk, which keeps its whole prefix"
                     raise ConfigError(msg)

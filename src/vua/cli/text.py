@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-__all__ = ["DAMAGED", "SOUND", "UNUSABLE", "Write", "as_json", "progress", "table", "when"]
+__all__ = ["DAMAGED", "SOUND", "UNUSABLE", "Write", "as_json", "bar", "progress", "table", "when"]
 
 SOUND: Final = 0
 DAMAGED: Final = 1
@@ -66,6 +66,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
             for name, cell, width in zip(head, row, widths, strict=True)
         ]
         print("  ".join(placed).rstrip())
+
+
+def bar(done: int, total: int, text: str) -> str:
+    """Return a line of progress.
+
+    >>> bar(1, 4, "one")
+    '#####............... 25 % one'
+    """
+    share = min(1.0, done / max(1, total))
+    return f"{'#' * int(20 * share):.<20} {share:.0%}".replace("%", " %") + f" {text}"
 
 
 @contextmanager

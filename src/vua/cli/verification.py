@@ -1,18 +1,27 @@
-"""`vua verify`: reads every file of a directory and checks it. Changes nothing."""
+"""`vua verify`: reads every file of a directory and checks it.
+
+Changes nothing, unless it is to repair: then what is damaged or foreign is taken out of sight (into
+`quarantine/`, or deleted when that is full), as a reader does it who comes upon it. What others
+have replaced meanwhile stays.
+"""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from vua import _linux
 from vua.cli.check import Check, Checker, Outcome, Place
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size, table
-from vua.cli.walk import Found, described, open_root, walk
+from vua.cli.spread import is_large, spread
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size, table
+from vua.cli.walk import Found, described, fans, open_root, walk_beside, walk_fan
 from vua.directory import DESCRIPTION, Namespace, read_namespace
+from vua.storage.local import FileReader, LocalStorage
+from vua.survey import Space
 
 __all__ = ["verify"]
 
@@ -29,6 +38,8 @@ class _Result:
     nbytes: int = 0
     sealed: Counter[str] = field(default_factory=Counter)
     """Files per key that they are sealed with, by its 16 hex."""
+    removed: int = 0
+    """Of what is not sound: taken out of sight."""
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     """(path, outcome, reason) of whatever is not sound."""
     others: dict[str, list[Found]] = field(default_factory=dict)
@@ -36,7 +47,7 @@ class _Result:
 
     @property
     def damaged(self) -> bool:
-        return bool(self.problems)
+        return len(self.problems) > self.removed
 
     def add(self, path: str, check: Check) -> None:
         self.counts[check.outcome] += 1
@@ -45,6 +56,14 @@ class _Result:
             self.sealed[check.info.mark.key_id] += 1
         if check.outcome != "sound":
             self.problems.append((path, check.outcome, "; ".join(check.reasons)))
+
+    def join(self, part: _Result) -> None:
+        self.counts.update(part.counts)
+        self.nbytes += part.nbytes
+        self.removed += part.removed
+        self.problems += part.problems
+        for kind, found in part.others.items():
+            self.others.setdefault(kind, []).extend(found)
 
     def describe(self) -> dict[str, object]:
         identity = self.namespace.identity
@@ -55,6 +74,7 @@ class _Result:
             **{outcome: self.counts[outcome] for outcome in _OUTCOMES},
             "nbytes": self.nbytes,
             "sealed": dict(self.sealed),
+            "removed": self.removed,
             "problems": [
                 {"path": path, "outcome": outcome, "reason": reason}
                 for path, outcome, reason in self.problems
@@ -77,12 +97,14 @@ class _Result:
         ]
 
 
-def verify(directory: str, *, write: Write | None) -> int:
-    """Check everything in ``directory`` and print a report; return the exit code."""
+def verify(directory: str, *, repair: bool = False, write: Write | None) -> int:
+    """Check everything in ``directory`` and print a report; return the exit code.
+
+    With ``repair`` it is 0 where all that was damaged could be taken out of sight.
+    """
     found, strays = open_root(directory)
-    checker = Checker()
     with progress() as show:
-        results = [_verify(namespace, checker, show) for namespace in found]
+        results = [_verify(namespace, show, repair=repair) for namespace in found]
     damaged = any(result.damaged for result in results)
     if write is not None:
         write(
@@ -98,45 +120,74 @@ def verify(directory: str, *, write: Write | None) -> int:
     return DAMAGED if damaged else SOUND
 
 
-def _verify(namespace: Namespace, checker: Checker, show: Callable[[str], None]) -> _Result:
+def _verify(namespace: Namespace, show: Callable[[str], None], *, repair: bool) -> _Result:
     result = _Result(namespace, described(namespace))
     if result.description == "damaged":
         reason = "it does not describe this namespace; the next save writes it anew"
         result.problems.append((DESCRIPTION, "corrupt", reason))
-    directory = os.open(namespace.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    storage = LocalStorage(namespace.path)
     try:
-        for found in walk(namespace.path):
-            if found.kind == "unreadable":
-                result.add(found.path, Check("error", (found.problem,), 0))
-            elif found.kind != "entry":
-                result.others.setdefault(found.kind, []).append(found)
-            else:
-                check = _check(directory, found, checker, namespace)
-                if check is not None:
-                    result.add(found.path, check)
-            show(f"{namespace.name[:SHORT]}: {found.path[3:15]}, {size(result.nbytes)} read")
+        large = is_large(Space(namespace.name, storage.fileno()))
     finally:
-        os.close(directory)
+        storage.close()
+    names = ["", *fans(namespace.path)]
+    parts = spread(partial(_part, namespace, repair=repair), names, large=large)
+    for number, part in enumerate(parts, 1):
+        result.join(part)
+        show(bar(number, len(names), f"{namespace.name[:SHORT]}, {size(result.nbytes)} read"))
     if described(read_namespace(namespace.path)) == "missing" and result.counts:
         reason = "missing: no chunk of this namespace is found until the next save writes it"
         result.problems.append((DESCRIPTION, "error", reason))
     return result
 
 
-def _check(directory: int, found: Found, checker: Checker, namespace: Namespace) -> Check | None:
-    """Check one entry; None when it vanished meanwhile."""
+def _part(namespace: Namespace, fan: str, *, repair: bool) -> _Result:
+    """Check one fan-out directory, or (for "") what lies beside them."""
+    result, checker = _Result(namespace, ""), Checker()
+    storage = LocalStorage(namespace.path)
     try:
-        fd = _linux.open_beneath(directory, found.path)
-    except FileNotFoundError:
-        return None
-    except OSError as problem:
-        reason = "not a regular file" if not found.regular else str(problem.strerror)
-        return Check("error", (reason,), 0)
-    try:
-        place = Place(namespace.name, found.chunk, found.shard, namespace.layout_of(found.shard))
-        return checker.check(fd, place)
+        for found in walk_fan(namespace.path, fan) if fan else walk_beside(namespace.path):
+            if found.kind == "unreadable":
+                result.add(found.path, Check("error", (found.problem,), 0))
+            elif found.kind != "entry":
+                result.others.setdefault(found.kind, []).append(found)
+            else:
+                check, removed = _check(storage, found, checker, namespace, repair=repair)
+                if check is not None:
+                    result.add(found.path, check)
+                    result.removed += removed
     finally:
-        os.close(fd)
+        storage.close()
+    return result
+
+
+def _check(
+    storage: LocalStorage, found: Found, checker: Checker, namespace: Namespace, *, repair: bool
+) -> tuple[Check | None, bool]:
+    """Check one entry, None when it vanished meanwhile; and whether it was taken out of sight."""
+    reader = None
+    try:
+        fd = _linux.open_beneath(storage.fileno(), found.path)
+    except FileNotFoundError:
+        return None, False
+    except OSError as problem:
+        check = Check("error", (str(problem.strerror),), 0)
+        if not found.regular:
+            check = Check("error", ("not a regular file",), 0)
+    else:
+        place = Place(namespace.name, found.chunk, found.shard, namespace.layout_of(found.shard))
+        check = checker.check(fd, place)
+        with contextlib.suppress(OSError):  # not a regular file; it closes what it is given
+            reader, fd = FileReader(fd), -1
+    if not repair or check.outcome == "sound" or found.shard is None:
+        removed = False
+    elif reader is None and found.regular:
+        removed = False  # it cannot be opened: whoever may, decides
+    else:
+        removed = storage.remove(found.chunk, found.shard, reader)
+    if reader is not None:
+        reader.close()
+    return check, removed
 
 
 def _report(directory: str, results: list[_Result], strays: list[str]) -> None:
@@ -148,6 +199,10 @@ def _report(directory: str, results: list[_Result], strays: list[str]) -> None:
     for result in results:
         for path, outcome, reason in result.problems:
             print(f"{outcome}: {plain(f'{result.namespace.path}/{path}')}: {plain(reason)}")
+    removed = sum(result.removed for result in results)
+    if removed:
+        print(f"{removed} taken out of sight; the next save writes them anew, `vua gc` removes")
+        print("what followed them and is out of reach meanwhile")
     for result in results:
         _report_others(result)
     if strays:

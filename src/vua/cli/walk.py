@@ -21,7 +21,7 @@ from vua.lease import UPKEEP
 from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, explained
 from vua.survey import AFTER, PIN, TRASH
 
-__all__ = ["Found", "Kind", "described", "open_root", "walk"]
+__all__ = ["Found", "Kind", "described", "fans", "open_root", "walk_beside", "walk_fan"]
 
 Kind = Literal["entry", "temporary", "quarantined", "mark", "stray", "unreadable"]
 
@@ -73,8 +73,14 @@ def described(namespace: Namespace) -> str:
     return "damaged" if os.path.lexists(namespace.path / DESCRIPTION) else "missing"
 
 
-def walk(namespace: Path) -> Iterator[Found]:
-    """Yield what lies in a namespace directory, in order of name."""
+def fans(namespace: Path) -> list[str]:
+    """Return the names of a namespace's fan-out directories, in order."""
+    items = (item for item in _items(namespace, "") if not isinstance(item, Found))
+    return [item.name for item in items if _FAN.fullmatch(item.name) and _is_directory(item)]
+
+
+def walk_beside(namespace: Path) -> Iterator[Found]:
+    """Yield what lies in a namespace directory beside the fan-out directories."""
     for item in _items(namespace, ""):
         if isinstance(item, Found):
             yield item
@@ -82,13 +88,12 @@ def walk(namespace: Path) -> Iterator[Found]:
             yield from _all(namespace, QUARANTINE, "quarantined")
         elif item.name.startswith(TRASH) and _is_directory(item):
             yield from _all(namespace, item.name, "temporary")
-        elif _FAN.fullmatch(item.name) and _is_directory(item):
-            yield from _fan(namespace, item.name)
-        elif item.name != DESCRIPTION:
+        elif item.name != DESCRIPTION and not (_FAN.fullmatch(item.name) and _is_directory(item)):
             yield from _file(item, "", "stray")
 
 
-def _fan(namespace: Path, fan: str) -> Iterator[Found]:
+def walk_fan(namespace: Path, fan: str) -> Iterator[Found]:
+    """Yield what lies in one fan-out directory, in order of name."""
     for item in _items(namespace, fan):
         if isinstance(item, Found):
             yield item

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from vua.bounds import Bounds, Limits
+from vua.buffers import BufferPool
 from vua.directory import create_store, open_store
 from vua.gc import GRACE_S, Report, collect
 from vua.identity import Identity
@@ -120,7 +121,7 @@ class World:
                 stack.callback(store.close)
             keys = self.keys[number]
             found = store.lookup(keys)
-            arrays = allocate(self.layout, found, pinned=False) if found else []
+            arrays = allocate(self.layout, found, BufferPool(0), pinned=False) if found else []
             if not found:
                 return 0
             loaded = store.load(keys[:found], memory_map(arrays, self.layout.chunk_tokens))

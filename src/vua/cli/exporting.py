@@ -1,0 +1,218 @@
+"""`vua export`: chosen prefixes as one portable file. Reads and verifies, changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from vua import _linux
+from vua.cli.archive import Writer, verified
+from vua.cli.names import Target, resolve
+from vua.cli.prompt import prompt_ids, read_ids
+from vua.cli.spread import over_fans
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size
+from vua.directory import DESCRIPTION, Namespace, check_root, read_namespace
+from vua.entry import EntryCodec
+from vua.errors import ConfigError, EntryError, LayoutError, StorageError
+from vua.keys import KeyChain
+from vua.layout import Shard
+from vua.lineage import ancestors, chain_of
+from vua.recency import stamp_ns
+from vua.storage.local import SUFFIX, chunk_path, explained
+from vua.survey import AFTER, Space, listed, spaces
+
+__all__ = ["Choice", "export"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What `vua export` is to take."""
+
+    names: Sequence[str] = ()
+    """First digits of chunks (each with its prefix) or of namespaces (all of it)."""
+    following: bool = False
+    """Also what follows the chunks that are named."""
+    tokens: str | None = None
+    """File of a prompt's token ids: what is stored of it, in every namespace."""
+    prompt: str | None = None
+    """File of its text, in place of ``tokens``; needs ``model`` for its tokenizer."""
+    model: str | None = None
+    salt: str = ""
+    everything: bool = False
+
+
+@dataclass(slots=True)
+class _Done:
+    chunks: int = 0
+    files: int = 0
+    nbytes: int = 0
+    namespaces: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def export(directory: str, file: str, choice: Choice, *, write: Write | None) -> int:
+    """Write what is chosen to ``file`` (``-``: stdout); exit status 1 if some was damaged.
+
+    A file appears under its name when it is whole, and never in place of another one. Raises
+    ConfigError, InputError, StorageError.
+    """
+    root = check_root(directory, create=False)
+    if bool(choice.names) + bool(choice.tokens or choice.prompt) + choice.everything != 1:
+        msg = "say what to export: names, or a prompt (--tokens, --prompt), or --all"
+        raise ConfigError(msg)
+    if file == "-" and write is not None:
+        msg = "the archive goes to stdout, and so would --json; name a file"
+        raise ConfigError(msg)
+    try:
+        with progress() as show, spaces(root) as found:
+            wanted = _wanted(root, found, choice, show)
+            if not any(wanted.values()):
+                msg = "nothing of that is stored: there is nothing to export; see `vua explain`"
+                raise ConfigError(msg)
+            with _created(file) as stream:
+                done = _write(root, wanted, Writer(stream), show)
+    except OSError as problem:
+        if isinstance(problem, StorageError):
+            raise
+        raise explained(problem, str(problem.filename or directory)) from problem
+    if write is not None:
+        write({"directory": directory, "file": file, "chunks": done.chunks, "files": done.files,
+               "nbytes": done.nbytes, "namespaces": done.namespaces,
+               "problems": done.problems})  # fmt: skip
+    else:
+        out = sys.stderr if file == "-" else sys.stdout
+        for text in done.problems:
+            print(plain(f"left out: {text}"), file=out)
+        print(f"{file}: {done.chunks} chunks, {size(done.nbytes)}", file=out)
+    return DAMAGED if done.problems else SOUND
+
+
+def _wanted(
+    root: Path, found: Sequence[Space], choice: Choice, show: Callable[[str], None]
+) -> dict[Space, list[str]]:
+    """The chunks of each namespace, parents before children, each once."""
+    wanted: dict[Space, dict[str, None]] = {}
+    if choice.tokens or choice.prompt:
+        ids = read_ids(choice.tokens) if choice.tokens else prompt_ids(
+            choice.prompt or "-", choice.model
+        )  # fmt: skip
+        for space in found:
+            layout = read_namespace(root / space.name).layout
+            if layout is not None:
+                extras = {0: [("salt", choice.salt.encode())]} if choice.salt else None
+                keys = KeyChain(ids, layout.chunk_tokens, extras)
+                wanted[space] = dict.fromkeys(_leading(space, keys))
+        return {space: list(chunks) for space, chunks in wanted.items()}
+    targets = [resolve(found, name) for name in choice.names] or [Target(one) for one in found]
+    for space, chunk in targets:
+        chunks = wanted.setdefault(space, {})
+        if not chunk:
+            chunks.update(dict.fromkeys(chain_of(space, show, over_fans).in_order()))
+            continue
+        prefix = [*ancestors(space, chunk)][::-1]
+        chunks.update(dict.fromkeys(prefix))
+        if choice.following:
+            chunks.update(dict.fromkeys(chain_of(space, show, over_fans).descendants(chunk)))
+    return {space: list(chunks) for space, chunks in wanted.items()}
+
+
+def _leading(space: Space, keys: KeyChain) -> Iterator[str]:
+    for place in range(len(keys)):
+        name = keys[place].name
+        if stamp_ns(space.fd, name) is None:
+            return
+        yield name
+
+
+def _write(
+    root: Path, wanted: dict[Space, list[str]], writer: Writer, show: Callable[[str], None]
+) -> _Done:
+    done = _Done()
+    total = sum(map(len, wanted.values()))
+    for space, chunks in wanted.items():
+        namespace = read_namespace(root / space.name)
+        if not chunks:
+            continue
+        if namespace.layout is None:
+            done.problems.append(f"{space.name}: {DESCRIPTION} is missing or damaged")
+            continue
+        done.namespaces.append(space.name)
+        writer.add(f"{space.name}/{DESCRIPTION}", (namespace.path / DESCRIPTION).read_bytes())
+        kept: set[str] = set()
+        for chunk in chunks:
+            _write_chunk(namespace, space, chunk, writer, done, kept)
+            show(bar(done.chunks, total, f"{space.name[:SHORT]}, {size(done.nbytes)}"))
+    writer.close()
+    return done
+
+
+def _write_chunk(
+    namespace: Namespace, space: Space, chunk: str, writer: Writer, done: _Done, kept: set[str]
+) -> None:
+    """Add a chunk whose files are all sound and whose prefix is there too."""
+    path = chunk_path(chunk)
+    with listed(space.fd, path) as entries:
+        names = sorted(entry.name for entry in entries)
+    marks = [name for name in names if name.startswith(AFTER)]
+    files: list[tuple[str, bytes]] = []
+    before = marks[0][len(AFTER) :] if marks else ""
+    try:
+        for name in names:
+            shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
+            layout = namespace.layout_of(shard)
+            if shard is None or layout is None:
+                continue
+            data = _read(space, f"{path}/{name}")
+            info = verified(data, EntryCodec(space.name, layout, shard), chunk, layout)
+            before = before or (info.parent if info.start else "")
+            files.append((name, data))
+    except FileNotFoundError:
+        return  # evicted this moment; what follows has no prefix then
+    except (EntryError, LayoutError, OSError) as problem:
+        done.problems.append(f"{space.name}/{path}: {problem}")
+        return
+    if not files or (before and before not in kept):
+        return
+    for name in marks[:1]:
+        writer.add(f"{space.name}/{path}/{name}", b"")
+    for name, data in files:
+        writer.add(f"{space.name}/{path}/{name}", data)
+        done.files += 1
+        done.nbytes += len(data)
+    done.chunks += 1
+    kept.add(chunk)
+
+
+def _read(space: Space, path: str) -> bytes:
+    fd = _linux.open_beneath(space.fd, path)
+    with open(fd, "rb") as stream:  # noqa: PTH123
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(22, "not a regular file")
+        return stream.read()
+
+
+@contextlib.contextmanager
+def _created(file: str) -> Iterator[BinaryIO]:
+    """A file that appears under its name when all went well, or stdout."""
+    if file == "-":
+        yield sys.stdout.buffer
+        return
+    path = Path(file)
+    if os.path.lexists(path):
+        msg = f"{file}: it exists; remove it or name another file"
+        raise ConfigError(msg)
+    temporary = path.with_name(f".{path.name[:100]}-{secrets.token_hex(4)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as stream:  # noqa: PTH123
+            yield stream
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)

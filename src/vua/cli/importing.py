@@ -1,0 +1,191 @@
+"""`vua import`: what `vua export` wrote into a directory, which others may be using.
+
+Each file is verified wholly, in memory, before a byte of it is written; then it is published as any
+writer does it: into a namespace whose identity gives its name, after its prefix, within the bounds,
+and never over what is there. An archive proves that it is whole and that each file is what it says.
+It does not prove who computed it: take archives only from whom you would let write to the cache.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import numpy as np
+
+from vua.cli.archive import MAX_FILE_NBYTES, Member, Reader, verified
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
+from vua.directory import (
+    DESCRIPTION,
+    MAX_DESCRIPTION_NBYTES,
+    check_root,
+    create_stores,
+    parse_description,
+)
+from vua.entry import EntryCodec
+from vua.errors import ConfigError, EntryError, InputError, LayoutError, StorageError
+from vua.keys import ChunkKey
+from vua.layout import Shard
+from vua.storage.local import SUFFIX, explained
+from vua.store import Store
+from vua.survey import AFTER
+
+__all__ = ["import_"]
+
+_DESCRIPTION: Final = re.compile(rf"([0-9a-f]{{64}})/{re.escape(DESCRIPTION)}")
+_INSIDE: Final = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})/([a-z0-9.-]{1,100})")
+_MOST_PROBLEMS: Final = 20
+
+
+@dataclass(slots=True)
+class _Done:
+    written: int = 0
+    present: int = 0
+    """There already; left as they are."""
+    refused: int = 0
+    """For which there was no room, or whose prefix is not there."""
+    nbytes: int = 0
+    namespaces: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def import_(directory: str, file: str, *, write: Write | None) -> int:
+    """Take in an archive; exit status 1 if some of it was damaged or found no room.
+
+    ``file`` may be ``-`` for stdin. Raises InputError for what is no archive, ConfigError,
+    StorageError.
+    """
+    root = check_root(directory)
+    try:
+        with ExitStack() as stack:
+            show = stack.enter_context(progress())
+            stream: BinaryIO = sys.stdin.buffer
+            if file != "-":
+                stream = stack.enter_context(Path(file).open("rb"))
+            taker = _Taker(root, Reader(stream), stack)
+            done = taker.run(show)
+    except OSError as problem:
+        if isinstance(problem, StorageError):
+            raise
+        raise explained(problem, str(problem.filename or directory)) from problem
+    sound = not done.problems and not done.refused
+    if write is not None:
+        write({"directory": directory, "file": file, "written": done.written,
+               "present": done.present, "refused": done.refused, "nbytes": done.nbytes,
+               "namespaces": done.namespaces, "problems": done.problems})  # fmt: skip
+        return SOUND if sound else DAMAGED
+    for text in done.problems[:_MOST_PROBLEMS]:
+        print(plain(f"not taken: {text}"))
+    if len(done.problems) > _MOST_PROBLEMS:
+        print(f"and {len(done.problems) - _MOST_PROBLEMS} more")
+    if done.refused:
+        print(f"{done.refused} files found no room, or no prefix to follow; see `vua du`")
+    print(
+        f"{directory}: {done.written} files written, {size(done.nbytes)}; {done.present} were there"
+    )
+    return SOUND if sound else DAMAGED
+
+
+class _Taker:
+    """Takes members in, one after the other."""
+
+    def __init__(self, root: Path, reader: Reader, stack: ExitStack) -> None:
+        self._root, self._reader, self._stack = root, reader, stack
+        self._done = _Done()
+        self._stores: dict[str, list[Store]] = {}
+        self._before: dict[tuple[str, str], str] = {}
+        self._there: set[tuple[str, str]] = set()
+
+    def run(self, show: Callable[[str], None]) -> _Done:
+        """Take everything in; what is not to be had is a problem, not an error."""
+        done = self._done
+        try:
+            for member in self._reader.members():
+                try:
+                    self._take(member)
+                except (ConfigError, EntryError, LayoutError) as problem:
+                    done.problems.append(f"{member.name}: {problem}")
+                show(f"{member.name[:SHORT]}: {done.written} files, {size(done.nbytes)}")
+        except LayoutError:
+            raise
+        except InputError as problem:  # what came before is whole, each file by itself
+            done.problems.append(str(problem))
+        return done
+
+    def _take(self, member: Member) -> None:
+        if match := _DESCRIPTION.fullmatch(member.name):
+            self._open(match[1], member)
+            return
+        match = _INSIDE.fullmatch(member.name)
+        if match is None:
+            msg = "no name that a cache has"
+            raise ConfigError(msg)
+        namespace, _, chunk, name = match.groups()
+        if name.startswith(AFTER) and re.fullmatch("[0-9a-f]{64}", name[len(AFTER) :]):
+            self._before[namespace, chunk] = name[len(AFTER) :]
+            return
+        shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
+        if shard is None:
+            msg = "no name that a cache has"
+            raise ConfigError(msg)
+        self._take_file(namespace, chunk, shard, member)
+
+    def _open(self, namespace: str, member: Member) -> None:
+        """Make or open the namespace that is described."""
+        if member.nbytes > MAX_DESCRIPTION_NBYTES:
+            msg = f"{member.nbytes} bytes are too long for a description"
+            raise ConfigError(msg)
+        identity, layouts = parse_description(bytes(self._reader.read(member)))
+        if identity.namespace != namespace:
+            msg = f"it describes namespace {identity.namespace[:SHORT]}"
+            raise ConfigError(msg)
+        if namespace not in self._stores:
+            stores = create_stores(self._root, identity, layouts)
+            self._stack.callback(stores[0].close)  # one keeper for all
+            self._stores[namespace] = stores
+            self._done.namespaces.append(namespace)
+
+    def _take_file(self, namespace: str, chunk: str, shard: Shard, member: Member) -> None:
+        stores = self._stores.get(namespace, ())
+        store = next((one for one in stores if one.layout.group == shard.group), None)
+        if store is None:
+            msg = f"no sound {DESCRIPTION} of its namespace came before it"
+            raise ConfigError(msg)
+        codec = EntryCodec(namespace, store.layout, shard)
+        if member.nbytes != codec.file_nbytes or member.nbytes > MAX_FILE_NBYTES:
+            msg = f"{member.nbytes} bytes long, expected {codec.file_nbytes}"
+            raise ConfigError(msg)
+        data = self._reader.read(member)
+        info = verified(data, codec, chunk, store.layout)
+        before = self._before.get((namespace, chunk), "") if info.start else ""
+        key = info.key._replace(previous=bytes.fromhex(before))
+        self._publish(store, key, shard, data)
+
+    def _publish(self, store: Store, key: ChunkKey, shard: Shard, data: bytearray) -> None:
+        done, before = self._done, key.before.hex()
+        if before and not self._is_there(store, before):
+            done.refused += 1
+            return
+        if store.storage.exists(key.name, shard, len(data)):
+            done.present += 1
+        else:
+            array = np.frombuffer(data, dtype=np.uint8)
+            iovecs = np.array([[array.ctypes.data, array.nbytes]], dtype=np.uint64)
+            if store.keeper is None or not store.keeper.publish(key, shard, iovecs):
+                done.refused += 1
+                return
+            done.written += 1
+            done.nbytes += len(data)
+        self._there.add((store.namespace, key.name))
+
+    def _is_there(self, store: Store, chunk: str) -> bool:
+        """Whether a chunk was taken in before, or has been in the directory all the time."""
+        known = (store.namespace, chunk)
+        if known not in self._there and store.storage.shards(chunk):
+            self._there.add(known)
+        return known in self._there

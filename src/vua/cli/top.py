@@ -1,0 +1,160 @@
+"""`vua top`: what goes on in a directory that is in use, from names and times alone.
+
+It looks at every chunk's stamp (:mod:`vua.recency`) once per interval: a chunk with a younger stamp
+than at the look before was used (or is new), one that is gone was evicted. A process stamps a
+prefix once a minute at most, so `used` counts chunks in use, not requests. At a million chunks a
+look takes seconds: the interval is what lies between the end of one and the start of the next.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from vua.bounds import Bounds, Limits
+from vua.cli.text import SHORT, SOUND, Write, size, table
+from vua.directory import check_root, read_namespace
+from vua.errors import ConfigError, StorageError
+from vua.lineage import link_of
+from vua.storage.local import explained
+from vua.survey import Space, chunk_nbytes, chunks_of, fans_of, measure, spaces
+
+__all__ = ["top"]
+
+_WINDOWS_S: Final = (60, 3600, 86_400)
+_SALTS_FROM: Final = 4096
+"""Namespaces with more chunks than these are not asked for salts: it needs a header per chunk."""
+
+
+@dataclass(slots=True)
+class _Look:
+    """A namespace at one moment."""
+
+    name: str
+    model: str
+    stamps: dict[bytes, int]
+    """When each chunk was last used, ns by the server's clock."""
+    chunk_nbytes: float
+    salts: Counter[str]
+    """First chunks by salt (the first digits of its digest), where that is cheap to know."""
+
+
+def top(directory: str, interval_s: float, *, once: bool, write: Write | None) -> int:
+    """Show what is stored, used, new and gone, again and again; ``once``: over one interval.
+
+    Raises ConfigError, StorageError.
+    """
+    root = check_root(directory, create=False)
+    if not interval_s > 0:
+        msg = f"--interval must be a positive number of seconds, found {interval_s!r}"
+        raise ConfigError(msg)
+    try:
+        before, began_s = _look(root), time.monotonic()
+        while True:
+            time.sleep(interval_s)
+            now, now_s = _look(root), time.monotonic()
+            report = _compared(root, before, now, now_s - began_s)
+            if write is not None:
+                write({"directory": directory, **report})
+            else:
+                _print(directory, report, clear=not once and sys.stdout.isatty())
+            sys.stdout.flush()
+            if once:
+                return SOUND
+            before, began_s = now, now_s
+    except OSError as problem:
+        if isinstance(problem, (StorageError, BrokenPipeError)):
+            raise
+        raise explained(problem, directory) from problem
+
+
+def _look(root: Path) -> dict[str, _Look]:
+    with spaces(root) as found:
+        return {space.name: _look_at(root, space) for space in found}
+
+
+def _look_at(root: Path, space: Space) -> _Look:
+    identity = read_namespace(root / space.name).identity
+    stamps = {bytes.fromhex(chunk): stamp for chunk, stamp in _chunks(space)}
+    salts: Counter[str] = Counter()
+    if len(stamps) <= _SALTS_FROM:
+        links = (link_of(space, name.hex()) for name in stamps)
+        salts = Counter(one.salt.hex()[:SHORT] or "-" for one in links if not one.before)
+    sampled = [f"{name.hex()[:2]}/{name.hex()}" for name in list(stamps)[:64]]
+    mean = sum(chunk_nbytes(space, path) for path in sampled) / max(1, len(sampled))
+    model = "" if identity is None else identity.name or identity.model
+    return _Look(space.name, model, stamps, mean, salts)
+
+
+def _chunks(space: Space) -> Iterator[tuple[str, int]]:
+    for fan in fans_of(space):
+        for chunk, stamp in chunks_of(space, fan):
+            if not chunk.strip("0123456789abcdef"):
+                yield chunk, stamp
+
+
+def _compared(
+    root: Path, before: dict[str, _Look], now: dict[str, _Look], took_s: float
+) -> dict[str, object]:
+    usage, status, limits = measure(root), os.statvfs(root), Limits.of(root, Bounds())
+    newest = max((max(one.stamps.values(), default=0) for one in now.values()), default=0)
+    return {
+        "nbytes": usage.nbytes,
+        "chunks": sum(len(one.stamps) for one in now.values()),
+        "max_bytes": limits.max_bytes,
+        "free_nbytes": status.f_bavail * status.f_frsize,
+        "seconds": round(took_s, 3),
+        "namespaces": [
+            _row(before.get(name), one, newest, took_s) for name, one in sorted(now.items())
+        ],
+    }
+
+
+def _row(before: _Look | None, now: _Look, newest_ns: int, took_s: float) -> dict[str, object]:
+    old = {} if before is None else before.stamps
+    new = sum(name not in old for name in now.stamps)
+    gone = sum(name not in now.stamps for name in old)
+    used = sum(stamp > old.get(name, stamp) for name, stamp in now.stamps.items())
+    return {
+        "namespace": now.name,
+        "model": now.model,
+        "chunks": len(now.stamps),
+        "nbytes": round(now.chunk_nbytes * len(now.stamps)),
+        "new_per_s": round(new / took_s, 3),
+        "new_nbytes_per_s": round(new * now.chunk_nbytes / took_s),
+        "used_per_s": round(used / took_s, 3),
+        "gone_per_s": round(gone / took_s, 3),
+        "used_within": {
+            str(window): sum(newest_ns - stamp <= window * 10**9 for stamp in now.stamps.values())
+            for window in _WINDOWS_S
+        },
+        "salts": dict(now.salts.most_common(10)),
+    }
+
+
+def _print(directory: str, report: dict[str, object], *, clear: bool) -> None:
+    if clear:
+        print("\x1b[H\x1b[2J", end="")
+    nbytes, most, free = (int(str(report[k])) for k in ("nbytes", "max_bytes", "free_nbytes"))
+    print(
+        f"{directory}: {report['chunks']} chunks, {size(nbytes)} of at most {size(most)}; "
+        f"{size(free)} of the disk free; over {report['seconds']} s"
+    )
+    head = ["namespace", "model", " chunks", " size", " new/s", " used/s", " gone/s"]
+    head += [f" used in {text}" for text in ("1 min", "1 h", "1 day")] + ["salts"]
+    rows = []
+    spaces_ = report["namespaces"]
+    for one in spaces_ if isinstance(spaces_, list) else []:
+        salts = " ".join(f"{salt}:{count}" for salt, count in one["salts"].items() if salt != "-")
+        rows.append([
+            one["namespace"][:SHORT], one["model"], one["chunks"], size(one["nbytes"]),
+            one["new_per_s"], one["used_per_s"], one["gone_per_s"], *one["used_within"].values(),
+            salts or "-",
+        ])  # fmt: skip
+    table(head, rows)
