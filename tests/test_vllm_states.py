@@ -246,7 +246,14 @@ class RulesTest(DirectoryTest):
         from vua.vllm.scheduler import SchedulerSide
 
         found = Found(self.keys(96), BLOCK, 6, (), 12, frozenset({2 * BLOCK, 5 * BLOCK}))
-        for own, computed, expected in ((0, 0, 32), (0, 32, 80), (48, 0, 48), (0, 80, 0)):
+        for own, computed, expected in (
+            (0, 0, 32),
+            (0, 32, 80),
+            (48, 0, 48),
+            (0, 80, 0),
+            (32, 32, 80),
+            (48, 48, 80),
+        ):
             request = SimpleNamespace(shared_prefix_boundary=own)
             SchedulerSide._stop_at_state(request, found, computed)
             self.assertEqual(expected, request.shared_prefix_boundary)

@@ -167,16 +167,14 @@ class SchedulerSide:
 
     @staticmethod
     def _stop_at_state(request: Any, found: Found, computed: int) -> None:  # noqa: ANN401
-        """Let vLLM end a step where a state is to be stored.
+        """Let vLLM end a step where a state is to be stored, behind ``computed`` tokens.
 
         It does so by itself where its own prefix cache knows that others share the prefix (its
         scheduler's "junction"), and, but for an odd size of its blocks, at the end of the prompt.
         """
-        if not getattr(request, "shared_prefix_boundary", 1):
-            after = max(computed, found.tokens)
-            request.shared_prefix_boundary = min(
-                (at for at in found.states if at > after), default=0
-            )
+        if getattr(request, "shared_prefix_boundary", computed + 1) <= computed:
+            further = [at for at in found.states if at > max(computed, found.tokens)]
+            request.shared_prefix_boundary = min(further, default=0)
 
     def _be_patient(self, lookup: Lookup) -> None:
         """Wait for a lookup, together with all others no longer than this step's patience."""
@@ -317,6 +315,8 @@ class SchedulerSide:
                     reused = range(state.next_save)
         # of scheduled tokens those after the last known one are guesses
         complete = min(computed + output.num_scheduled_tokens[request_id], state.request.num_tokens)
+        if found.states:
+            self._stop_at_state(state.request, found, complete)
         if self._config.save_generated and complete // size > len(found.keys):
             found.keys = found.keys.longer(token_ids(state.request.all_token_ids[:complete]))
         stop = min(complete // size, len(found.keys))
