@@ -300,19 +300,22 @@ class SchedulerSide:
                 state.block_ids.append([])
             state.block_ids[number] += table
 
+    def _first_chunk(self, next_save: int | None, found: Found, computed: int) -> tuple[range, int]:
+        """Return the chunks to look at again (see `Step.reused`), and the first one to save."""
+        if next_save is not None or self._model.plain:
+            return range(0), found.stored if next_save is None else next_save
+        # windows before it may be missing, and come by now
+        first = min(found.stored, computed // self._model.chunk_tokens)
+        # vLLM's own prefix cache may have more than is stored
+        return range(first if computed > found.tokens else 0), first
+
     def _save(self, orders: Orders, state: _State, computed: int, output: Any) -> None:  # noqa: ANN401
         if not state.options.store or state.outdated or not state.lookup:
             return
         if (found := state.lookup.answer.result()) is None:
             return
         request_id, size = state.request.request_id, self._model.chunk_tokens
-        reused = range(0)
-        if state.next_save is None:
-            state.next_save = found.stored
-            if not self._model.plain:  # windows before it may be missing, and come by now
-                state.next_save = min(found.stored, computed // size)
-                if computed > found.tokens:  # vLLM's own prefix cache has more than is stored
-                    reused = range(state.next_save)
+        reused, state.next_save = self._first_chunk(state.next_save, found, computed)
         # of scheduled tokens those after the last known one are guesses
         complete = min(computed + output.num_scheduled_tokens[request_id], state.request.num_tokens)
         if found.states:
