@@ -154,7 +154,8 @@ class SchedulerSide:
             return None, False
         self._account(state, state.lookup.outcome)
         if found is not None and found.states:
-            self._stop_at_state(request, found, num_computed_tokens)
+            start = found.tokens if loads else 0
+            self._stop_at_state(request, found, max(start, num_computed_tokens))
         # where it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False
@@ -173,7 +174,7 @@ class SchedulerSide:
         scheduler's "junction"), and, but for an odd size of its blocks, at the end of the prompt.
         """
         if getattr(request, "shared_prefix_boundary", computed + 1) <= computed:
-            further = [at for at in found.states if at > max(computed, found.tokens)]
+            further = [at for at in found.states if at > computed]
             request.shared_prefix_boundary = min(further, default=0)
 
     def _be_patient(self, lookup: Lookup) -> None:
