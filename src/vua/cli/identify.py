@@ -81,6 +81,8 @@ def expect(model: str, *, chunk_tokens: int, epoch: str) -> Expected:
         notes.append("the model is quantised: vLLM adds the method")
     if text.get("sliding_window"):
         notes.append("layers with a sliding window: vLLM adds which layers these are")
+    if {*(text.get("layer_types") or ())} - {"full_attention", "sliding_attention"}:
+        notes.append("layers with a state: vLLM adds which these are, their form, and the TP size")
     named = [one.get(key) for one in (text, config) for key in ("dtype", "torch_dtype")]
     dtype = _DTYPES.get(str(next(filter(None, named), "")), "")
     unknown = [] if dtype else ["kv_dtype"]

@@ -77,7 +77,8 @@ def find(
             break
         stop, tokens = gap, 0
     ends = {len(keys), *range(0, len(keys), max(1, window_every_tokens // size))}
-    states = {len(keys) * size // align * align, (len(keys) * size - 1) // align * align}
+    whole = len(keys) * size
+    states = {whole // align * align, (max(whole, num_tokens) - 1) // align * align}
     if tokens < min(stored * size, most) // align * align:
         # somebody else's prompt went another way here, others may follow
         ends.add(stored)

@@ -166,7 +166,8 @@ class SchedulerSide:
             return None, False
         self._account(state, state.lookup.outcome)
         if found is not None and found.states:
-            self._stop_at_state(request, found, num_computed_tokens)
+            start = found.tokens if loads else 0
+            self._stop_at_state(request, found, max(start, num_computed_tokens))
         # where it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False
@@ -182,16 +183,14 @@ class SchedulerSide:
 
     @staticmethod
     def _stop_at_state(request: Any, found: Found, computed: int) -> None:  # noqa: ANN401
-        """Let vLLM end a step where a state is to be stored.
+        """Let vLLM end a step where a state is to be stored, behind ``computed`` tokens.
 
         It does so by itself where its own prefix cache knows that others share the prefix (its
         scheduler's "junction"), and, but for an odd size of its blocks, at the end of the prompt.
         """
-        if not getattr(request, "shared_prefix_boundary", 1):
-            after = max(computed, found.tokens)
-            request.shared_prefix_boundary = min(
-                (at for at in found.states if at > after), default=0
-            )
+        if getattr(request, "shared_prefix_boundary", computed + 1) <= computed:
+            further = [at for at in found.states if at > computed]
+            request.shared_prefix_boundary = min(further, default=0)
 
     def _be_patient(self, lookup: Lookup) -> None:
         """Wait for a lookup, together with all others no longer than this step's patience."""
@@ -324,17 +323,27 @@ class SchedulerSide:
                 state.block_ids.append([])
             state.block_ids[number] += table
 
+    def _first_chunk(self, state: _State, found: Found, computed: int) -> tuple[range, int]:
+        """Return the chunks to look at again (see `Step.reused`), and the first one to save."""
+        if state.next_save is not None or self._model.plain:
+            return range(0), found.stored if state.next_save is None else state.next_save
+        # windows before it may be missing, and come by now
+        loaded = found.tokens if state.choice.left_out else computed
+        first = min(found.stored, loaded // self._model.chunk_tokens)
+        # vLLM's own prefix cache may have more than is stored
+        return range(first if computed > found.tokens else 0), first
+
     def _save(self, orders: Orders, state: _State, computed: int, output: Any) -> None:  # noqa: ANN401
         if not state.options.store or state.outdated or not state.lookup:
             return
         if (found := state.lookup.answer.result()) is None:
             return
         request_id, size = state.request.request_id, self._model.chunk_tokens
-        first, reused = state.next_save, range(0)
-        if first is None:
-            first, reused = self._first_save(state, found, computed)
+        reused, first = self._first_chunk(state, found, computed)
         # of scheduled tokens those after the last known one are guesses
         complete = min(computed + output.num_scheduled_tokens[request_id], state.request.num_tokens)
+        if found.states:
+            self._stop_at_state(state.request, found, complete)
         if self._config.save_generated and complete // size > len(found.keys):
             found.keys = found.keys.longer(token_ids(state.request.all_token_ids[:complete]))
         stop = min(complete // size, len(found.keys))
@@ -356,12 +365,3 @@ class SchedulerSide:
             self.accounts.saves_ordered(request_id, sum(len(keys) for _, keys in parts))
             if self._events is not None:
                 self._events.ordered(state.request, found.keys, range(first, stop))
-
-    def _first_save(self, state: _State, found: Found, computed: int) -> tuple[int, range]:
-        """The first chunk to store, and those before it of which a group may want something."""
-        if self._model.plain:
-            return found.stored, range(0)
-        loaded = found.tokens if state.choice.left_out else computed
-        first = min(found.stored, loaded // self._model.chunk_tokens)  # windows may be missing
-        # where vLLM's own prefix cache has more than is stored
-        return first, range(first if computed > found.tokens else 0)
