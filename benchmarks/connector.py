@@ -289,7 +289,7 @@ def measure(root: Path, model: Path, size: Size) -> dict[str, dict[str, dict[str
 
         def start(name: str, folder: str | None, role: str = "kv_both", **extra: Any) -> Arm:
             print(f"starting {name}", file=sys.stderr, flush=True)
-            return Arm(name, model, size, folder and root / folder, role, **extra)
+            return Arm(name, model, size, root / folder if folder else None, role, **extra)
 
         arms = {
             "vLLM": start("vLLM", None),

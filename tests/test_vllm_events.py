@@ -117,11 +117,15 @@ class AnnouncerTest(unittest.TestCase):
         self.assertEqual([], self.store(announcer, [1, 2]))
         first = self.store(announcer, [0])
         second = self.store(announcer, [3])
-        gone = self.lose(announcer, 1) + self.lose(announcer, 0)
+        gone = self.lose(announcer, 0)
+        announcer.ordered(self.request, self.keys, range(2))
+        again = self.store(announcer, [0, 1])
+        gone += self.lose(announcer, 1) + self.lose(announcer, 0)
 
         self.assertEqual([[b"0"], [b"1"]], [event.block_hashes for event in first + second])
         self.assertEqual([IDS[:32], IDS[32:]], [event.token_ids for event in first + second])
-        self.assertEqual([[b"0"]], [event.block_hashes for event in gone])
+        self.assertEqual([[b"0"]], [event.block_hashes for event in again])
+        self.assertEqual([[b"0"], [b"0"]], [event.block_hashes for event in gone])
 
     def test_what_a_lookup_finds(self) -> None:
         """What others stored is announced once, at once; what they deleted meanwhile is gone."""
@@ -136,8 +140,10 @@ class AnnouncerTest(unittest.TestCase):
         gone = announcer.take()
         self.assertEqual([[b"1"], [b"2"]], [one.block_hashes for one in gone])
         announcer.ordered(self.request, self.keys, range(1, 3))
-        again = self.store(announcer, [1, 2])
-        self.assertEqual([[b"1"], [b"2"]], [one.block_hashes for one in again])
+        again = self.store(announcer, [2])
+        announcer.found(self.request, self.keys, 4)  # around what is known
+        again += announcer.take()
+        self.assertEqual([[b"2"], [b"1"], [b"3"]], [one.block_hashes for one in again])
 
     def test_reset(self) -> None:
         """After a reset nothing counts as stored, nor what workers say of chunks of before."""

@@ -156,6 +156,8 @@ class Evictor:
         """
         try:
             freed = self._expire(now_ns, pulse) if hinted else NOTHING
+            if nbytes <= 0 and not expired_ns:
+                return freed  # without a pass over all stamps
             return freed + self._run(nbytes, before_ns, expired_ns, pulse)
         finally:
             young = now_ns - _SETTLED_NS

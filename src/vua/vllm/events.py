@@ -154,25 +154,30 @@ class Announcer:
     # -- what the scheduler's half knows ------------------------------------------------------
 
     def found(self, request: Any, keys: KeyChain, chunks: int) -> None:  # noqa: ANN401
-        """Announce the chunks that a lookup found, those that were not yet, in one event.
+        """Announce the chunks that a lookup found, those that were not yet; a run is one event.
 
         What was announced of the rest of the prompt cannot be loaded (any more): somebody else has
         deleted it.
         """
         known, size = self._announced, self._unit
         names = [key.prefix_hash for key in keys.first(len(keys))]
-        stop = chunks // size * size
+        runs: list[list[int]] = []
         with self._lock:
             for name in names[chunks:]:
                 self._remove(known.pop(name, []))
-            first = next((at for at in range(stop) if names[at] not in known), stop)
-            first -= first % size
-            for name in names[:first]:
-                known.move_to_end(name)
-        event = self._event(request, first, stop)
-        if event is not None:
-            with self._lock:
-                self._announce(event, names[first:stop])
+            for first in range(0, chunks // size * size, size):
+                if known.get(names[first + size - 1]):
+                    for name in known.keys() & names[first : first + size]:
+                        known.move_to_end(name)
+                elif runs and runs[-1][1] == first:
+                    runs[-1][1] += size
+                else:
+                    runs.append([first, first + size])
+        for first, stop in runs:
+            event = self._event(request, first, stop)
+            if event is not None:
+                with self._lock:
+                    self._announce(event, names[first:stop])
 
     def ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:  # noqa: ANN401
         """Remember what chunks are that workers are told to store; announced when they have."""
@@ -186,7 +191,7 @@ class Announcer:
             if stop > len(keys):
                 return
             names = tuple(key.prefix_hash for key in keys.first(stop)[first:])
-            if names[-1] in self._announced or names[-1] in self._pending:
+            if self._announced.get(names[-1]) or names[-1] in self._pending:
                 continue
             event = self._event(request, first, stop)
             if event is None:
