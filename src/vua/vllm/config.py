@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from vua.bounds import Bounds
+from vua.device import GDS_MODES
 from vua.errors import ConfigError
 
 __all__ = ["ConnectorConfig"]
@@ -49,6 +50,9 @@ class ConnectorConfig:
     """Store the chunks of generated tokens too, not only those of prompts."""
     allow_untested_vllm: bool = False
     """Go on with a vLLM that is newer than those this version of VUA was checked against."""
+    gds_mode: str = "disabled"
+    """Whether files are read straight into GPU memory (GPUDirect Storage): ``auto`` where a trial
+    at start works, ``required``, or ``disabled``. See docs/decisions/0009-gds.md."""
     max_bytes: int | str | None = None
     """Size of the whole directory: bytes, ``"500G"`` or a share of its file system, ``"80%"``."""
     min_free_bytes: int | str | None = None
@@ -82,6 +86,9 @@ class ConnectorConfig:
                     msg = f"kv_connector_extra_config: {field.name} must be {text}, found {value!r}"
                     raise ConfigError(msg)
 
+        if self.gds_mode not in GDS_MODES:
+            msg = f"kv_connector_extra_config: gds_mode is {self.gds_mode!r}; expected {GDS_MODES}"
+            raise ConfigError(msg)
         _ = self.bounds  # raises for unusable ones
 
     @property

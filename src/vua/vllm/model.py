@@ -21,11 +21,10 @@ from vua.identity import Identity, config_digest, weights_fingerprint
 from vua.layout import KVLayout, Shard
 from vua.rope import rope_order, varies_with_length
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.dtypes import Stored, stored_as
 from vua.vllm.versions import can_fail_requests, knows_current_blocks
 
 __all__ = ["Group", "Model", "UncachedError", "describe", "fingerprint", "worker_shards"]
-
-_DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 
 
 class UncachedError(VUAError):
@@ -139,8 +138,9 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     if len(dtypes) > 1:
         msg = f"KV caches of different dtypes in one model ({', '.join(dtypes)})"
         raise UncachedError(msg)
+    stored = _stored(tables[0].kv_cache_spec, vllm_config)
     return Model(
-        identity=_identity(vllm_config, dtypes[0], config, groups),
+        identity=_identity(vllm_config, stored, config, groups),
         groups=groups,
         block_sizes=tuple(table.kv_cache_spec.block_size for table in tables),
         latent=latent,
@@ -191,7 +191,7 @@ def _group(
         kv_heads=heads,
         k_dim=spec.head_size,
         v_dim=0 if latent else spec.head_size_v,
-        dtype=_dtype(spec),
+        dtype=_stored(spec, vllm_config).dtype,
         chunk_tokens=config.chunk_tokens,
         group=kind,
     )
@@ -209,19 +209,22 @@ def worker_shards(layout: KVLayout, *, pp_size: int, tp_size: int) -> tuple[tupl
     return tuple(rows)
 
 
-def _dtype(spec: Any) -> str:  # noqa: ANN401
-    dtype = _DTYPES.get(str(spec.dtype))
-    if dtype is None:
-        msg = f"KV cache dtype {spec.dtype} is not supported yet"
+def _stored(spec: Any, vllm_config: Any) -> Stored:  # noqa: ANN401
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    found = stored_as(spec.dtype, cache, on_gpu=not current_platform.is_cpu())
+    if found is None:
+        msg = f"KV cache dtype {spec.dtype} ({cache.cache_dtype}) is not supported yet"
         raise UncachedError(msg)
-    return dtype
+    return found
 
 
 def _check_engine(vllm_config: Any) -> None:  # noqa: ANN401
     """Refuse what would make the cache's content depend on more than the identity says."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
         msg = f"KV caches on {current_platform.device_type} are not supported yet"
         raise UncachedError(msg)
     if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
@@ -261,7 +264,7 @@ def _head_range(heads: int, rank: int, size: int) -> tuple[int, int]:
 
 def _identity(
     vllm_config: Any,  # noqa: ANN401
-    dtype: str,
+    stored: Stored,
     config: ConnectorConfig,
     groups: Sequence[Group],
 ) -> Identity:
@@ -280,7 +283,8 @@ def _identity(
         return Identity(
             model=config_digest(text_config),
             weights=_weights(vllm_config),
-            kv_dtype=dtype,
+            kv_dtype=stored.dtype,
+            kv_scales=stored.scales,
             rope=rope,
             epoch=config.epoch,
             chunk_tokens=config.chunk_tokens,
