@@ -1,4 +1,4 @@
-"""Files straight into device memory: movers, the trial, checksums on the device, reads of chunks."""
+"""Files straight into device memory: movers, the trial, checksums there, reads of chunks."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ class TrialTest(DirectoryTest):
             go.wait()
             return PosixMover()
 
-        gds = Gds("auto", hang, self.root, CPU)
+        gds = Gds("auto", hang, self.root, CPU, timeout_s=0.05)
         self.assertIsNone(gds.mover)
         with self.assertRaisesRegex(ConfigError, "no answer for 0 s"):
             Gds("required", hang, self.root, CPU, timeout_s=0.05)

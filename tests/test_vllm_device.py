@@ -11,10 +11,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import test_vllm_ranks as ranks
-import test_vllm_worker as worker
 import torch
 
+import test_vllm_ranks as ranks
+import test_vllm_worker as worker
 from helpers import bits, noise
 from vua.errors import ConfigError, LayoutError
 from vua.layout import KVLayout

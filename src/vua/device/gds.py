@@ -60,10 +60,13 @@ class Gds:
         timeout_s: float = 30.0,
         threads: int = 4,
     ) -> None:
-        """Begin to prove a mover, in the background; nothing is read by it before that.
+        """Prove a mover; wait for that, though not for ever.
+
+        To be called before an engine captures CUDA graphs: what the trial does on the device would
+        spoil them.
 
         Args:
-            mode: ``auto``; or ``required``, which waits.
+            mode: ``auto`` or ``required``.
             make: opens the mover; called in a thread, because it may hang.
             directory: where a nameless file is written for a moment: on the storage that counts.
             device: where files are to be brought.
@@ -76,17 +79,16 @@ class Gds:
         self._proved, self.mover, self.why = threading.Event(), None, "it is being tried"
         self._directory, self._device, self._failed = directory, device, 0
         self.readers: Workers[_Read] = Workers(threads, timeout_s=timeout_s, name="vua-gds")
-        self.name = f"{device}"
         thread = threading.Thread(target=self._prove, args=(make,), name="vua-gds", daemon=True)
         thread.start()
-        if mode == "required":
-            if not self._proved.wait(timeout_s):
-                self.why = f"no answer for {timeout_s:.0f} s"
-            if self.mover is None:
-                raise ConfigError(
-                    f'gds_mode is "required", but files in {directory} cannot be read straight into '
-                    f'{device}: {self.why}. Set it to "auto" or "disabled" to go on without'
-                )
+        if not self._proved.wait(timeout_s):
+            self.why = f"no answer for {timeout_s:.0f} s"
+            log.warning("VUA: files go to %s through host memory: %s", device, self.why)
+        if mode == "required" and self.mover is None:
+            raise ConfigError(
+                f'gds_mode is "required", but files in {directory} cannot be read straight into '
+                f'{device}: {self.why}. Set it to "auto" or "disabled" to go on without'
+            )
 
     mover: Mover | None
     """What to read by; None before it is proved, and where it does not work."""

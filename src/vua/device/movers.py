@@ -74,7 +74,8 @@ class PosixMover:
         if memory.device.type == "cpu":
             return _fill(handle, memory.numpy()[at : at + nbytes].data, offset)
         if not hasattr(self._own, "buffer"):
-            self._own.buffer = torch.empty(_BOUNCE_NBYTES, dtype=torch.uint8, pin_memory=True)
+            with torch.cuda.device(memory.device):
+                self._own.buffer = torch.empty(_BOUNCE_NBYTES, dtype=torch.uint8, pin_memory=True)
         done = 0
         while done < nbytes:
             step = min(nbytes - done, _BOUNCE_NBYTES)
@@ -146,10 +147,10 @@ class CuFileMover:
             ) from problem
 
     def _bind(self) -> None:
-        """Make the device's context current in this thread, as cuFile expects."""
+        """Make the device's context current in this thread, one of ours, as cuFile expects."""
         if not getattr(self._threads, "bound", False):
-            with torch.cuda.device(self._device):
-                torch.cuda.mem_get_info(self._device)  # selecting alone would not bind it
+            torch.cuda.set_device(self._device)
+            torch.cuda.mem_get_info(self._device)  # selecting a device alone may not bind it
             self._threads.bound = True
 
     def attach(self, memory: Tensor) -> None:

@@ -141,6 +141,13 @@ class Staging:
                     return None  # the device has no room for one more: the pool stays smaller
             return self._made[slab]
 
+    def prepare(self, slabs: int) -> None:
+        """Make so many slabs now, as far as there may and can be, and not when they are needed."""
+        taken = [self.take() for _ in range(slabs)]
+        for staged in taken:
+            if staged is not None:
+                self.give_back(staged)
+
     def give_back(self, staged: StagedSlab) -> None:
         """Return a slab, when its last transfer is complete: waits for it."""
         staged.fence.wait()
@@ -224,12 +231,12 @@ class Staging:
     def _make(self, slab: Slab) -> StagedSlab:
         host = torch.from_numpy(slab.bytes)
         room = (len(self._parts), slab.chunks, self._tokens)
-        slots = torch.empty(room, dtype=torch.int64, pin_memory=self._cuda)
         if not self._cuda:
-            return StagedSlab(slab, host, host, slots)
+            return StagedSlab(slab, host, host, torch.empty(room, dtype=torch.int64))
         # On a stream of ours: the allocator may hand out memory that the engine's stream still uses
-        # up to now, but ours would not wait for it.
+        # up to now, but ours would not wait for it. And on its device: threads begin on the first.
         with torch.cuda.stream(self._load_stream):
+            slots = torch.empty(room, dtype=torch.int64, pin_memory=True)
             mirror = torch.empty_like(host, device=self._device)
         self._load_stream.synchronize()
         # Pinned where it lies: torch's own allocator rounds up to powers of two. Where the system

@@ -52,6 +52,8 @@ from vua.workers import Attempt
 
 __all__ = ["STAGED_DEVICES", "DeviceGroupSide", "lies_on_device", "mover_for", "open_gds"]
 
+_FIRST_SAVE_SLABS: Final = 8
+"""Those for saves that are made at start; the others when the engine outruns the storage."""
 STAGED_DEVICES: Final = {"cuda"}
 """Types of devices whose blocks `vua.device` moves. Tests add the CPU, with plain pages."""
 
@@ -87,13 +89,13 @@ class DeviceGroupSide(GroupSide):
 
     load_slabs: Staging
     save_slabs: Staging
+    _parts: Sequence[_Part] = ()
     _direct: tuple[Store, DirectReader] | None = None
 
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables
     ) -> None:
         """Find this group's layers and make the ways to them. Raises UncachedError."""
-        self._parts: list[_Part] = []
         self._attached: set[StagedSlab] = set()
         layout = self.group.layout
         chunks = max(1, LOAD_SLAB_NBYTES // self.shard.payload_nbytes(layout))
@@ -104,8 +106,10 @@ class DeviceGroupSide(GroupSide):
                 pages, layout, self.shard, chunks=chunks, limit=2 * self.load_threads
             )
             self.save_slabs = Staging(pages, layout, self.shard, chunks=1, limit=self.save_limit)
+            self.load_slabs.prepare(2)  # page-locking takes milliseconds: not in the first steps
+            self.save_slabs.prepare(_FIRST_SAVE_SLABS)
         except LayoutError as problem:
-            self._parts = []
+            self._parts = ()
             raise UncachedError(str(problem)) from problem
 
     def _place(self, table: int, layers: slice, caches: Sequence[torch.Tensor]) -> None:
@@ -113,7 +117,8 @@ class DeviceGroupSide(GroupSide):
         shape = tuple(caches[0].shape)
         axes = axes_of(shape, heads=self.shard.heads, block_size=block_size, dims=layout.dims)
         k_dim = layout.k_dim if "C" in axes else None
-        self._parts.append(_Part(table, block_size, PagedCache.of(caches, axes, k_dim=k_dim)))
+        pages = PagedCache.of(caches, axes, k_dim=k_dim)
+        self._parts = (*self._parts, _Part(table, block_size, pages))
 
     def mark(self) -> Fence:
         """See :meth:`GroupSide.mark`."""
@@ -127,6 +132,10 @@ class DeviceGroupSide(GroupSide):
     def close(self) -> None:
         """See :meth:`GroupSide.close`."""
         if self._parts:
+            mover = None if self.gds is None else self.gds.mover
+            if mover is not None:
+                for slab in self._attached:
+                    mover.detach(slab.device_bytes)
             for staging in (self.load_slabs, self.save_slabs):
                 staging.close()
 
