@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import unittest
 from importlib.util import find_spec
 from itertools import product
@@ -16,6 +17,7 @@ import torch
 import test_vllm_ranks as ranks
 import test_vllm_worker as worker
 from helpers import bits, noise
+from vua.device import Staging
 from vua.errors import ConfigError, LayoutError
 from vua.layout import KVLayout
 
@@ -47,6 +49,22 @@ class StagedHangingTest(worker.HangingTest):
         super().setUp()
         self.assertIsInstance(self.side._groups[0], DeviceGroupSide)
 
+    def test_engine_waits_for_a_load_that_is_given_up(self) -> None:
+        """Once it can queue nothing more, what it has queued comes before the blocks' next use."""
+        side = self.side
+        wanted = []
+
+        def join(staging: Staging) -> None:
+            self.assertIs(side._groups[0].load_slabs, staging)
+            self.assertIs(threading.main_thread(), threading.current_thread())
+            wanted.extend(attempt.wanted for attempt in side._loaders._running)
+
+        with mock.patch.object(Staging, "join", join):
+            self.load("late", [5, 6, 7])
+            self.assertEqual({"late"}, self.received())
+
+        self.assertEqual([False], wanted)
+
 
 @pytest.mark.thorough
 class DirectHangingTest(StagedHangingTest):
@@ -62,6 +80,7 @@ class DirectPathsTest(DirectHangingTest):
 
     test_hanging_load = test_load_in_time = test_loads_behind_a_hanging_one = None
     test_hanging_saves = test_failing_saves = test_pin = test_shutdown = None
+    test_engine_waits_for_a_load_that_is_given_up = None
 
     def worker(self, **settings: Any) -> Any:
         """A worker that is in no hurry."""
@@ -264,6 +283,32 @@ class FormsTest(worker.DirectoryTest):
             with self.subTest(cache):
                 self.assertIsNone(stored_as(torch.uint8, cache, on_gpu=True))
         self.assertIsNone(stored_as(torch.uint8, fp8, on_gpu=False))
+
+    def test_platforms(self) -> None:
+        """CUDA is served, and fp8 there; other devices are not."""
+        from vua.vllm import model
+
+        cache, fp8 = SimpleNamespace(cache_dtype="fp8"), SimpleNamespace(dtype=torch.uint8)
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(runner_type="generate"),
+            parallel_config=SimpleNamespace(),
+            speculative_config=None,
+            cache_config=cache,
+        )
+
+        def on(kind: str) -> Any:
+            platform = SimpleNamespace(
+                is_cpu=lambda: kind == "cpu", is_cuda=lambda: kind == "cuda", device_type=kind
+            )
+            return mock.patch("vllm.platforms.current_platform", platform)
+
+        with on("cuda"):
+            model._check_engine(config)
+            self.assertEqual("F8_E4M3", model._stored(fp8, config).dtype)
+        with on("xpu"), self.assertRaisesRegex(model.UncachedError, "xpu"):
+            model._check_engine(config)
+        with on("cpu"), self.assertRaisesRegex(model.UncachedError, "uint8"):
+            model._stored(fp8, config)
 
     def test_required(self) -> None:
         """Where GDS is required and there is none, the engine does not start; `auto` goes on."""
