@@ -201,7 +201,7 @@ class MoverTest(DirectoryTest):
         """The trial passes."""
         gds = Gds("required", self.mover, self.root, self.device)
         self.addCleanup(gds.close)
-        self.assertTrue(gds.wait(0))
+        self.assertIsNotNone(gds.mover)
         self.assertEqual([], list(self.root.iterdir()))
 
 
@@ -257,11 +257,11 @@ class TrialTest(DirectoryTest):
                 with self.assertRaisesRegex(ConfigError, "required"):
                     Gds("required", lambda fault=fault: Broken(fault), self.root, CPU)
                 gds = Gds("auto", lambda fault=fault: Broken(fault), self.root, CPU)
-                self.assertFalse(gds.wait(20))
+                self.assertIsNone(gds.mover)
                 gds.close()
 
     def test_hanging_driver(self) -> None:
-        """A driver that does not answer holds up nobody."""
+        """A driver that does not answer in time holds up nobody, and is not used later on."""
         go = threading.Event()
         self.addCleanup(go.set)
 
@@ -274,7 +274,8 @@ class TrialTest(DirectoryTest):
         with self.assertRaisesRegex(ConfigError, "no answer for 0 s"):
             Gds("required", hang, self.root, CPU, timeout_s=0.05)
         go.set()
-        self.assertTrue(gds.wait(20))
+        self.assertTrue(gds._proved.wait(20))
+        self.assertIsNone(gds.mover)
         gds.close()
 
     def test_no_driver(self) -> None:

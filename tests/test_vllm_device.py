@@ -187,7 +187,13 @@ class FormsTest(worker.DirectoryTest):
         super().setUp()
         on_cpu_too(self)
 
-    def side(self, layout: KVLayout, block_size: int, caches: dict[str, torch.Tensor]) -> Any:
+    def side(
+        self,
+        layout: KVLayout,
+        block_size: int,
+        caches: dict[str, torch.Tensor],
+        **settings: Any,
+    ) -> Any:
         """A worker over these tensors."""
         from vua.identity import Identity
         from vua.vllm.config import ConnectorConfig
@@ -198,7 +204,7 @@ class FormsTest(worker.DirectoryTest):
         group = Group(layout, tuple(range(layout.layers)), ((layout.full,),), (0,))
         identity = Identity(model=f"{layout}", chunk_tokens=layout.chunk_tokens)
         model = Model(identity, (group,), (block_size,), latent=not layout.v_dim)
-        config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
+        config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
         made = WorkerSide(model, config, Rank(0, 0))
         made.register(
             caches, {name: at for at, name in enumerate(caches)}, dict.fromkeys(caches, 0)
@@ -320,8 +326,13 @@ class FormsTest(worker.DirectoryTest):
                 device_side.open_gds(config, torch.device("cuda:0"))
             config = ConnectorConfig(shared_storage_path=str(self.root), gds_mode="auto")
             gds = device_side.open_gds(config, torch.device("cuda:0"))
-            self.assertFalse(gds.wait(20))
+            self.assertIsNone(gds.mover)
             gds.close()
+        device_side.STAGED_DEVICES.remove("cpu")
+        with self.assertRaisesRegex(ConfigError, "lies in CPU memory"):
+            tensor = torch.zeros(10, 2, 8, 16)
+            layout = KVLayout(1, 2, 8, 8, "F32", 16)
+            self.side(layout, 8, {"model.layers.0": tensor}, gds_mode="required")
         with self.assertRaisesRegex(ConfigError, "gds_mode is 'maybe'"):
             ConnectorConfig(shared_storage_path=str(self.root), gds_mode="maybe")
 

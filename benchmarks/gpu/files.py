@@ -70,7 +70,7 @@ class Loading:
         )
         codec = self.store.codec(self.layout.full)
         self.direct_reader = DirectReader(self.gds, codec, self.store.storage)
-        if self.gds.wait(60):
+        if self.gds.mover is not None:
             module = Path("/proc/driver/nvidia-fs").exists()
             print(f"    by {self.gds.mover.name}; nvidia-fs: {module} (False: compatibility mode)")
         else:

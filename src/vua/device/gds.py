@@ -77,12 +77,13 @@ class Gds:
         """
         self._lock = threading.Lock()
         self._proved, self.mover, self.why = threading.Event(), None, "it is being tried"
-        self._directory, self._device, self._failed = directory, device, 0
+        self._directory, self._device, self._failed, self._open = directory, device, 0, True
         self.readers: Workers[_Read] = Workers(threads, timeout_s=timeout_s, name="vua-gds")
         thread = threading.Thread(target=self._prove, args=(make,), name="vua-gds", daemon=True)
         thread.start()
         if not self._proved.wait(timeout_s):
-            self.why = f"no answer for {timeout_s:.0f} s"
+            with self._lock:  # whatever it says later is too late
+                self._open, self.mover, self.why = False, None, f"no answer for {timeout_s:.0f} s"
             log.warning("VUA: files go to %s through host memory: %s", device, self.why)
         if mode == "required" and self.mover is None:
             raise ConfigError(
@@ -95,18 +96,14 @@ class Gds:
     why: str
     """Why there is none."""
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it is known; return whether files can be read this way."""
-        self._proved.wait(timeout_s)
-        return self.mover is not None
-
     def _prove(self, make: Callable[[], Mover]) -> None:
         try:
             mover = make()
             _probe(mover, self._directory, self._device)
-            self.mover = mover
+            with self._lock:
+                self.mover = mover if self._open else None
             log.info("VUA: files go to %s by %s", self._device, mover.name)
-        except Exception as problem:  # noqa: BLE001 - whatever the driver raises, there is a way without
+        except Exception as problem:  # noqa: BLE001 - whatever it raises, there is a way without
             self.why = f"{problem}"
             log.warning("VUA: files go to %s through host memory: %s", self._device, self.why)
         finally:
@@ -129,7 +126,8 @@ class Gds:
 
     def close(self) -> None:
         """End the threads; a second call does nothing."""
-        self.mover = None
+        with self._lock:
+            self._open, self.mover = False, None
         self.readers.close()
 
 
@@ -218,12 +216,9 @@ class DirectReader:
                 found = self._open(mover, key)
                 if found is None:
                     break
-                handle, table = found
-                tables.append(table)
-                reads.append(_Read(handle, place * self._payload))
-                self._gds.readers.submit(self._reading(mover, memory), reads[-1])
-            for read in reads:
-                read.ended.wait()
+                tables.append(found[1])
+                reads.append(_Read(found[0], place * self._payload))
+                self._begin(mover, memory, reads[-1])
         finally:
             for read in reads:
                 read.ended.wait()
@@ -231,6 +226,13 @@ class DirectReader:
         done = next((at for at, read in enumerate(reads) if not read.well), len(reads))
         right = self._right(memory, tables[:done])
         return right, right < done
+
+    def _begin(self, mover: Mover, memory: Tensor, read: _Read) -> None:
+        try:
+            self._gds.readers.submit(self._reading(mover, memory), read)
+        except RuntimeError as problem:  # the system has no thread for it
+            log.debug("a file was not read by %s: %s", mover.name, problem)
+            read.ended.set()
 
     def _reading(self, mover: Mover, memory: Tensor) -> Callable[[Attempt[_Read]], None]:
         def work(attempt: Attempt[_Read]) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from vua.device import Fence, Gds
 from vua.directory import create_stores
-from vua.errors import StorageError
+from vua.errors import ConfigError, StorageError
 from vua.keys import ChunkKey
 from vua.store import Saver, Store
 from vua.vllm.config import ConnectorConfig
@@ -126,6 +126,8 @@ class WorkerSide:
                 for at, group in enumerate(self._groups)
             ]
             self._gds = open_gds(self._config, next(iter(kv_caches.values())).device)
+        elif self._config.gds_mode == "required":
+            raise ConfigError('gds_mode is "required", but the KV cache lies in CPU memory')
         for group in self._groups:
             group.register(kv_caches, layer_of, tables)
             group.gds = self._gds
