@@ -76,7 +76,7 @@ class Engine:
         """Start it. A fork has vLLM imported already; with CUDA processes cannot be forked."""
         context = multiprocessing.get_context("fork" if fork else "spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, settings))
+        self._process = context.Process(target=serve, args=(theirs, settings), daemon=True)
         self._process.start()
         theirs.close()
         self._pipe.recv()
