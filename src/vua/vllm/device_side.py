@@ -14,8 +14,8 @@ The order of things, which is all that is subtle here; see `vua.device.staging` 
   before whatever may overwrite them. Only the transfer to the host has a stream of its own, and the
   file is written when that has ended. So the blocks may be freed at once.
 
-There are no hooks per layer: full CUDA graphs skip them, and a load beside the engine's work costs
-it nothing, see docs/decisions/0009-gds.md.
+There are no hooks per layer: full CUDA graphs skip them, and loads run beside the engine's steps as
+they are, see docs/decisions/0009-gds.md.
 """
 
 from __future__ import annotations
