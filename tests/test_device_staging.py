@@ -141,6 +141,14 @@ class StagingTest(DirectoryTest):
         staging.give_back(first)
         self.assertIsNone(staging.take())
 
+    def test_prepared(self) -> None:
+        """Slabs that were made beforehand are those that are lent."""
+        staging = self.staging(engine(self.device, seed=1)[1], limit=2)
+        staging.prepare(5)
+        made = set(staging._made.values())
+        self.assertEqual(2, len(made))
+        self.assertEqual(made, {staging.take(), staging.take()})
+
     def test_refused(self) -> None:
         """A cache that is not the shard, and slots that do not fit a slab, are refused."""
         memory, paged = engine(self.device, seed=1)
@@ -236,6 +244,24 @@ class GPUStagingTest(StagingTest):
         found = memory.view(torch.uint8).cpu()
         self.assertEqual({7}, set(found[:, :2].flatten().tolist()))
         self.assertEqual({0}, set(found[:, 2:].flatten().tolist()))
+
+    def test_join(self) -> None:
+        """What the engine queues after a join is after the loads that were queued before it."""
+        memory, paged = engine(self.device, seed=1)
+        staging = self.staging(paged)
+        staged = staging.take()
+        staged.slab.bytes[:] = 7
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(200_000_000)
+            late = staging.mark()
+
+        staging.load(staged, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)], after=late)
+        staging.join()
+        memory.zero_()
+
+        torch.cuda.synchronize()
+        self.assertEqual({0}, set(memory.view(torch.uint8).cpu().flatten().tolist()))
 
     def test_pinned(self) -> None:
         """Slabs are page-locked while the staging is open."""

@@ -42,6 +42,31 @@ class TestPrograms(unittest.TestCase):
             parts = {"overhead", "time to first token", "after a restart"}
             self.assertLessEqual(parts, json.loads(out.read_text()).keys())
 
+    @pytest.mark.vllm
+    @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+    @pytest.mark.thorough
+    def test_gpu_engine_benchmark(self) -> None:
+        """The benchmark for vLLM on a GPU works, on the CPU and tiny, and checks what it loads."""
+        with tempfile.TemporaryDirectory() as name:
+            out = Path(name) / "result.json"
+            done = run("benchmarks/gpu/engine.py", "--tiny", "--json", str(out), timeout_s=600)
+
+            self.assertEqual(0, done.returncode, done.stderr)
+            self.assertEqual(8, len(json.loads(out.read_text())))
+
+    @pytest.mark.thorough
+    def test_gpu_transfers_benchmark(self) -> None:
+        """The benchmark of transfers works on the CPU, with every way to the blocks checked."""
+        with tempfile.TemporaryDirectory() as name:
+            out = Path(name) / "result.json"
+            program = ("benchmarks/gpu/transfers.py", "--device", "cpu", "--rounds", "1")
+            done = run(*program, "--dir", name, "--json", str(out), timeout_s=300)
+
+            self.assertEqual(0, done.returncode, done.stderr)
+            rows = json.loads(out.read_text())
+        self.assertEqual({f"G{n}" for n in (1, 2, 3, 5, 6, 7)}, {row["id"] for row in rows})
+        self.assertIn("GDS, verified, to blocks", {row["arm"] for row in rows})
+
     def test_readme_example(self) -> None:
         """The README's Python example runs as it stands."""
         text = (ROOT / "README.md").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -12,7 +13,16 @@ import safetensors.torch
 import torch
 from harness import Arms, Bench, expect, medians, once
 
-from vua.device import PagedCache, Staging, gather, slots_of
+from vua.device import (
+    CuFileMover,
+    DirectReader,
+    Gds,
+    PagedCache,
+    PosixMover,
+    Staging,
+    gather,
+    slots_of,
+)
 from vua.directory import create_store
 from vua.identity import Identity
 from vua.keys import KeyChain, token_ids
@@ -54,6 +64,41 @@ class Loading:
         self.host = bench.host(self.payload)
         self.far = torch.empty(self.payload, dtype=torch.uint8, device=bench.device)
         self.loaders: dict[object, Loader] = {}
+        device = bench.device
+        self.gds = Gds(
+            "auto", lambda: CuFileMover(device) if bench.big else PosixMover(), root, device
+        )
+        codec = self.store.codec(self.layout.full)
+        self.direct_reader = DirectReader(self.gds, codec, self.store.storage)
+        if self.gds.mover is not None:
+            module = Path("/proc/driver/nvidia-fs").exists()
+            print(f"    by {self.gds.mover.name}; nvidia-fs: {module} (False: compatibility mode)")
+        else:
+            print(f"    no GPUDirect Storage: {self.gds.why}")
+
+    def direct(self) -> None:
+        """Read two chunks at a time into device memory, verify them there, scatter."""
+        staging, mark = self.staging, self.staging.mark()
+        slabs = [staging.take(), staging.take()]
+        for at in range(0, self.chunks, 2):
+            staged = slabs[at // 2 % 2]
+            staged.fence.wait()
+            with staging.aside():
+                found = self.direct_reader.read(self.keys[at : at + 2], staged.device_bytes)
+            expect("direct read", holds=found == (2, False))
+            staging.load(staged, [self.slots[at : at + 2]], after=mark, there=True)
+        for staged in slabs:
+            staging.give_back(staged)
+
+    def by_mover(self) -> None:
+        """Read the payloads by the mover alone, unverified."""
+        mover = self.gds.mover
+        for path in self.paths:
+            with path.open("rb") as stream:
+                handle = mover.open(stream.fileno())
+                got = mover.read(handle, self.far, 0, self.payload, 4096)
+                mover.close(handle)
+            expect("mover", holds=got == self.payload)
 
     def pipelined(self) -> None:
         """Read the next two chunks while the last two travel: what an adapter does."""
@@ -85,10 +130,12 @@ class Loading:
     def arms(self) -> Arms:
         """All ways, the limits first."""
         device = str(self.bench.device)
+        direct: Arms = {"GDS, verified, to blocks": self.direct, "GDS read alone": self.by_mover}
         return {
             "preadv": self.raw,
             "PCIe": self.over_pcie,
             "VUA, verified, to blocks": self.pipelined,
+            **(direct if self.gds.mover is not None else {}),
             "safetensors.load_file": lambda: [
                 safetensors.torch.load_file(p, device) for p in self.paths
             ],
@@ -98,7 +145,7 @@ class Loading:
             "np.fromfile, pin, copy": lambda: [pinned_copy(p, self.bench) for p in self.paths],
         }
 
-    def check(self) -> None:
+    def check(self, load: Callable[[], None]) -> None:
         """What is loaded into wiped blocks is what was stored from them."""
         shape = (self.chunks, self.layout.kv_heads, self.layout.layers, 64, self.layout.k_dim)
         first, wiped, again = (self.bench.random(2, *shape) for _ in range(3))
@@ -106,7 +153,7 @@ class Loading:
         for page in (page for array in self.paged.arrays for page in array):
             page.zero_()
         gather(self.paged, self.slots, *wiped)
-        self.pipelined()
+        load()
         self.bench.sync()
         gather(self.paged, self.slots, *again)
         bits = [t.view(torch.int16) for t in (first, wiped, again)]
@@ -131,7 +178,10 @@ def load_files(bench: Bench) -> None:
         limit = {"slower of preadv, PCIe": max(times["preadv"], times["PCIe"])}
         case = f"{loading.chunks} files of {loading.payload >> 10} KiB, {temperature}"
         bench.report("G5", case, limit | times, loading.chunks * loading.payload)
-    loading.check()
+    loading.check(loading.pipelined)
+    if loading.gds.mover is not None:
+        loading.check(loading.direct)
+    loading.gds.close()
     loading.staging.close()
 
 

@@ -12,8 +12,10 @@ G7  one 64-token chunk, from order to usable   / memcpy of 4 KiB
 G8  layers loaded while earlier ones compute   / the longer one of both alone
 
 The arms of a case take turns; medians of the rounds are compared. Whatever was moved is compared
-with what it should be. Takes under eight minutes on one GPU. With ``--device cpu`` sizes are tiny
-and streams do not exist: that only shows that the script works.
+with what it should be. A GPU machine needs torch with CUDA and Triton, numpy, safetensors, xxhash
+and this repository (``PYTHONPATH=src``), and for G5's GDS arms cuda-bindings and nvidia-cufile; no
+network. Meant to take under eight minutes on one GPU (more than that: ``--rounds 10``). With
+``--device cpu`` sizes are tiny and streams do not exist: that only shows that the script works.
 """
 
 from __future__ import annotations

@@ -116,6 +116,10 @@ class Keyring:
         seal = self.seal(tenant)
         return None if seal is None else Naming(tenant, seal.naming)
 
+    def seals(self, tenant: str = "") -> bool:
+        """Whether files of a tenant, or the directory's own, have to be sealed."""
+        return self._path(tenant) is not None
+
     def seal(self, tenant: str = "") -> Seal | None:
         """Return the seal of a tenant's files, or of the directory's own; None: plain files.
 

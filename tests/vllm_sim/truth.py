@@ -130,6 +130,9 @@ class Cache:
     The n-th layers of all cache groups share memory: a block belongs to one group at a time.
     """
 
+    packed = True
+    """False: plain rows, K then V, as on a GPU, instead of what the CPU's operators make."""
+
     def __init__(
         self, shape: Shape, groups: Sequence[Sequence[int]], blocks: int, block_size: int
     ) -> None:
@@ -154,6 +157,13 @@ class Cache:
         return pages[:, : 2 * self.shape.heads * self.shape.dim]
 
     def _writer(self) -> _Write:
+        if not self.packed:
+            size = self.block_size
+
+            def write(cache: torch.Tensor, slots: torch.Tensor, kv: torch.Tensor) -> None:
+                cache[slots // size, :, slots % size] = torch.cat([kv[0], kv[1]], dim=-1)
+
+            return write
         from vllm.v1.attention.backends import cpu_attn
 
         isa = cpu_attn._get_attn_isa(torch.bfloat16, self.block_size, self.shape.dim)

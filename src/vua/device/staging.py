@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +74,11 @@ class StagedSlab:
     fence: Fence = field(default_factory=Fence)
     """When the slab's last transfer is complete."""
 
+    @property
+    def device_bytes(self) -> Tensor:
+        """The slab's bytes where the cache is; nobody else's while no transfer is under way."""
+        return self._mirror
+
 
 class Staging:
     """The ways of one shard's layers to and from host memory. Safe for threads.
@@ -107,7 +113,7 @@ class Staging:
                 f"{layers} layers with (heads, row lengths, item size, device) {found}; shard "
                 f"{shard.name} has {shard.layers} with {wanted}: narrow the caches to the shard"
             )
-        self._parts, self._device = tuple(parts), parts[0].device
+        self._parts, self._device, self.chunks = tuple(parts), parts[0].device, chunks
         self._tokens = layout.chunk_tokens
         self._pool = SlabPool(layout, shard, chunks=chunks, limit=limit)
         self._made: dict[Slab, StagedSlab] = {}
@@ -135,6 +141,13 @@ class Staging:
                     return None  # the device has no room for one more: the pool stays smaller
             return self._made[slab]
 
+    def prepare(self, slabs: int) -> None:
+        """Make so many slabs now, as far as there may and can be, and not when they are needed."""
+        taken = [self.take() for _ in range(slabs)]
+        for staged in taken:
+            if staged is not None:
+                self.give_back(staged)
+
     def give_back(self, staged: StagedSlab) -> None:
         """Return a slab, when its last transfer is complete: waits for it."""
         staged.fence.wait()
@@ -146,7 +159,18 @@ class Staging:
             return Fence()
         return _end_of(torch.cuda.current_stream(self._device))
 
-    def load(self, staged: StagedSlab, slots: Sequence[Tensor], *, after: Fence) -> Fence:
+    def aside(self) -> AbstractContextManager[object]:
+        """Let the calling thread queue its own work where loads are queued, beside the engine's."""
+        return torch.cuda.stream(self._load_stream) if self._cuda else nullcontext()
+
+    def join(self) -> None:
+        """Let what the calling thread queues from now on wait, on the device, for all loads."""
+        if self._cuda:
+            torch.cuda.current_stream(self._device).wait_stream(self._load_stream)
+
+    def load(
+        self, staged: StagedSlab, slots: Sequence[Tensor], *, after: Fence, there: bool = False
+    ) -> Fence:
         """Queue the slab's first chunks into the cache; return when the blocks are complete.
 
         Args:
@@ -154,6 +178,7 @@ class Staging:
             slots: for each of the parts int64 in host memory, ``[chunks, tokens]``: as many chunks
                 as are to be moved, negative where a token is not to be touched.
             after: what :meth:`mark` gave when the blocks had been handed over.
+            there: the chunks were read into ``device_bytes`` already.
 
         Raises InputError when the slots do not fit; nothing is moved then.
         """
@@ -166,7 +191,8 @@ class Staging:
             if after.event is not None:
                 self._load_stream.wait_event(after.event)
             stop = count * self._chunk_nbytes(staged)
-            staged._mirror[:stop].copy_(staged._host[:stop], non_blocking=True)
+            if not there:
+                staged._mirror[:stop].copy_(staged._host[:stop], non_blocking=True)
             self._move(scatter, staged._mirror, self._pinned(staged, slots), staged)
             staged.fence = _end_of(self._load_stream)
         return staged.fence
@@ -205,12 +231,12 @@ class Staging:
     def _make(self, slab: Slab) -> StagedSlab:
         host = torch.from_numpy(slab.bytes)
         room = (len(self._parts), slab.chunks, self._tokens)
-        slots = torch.empty(room, dtype=torch.int64, pin_memory=self._cuda)
         if not self._cuda:
-            return StagedSlab(slab, host, host, slots)
+            return StagedSlab(slab, host, host, torch.empty(room, dtype=torch.int64))
         # On a stream of ours: the allocator may hand out memory that the engine's stream still uses
-        # up to now, but ours would not wait for it.
+        # up to now, but ours would not wait for it. And on its device: threads begin on the first.
         with torch.cuda.stream(self._load_stream):
+            slots = torch.empty(room, dtype=torch.int64, pin_memory=True)
             mirror = torch.empty_like(host, device=self._device)
         self._load_stream.synchronize()
         # Pinned where it lies: torch's own allocator rounds up to powers of two. Where the system

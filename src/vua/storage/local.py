@@ -94,6 +94,10 @@ class FileReader:
             self._cold = True
         return _linux.preadv_all(self._fd, _linux.iovecs_at(iovecs, count), offset)
 
+    def fileno(self) -> int:
+        """Return the descriptor, for other ways to read the very same file."""
+        return self._fd
+
     def close(self) -> None:
         """Close the file."""
         if self._local:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from vua.bounds import Bounds
+from vua.device import GDS_MODES
 from vua.errors import ConfigError
 from vua.security import Security
 
@@ -61,6 +62,9 @@ class ConnectorConfig:
     behind a prefix than for a prompt as a whole (MLA on CPUs: other tokens may come out)."""
     allow_untested_vllm: bool = False
     """Go on with a vLLM that is newer than those this version of VUA was checked against."""
+    gds_mode: str = "disabled"
+    """Whether files are read straight into GPU memory (GPUDirect Storage): ``auto`` where a trial
+    at start works, ``required``, or ``disabled``. See docs/decisions/0009-gds.md."""
     max_bytes: int | str | None = None
     """Size of the whole directory: bytes, ``"500G"`` or a share of its file system, ``"80%"``."""
     min_free_bytes: int | str | None = None
@@ -114,6 +118,9 @@ class ConnectorConfig:
                 f"kv_connector_extra_config: load_policy must be one of {', '.join(_LOAD_POLICIES)}"
                 f", found {self.load_policy!r}"
             )
+            raise ConfigError(msg)
+        if self.gds_mode not in GDS_MODES:
+            msg = f"kv_connector_extra_config: gds_mode is {self.gds_mode!r}; expected {GDS_MODES}"
             raise ConfigError(msg)
         _ = self.bounds, self.security  # raise for unusable ones
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
+from vua.device import Fence, Gds
 from vua.keys import ChunkKey
 from vua.serdes import DTYPES
 from vua.slab import Slab, SlabPool
@@ -28,7 +29,7 @@ from vua.workers import Attempt
 
 __all__ = ["GroupSide", "Rank", "Tables"]
 
-_LOAD_SLAB_NBYTES: Final = 16 << 20
+LOAD_SLAB_NBYTES: Final = 16 << 20
 
 Tables: TypeAlias = Mapping[str, int]
 """The vLLM cache group of each layer, by name."""
@@ -43,6 +44,9 @@ class Rank(NamedTuple):
 
 class GroupSide:
     """One group's files, buffers, and its layers in vLLM's memory, on one rank."""
+
+    gds: Gds | None = None
+    """What may read files straight into GPU memory."""
 
     def __init__(
         self,
@@ -62,12 +66,15 @@ class GroupSide:
         row = self.group.shards[rank.pp]
         self.writes = row.index(self.shard) == rank.tp  # of the ranks that hold it, the first
         layout, payload = self.group.layout, self.shard.payload_nbytes(self.group.layout)
-        chunks = max(1, _LOAD_SLAB_NBYTES // payload)
-        self.load_slabs = SlabPool(layout, self.shard, chunks=chunks, limit=config.load_threads)
+        chunks, self.load_threads = max(1, LOAD_SLAB_NBYTES // payload), config.load_threads
+        self.load_slabs: Any = SlabPool(
+            layout, self.shard, chunks=chunks, limit=config.load_threads
+        )
         room = (config.max_pending_save_mib << 20) // len(model.groups)
-        self.save_slabs = SlabPool(layout, self.shard, chunks=1, limit=max(1, room // payload))
-        self._loader_of: dict[Slab, Loader] = {}
-        self._saver_of: dict[Slab, Saver] = {}
+        self.save_limit = max(1, room // payload)
+        self.save_slabs: Any = SlabPool(layout, self.shard, chunks=1, limit=self.save_limit)
+        self._loader_of: dict[Any, Loader] = {}
+        self._saver_of: dict[Any, Saver] = {}
         self._places: list[tuple[int, slice, PagedKV | StatePages]] = []
         """Where layers lie: (vLLM cache group, which of this rank's layers, the pages)."""
 
@@ -84,9 +91,12 @@ class GroupSide:
         edges = [n for n in range(1, len(layers)) if table_of[n] != table_of[n - 1]]
         for first, stop in pairwise([0, *edges, len(layers)]):
             caches = [kv_caches[names[layer]] for layer in layers[first:stop]]
-            block_size = self._model.block_sizes[table_of[first]]
-            pages = self._pages(caches, block_size)
-            self._places.append((table_of[first], slice(first, stop), pages))
+            self._place(table_of[first], slice(first, stop), caches)
+
+    def _place(self, table: int, layers: slice, caches: Sequence[torch.Tensor]) -> None:
+        block_size = self._model.block_sizes[table]
+        pages = self._pages(caches, block_size)
+        self._places.append((table, layers, pages))
 
     def reopen(self, store: Store) -> None:
         """Use another store from now on; what is running goes on with the one it began with."""
@@ -106,10 +116,28 @@ class GroupSide:
             return fused_form(slots, layout.k_dim, layout.v_dim)
         return learn_cpu_form(cache.dtype, slots, layout.k_dim)
 
-    def load(self, part: GroupLoad, attempt: Attempt[LoadOrder]) -> tuple[int, str | None]:
+    # What blocks in GPU memory need, see `vua.vllm.device_side`; nothing on the CPU.
+
+    def mark(self) -> Fence:
+        """Return the end of what the engine's thread, which calls this, has ordered so far."""
+        return Fence()
+
+    def fence(self) -> None:
+        """Let what the engine's thread orders from now on come after all loads."""
+
+    def copied(self, slab: Any) -> None:  # noqa: ANN401
+        """Wait until what :meth:`gather` copies is in the slab."""
+
+    def close(self) -> None:
+        """Release what transfers used, after the last of them."""
+
+    def load(
+        self, part: GroupLoad, attempt: Attempt[LoadOrder], after: Fence
+    ) -> tuple[int, str | None]:
         """Load until something is missing or nobody waits any more.
 
-        Returns the token up to which all is in its blocks, and why it stopped early, or None.
+        ``after`` is what :meth:`mark` gave when the load was ordered. Returns
+        the token up to which all is in its blocks, and why it stopped early, or None.
         """
         slab = self.load_slabs.take() if self._places else None
         if slab is None:
@@ -176,14 +204,14 @@ class GroupSide:
         if self.watch is not None and reason != "error":  # then it may be there all the same
             self.watch.gone(key.prefix_hash, self.shard)
 
-    def saver(self, slab: Slab) -> Saver:
+    def saver(self, slab: Any) -> Saver:  # noqa: ANN401
         """Return what saves this rank's shard from a slab; for who holds the slab."""
         saver = self._saver_of.get(slab)
         if saver is None:
             saver = self._saver_of[slab] = self.store.saver(slab.memory, shard=self.shard)
         return saver
 
-    def gather(self, slab: Slab, key: ChunkKey, block_ids: Sequence[Sequence[int]]) -> None:
+    def gather(self, slab: Any, key: ChunkKey, block_ids: Sequence[Sequence[int]]) -> None:  # noqa: ANN401
         """Copy one chunk out of its blocks into a slab."""
         k, v = self._tensors(slab, 0)
         for table, layers, pages in self._places:

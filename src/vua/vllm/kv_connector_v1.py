@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vua.directory import check_root
-from vua.errors import VUAError
+from vua.errors import ConfigError, VUAError
 from vua.keyring import check_keys
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import Announcer, FileWatch, enabled
@@ -276,6 +276,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             groups = self._kv_cache_config.kv_cache_groups
             tables = {name: n for n, group in enumerate(groups) for name in group.layer_names}
             self._worker.register(kv_caches, layer_of, tables)
+        except ConfigError:
+            raise  # GPUDirect Storage is required and does not work
         except (VUAError, AssertionError) as problem:
             log.warning("VUA: this worker loads and stores nothing: %s", problem)
         except Exception:

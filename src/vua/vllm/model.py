@@ -27,6 +27,7 @@ from vua.layout import KVLayout, Shard
 from vua.rope import rope_order, varies_with_length
 from vua.states import state_layout, state_nbytes
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.dtypes import Stored, stored_as
 from vua.vllm.obstacles import (
     UncachedError,
     check_engine,
@@ -38,8 +39,6 @@ from vua.vllm.ranks import worker_shards
 from vua.vllm.state import signature, state_parts
 
 __all__ = ["Group", "Model", "UncachedError", "describe", "fingerprint", "worker_shards"]
-
-_DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +163,9 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     if len(dtypes) > 1:
         msg = f"KV caches of different dtypes in one model ({', '.join(dtypes)})"
         raise UncachedError(msg)
+    stored = _stored(tables[0].kv_cache_spec, vllm_config)
     return Model(
-        identity=_identity(vllm_config, dtypes[0], config, groups, tables),
+        identity=_identity(vllm_config, stored, config, groups, tables),
         groups=groups,
         block_sizes=tuple(table.kv_cache_spec.block_size for table in tables),
         latent=latent,
@@ -238,23 +238,26 @@ def _layout(
         kv_heads=heads,
         k_dim=spec.head_size,
         v_dim=0 if latent else spec.head_size_v,
-        dtype=_dtype(spec),
+        dtype=_stored(spec, vllm_config).dtype,
         chunk_tokens=config.chunk_tokens,
         group=kind,
     )
 
 
-def _dtype(spec: Any) -> str:  # noqa: ANN401
-    dtype = _DTYPES.get(str(spec.dtype))
-    if dtype is None:
-        msg = f"KV cache dtype {spec.dtype} is not supported yet"
+def _stored(spec: Any, vllm_config: Any) -> Stored:  # noqa: ANN401
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    found = stored_as(spec.dtype, cache, on_gpu=not current_platform.is_cpu())
+    if found is None:
+        msg = f"KV cache dtype {spec.dtype} ({cache.cache_dtype}) is not supported yet"
         raise UncachedError(msg)
-    return dtype
+    return found
 
 
 def _identity(
     vllm_config: Any,  # noqa: ANN401
-    dtype: str,
+    stored: Stored,
     config: ConnectorConfig,
     groups: Sequence[Group],
     tables: Sequence[Any],
@@ -278,7 +281,8 @@ def _identity(
         return Identity(
             model=config_digest(text_config),
             weights=_weights(vllm_config),
-            kv_dtype=dtype,
+            kv_dtype=stored.dtype,
+            kv_scales=stored.scales,
             rope=rope,
             epoch=config.epoch,
             chunk_tokens=config.chunk_tokens,

@@ -19,7 +19,7 @@ def check_engine(vllm_config: Any) -> None:  # noqa: ANN401
     """Refuse what would make the cache's content depend on more than the identity says."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
         msg = f"KV caches on {current_platform.device_type} are not supported yet"
         raise UncachedError(msg)
     if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
@@ -57,7 +57,12 @@ def check_groups(kind: str) -> None:
 
 def check_states(spec: Any, vllm_config: Any) -> None:  # noqa: ANN401
     """Refuse states (a ``MambaSpec``) that are not kept at the ends of blocks, see `state`."""
+    from vllm.platforms import current_platform
+
     check_groups("a state-space model")
+    if not current_platform.is_cpu():
+        msg = "states of a state-space model are not moved to and from a GPU yet"
+        raise UncachedError(msg)
     if spec.mamba_cache_mode != "align":
         msg = (
             f'a state-space model in cache mode "{spec.mamba_cache_mode}": its states are stored '

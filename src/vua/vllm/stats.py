@@ -92,6 +92,9 @@ METRICS: Final[dict[str, Metric]] = {
     "vua_loaded_bytes_total": Metric(
         "counter", "Verified bytes loaded, by the path they took to the engine.", "path"
     ),
+    "vua_gds_fallbacks_total": Metric(
+        "counter", "Files that GPUDirect Storage did not bring, and host memory then did."
+    ),
     "vua_load_stops_total": Metric(
         "counter",
         "Loads of one rank that stopped early: a chunk was missing, corrupt or foreign, reading "

@@ -14,17 +14,19 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
+from vua.device import Fence, Gds
 from vua.directory import create_stores
-from vua.errors import StorageError
+from vua.errors import ConfigError, StorageError
 from vua.keys import ChunkKey
-from vua.slab import Slab
 from vua.store import Saver, Store
 from vua.vllm.config import ConnectorConfig
+from vua.vllm.device_side import DeviceGroupSide, lies_on_device, open_gds
 from vua.vllm.events import FileEvents, FileWatch
 from vua.vllm.group_side import GroupSide, Rank, Tables
 from vua.vllm.messages import LoadOrder, LoadTimes, Orders, SaveOrder
@@ -50,7 +52,7 @@ class _Save:
     saver: Saver
     """Taken when it is copied: after a reset it must not get into the new epoch."""
     key: ChunkKey
-    slab: Slab
+    slab: Any
     pin: bool = False
     """Whether it, and so all of its prefix, is to stay."""
     ttl_s: float | None = None
@@ -68,7 +70,7 @@ class WorkerSide:
         self._epoch = model.identity.epoch
         stores = self._open(model)
         self.stats = Recorder()
-        self._rank = rank.pp * len(model.groups[0].shards[0]) + rank.tp
+        self._place, self._rank = rank, rank.pp * len(model.groups[0].shards[0]) + rank.tp
         self._groups = [
             GroupSide(number, model, store, rank, config, self.stats)
             for number, store in enumerate(stores)
@@ -97,6 +99,7 @@ class WorkerSide:
         """Blocks that this step computes with although a load did not fill them: nothing that
         depends on them is stored."""
         self._registered = False
+        self._gds: Gds | None = None
         self._warned: set[str] = set()
 
     def _open(self, model: Model) -> list[Store]:
@@ -134,10 +137,20 @@ class WorkerSide:
             layer_of: the number of each in the model.
             tables: the vLLM cache group of each.
 
-        Raises UncachedError when their form is unknown.
+        Raises UncachedError when their form is unknown, and ConfigError when GPUDirect Storage is
+        required and does not work.
         """
+        if lies_on_device(kv_caches):
+            self._groups = [
+                DeviceGroupSide(at, self._model, group.store, self._place, self._config, self.stats)
+                for at, group in enumerate(self._groups)
+            ]
+            self._gds = open_gds(self._config, next(iter(kv_caches.values())).device)
+        elif self._config.gds_mode == "required":
+            raise ConfigError('gds_mode is "required", but the KV cache lies in CPU memory')
         for group in self._groups:
             group.register(kv_caches, layer_of, tables)
+            group.gds = self._gds
         self._registered = True
 
     def shutdown(self) -> None:
@@ -145,6 +158,10 @@ class WorkerSide:
         self._loaders.close()
         if not self._savers.close():
             log.warning("VUA: the storage does not answer; some chunks are not stored")
+        for group in self._groups:
+            group.close()
+        if self._gds is not None:
+            self._gds.close()
         for group in self._groups[:1]:  # one keeper for all
             group.store.close()
 
@@ -162,11 +179,12 @@ class WorkerSide:
             self._running += len(orders.loads)
             self._in_step += sum(order.in_step for order in orders.loads)
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
+        after = self._groups[0].mark()  # all groups lie on one device
         for order in orders.loads:
             try:
                 self._follow(orders.epoch)
                 if self._loads_guard.allows():
-                    self._loaders.submit(self._load, order)
+                    self._loaders.submit(partial(self._load, after=after), order)
                 else:
                     self._report(order, order.parts[0].start, "paused")
             except Exception:
@@ -177,13 +195,13 @@ class WorkerSide:
             with self._lock:
                 self._lock.wait_for(lambda: not self._in_step, _IDLE_WAIT_S)
 
-    def _load(self, attempt: Attempt[LoadOrder]) -> None:
+    def _load(self, attempt: Attempt[LoadOrder], *, after: Fence) -> None:
         order, epoch, began = attempt.what, self._epoch, time.monotonic()
         short: int | None = order.parts[0].start
         reason: str | None = "error"
         try:
             for part in order.parts:
-                reached, reason = self._groups[part.group].load(part, attempt)
+                reached, reason = self._groups[part.group].load(part, attempt, after)
                 short = reached if reached < part.stop else None
                 if short is not None:
                     break
@@ -201,6 +219,8 @@ class WorkerSide:
     def _give_up_loads(self) -> None:
         for attempt in self._loaders.overdue():
             order = attempt.what
+            for group in self._groups:
+                group.fence()  # what it has queued; from now on it queues nothing
             log.warning("load of request %s hangs and is given up", order.request_id)
             self._loads_guard.went(well=False)
             seconds = self._config.io_timeout_s if attempt.started else None  # at least
@@ -304,6 +324,7 @@ class WorkerSide:
         save = attempt.what
         outcome, began = "error", time.monotonic()
         try:
+            save.group.copied(save.slab)
             save.saver.ttl_s = save.ttl_s
             written = save.saver.save(save.key)
             outcome = "written" if written else "refused" if save.saver.refused else "present"

@@ -1,0 +1,282 @@
+"""Files straight into device memory, where that is proved to work; everything else as always.
+
+`Gds` opens a mover once per process and proves it with a file: real bytes, written, read, summed on
+the device and compared. `DirectReader` reads chunks' files by it. It is a short cut of
+`vua.store.Loader` and judges nothing: what it hands out has the right header and the right
+checksums, computed where the bytes lie, and whatever is not so is left for the loader, which reads
+it again and says why. Publishing and verification are the store's; only the bytes move differently.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vua.device.copies import synchronize
+from vua.device.movers import Mover
+from vua.device.xxh3 import checksums, on_host
+from vua.entry import EntryCodec
+from vua.errors import ConfigError, EntryError, UntrustedError
+from vua.keys import ChunkKey
+from vua.storage import Reader, Storage
+from vua.workers import Attempt, Workers
+
+__all__ = ["GDS_MODES", "DirectReader", "Gds"]
+
+log = logging.getLogger(__name__)
+
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+_Sums: TypeAlias = npt.NDArray[np.uint64]
+
+GDS_MODES: Final = ("disabled", "auto", "required")
+_FAILURES: Final = 8
+"""So many files in a row that cannot be read this way, and it is not tried any more."""
+_PROBE_NBYTES: Final = (1 << 20) + 4096 + 520
+_PROBES: Final = ((0, 4096, 65536), (4096, 0, 1 << 20), (4104, 8, 1000), ((1 << 20) - 8, 512, 8192))
+"""Offset in the file, place in memory, bytes; the last one goes beyond the file's end."""
+
+
+class Gds:
+    """Whether this process reads files straight into device memory. Safe for threads."""
+
+    def __init__(
+        self,
+        mode: str,
+        make: Callable[[], Mover],
+        directory: Path,
+        device: torch.device,
+        *,
+        timeout_s: float = 30.0,
+        threads: int = 4,
+    ) -> None:
+        """Prove a mover; wait for that, though not for ever.
+
+        To be called before an engine captures CUDA graphs: what the trial does on the device would
+        spoil them.
+
+        Args:
+            mode: ``auto`` or ``required``.
+            make: opens the mover; called in a thread, because it may hang.
+            directory: where a nameless file is written for a moment: on the storage that counts.
+            device: where files are to be brought.
+            timeout_s: after which a mover that does not answer counts as unusable.
+            threads: files of one load that are read at the same time.
+
+        Raises ConfigError when it is required and does not work.
+        """
+        self._lock = threading.Lock()
+        self._proved, self.mover, self.why = threading.Event(), None, "it is being tried"
+        self._directory, self._device, self._failed, self._open = directory, device, 0, True
+        self.readers: Workers[_Read] = Workers(threads, timeout_s=timeout_s, name="vua-gds")
+        thread = threading.Thread(target=self._prove, args=(make,), name="vua-gds", daemon=True)
+        thread.start()
+        if not self._proved.wait(timeout_s):
+            with self._lock:  # whatever it says later is too late
+                self._open, self.mover, self.why = False, None, f"no answer for {timeout_s:.0f} s"
+            log.warning("VUA: files go to %s through host memory: %s", device, self.why)
+        if mode == "required" and self.mover is None:
+            raise ConfigError(
+                f'gds_mode is "required", but files in {directory} cannot be read straight into '
+                f'{device}: {self.why}. Set it to "auto" or "disabled" to go on without'
+            )
+
+    mover: Mover | None
+    """What to read by; None before it is proved, and where it does not work."""
+    why: str
+    """Why there is none."""
+
+    def _prove(self, make: Callable[[], Mover]) -> None:
+        try:
+            mover = make()
+            _probe(mover, self._directory, self._device)
+            with self._lock:
+                self.mover = mover if self._open else None
+            log.info("VUA: files go to %s by %s", self._device, mover.name)
+        except Exception as problem:  # noqa: BLE001 - whatever it raises, there is a way without
+            self.why = f"{problem}"
+            log.warning("VUA: files go to %s through host memory: %s", self._device, self.why)
+        finally:
+            self._proved.set()
+
+    def count(self, *, well: bool) -> None:
+        """Note how a file was read; after several failures in a row it is given up."""
+        with self._lock:
+            self._failed = 0 if well else self._failed + 1
+            too_often = self._failed >= _FAILURES
+        if too_often:
+            self.give_up(f"{_FAILURES} files in a row could not be read")
+
+    def give_up(self, why: str) -> None:
+        """Read by it no more."""
+        with self._lock:
+            was, self.mover, self.why = self.mover, None, why
+        if was is not None:
+            log.warning("VUA: %s is not used any more: %s", was.name, why)
+
+    def close(self) -> None:
+        """End the threads; a second call does nothing."""
+        with self._lock:
+            self._open, self.mover = False, None
+        self.readers.close()
+
+
+def _probe(mover: Mover, directory: Path, device: torch.device) -> None:
+    """Write a file, read it by the mover and compare. Raises OSError where anything differs."""
+    content = np.frombuffer(os.urandom(_PROBE_NBYTES), dtype=np.uint8)
+    memory = torch.empty(len(content), dtype=torch.uint8, device=device)
+    mover.attach(memory)
+    try:
+        with tempfile.TemporaryFile(dir=directory, prefix=".tmp-gds-") as stream:
+            stream.write(content.tobytes())
+            stream.flush()
+            os.fsync(stream.fileno())
+            handle = mover.open(stream.fileno())
+            try:
+                for probe in _PROBES:
+                    _compare(mover, handle, content, memory, probe)
+            finally:
+                mover.close(handle)
+    finally:
+        mover.detach(memory)
+    starts, sizes = np.array([0, 65536], dtype=np.int64), np.array([65536, 1000], dtype=np.int64)
+    if not np.array_equal(checksums(memory, starts, sizes), on_host(memory, starts, sizes)):
+        raise OSError(f"checksums on {device} are wrong")
+
+
+def _compare(
+    mover: Mover,
+    handle: Any,  # noqa: ANN401 - the mover's own
+    content: _Bytes,
+    memory: Tensor,
+    probe: tuple[int, int, int],
+) -> None:
+    offset, at, nbytes = probe
+    memory.fill_(0x5A)
+    synchronize(memory.device)
+    there = content[offset : offset + nbytes]
+    expected = np.full(len(content), 0x5A, dtype=np.uint8)
+    expected[at : at + len(there)] = there
+    got = mover.read(handle, memory, at, nbytes, offset)
+    if got != len(there) or not np.array_equal(expected, memory.cpu().numpy()):
+        raise OSError(f"{mover.name} read {got} bytes from {offset}, or not the right ones")
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """One file's payload on its way."""
+
+    handle: Any
+    at: int
+    ended: threading.Event = field(default_factory=threading.Event)
+    well: bool = False
+
+
+@runtime_checkable
+class _Descriptor(Protocol):
+    def fileno(self) -> int: ...
+
+
+class DirectReader:
+    """Reads chunks of one shard, of one store, straight into device memory."""
+
+    def __init__(self, gds: Gds, codec: EntryCodec, storage: Storage) -> None:
+        """Read files that ``codec`` describes, of just this shard, from ``storage``."""
+        self._gds, self._codec, self._storage = gds, codec, storage
+        self._payload = codec.file_nbytes - codec.header_nbytes
+        sizes = np.array(codec.unit_nbytes(), dtype=np.int64)
+        self._sizes, self._starts = sizes, np.cumsum(sizes) - sizes
+
+    def read(self, keys: Sequence[ChunkKey], memory: Tensor) -> tuple[int, bool]:
+        """Bring the payloads of leading chunks into memory, chunk i to place i; verify them there.
+
+        ``memory`` is a staged slab's, and nothing uses it; on a GPU the checksums are computed on
+        the current stream. Raises nothing for the state of the storage.
+
+        Returns how many leading chunks are there and right, and whether the one behind them was
+        read but was not right: then somebody else's reading tells who is to blame.
+        """
+        mover = self._gds.mover
+        if mover is None or not keys:
+            return 0, False
+        reads: list[_Read] = []
+        tables: list[_Sums] = []
+        try:
+            for place, key in enumerate(keys[: memory.numel() // self._payload]):
+                found = self._open(mover, key)
+                if found is None:
+                    break
+                tables.append(found[1])
+                reads.append(_Read(found[0], place * self._payload))
+                self._begin(mover, memory, reads[-1])
+        finally:
+            for read in reads:
+                read.ended.wait()
+                mover.close(read.handle)
+        done = next((at for at, read in enumerate(reads) if not read.well), len(reads))
+        right = self._right(memory, tables[:done])
+        return right, right < done
+
+    def _begin(self, mover: Mover, memory: Tensor, read: _Read) -> None:
+        try:
+            self._gds.readers.submit(self._reading(mover, memory), read)
+        except RuntimeError as problem:  # the system has no thread for it
+            log.debug("a file was not read by %s: %s", mover.name, problem)
+            read.ended.set()
+
+    def _reading(self, mover: Mover, memory: Tensor) -> Callable[[Attempt[_Read]], None]:
+        def work(attempt: Attempt[_Read]) -> None:
+            read = attempt.what
+            try:
+                offset = self._codec.header_nbytes
+                got = mover.read(read.handle, memory, read.at, self._payload, offset)
+                read.well = got == self._payload
+            except OSError as problem:
+                log.debug("a file was not read by %s: %s", mover.name, problem)
+            finally:
+                self._gds.count(well=read.well)
+                read.ended.set()
+
+        return work
+
+    def _open(self, mover: Mover, key: ChunkKey) -> tuple[Any, _Sums] | None:
+        """Return a handle and the table of checksums of a file that says it is ``key``'s."""
+        try:
+            reader: Reader = self._storage.open(key.name, self._codec.shard)
+        except (OSError, UntrustedError):
+            return None  # not there, or not to be had: the loader says which
+        try:
+            if not isinstance(reader, _Descriptor) or reader.nbytes != self._codec.file_nbytes:
+                return None
+            fd = reader.fileno()
+            header = os.pread(fd, self._codec.header_nbytes, 0)
+            table = self._codec.check_header(memoryview(header), key)
+            return mover.open(fd), table
+        except EntryError:
+            return None
+        except OSError as problem:
+            log.debug("a file was not opened by %s: %s", mover.name, problem)
+            self._gds.count(well=False)
+            return None
+        finally:
+            reader.close()
+
+    def _right(self, memory: Tensor, tables: Sequence[_Sums]) -> int:
+        """Count the leading chunks whose checksums are those of their files."""
+        if not tables:
+            return 0
+        places = np.arange(len(tables), dtype=np.int64)[:, None] * self._payload
+        starts = (places + self._starts).ravel()
+        found = checksums(memory, starts, np.tile(self._sizes, len(tables)))
+        same = (found.reshape(len(tables), -1) == np.stack(tables)).all(axis=1)
+        return int(np.argmin(same)) if not same.all() else len(tables)

@@ -1,0 +1,216 @@
+"""Means of bringing a file's bytes into device memory, behind one small protocol.
+
+`CuFileMover` is NVIDIA's GPUDirect Storage: from the disk into GPU memory, or, in the library's
+compatibility mode, through buffers of its own. `PosixMover` reads as everybody does: straight into
+CPU memory, through a page-locked buffer into GPU memory. Neither looks at what it moves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from vua.errors import StorageError
+
+__all__ = ["CuFileMover", "Mover", "PosixMover", "driver_present"]
+
+log = logging.getLogger(__name__)
+
+_BOUNCE_NBYTES: Final = 4 << 20
+
+
+class Mover(Protocol):
+    """Reads files into device memory. All methods are safe for threads; they raise OSError."""
+
+    name: str
+
+    def attach(self, memory: Tensor) -> None:
+        """Prepare memory (uint8, without gaps) that will be read into again and again."""
+
+    def detach(self, memory: Tensor) -> None:
+        """Undo :meth:`attach`, after the last read."""
+
+    def open(self, fd: int) -> Any:  # noqa: ANN401 - a mover's own
+        """Return a handle of the file that ``fd``, which stays the caller's, stands for."""
+
+    def read(self, handle: Any, memory: Tensor, at: int, nbytes: int, offset: int) -> int:  # noqa: ANN401
+        """Read ``nbytes`` from ``offset`` of the file to place ``at`` of ``memory``.
+
+        Returns how many were read, fewer only at the end of the file. They are there when this
+        returns, for whatever is queued on the device afterwards.
+        """
+
+    def close(self, handle: Any) -> None:  # noqa: ANN401
+        """Release a handle."""
+
+
+class PosixMover:
+    """`preadv`, and a copy to the device where the memory is not the host's."""
+
+    name = "posix"
+
+    def __init__(self) -> None:
+        """Make no buffer before a GPU needs it."""
+        self._own = threading.local()
+
+    def attach(self, memory: Tensor) -> None:
+        """Nothing to prepare."""
+
+    def detach(self, memory: Tensor) -> None:
+        """Nothing to undo."""
+
+    def open(self, fd: int) -> int:
+        """Return a descriptor of its own."""
+        return os.dup(fd)
+
+    def read(self, handle: int, memory: Tensor, at: int, nbytes: int, offset: int) -> int:
+        """See :class:`Mover`."""
+        if memory.device.type == "cpu":
+            return _fill(handle, memory.numpy()[at : at + nbytes].data, offset)
+        if not hasattr(self._own, "buffer"):
+            with torch.cuda.device(memory.device):
+                self._own.buffer = torch.empty(_BOUNCE_NBYTES, dtype=torch.uint8, pin_memory=True)
+        done = 0
+        while done < nbytes:
+            step = min(nbytes - done, _BOUNCE_NBYTES)
+            got = _fill(handle, self._own.buffer.numpy()[:step].data, offset + done)
+            memory[at + done : at + done + got].copy_(self._own.buffer[:got])
+            done += got
+            if got < step:
+                break
+        return done
+
+    def close(self, handle: int) -> None:
+        """See :class:`Mover`."""
+        os.close(handle)
+
+
+def _fill(fd: int, view: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done:]], offset + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+def driver_present() -> bool:
+    """Whether this machine has a CUDA driver that finds a device.
+
+    To be asked before anything of cuFile is called: without a driver `cuFileDriverOpen` was seen to
+    hang for minutes.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int(0)
+        return (
+            driver.cuInit(0) == 0
+            and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+            and count.value > 0
+        )
+    except (OSError, AttributeError):
+        return False
+
+
+class CuFileMover:
+    """cuFile through `cuda.bindings` (cuda-python). One per process and device is enough."""
+
+    name = "cufile"
+
+    def __init__(self, device: torch.device) -> None:
+        """Open cuFile's driver. May take seconds, see :class:`vua.device.gds.Gds`.
+
+        Raises StorageError where there is no CUDA driver (no cuFile call is made then), no
+        `cuda.bindings.cufile`, or no cuFile library, with what to install.
+        """
+        if not driver_present():
+            raise StorageError("cuFile needs a CUDA driver (libcuda.so.1) and a GPU: found none")
+        try:
+            from cuda.bindings import cufile  # noqa: PLC0415 - optional, and NVIDIA's alone
+
+            self._library: Any = cufile
+            self._device, self._threads = device, threading.local()
+            self._registered: set[int] = set()
+            self._bind()
+            cufile.driver_open()
+        except Exception as problem:
+            raise StorageError(
+                f"cuFile cannot be used: {type(problem).__name__}: {problem}; it needs the "
+                "packages cuda-bindings and nvidia-cufile of the CUDA that torch was built for"
+            ) from problem
+
+    def _bind(self) -> None:
+        """Make the device's context current in this thread, one of ours, as cuFile expects."""
+        if not getattr(self._threads, "bound", False):
+            torch.cuda.set_device(self._device)
+            torch.cuda.mem_get_info(self._device)  # selecting a device alone may not bind it
+            self._threads.bound = True
+
+    def attach(self, memory: Tensor) -> None:
+        """Register memory for direct transfers; where that fails cuFile uses buffers of its own."""
+        self._bind()
+        try:
+            self._library.buf_register(memory.data_ptr(), memory.numel(), 0)
+        except Exception as problem:  # noqa: BLE001 - cuFileError is known where it is installed alone
+            log.debug("cuFileBufRegister: %s", problem)
+        else:
+            self._registered.add(memory.data_ptr())
+
+    def detach(self, memory: Tensor) -> None:
+        """Undo :meth:`attach`."""
+        if memory.data_ptr() in self._registered:
+            self._registered.discard(memory.data_ptr())
+            self._bind()
+            self._library.buf_deregister(memory.data_ptr())
+
+    def open(self, fd: int) -> tuple[int, int]:
+        """Open the very file again, past the page cache if its file system can; register it."""
+        self._bind()
+        path, flags = f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC
+        try:
+            own = os.open(path, flags | os.O_DIRECT)
+        except OSError:  # tmpfs and others: cuFile's compatibility mode reads them all the same
+            own = os.open(path, flags)
+        try:
+            what = self._library.Descr()
+            what.type = self._library.FileHandleType.OPAQUE_FD
+            what.handle.fd = own
+            what.fs_ops = 0
+            return own, int(self._library.handle_register(what.ptr))
+        except Exception as problem:
+            os.close(own)
+            raise OSError(f"cuFileHandleRegister: {problem}") from problem
+
+    def read(
+        self, handle: tuple[int, int], memory: Tensor, at: int, nbytes: int, offset: int
+    ) -> int:
+        """See :class:`Mover`."""
+        self._bind()
+        done, base = 0, memory.data_ptr()
+        while done < nbytes:
+            try:
+                got = int(
+                    self._library.read(handle[1], base, nbytes - done, offset + done, at + done)
+                )
+            except Exception as problem:
+                raise OSError(f"cuFileRead: {problem}") from problem
+            if got < 0:
+                raise OSError(f"cuFileRead returned {got}")
+            if got == 0:
+                break
+            done += got
+        return done
+
+    def close(self, handle: tuple[int, int]) -> None:
+        """See :class:`Mover`."""
+        try:
+            self._library.handle_deregister(handle[1])
+        finally:
+            os.close(handle[0])
