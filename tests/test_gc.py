@@ -390,7 +390,7 @@ class TestTogether(DirectoryTest):
         self.assertTrue(all(int(done) > 0 for done, _ in results), results)
         self.assertEqual(["0"] * 3, [wrong for _, wrong in results])
         self.assertEqual([[]] * 3, [report["problems"] for report in reports])
-        self.assertGreater(highest, 0.8 * most)
+        self.assertGreater(highest, 0.6 * most)  # else nothing had to be kept within bounds
         self.assertLessEqual(highest, 1.05 * most)
         with spaces(self.root) as found:
             chains = [chain_of(space) for space in found]
