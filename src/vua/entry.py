@@ -45,6 +45,7 @@ _NO_HASH: Final = "-" * 64
 _VARIABLE: Final = re.compile(
     rb',"created":"\d{10}","writer":"[\w ./+:-]{48}","check":"[0-9a-f]{16}'
 )
+_UNNAMED: Final = re.compile("[^A-Za-z0-9 ./_+:-]")
 _HEX_DIGITS: Final = frozenset("0123456789abcdef")
 
 
@@ -120,8 +121,7 @@ class EntryCodec:
     @staticmethod
     def _variable(created: int, writer: str, check: int) -> str:
         """The part that a reader does not compare, always of the same width."""
-        named = "".join(c if c.isalnum() or c in " ./_-+:" else "_" for c in writer)
-        named = named.encode("ascii", "replace").decode().replace("?", "_")
+        named = _UNNAMED.sub("_", writer)
         return (
             f',"created":"{created:0{_CREATED_WIDTH}d}",'
             f'"writer":"{named[:_WRITER_WIDTH]:<{_WRITER_WIDTH}}",'
@@ -207,6 +207,11 @@ class EntryInfo:
         return ChunkKey(
             bytes.fromhex(self.prefix_hash), bytes.fromhex(self.parent), self.start, self.stop
         )
+
+    @property
+    def codec(self) -> EntryCodec:
+        """The codec of its file."""
+        return _codec(self.namespace, self.layout, self.shard)
 
 
 def parse_entry(data: bytes) -> EntryInfo:
