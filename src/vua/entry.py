@@ -49,7 +49,7 @@ from vua.errors import CorruptEntryError, ForeignEntryError, LayoutError
 from vua.keys import ChunkKey
 from vua.layout import ITEMSIZE, KVLayout, Shard
 
-__all__ = ["FORMAT", "EntryCodec", "EntryInfo", "parse_entry"]
+__all__ = ["FORMAT", "EntryCodec", "EntryInfo", "codec_of", "parse_entry"]
 
 ALIGNMENT: Final = 4096  # O_DIRECT and GPU-direct reads start at a page
 _WRITER_WIDTH: Final = 48
@@ -60,6 +60,7 @@ _VARIABLE: Final = re.compile(
     rb',"created":"\d{10}","writer":"[\w ./+:-]{48}"(?:,"nonce":"([0-9a-f]{32})")?'
     rb',"check":"[0-9a-f]{16}'
 )
+_UNNAMED: Final = re.compile("[^A-Za-z0-9 ./_+:-]")
 
 
 class EntryCodec:
@@ -151,8 +152,7 @@ class EntryCodec:
     @staticmethod
     def _variable(created: int, writer: str, check: int, nonce: str = "") -> str:
         """The part that a reader does not compare, always of the same width."""
-        named = "".join(c if c.isalnum() or c in " ./_-+:" else "_" for c in writer)
-        named = named.encode("ascii", "replace").decode().replace("?", "_")
+        named = _UNNAMED.sub("_", writer)
         return (
             f',"created":"{created:0{_CREATED_WIDTH}d}",'
             f'"writer":"{named[:_WRITER_WIDTH]:<{_WRITER_WIDTH}}",'
@@ -300,6 +300,11 @@ def parse_entry(data: bytes) -> EntryInfo:
         kind=kind,
         mark=mark,
     )
+
+
+def codec_of(info: EntryInfo) -> EntryCodec:
+    """Return the codec of the file that says this about itself."""
+    return _codec(info.namespace, info.layout, info.shard, info.kind)
 
 
 @functools.lru_cache(maxsize=16)

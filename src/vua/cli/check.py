@@ -12,7 +12,7 @@ from typing import Final, Literal
 import xxhash
 
 from vua.claims import MAX_HEADER_NBYTES
-from vua.entry import EntryCodec, EntryInfo, parse_entry
+from vua.entry import EntryInfo, codec_of, parse_entry
 from vua.errors import CorruptEntryError
 from vua.layout import KVLayout, Shard
 
@@ -86,7 +86,7 @@ class Checker:
         return self._buffer[:filled]
 
     def _damage(self, fd: int, rest: memoryview, info: EntryInfo) -> str:
-        codec = EntryCodec(info.namespace, info.layout, info.shard, info.kind)
+        codec = codec_of(info)
         sums = list(self._sums(fd, rest, codec.unit_nbytes()))
         if len(sums) < codec.units:
             return "it became shorter while it was read"
