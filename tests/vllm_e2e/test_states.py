@@ -1,7 +1,8 @@
 """Models with states beside attention: stored where vLLM has them, and loaded in other processes.
 
 LFM2 and Qwen3-Next are what vLLM's CPU backend runs of them (0.32); Bamba, Falcon-H1, Granite 4,
-Jamba, Mamba 1 and 2, MiniMax, Nemotron-H and OLMo hybrids fail in it without any connector.
+Jamba, Mamba 1 and 2, MiniMax, Nemotron-H and OLMo hybrids fail in it without any connector. LFM2's
+tokens depend there on how vLLM cuts a prompt into steps, so it is compared with the same cuts only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_e2e.damage import CHUNK, chunk_files, flip, stored
 from vllm_e2e.harness import (
@@ -29,7 +31,8 @@ from vua.slab import Slab
 
 pytestmark = pytest.mark.vllm
 
-BATCH = Batch([PROMPT])
+BATCH = Batch([PROMPT[:642]])
+"""Two tokens are left to compute: states fade, and here they cannot."""
 UNCACHED = "served without a stored KV cache"
 
 
@@ -121,13 +124,14 @@ class StatesTest(EngineTest):
         self.assertEqual(11, warm.counts["chunks_loaded"])
 
     def test_negative_control(self) -> None:
-        """The state's bytes matter: with zeros in their place other tokens come out."""
+        """The state's bytes matter: with noise in their place other tokens come out."""
         expected = self.fill(BATCH, engine=engine())
         (found,) = namespaces(self.root)
         assert found.identity is not None
         _, states = create_stores(self.root, found.identity, found.layouts)
         slab = Slab(states.layout, states.layout.full, 1)
-        slab.bytes[:] = 0
+        noise = torch.randn(len(slab.bytes) // 2, generator=torch.Generator().manual_seed(0)) * 8
+        slab.bytes[:] = noise.bfloat16().view(torch.uint8).numpy()  # as float32 finite as well
         key = KeyChain(token_ids(PROMPT), CHUNK)[640 // CHUNK - 1]
         states.storage.remove(key.name, states.layout.full)
         states.save(key, slab.memory)

@@ -109,9 +109,8 @@ def vllm_config(settings: Settings) -> Any:
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = settings.blocks
     config.cache_config.kv_cache_layout = LAYOUT
-    if STATE in shape.windows:
-        config.cache_config.mamba_cache_mode = "align"
-        config.cache_config.mamba_block_size = settings.block_size
+    config.cache_config.mamba_cache_mode = "align" if STATE in shape.windows else "none"
+    config.cache_config.mamba_block_size = settings.block_size
     config.scheduler_config.async_scheduling = settings.asynchronous  # CPU workers refuse it
     return config
 
