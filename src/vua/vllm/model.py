@@ -146,6 +146,9 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     """
     check_engine(vllm_config)
     tables = kv_cache_config.kv_cache_groups
+    if not tables:
+        msg = "the engine has no KV cache"
+        raise UncachedError(msg)
     kinds: dict[str, list[int]] = {}
     for number, table in enumerate(tables):
         kinds.setdefault(_kind(table.kv_cache_spec, vllm_config), []).append(number)
