@@ -21,6 +21,7 @@ from helpers import DirectoryTest, caches_of, flip, kv_bits, noise, read_only
 from vua import core
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, InputError, LayoutError, NotWritableError
+from vua.security import Security
 from vua.serdes import DTYPES
 
 SMALL = VUAConfig(split_factor=4)
@@ -563,7 +564,9 @@ class TestConfig(DirectoryTest):
         """The repr is a call that makes an equal config."""
         config = VUAConfig(split_factor=5, model="a b", durable=True)
 
-        self.assertEqual(repr(config), repr(eval(repr(config), {"VUAConfig": VUAConfig})))
+        self.assertEqual(
+            repr(config), repr(eval(repr(config), {"VUAConfig": VUAConfig, "Security": Security}))
+        )
 
 
 class TestLogging(CoreTest):

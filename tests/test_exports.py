@@ -20,6 +20,7 @@ ERRORS = [
     "NotWritableError",
     "StorageError",
     "StorageFullError",
+    "UntrustedError",
     "VUAError",
 ]
 EXPECTED = {
@@ -55,6 +56,7 @@ TREE = {
     "EntryError": "VUAError",
     "CorruptEntryError": "EntryError",
     "ForeignEntryError": "EntryError",
+    "UntrustedError": "ForeignEntryError",
 }
 
 

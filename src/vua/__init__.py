@@ -19,6 +19,7 @@ from vua.errors import (
     NotWritableError,
     StorageError,
     StorageFullError,
+    UntrustedError,
     VUAError,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "NotWritableError",
     "StorageError",
     "StorageFullError",
+    "UntrustedError",
     "VUAConfig",
     "VUAError",
     "__version__",

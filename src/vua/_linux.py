@@ -38,7 +38,8 @@ _RESOLVE_CACHED: Final = 0x20
 _AT_EMPTY_PATH: Final = 0x1000  # linux/fcntl.h
 _AT_STATX_DONT_SYNC: Final = 0x4000
 _STATX_BASIC: Final = 0x7FF  # linux/stat.h
-_STATX_FIELDS: Final = struct.Struct("=28xHxxQQ88xII")  # mode, inode, size, device major, minor
+_STATX_FIELDS: Final = struct.Struct("=16xII4xHxxQQ88xII")
+"""links, uid, mode, inode, size, device major, device minor"""
 _StatxBuffer = ctypes.c_char * 256
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
@@ -190,6 +191,8 @@ class FileStatus(NamedTuple):
     nbytes: int
     inode: tuple[int, int]
     """(device, inode number)."""
+    uid: int
+    links: int
 
 
 def status_cached(fd: int) -> FileStatus:
@@ -198,10 +201,11 @@ def status_cached(fd: int) -> FileStatus:
     if call is not None:
         buffer = _StatxBuffer()
         if call(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_BASIC, buffer) == 0:
-            mode, inode, nbytes, major, minor = _STATX_FIELDS.unpack_from(buffer)
-            return FileStatus(mode, nbytes, (os.makedev(major, minor), inode))
+            links, uid, mode, inode, nbytes, *device = _STATX_FIELDS.unpack_from(buffer)
+            return FileStatus(mode, nbytes, (os.makedev(*device), inode), uid, links)
     status = os.fstat(fd)
-    return FileStatus(status.st_mode, status.st_size, (status.st_dev, status.st_ino))
+    inode = (status.st_dev, status.st_ino)
+    return FileStatus(status.st_mode, status.st_size, inode, status.st_uid, status.st_nlink)
 
 
 def close_cached(fd: int) -> None:

@@ -12,7 +12,7 @@ import difflib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, overload
 
@@ -22,9 +22,11 @@ from vua.bounds import Bounds
 from vua.directory import check_root, create_store, open_store
 from vua.errors import ConfigError, InputError, LayoutError
 from vua.identity import Identity
+from vua.keyring import Keyring, NoKeyError
 from vua.keys import KeyChain
+from vua.security import Security
 from vua.store import Store
-from vua.tensors import Cache, allocate, memory_map, sequences
+from vua.tensors import Cache, OnClassOrInstance, allocate, memory_map, sequences
 
 __all__ = ["VUA", "ClosestKV", "VUAConfig"]
 
@@ -32,18 +34,6 @@ log = logging.getLogger(__name__)
 
 KVCache = Sequence[Sequence[torch.Tensor]]
 """``[layer][0: K, 1: V]``, each ``(batch, heads, tokens, head_dim)``."""
-
-
-class _OnClassOrInstance:
-    """A method that sees the instance when there is one and the class when there is not."""
-
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        self._function = function
-        self.__doc__ = function.__doc__
-
-    def __get__(self, instance: object, owner: type) -> Callable[..., torch.Tensor]:
-        target = owner if instance is None else instance
-        return lambda tokens: self._function(target, tokens)
 
 
 class VUAConfig:
@@ -73,10 +63,12 @@ class VUAConfig:
     """Bytes of the file system that are left free, in the same forms."""
     ttl_s: float | None = None
     """Seconds without use after which a chunk is deleted; by default none."""
+    security: Security = Security()
+    """Whose files are read, who may read what is stored, and the keys."""
 
     _FIELDS = (
         *("split_factor", "model", "epoch", "durable", "threads"),
-        *("max_bytes", "min_free_bytes", "ttl_s"),
+        *("max_bytes", "min_free_bytes", "ttl_s", "security"),
     )
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401
@@ -92,7 +84,6 @@ class VUAConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 msg = f"VUAConfig.{name} must be a positive int, found {value!r}"
                 raise ConfigError(msg)
-
         _ = self.bounds  # raises for unusable ones
 
     @property
@@ -107,7 +98,7 @@ class VUAConfig:
         shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._FIELDS)
         return f"{type(self).__name__}({shown})"
 
-    @_OnClassOrInstance
+    @OnClassOrInstance
     def trim_to_split_factor(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return ``tokens`` (T,) or (B, T) cut to whole chunks. Works on the class too."""
         length = tokens.shape[-1]
@@ -158,11 +149,12 @@ class VUA:
             identity: what the K/V depend on, in place of the config's ``model`` and ``epoch``.
 
         Raises:
-            ConfigError: a setting is unusable, or ``path`` is a file.
+            ConfigError: a setting is unusable, ``path`` is a file, or others could replace what
+                lies in it.
             StorageError: the directory cannot be created.
         """
         self.config = config() if isinstance(config, type) else config
-        self.path = check_root(path)
+        self.path = check_root(path, security=self.config.security)
         self._identity = identity or Identity(
             model=self.config.model,
             epoch=self.config.epoch,
@@ -175,6 +167,8 @@ class VUA:
                 f"{self.config.split_factor}; they must be equal"
             )
             raise ConfigError(msg)
+        self._keyring = Keyring(self._identity.namespace, self.config.security)
+        _ = self._keyring.naming()  # raises for an unusable key
         self._reader: Store | None = None
         self._writer: Store | None = None
         self._lock = threading.Lock()
@@ -262,12 +256,13 @@ class VUA:
                     layout,
                     durable=self.config.durable,
                     bounds=self.config.bounds,
+                    security=self.config.security,
                 )
                 self._reader = self._writer
             return self._writer
 
     def _put(self, store: Store, ids: bytes, cache: Cache) -> int:
-        keys = KeyChain(ids, self.config.split_factor)
+        keys = KeyChain(ids, self.config.split_factor, naming=self._keyring.naming())
         saver, written = store.saver(cache.memory(self.config.split_factor)), 0
         stored = store.lookup(keys)
         store.used(keys, stored, wait=stored < len(keys))  # before it makes room for the rest
@@ -321,7 +316,9 @@ class VUA:
         with self._lock:
             if self._reader is None or self._reader.storage.gone:
                 try:
-                    self._reader = self._writer or open_store(self.path, self._identity)
+                    self._reader = self._writer or open_store(
+                        self.path, self._identity, security=self.config.security
+                    )
                 except OSError as problem:
                     log.warning("%s cannot be read, all misses: %s", self.path, problem)
             return self._reader
@@ -329,8 +326,12 @@ class VUA:
     def _get(
         self, store: Store | None, ids: bytes, row: torch.Tensor, device: torch.device
     ) -> ClosestKV:
-        keys = KeyChain(ids, self.config.split_factor)
-        found = store.lookup(keys) if store is not None else 0
+        try:
+            keys = KeyChain(ids, self.config.split_factor, naming=self._keyring.naming())
+            found = store.lookup(keys) if store is not None else 0
+        except NoKeyError as problem:
+            log.warning("all misses: %s", problem)
+            found = 0
         if store is None or found == 0:
             log.debug("get %d tokens: nothing stored", len(ids) // 4)
             return ClosestKV(row[..., :0], [])

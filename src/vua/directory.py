@@ -8,12 +8,13 @@ a chunk: the files say it themselves.
 from __future__ import annotations
 
 import contextlib
-import errno
+import functools
 import json
 import logging
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ from vua.bounds import Bounds
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.identity import Identity
 from vua.keeper import Keeper
+from vua.keyring import Keyring
 from vua.layout import KVLayout, Shard
+from vua.security import Security, check_owner, open_directory
 from vua.storage.local import LocalStorage, explained
 from vua.store import Store
 
@@ -70,21 +73,34 @@ class Namespace:
         return self.path.name
 
 
-def check_root(root: str | os.PathLike[str], *, create: bool = True) -> Path:
+def check_root(
+    root: str | os.PathLike[str], *, create: bool = True, security: Security | None = None
+) -> Path:
     """Return ``root`` as an existing directory, creating it (0700) if it is not there.
 
+    Args:
+        root: the directory.
+        create: whether to create it.
+        security: who may own it, and its mode; by default it is not looked at.
+
     Raises:
-        ConfigError: it is a file, or it is missing and ``create`` is False.
+        ConfigError: it is a file, or it is missing and ``create`` is False, or others than those
+            whom ``security`` trusts could replace what lies in it.
         StorageError: it cannot be created or searched.
     """
     path = Path(root)
     try:
         if create:
+            absent = security is not None and security.group_read and not path.exists()
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if absent and security is not None:
+                path.chmod(security.directory_mode)
         if not path.is_dir():
             found = "a file" if path.exists() else "nothing"
             msg = f"{path}: expected a directory, found {found}; name the directory of the cache"
             raise ConfigError(msg)
+        if security is not None:
+            check_owner(path, security)
     except FileExistsError as problem:
         msg = f"{path}: expected a directory, found a file; name the directory of the cache"
         raise ConfigError(msg) from problem
@@ -126,13 +142,17 @@ def namespaces(root: str | os.PathLike[str]) -> Iterator[Namespace]:
             yield read_namespace(path)
 
 
-def open_store(root: Path, identity: Identity) -> Store | None:
-    """Open what is stored for ``identity``, or return None when nothing is (described) there."""
+def open_store(root: Path, identity: Identity, *, security: Security | None = None) -> Store | None:
+    """Open what is stored for ``identity``, or return None when nothing is (described) there.
+
+    Raises OSError; StorageError where the namespace belongs to a user who is not trusted.
+    """
     found = read_namespace(root / identity.namespace)
     if found.layout is None:
         return None
-    storage = LocalStorage(found.path)
-    return Store(storage, identity.namespace, found.layout, Keeper(root, storage))
+    storage, name = LocalStorage(found.path, security=security), identity.namespace
+    keyring = Keyring(name, security or Security())
+    return Store(storage, name, found.layout, Keeper(root, storage), keyring)
 
 
 def create_store(
@@ -142,6 +162,7 @@ def create_store(
     *,
     durable: bool = False,
     bounds: Bounds | None = None,
+    security: Security | None = None,
 ) -> Store:
     """Open the store of ``identity`` for reading and writing, describing it if nobody has.
 
@@ -152,7 +173,9 @@ def create_store(
         LayoutError: the namespace holds another layout; nothing stored is touched.
         NotWritableError, StorageFullError, StorageError: it cannot be created.
     """
-    return create_stores(root, identity, [layout], durable=durable, bounds=bounds)[0]
+    return create_stores(
+        root, identity, [layout], durable=durable, bounds=bounds, security=security
+    )[0]
 
 
 def create_stores(
@@ -162,15 +185,19 @@ def create_stores(
     *,
     durable: bool = False,
     bounds: Bounds | None = None,
+    security: Security | None = None,
 ) -> list[Store]:
     """Open a store for each group of a model's layers, in one namespace; see `create_store`."""
-    path, wanted = root / identity.namespace, tuple(layouts)
+    path, wanted, security = root / identity.namespace, tuple(layouts), security or Security()
+    make = functools.partial(_make, path, identity, wanted, security)
     found = read_namespace(path)
     try:
         if not found.layouts:
-            _make(path, identity, wanted)
+            make()
             found = read_namespace(path)
-        storage = LocalStorage(path, durable=durable, renew=lambda: _make(path, identity, wanted))
+        storage = LocalStorage(path, durable=durable, renew=make, security=security)
+    except StorageError:
+        raise
     except OSError as problem:
         raise explained(problem, str(path)) from problem
     if not found.layouts:
@@ -180,8 +207,8 @@ def create_stores(
     if found.layouts != wanted:
         storage.close()
         raise LayoutError(_difference(path, found.layouts, wanted))
-    keeper = Keeper(root, storage, bounds)
-    return [Store(storage, identity.namespace, layout, keeper) for layout in wanted]
+    keeper, keyring = Keeper(root, storage, bounds), Keyring(identity.namespace, security)
+    return [Store(storage, identity.namespace, layout, keeper, keyring) for layout in wanted]
 
 
 def _difference(path: Path, stored: Sequence[KVLayout], given: Sequence[KVLayout]) -> str:
@@ -200,18 +227,22 @@ def _difference(path: Path, stored: Sequence[KVLayout], given: Sequence[KVLayout
     )
 
 
-def _make(path: Path, identity: Identity, layouts: Sequence[KVLayout]) -> None:
+def _make(path: Path, identity: Identity, layouts: Sequence[KVLayout], security: Security) -> None:
     """Make a namespace's directory and describe it, where that is not done yet."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "a symbolic link in place of a namespace is not followed")
-    if path.stat().st_mode & 0o700 != 0o700:
-        path.chmod(0o700)  # an unusual umask
-    _describe(path, identity, layouts)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    fd = open_directory(path, security)  # it may be a link, or somebody else's
+    try:
+        status, wanted = os.fstat(fd), security.directory_mode
+        if stat.S_IMODE(status.st_mode) & wanted != wanted and status.st_uid == os.geteuid():
+            os.fchmod(fd, wanted)  # an unusual umask
+        _describe(fd, path, _description(identity, layouts), security.file_mode)
+    finally:
+        os.close(fd)
 
 
-def _describe(path: Path, identity: Identity, layouts: Sequence[KVLayout]) -> None:
-    """Write ``namespace.json``; of several writers at once the first one wins."""
+def _description(identity: Identity, layouts: Sequence[KVLayout]) -> bytes:
     described: dict[str, Any] = {
         "format": FORMAT,
         "identity": identity.describe(),
@@ -219,17 +250,22 @@ def _describe(path: Path, identity: Identity, layouts: Sequence[KVLayout]) -> No
     }
     if len(layouts) > 1:
         described["further_groups"] = [layout.describe() for layout in layouts[1:]]
-    temporary = path / f".tmp-{secrets.token_hex(8)}"
+    return json.dumps(described, indent=1).encode() + b"\n"
+
+
+def _describe(fd: int, path: Path, text: bytes, mode: int) -> None:
+    """Write ``namespace.json`` into ``fd``; of several writers at once the first one wins."""
+    temporary = f".tmp-{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with open(os.open(temporary, flags, 0o600), "wb") as stream:  # noqa: PTH123
-            os.fchmod(stream.fileno(), 0o600)
-            stream.write(json.dumps(described, indent=1).encode() + b"\n")
-        try:
-            os.link(temporary, path / DESCRIPTION)  # unlike a rename, keeps what is there
+        with open(os.open(temporary, flags, mode, dir_fd=fd), "wb") as stream:  # noqa: PTH123
+            os.fchmod(stream.fileno(), mode)
+            stream.write(text)
+        try:  # unlike a rename, keeps what is there
+            os.link(temporary, DESCRIPTION, src_dir_fd=fd, dst_dir_fd=fd)
         except OSError:  # it is there, or the file system has no links
             if not read_namespace(path).layouts:
-                temporary.replace(path / DESCRIPTION)
+                os.replace(temporary, DESCRIPTION, src_dir_fd=fd, dst_dir_fd=fd)
     finally:
         with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+            os.unlink(temporary, dir_fd=fd)

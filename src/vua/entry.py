@@ -9,71 +9,88 @@ The header is *canonical*: for a given namespace, layout, shard and chunk every 
 advance except four fixed-width fields (creation time, writer, self-check) and the checksums. A
 reader compares bytes instead of trusting a parser, so a file can never make it believe or allocate
 anything. :func:`parse_entry` is the other way in, for tools that do not know what to expect.
+
+A *sealed* file (:mod:`vua.seal`) has tags of a secret key behind its checksums and three more
+fields; its K and V may be encrypted, which changes neither their length nor their place.
 `docs/format.md` is the specification. Pure functions over buffers; no I/O here.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from vua.claims import (
+    AUTHENTIC,
+    ENCRYPTED,
+    FORMAT,
+    MAX_HEADER_NBYTES,
+    NO_HASH,
+    PLAIN,
+    SEALED,
+    TAG_NBYTES,
+    EntryInfo,
+    Mark,
+    claims,
+    json_header,
+)
 from vua.errors import CorruptEntryError, ForeignEntryError, LayoutError
 from vua.keys import ChunkKey
-from vua.layout import KVLayout, Shard
+from vua.layout import ITEMSIZE, KVLayout, Shard
 
 __all__ = ["FORMAT", "EntryCodec", "EntryInfo", "parse_entry"]
 
-FORMAT: Final = "vua.entry.v1"
 ALIGNMENT: Final = 4096  # O_DIRECT and GPU-direct reads start at a page
-MAX_HEADER_NBYTES: Final = 1 << 20
-"""Larger than any real header: 1 MiB of checksums are 131,072 runs."""
-
 _WRITER_WIDTH: Final = 48
 _CREATED_WIDTH: Final = 10  # seconds since 1970, good until the year 2286
 _CHECK_WIDTH: Final = 16
 _BLANK_CHECK: Final = b"0" * _CHECK_WIDTH
-_NO_HASH: Final = "-" * 64
 _VARIABLE: Final = re.compile(
-    rb',"created":"\d{10}","writer":"[\w ./+:-]{48}","check":"[0-9a-f]{16}'
+    rb',"created":"\d{10}","writer":"[\w ./+:-]{48}"(?:,"nonce":"([0-9a-f]{32})")?'
+    rb',"check":"[0-9a-f]{16}'
 )
-_HEX_DIGITS: Final = frozenset("0123456789abcdef")
-
-
-def _pad(nbytes: int, to: int) -> int:
-    return -nbytes % to
 
 
 class EntryCodec:
     """Writes and checks headers of one namespace's files of one shard. Immutable, thread-safe."""
 
-    def __init__(self, namespace: str, layout: KVLayout, shard: Shard) -> None:
-        """Prepare for files of ``shard`` below the directory named ``namespace`` (64 hex)."""
+    def __init__(self, namespace: str, layout: KVLayout, shard: Shard, kind: str = "") -> None:
+        """Prepare for files of ``shard`` below the directory named ``namespace`` (64 hex).
+
+        ``kind`` is the seal's: AUTHENTIC, ENCRYPTED, or nothing for plain files.
+        """
+        if kind not in ("", AUTHENTIC, ENCRYPTED):
+            msg = f"seal {kind!r:.40}: expected {AUTHENTIC!r} or {ENCRYPTED!r}"
+            raise LayoutError(msg)
         if not layout.full.contains(shard):
             msg = f"shard {shard.name} lies outside the layout's {layout.full.name}"
             raise LayoutError(msg)
-        self.namespace, self.layout, self.shard = namespace, layout, shard
+        self.namespace, self.layout, self.shard, self.kind = namespace, layout, shard, kind
         self.units: int = len(layout.dims) * shard.heads * shard.units(layout)
         """Number of checksums in a file."""
-        self._table_nbytes = 8 * self.units
+        self._table_nbytes = (8 + TAG_NBYTES * bool(kind)) * self.units
+        opening = f'{SEALED}","seal":"{kind}","dtype":"{layout.dtype}' if kind else FORMAT
         self._head = (
-            f'{{"__metadata__":{{"format":"{FORMAT}","namespace":"{namespace}",'
+            f'{{"__metadata__":{{"format":"{opening}","namespace":"{namespace}",'
             f'"shard":"{shard.name}","layers":"{layout.layers}","kv_heads":"{layout.kv_heads}",'
             f'"prefix_hash":"'
         )
         self._tail = f'"}},{self._tensors()}}}'
-        width = len(self._middle(ChunkKey(b"", b"", 0, 0))) + len(self._tail)
-        text_nbytes = len(self._head) + width + len(self._variable(0, "", 0))
+        mark = Mark("0" * 16, "0" * 32) if kind else PLAIN
+        width = len(self._middle(ChunkKey(b"", b"", 0, 0), mark.key_id)) + len(self._tail)
+        text_nbytes = len(self._head) + width + len(self._variable(0, "", 0, mark.nonce))
         self.header_nbytes: int = text_nbytes + 8 + self._table_nbytes
-        padding = _pad(self.header_nbytes, ALIGNMENT)
+        padding = -self.header_nbytes % ALIGNMENT
         self.header_nbytes += padding
         """Bytes before the payload, a multiple of 4096: length, JSON, padding, checksums."""
         self.file_nbytes: int = self.header_nbytes + shard.payload_nbytes(layout)
@@ -82,7 +99,7 @@ class EntryCodec:
         self._start = struct.pack("<Q", json_nbytes) + self._head.encode()
         self._end = self._tail.encode() + b" " * padding
         self.table_offset: int = 8 + json_nbytes
-        """Where in the file the checksums begin."""
+        """Where in the file the checksums begin; the tags of a sealed one follow them."""
         if self.header_nbytes > MAX_HEADER_NBYTES:
             msg = f"{self.units} checksums need a header of {self.header_nbytes} bytes; limit 1 MiB"
             raise LayoutError(msg)
@@ -93,43 +110,63 @@ class EntryCodec:
         counts = [min(step, layers - first) for first in range(0, layers, step)]
         return [n * run for run in self.layout.run_nbytes for n in counts * self.shard.heads]
 
+    def checksums(self, payload: npt.NDArray[np.uint8]) -> list[int]:
+        """Return the xxh3-64 of each unit of a whole payload that lies in one piece."""
+        edges = [0, *itertools.accumulate(self.unit_nbytes())]
+        view = memoryview(payload.data)
+        return [xxhash.xxh3_64_intdigest(view[a:b]) for a, b in itertools.pairwise(edges)]
+
     def _tensors(self) -> str:
         layout, shard = self.layout, self.shard
-        parts, offset = [], self._table_nbytes
-        arrays = ["checksums", "k", "v"][: 1 + len(layout.dims)]
-        tables: list[tuple[str, list[int], int]] = [
-            ("U64", [len(layout.dims), shard.heads, shard.units(layout)], 0)
-        ]
-        for dim, run in zip(layout.dims, layout.run_nbytes, strict=True):
-            shape = [shard.heads, shard.layers, layout.chunk_tokens, dim]
-            tables.append((layout.dtype, shape, shard.heads * shard.layers * run))
-        for name, (dtype, shape, nbytes) in zip(arrays, tables, strict=True):
-            start, offset = (0, offset) if name == "checksums" else (offset, offset + nbytes)
+        parts, offset = [], 0
+        units = [len(layout.dims), shard.heads, shard.units(layout)]
+        tables: list[tuple[str, str, list[int], int]] = [("checksums", "U64", units, 8)]
+        if self.kind:
+            tables.append(("tags", "U8", [*units, TAG_NBYTES], 1))
+        opaque = self.kind == ENCRYPTED
+        for name, dim in zip("kv", layout.dims, strict=False):
+            size = ITEMSIZE[layout.dtype]
+            shape = [shard.heads, shard.layers, layout.chunk_tokens, dim * size if opaque else dim]
+            tables.append((name, "U8" if opaque else layout.dtype, shape, 1 if opaque else size))
+        for name, dtype, shape, itemsize in tables:
+            start, offset = offset, offset + math.prod(shape) * itemsize
             described = {"dtype": dtype, "shape": shape, "data_offsets": [start, offset]}
             parts.append(f'"{name}":{json.dumps(described, separators=(",", ":"))}')
         return ",".join(parts)
 
     @staticmethod
-    def _middle(key: ChunkKey) -> str:
+    def _middle(key: ChunkKey, key_id: str) -> str:
         """The chunk's own part of the header, always of the same width."""
+        sealed = f',"key":"{key_id}"' if key_id else ""
         return (
-            f'{key.prefix_hash.hex() or _NO_HASH}","parent":"{key.parent.hex() or _NO_HASH}",'
-            f'"tokens":"{key.start:010d}-{key.stop:010d}"'
+            f'{key.prefix_hash.hex() or NO_HASH}","parent":"{key.parent.hex() or NO_HASH}",'
+            f'"tokens":"{key.start:010d}-{key.stop:010d}"{sealed}'
         )
 
+    def expected(self, key: ChunkKey, key_id: str = "") -> bytes:
+        """Return what a file of ``key`` begins with: all that it is, before what varies."""
+        return self._start + self._middle(key, key_id).encode()
+
     @staticmethod
-    def _variable(created: int, writer: str, check: int) -> str:
+    def _variable(created: int, writer: str, check: int, nonce: str = "") -> str:
         """The part that a reader does not compare, always of the same width."""
         named = "".join(c if c.isalnum() or c in " ./_-+:" else "_" for c in writer)
         named = named.encode("ascii", "replace").decode().replace("?", "_")
         return (
             f',"created":"{created:0{_CREATED_WIDTH}d}",'
             f'"writer":"{named[:_WRITER_WIDTH]:<{_WRITER_WIDTH}}",'
-            f'"check":"{check:0{_CHECK_WIDTH}x}'
+            + (f'"nonce":"{nonce}",' if nonce else "")
+            + f'"check":"{check:0{_CHECK_WIDTH}x}'
         )
 
     def encode_header(
-        self, key: ChunkKey, checksums: npt.NDArray[np.uint64], *, writer: str = ""
+        self,
+        key: ChunkKey,
+        checksums: npt.NDArray[np.uint64],
+        *,
+        writer: str = "",
+        mark: Mark = PLAIN,
+        tags: bytes = b"",
     ) -> bytes:
         """Return the ``header_nbytes`` bytes that stand before the payload of ``key``'s file.
 
@@ -137,31 +174,38 @@ class EntryCodec:
             key: the chunk.
             checksums: xxh3-64 of each unit, ``[units]`` in file order.
             writer: who writes (library version, host), for people to read; cut at 48 characters.
+            mark: of a sealed file, which key, and what this file's own key is made with.
+            tags: of a sealed file, 16 bytes for each unit in file order.
         """
-        table = np.ascontiguousarray(checksums, dtype="<u8").tobytes()
+        table = np.ascontiguousarray(checksums, dtype="<u8").tobytes() + tags
         if len(table) != self._table_nbytes:
-            msg = f"expected {self.units} checksums, found {len(table) // 8}"
+            msg = f"expected {self.units} checksums, found {len(checksums)}"
+            if self.kind:
+                msg += f", and as many tags of 16 bytes, found {len(tags)} bytes"
             raise LayoutError(msg)
         created = int(time.time())
 
         def text(check: int) -> bytes:
-            variable = self._middle(key) + self._variable(created, writer, check)
-            return b"".join((self._start, variable.encode(), self._end, table))
+            variable = self._variable(created, writer, check, mark.nonce)
+            return b"".join((self.expected(key, mark.key_id), variable.encode(), self._end, table))
 
         return text(xxhash.xxh3_64_intdigest(text(0)))
 
-    def check_header(self, header: memoryview, key: ChunkKey) -> npt.NDArray[np.uint64]:
+    def check_header(
+        self, header: memoryview, key: ChunkKey, key_id: str = ""
+    ) -> npt.NDArray[np.uint64]:
         """Return the checksums of a file that is, byte for byte, the entry of ``key``.
 
         Args:
             header: the first ``header_nbytes`` bytes of the file.
             key: the chunk that was asked for.
+            key_id: with which key a sealed file has to be sealed.
 
         Raises:
             CorruptEntryError: the header is damaged.
             ForeignEntryError: it is sound, but of another chunk, shard, layout or namespace.
         """
-        expected = self._start + self._middle(key).encode()
+        expected = self.expected(key, key_id)
         stop = self.table_offset
         if (  # bytes(): comparing memoryviews goes element by element
             len(header) == self.header_nbytes
@@ -170,7 +214,7 @@ class EntryCodec:
             and _VARIABLE.fullmatch(header[len(expected) : stop - len(self._end)])
             and _self_check(header, stop - len(self._end))
         ):
-            return np.frombuffer(header[stop:], dtype="<u8")
+            return np.frombuffer(header[stop : stop + 8 * self.units], dtype="<u8")
         found = parse_entry(bytes(header))  # raises CorruptEntryError
         msg = (
             f"expected chunk {key.name[:12]} shard {self.shard.name} of namespace "
@@ -178,9 +222,23 @@ class EntryCodec:
             f"{found.shard.name} of namespace {found.namespace[:12]}; it will be treated as a miss"
         )
         foreign = ForeignEntryError(msg)
-        asked = (self.namespace, key.name, self.shard)
-        foreign.misplaced = (found.namespace, found.prefix_hash, found.shard) != asked
+        asked = (self.namespace, key.name, self.shard, self.kind, key_id)
+        there = (found.namespace, found.prefix_hash, found.shard, found.kind, found.mark.key_id)
+        foreign.misplaced = there != asked
         raise foreign
+
+    def seal_of(self, header: memoryview) -> tuple[str, npt.NDArray[np.uint8]]:
+        """Return nonce and tags ``[units, 16]`` of a sealed file; :meth:`check_header` comes first.
+
+        Raises CorruptEntryError when there is no nonce.
+        """
+        stop = self.table_offset - len(self._end)
+        found = _VARIABLE.search(header[len(self._start) : stop])
+        if found is None or found[1] is None:
+            msg = "a sealed file without a nonce: it is damaged"
+            raise CorruptEntryError(msg)
+        tags = np.frombuffer(header[self.table_offset + 8 * self.units :], dtype=np.uint8)
+        return found[1].decode(), tags.reshape(self.units, TAG_NBYTES)
 
 
 def _self_check(header: memoryview, end: int) -> bool:
@@ -190,33 +248,6 @@ def _self_check(header: memoryview, end: int) -> bool:
     digest.update(_BLANK_CHECK)
     digest.update(header[end:])
     return digest.hexdigest().encode() == header[start:end]
-
-
-@dataclass(frozen=True, slots=True)
-class EntryInfo:
-    """What a file says about itself, read without knowing what to expect."""
-
-    namespace: str
-    prefix_hash: str
-    parent: str
-    """Hex of the parent digest, or empty for a first chunk."""
-    start: int
-    stop: int
-    shard: Shard
-    layout: KVLayout
-    created: int
-    """Seconds since 1970 by the writer's clock."""
-    writer: str
-    header_nbytes: int
-    file_nbytes: int
-    checksums: npt.NDArray[np.uint64]
-
-    @property
-    def key(self) -> ChunkKey:
-        """The chunk's key as the file states it."""
-        return ChunkKey(
-            bytes.fromhex(self.prefix_hash), bytes.fromhex(self.parent), self.start, self.stop
-        )
 
 
 def parse_entry(data: bytes) -> EntryInfo:
@@ -229,19 +260,21 @@ def parse_entry(data: bytes) -> EntryInfo:
         CorruptEntryError: anything but a header that :meth:`EntryCodec.encode_header` wrote, with
             what was found and expected.
     """
-    header, payload_at = _json_header(data)
+    header, payload_at = json_header(data)
     metadata = header.get("__metadata__")
-    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+    if not isinstance(metadata, dict) or metadata.get("format") not in (FORMAT, SEALED):
         found = metadata.get("format") if isinstance(metadata, dict) else None
         msg = f"format {found!r:.40}, expected {FORMAT!r}: not a VUA entry of this version"
         raise CorruptEntryError(msg)
     try:
-        key, shard, layout = _claims(metadata, header)
-        codec = EntryCodec(str(metadata["namespace"]), layout, shard)
+        kind = metadata["seal"] if metadata["format"] == SEALED else ""
+        mark = Mark(metadata["key"], metadata["nonce"]) if kind else PLAIN
+        key, shard, layout = claims(metadata, header, mark)
+        codec = EntryCodec(str(metadata["namespace"]), layout, shard, kind)
         created, writer = int(metadata["created"]), str(metadata["writer"]).rstrip()
-        table = np.frombuffer(data[codec.table_offset : codec.header_nbytes], dtype="<u8")
+        table = data[codec.table_offset : codec.header_nbytes]
         check = int(metadata["check"], 16)
-        again = _with_check(codec, key, metadata, table)
+        again = _with_check(codec, key, metadata, table, mark)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
         msg = f"header fields are not those of a VUA entry: {problem!r:.200}"
         raise CorruptEntryError(msg) from problem
@@ -262,81 +295,29 @@ def parse_entry(data: bytes) -> EntryInfo:
         writer=writer,
         header_nbytes=codec.header_nbytes,
         file_nbytes=codec.file_nbytes,
-        checksums=table,
+        checksums=np.frombuffer(table[: 8 * codec.units], dtype="<u8"),
+        kind=kind,
+        mark=mark,
     )
-
-
-def _json_header(data: bytes) -> tuple[Mapping[str, Any], int]:
-    """The JSON object at the start of a safetensors file, and where its data section begins."""
-    if len(data) < 8:
-        msg = f"{len(data)} bytes are no safetensors header: the file was cut short"
-        raise CorruptEntryError(msg)
-    (nbytes,) = struct.unpack_from("<Q", data)
-    if nbytes > MAX_HEADER_NBYTES or 8 + nbytes > len(data):
-        msg = f"header claims {nbytes} bytes, {len(data) - 8} are there, the limit is 1 MiB"
-        raise CorruptEntryError(msg)
-    try:
-        header = json.loads(data[8 : 8 + nbytes].decode())
-    except (ValueError, RecursionError) as problem:
-        msg = f"header is not JSON: {problem!r:.120}"
-        raise CorruptEntryError(msg) from problem
-    if not isinstance(header, dict):
-        msg = f"header is a JSON {type(header).__name__}, expected an object"
-        raise CorruptEntryError(msg)
-    return header, 8 + nbytes
-
-
-def _claims(
-    metadata: Mapping[str, Any], header: Mapping[str, Any]
-) -> tuple[ChunkKey, Shard, KVLayout]:
-    """The key, shard and layout that header fields state; raises on anything ill-typed."""
-    shard = Shard.parse(metadata["shard"])
-    if shard is None:
-        msg = f"shard {metadata['shard']!r:.40}"
-        raise ValueError(msg)
-    start, _, stop = metadata["tokens"].partition("-")
-    parent = metadata["parent"]
-    key = ChunkKey(
-        bytes.fromhex(metadata["prefix_hash"]),
-        b"" if parent == _NO_HASH else bytes.fromhex(parent),
-        int(start),
-        int(stop),
-    )
-    k_shape = header["k"]["shape"]
-    layout = KVLayout(
-        layers=int(metadata["layers"]),
-        kv_heads=int(metadata["kv_heads"]),
-        k_dim=int(k_shape[3]),
-        v_dim=int(header["v"]["shape"][3]) if "v" in header else 0,
-        dtype=header["k"]["dtype"],
-        chunk_tokens=int(k_shape[2]),
-        group=shard.group,
-    )
-    digests = metadata["prefix_hash"], metadata["namespace"], key.parent.hex() or _NO_HASH
-    place, odd = divmod(key.start, layout.chunk_tokens)
-    if (
-        not all(len(digest) == len(_NO_HASH) for digest in digests)
-        or not set(metadata["namespace"]) <= _HEX_DIGITS
-        or (odd, key.stop - key.start) != (0, layout.chunk_tokens)
-        or (place and not key.parent)
-        or Shard.parse(layout.full.name) is None
-    ):
-        msg = "digests, token range or layout are of the wrong form"
-        raise ValueError(msg)
-    return key, shard, layout
 
 
 def _with_check(
-    codec: EntryCodec, key: ChunkKey, metadata: Mapping[str, Any], table: npt.NDArray[np.uint64]
+    codec: EntryCodec, key: ChunkKey, metadata: Mapping[str, Any], table: bytes, mark: Mark
 ) -> bytes:
     """The header that the parsed fields would give, with a freshly computed self-check."""
     created, writer = int(metadata["created"]), str(metadata["writer"])
-    fields = [
-        codec._middle(key) + codec._variable(created, writer, check)
+    blank, whole = (
+        b"".join(
+            (
+                codec.expected(key, mark.key_id),
+                codec._variable(created, writer, check, mark.nonce).encode(),
+                codec._end,
+                table,
+            )
+        )
         for check in (0, int(metadata["check"], 16))
-    ]
-    blank = b"".join((codec._start, fields[0].encode(), codec._end, table.tobytes()))
+    )
     if xxhash.xxh3_64_intdigest(blank) != int(metadata["check"], 16):
         msg = "self-check of the header fails"
         raise ValueError(msg)
-    return b"".join((codec._start, fields[1].encode(), codec._end, table.tobytes()))
+    return whole

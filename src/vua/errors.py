@@ -10,6 +10,7 @@
     └── EntryError                   one stored entry cannot be used
         ├── CorruptEntryError        its bytes are damaged
         └── ForeignEntryError        its bytes are sound but belong to something else
+            └── UntrustedError       it belongs to a user whose files are not believed
 
 A message names what was found, what was expected, and what to do about it. A miss is never an
 error: lookups return it as a value.
@@ -25,6 +26,7 @@ __all__ = [
     "NotWritableError",
     "StorageError",
     "StorageFullError",
+    "UntrustedError",
     "VUAError",
 ]
 
@@ -69,3 +71,9 @@ class ForeignEntryError(EntryError):
     """An entry's bytes are sound but belong to another identity than the one asked for."""
 
     misplaced = True  # it does not belong where it lies
+
+
+class UntrustedError(ForeignEntryError):
+    """An entry was put there by a user whose files this process does not believe."""
+
+    misplaced = False  # it may be another's, and right: it stays until it is written anew

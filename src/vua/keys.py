@@ -10,13 +10,17 @@ What belongs to one request and changes its K/V without being a token (cache sal
 image content) enters as *extras* at the chunk where it first matters: there the parent is replaced
 by a digest over a tag, the parent and the length-prefixed extras. Neither PYTHONHASHSEED, nor the
 dtype or container of the tokens, nor the engine changes a name.
+
+With a secret (:class:`Naming`) HMAC-SHA256 stands in place of SHA-256 throughout, and names tell
+nothing to whom does not have it: neither what was asked nor whether two know the same prompt.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, overload
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +30,26 @@ from vua.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ChunkKey", "KeyChain", "KeyRun", "Tokens", "token_ids"]
+__all__ = ["ChunkKey", "KeyChain", "KeyRun", "Keys", "Naming", "Tokens", "token_ids"]
 
 Tokens = "torch.Tensor | npt.NDArray[np.generic] | Sequence[int]"
 
 _EXTRAS_TAG = b"vua.extras.v1"
 _NO_PARENT = b""
 _HASH_NBYTES: Final = 32
+
+
+class Naming(NamedTuple):
+    """What names are made with where they are to be secret."""
+
+    tenant: str
+    """Whose key it is, see :class:`vua.keyring.Keyring`; empty for the directory's own."""
+    secret: bytes
+    """Of one namespace, 32 bytes."""
+
+    def __repr__(self) -> str:
+        """Return the name without the secret."""
+        return f"Naming({self.tenant!r})"
 
 
 class ChunkKey(NamedTuple):
@@ -48,6 +65,8 @@ class ChunkKey(NamedTuple):
     """One past the index of its last token."""
     previous: bytes = b""
     """The chunk before it, where extras hide that in ``parent``; else empty."""
+    tenant: str = ""
+    """With whose key its file is sealed, see :class:`Naming`."""
 
     @property
     def before(self) -> bytes:
@@ -111,19 +130,35 @@ def _as_array(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) ->
         raise InputError(msg) from problem
 
 
-def extras_parent(parent: bytes, extras: Sequence[tuple[str, bytes]]) -> bytes:
+def extras_parent(
+    parent: bytes, extras: Sequence[tuple[str, bytes]], naming: Naming | None = None
+) -> bytes:
     """Digest that stands in for ``parent`` where ``extras`` (tag, value) first matter.
 
     Tags and values are length-prefixed and their number is counted, so that no two lists of
     extras, and no extras and no plain parent, can be confused.
     """
-    digest = hashlib.sha256(_EXTRAS_TAG)
+    digest: hashlib._Hash | hmac.HMAC = hashlib.sha256(_EXTRAS_TAG)
+    if naming is not None:
+        digest = hmac.new(naming.secret, _EXTRAS_TAG, "sha256")
     for part in (parent, len(extras).to_bytes(4, "little")):
         digest.update(len(part).to_bytes(8, "little") + part)
     for tag, value in extras:
         for part in (tag.encode(), value):
             digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
+
+
+class Keys(Protocol):
+    """A prompt's chunk keys: a list of them, a :class:`KeyChain` or a :class:`KeyRun`."""
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        ...
+
+    def __getitem__(self, index: int, /) -> ChunkKey:
+        """Return the key of chunk ``index``."""
+        ...
 
 
 class KeyChain:
@@ -141,6 +176,7 @@ class KeyChain:
         ids: bytes,
         chunk_tokens: int,
         extras: Mapping[int, Sequence[tuple[str, bytes]]] | None = None,
+        naming: Naming | None = None,
     ) -> None:
         """Name the whole chunks of ``ids``.
 
@@ -148,7 +184,9 @@ class KeyChain:
             ids: token ids as :func:`token_ids` returns them.
             chunk_tokens: tokens per chunk; what is left over at the end has no name.
             extras: chunk index -> (tag, value) pairs that the K/V from that chunk on depend on.
+            naming: makes the names secret.
         """
+        self._naming = naming
         self._ids = memoryview(ids)
         self._chunk_tokens = chunk_tokens
         self._extras = dict(extras or {})
@@ -181,7 +219,8 @@ class KeyChain:
         special = [at for at in self._extras if first < at < stop]
         parents = {at: _above(self._keys[at]) for at in (first, *special) if at < stop}
         digests = bytes(self._digests[_HASH_NBYTES * first : _HASH_NBYTES * stop])
-        return KeyRun(first, self._chunk_tokens, digests, parents)
+        tenant = self._naming.tenant if self._naming else ""
+        return KeyRun(first, self._chunk_tokens, digests, parents, tenant)
 
     def longer(self, ids: bytes) -> KeyChain:
         """Return the chain of a prompt that begins with this one and goes on.
@@ -190,21 +229,23 @@ class KeyChain:
             ids: the token ids of the longer prompt, as :func:`token_ids` returns them; what this
                 chain has hashed is not hashed again.
         """
-        chain = KeyChain(ids, self._chunk_tokens, self._extras)
+        chain = KeyChain(ids, self._chunk_tokens, self._extras, self._naming)
         chain._keys, chain._digests = self._keys[:], self._digests[:]
         return chain
 
     def _extend(self, count: int) -> None:
         keys, ids, size = self._keys, self._ids, self._chunk_tokens
         parent = keys[-1].prefix_hash if keys else _NO_PARENT
-        extras, sha256 = self._extras, hashlib.sha256
+        extras, sha256, naming = self._extras, hashlib.sha256, self._naming
+        tenant, secret = naming or ("", None)
         for index in range(len(keys), count):
             previous = b""
             if index in extras:
-                previous, parent = parent, extras_parent(parent, extras[index])
+                previous, parent = parent, extras_parent(parent, extras[index], naming)
             start = index * size
-            digest = sha256(b"".join((parent, ids[4 * start : 4 * (start + size)]))).digest()
-            keys.append(ChunkKey(digest, parent, start, start + size, previous))
+            text = b"".join((parent, ids[4 * start : 4 * (start + size)]))
+            digest = sha256(text).digest() if secret is None else hmac.digest(secret, text, sha256)
+            keys.append(ChunkKey(digest, parent, start, start + size, previous, tenant))
             self._digests += digest
             parent = digest
 
@@ -217,7 +258,7 @@ class KeyRun(Sequence[ChunkKey]):
     (3, 64, True, 2)
     """
 
-    __slots__ = ("_chunk_tokens", "_digests", "_first", "_parents")
+    __slots__ = ("_chunk_tokens", "_digests", "_first", "_parents", "_tenant")
 
     def __init__(
         self,
@@ -225,6 +266,7 @@ class KeyRun(Sequence[ChunkKey]):
         chunk_tokens: int,
         digests: bytes,
         parents: Mapping[int, tuple[bytes, bytes]],
+        tenant: str = "",
     ) -> None:
         """Take over what :meth:`KeyChain.run` has put together.
 
@@ -234,7 +276,9 @@ class KeyRun(Sequence[ChunkKey]):
             digests: prefix hashes, 32 bytes each.
             parents: chunk index -> parent and ``previous`` of its key, for the first chunk and
                 wherever the parent is not the prefix hash before it.
+            tenant: of all its keys.
         """
+        self._tenant = tenant
         self._first, self._chunk_tokens = first, chunk_tokens
         self._digests, self._parents = digests, parents
 
@@ -259,14 +303,14 @@ class KeyRun(Sequence[ChunkKey]):
             if start < stop:
                 parents[first] = _above(self[start])
             cut = self._digests[_HASH_NBYTES * start : _HASH_NBYTES * stop]
-            return KeyRun(first, self._chunk_tokens, cut, parents)
+            return KeyRun(first, self._chunk_tokens, cut, parents, self._tenant)
         at = range(len(self))[index]
         place = at * _HASH_NBYTES
         digest = self._digests[place : place + _HASH_NBYTES]
         above = self._parents.get(self._first + at)
         parent, previous = above or (self._digests[place - _HASH_NBYTES : place], b"")
         start = (self._first + at) * self._chunk_tokens
-        return ChunkKey(digest, parent, start, start + self._chunk_tokens, previous)
+        return ChunkKey(digest, parent, start, start + self._chunk_tokens, previous, self._tenant)
 
 
 def _above(key: ChunkKey) -> tuple[bytes, bytes]:

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vua._linux import open_beneath
 from vua.recency import set_stamp, stamp_ns
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 from vua.survey import AFTER, PIN, Space, chunks_of, fans_of, listed, mark
@@ -153,7 +154,11 @@ def unpin(space: Space, chunk: str) -> list[str]:
 
 def _unmark(directory: int, chunk: str, name: str) -> bool:
     try:
-        os.unlink(f"{chunk_path(chunk)}/{name}", dir_fd=directory)
+        inside = open_beneath(directory, chunk_path(chunk))
+        try:
+            os.unlink(name, dir_fd=inside)
+        finally:
+            os.close(inside)
     except OSError:
         return False
     return True

@@ -7,9 +7,9 @@ per run of bytes happens in :meth:`Plan.checksums`; the rest is per file.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from vua.entry import EntryCodec
 from vua.layout import MemoryMap, Part, Shard
 from vua.native import Batch
 
-__all__ = ["Plan"]
+__all__ = ["Digest", "Plan"]
 
 SLICE_NBYTES: Final = 256 << 10
 """Bytes read before they are verified: they are still in cache then, see docs/performance.md."""
@@ -29,6 +29,18 @@ _SMALL_NBYTES: Final = 512 << 10
 """Files up to this size are read by one call."""
 _VIEW_NBYTES: Final = 64 << 10
 """Bytes given to xxhash at once: for much longer inputs it releases the GIL."""
+
+
+class Digest(Protocol):
+    """What runs of bytes are fed to: a hash, or one unit's seal."""
+
+    def update(self, view: memoryview, /) -> object:
+        """Take the next bytes."""
+        ...
+
+    def intdigest(self) -> int:
+        """Return the result as a number."""
+        ...
 
 
 class _Slice(NamedTuple):
@@ -108,9 +120,18 @@ class Plan:
         """Windows ``[chunk][space][piece]`` for :meth:`checksums`."""
         return self.views.windows(self.part.piece_offsets(self.memory, chunks))
 
-    def checksums(self, windows: list[list[memoryview]], first: int, stop: int) -> list[int]:
-        """Return the xxh3-64 of units [first, stop) of the chunk that ``windows`` belong to."""
-        return self.views.checksums(windows, self.units[first:stop])
+    def checksums(
+        self,
+        windows: list[list[memoryview]],
+        first: int,
+        stop: int,
+        new: Callable[[], Digest] = xxhash.xxh3_64,
+    ) -> list[int]:
+        """Return the xxh3-64 of units [first, stop) of the chunk that ``windows`` belong to.
+
+        Or what else ``new``, called for each unit in order, makes of its bytes.
+        """
+        return self.views.checksums(windows, self.units[first:stop], new)
 
 
 class _Views:
@@ -156,12 +177,15 @@ class _Views:
         return chunks
 
     def checksums(
-        self, windows: list[list[memoryview]], units: Sequence[tuple[int, int]]
+        self,
+        windows: list[list[memoryview]],
+        units: Sequence[tuple[int, int]],
+        new: Callable[[], Digest],
     ) -> list[int]:
-        """Return the xxh3-64 of each unit, given as runs [start, stop). The hot loop of a load."""
+        """Return the digest of each unit, given as runs [start, stop). The hot loop of a load."""
         slices, spaces, sums = self._slices, self._space, []
         for start, stop in units:
-            digest = xxhash.xxh3_64()
+            digest = new()
             pieces = windows[spaces[start]]
             if self._runs_at_once > 1:
                 for run in range(start, stop, self._runs_at_once):
@@ -179,4 +203,4 @@ class _Views:
         return sums
 
 
-_consume = deque[None](maxlen=0).extend
+_consume = deque[object](maxlen=0).extend

@@ -88,7 +88,7 @@ def server_now_ns(directory: int) -> int:
 
     Raises OSError where ``directory`` (a descriptor) cannot be written to.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     fd = os.open(CLOCK, flags, 0o600, dir_fd=directory)
     try:
         os.utime(fd)

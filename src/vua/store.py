@@ -16,18 +16,24 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from vua.aim import Aim
+from vua.claims import PLAIN
 from vua.entry import EntryCodec
-from vua.errors import EntryError, ForeignEntryError, InputError
+from vua.errors import EntryError, ForeignEntryError, InputError, UntrustedError
 from vua.keeper import Keeper
-from vua.keys import ChunkKey
+from vua.keyring import Keyring, NoKeyError
+from vua.keys import ChunkKey, Keys
 from vua.layout import KVLayout, MemoryMap, Shard, cover
 from vua.plan import Plan
+from vua.security import Security
 from vua.storage import Reader, Storage
+
+if TYPE_CHECKING:
+    from vua.seal import Seal  # needs an optional package
 
 __all__ = ["Keys", "Loaded", "Loader", "Saver", "Store"]
 
@@ -40,18 +46,6 @@ _FAILURES: Final = 3
 _MAX_FAILED: Final = 1024
 
 
-class Keys(Protocol):
-    """A prompt's chunk keys: a list of them, or a :class:`vua.keys.KeyChain`."""
-
-    def __len__(self) -> int:
-        """Return the number of chunks."""
-        ...
-
-    def __getitem__(self, index: int, /) -> ChunkKey:
-        """Return the key of chunk ``index``."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What a load brought."""
@@ -61,40 +55,48 @@ class Loaded:
     nbytes: int
     """Payload bytes of those chunks."""
     reason: str | None = None
-    """Why it stopped early (``missing``, ``corrupt``, ``foreign``, ``error``), or None."""
+    """Why it stopped early (``missing``, ``corrupt``, ``foreign``, ``locked``, ``error``)."""
 
 
 class Store:
     """Saves, finds and loads the chunks of one namespace. Safe for threads, processes and hosts."""
 
     def __init__(
-        self, storage: Storage, namespace: str, layout: KVLayout, keeper: Keeper | None = None
+        self,
+        storage: Storage,
+        namespace: str,
+        layout: KVLayout,
+        keeper: Keeper | None = None,
+        keyring: Keyring | None = None,
     ) -> None:
         """Use ``storage`` for chunks of ``layout`` in ``namespace`` (64 hex).
 
-        With a ``keeper`` of that storage the cache stays within its bounds.
+        With a ``keeper`` of that storage the cache stays within its bounds; with a ``keyring`` of
+        the namespace files are sealed as it says.
         """
         self.storage, self.namespace, self.layout = storage, namespace, layout
         self.keeper = keeper
-        self._codecs: dict[Shard, EntryCodec] = {}
+        self.keyring = keyring or Keyring(namespace, Security())
+        self._codecs: dict[tuple[Shard, str], EntryCodec] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
         self._lock = threading.Lock()
         self._failed: dict[str, int] = {}
         self._warned_s = -_WARN_INTERVAL_S
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
-        corrupt, foreign, error."""
+        corrupt, foreign, locked, error."""
 
     def close(self) -> None:
         """Finish what the keeper still has to do; a second call does nothing."""
         if self.keeper is not None:
             self.keeper.close()
 
-    def codec(self, shard: Shard) -> EntryCodec:
-        """Return the codec of files of ``shard``."""
-        codec = self._codecs.get(shard)
+    def codec(self, shard: Shard, kind: str = "") -> EntryCodec:
+        """Return the codec of files of ``shard``, with a ``kind`` of seal if any."""
+        codec = self._codecs.get((shard, kind))
         if codec is None:
-            codec = self._codecs.setdefault(shard, EntryCodec(self.namespace, self.layout, shard))
+            codec = EntryCodec(self.namespace, self.layout, shard, kind)
+            codec = self._codecs.setdefault((shard, kind), codec)
         return codec
 
     def _count(self, event: str, by: int = 1) -> None:
@@ -219,16 +221,28 @@ class Store:
 
     def _save(self, key: ChunkKey, saver: Saver, place: int) -> bool:
         shard = saver.shard
-        codec = self.codec(shard)
+        try:
+            seal = self.keyring.seal(key.tenant)
+        except NoKeyError as problem:
+            self._count("chunks_refused")
+            log.warning("chunk %s is not stored: %s", key.name[:12], problem)
+            return False
+        codec = self.codec(shard, seal.kind if seal else "")
         if self.storage.exists(key.name, shard, codec.file_nbytes):
             self._count("chunks_present")
             return False
-        plan = saver.plan()
+        plan = saver.plan(codec.kind)
         header = np.empty((1, codec.header_nbytes), dtype=np.uint8)
         iovecs = plan.iovecs(range(place, place + 1), header)[0]
         windows = plan.windows(range(place, place + 1))[0]
-        sums = np.array(plan.checksums(windows, 0, len(plan.units)), dtype=np.uint64)
-        text = codec.encode_header(key, sums, writer=_WRITER)
+        mark, tags, stored = seal.close(plan, key, windows) if seal else (PLAIN, b"", None)
+        if stored is None:
+            sums = plan.checksums(windows, 0, len(plan.units))
+        else:
+            sums = codec.checksums(stored)
+            iovecs = np.array([iovecs[0], (stored.ctypes.data, stored.nbytes)], dtype=np.uint64)
+        table = np.array(sums, dtype=np.uint64)
+        text = codec.encode_header(key, table, writer=_WRITER, mark=mark, tags=tags)
         header[0] = np.frombuffer(text, dtype=np.uint8)
         if self.keeper is None:
             self.storage.publish(key.name, shard, iovecs)
@@ -247,17 +261,19 @@ class Saver:
         """Prepare to save ``shard`` from ``memory``; :meth:`Store.saver` calls this."""
         self.store, self.shard = store, shard
         self._memory = memory
-        self._plan: Plan | None = None
+        self._plans: dict[str, Plan] = {}
 
     def save(self, key: ChunkKey, *, place: int = 0) -> bool:
         """Write the chunk at ``place`` of the memory map; see :meth:`Store.save`."""
         return self.store._save(key, self, place)
 
-    def plan(self) -> Plan:
-        """Return how the shard lies in memory, worked out when it is first needed."""
-        if self._plan is None:
-            self._plan = Plan(self.store.codec(self.shard), self.shard, self.shard, self._memory)
-        return self._plan
+    def plan(self, kind: str) -> Plan:
+        """Return how the shard lies in memory, and in files with a ``kind`` of seal if any."""
+        plan = self._plans.get(kind)
+        if plan is None:
+            codec = self.store.codec(self.shard, kind)
+            plan = self._plans[kind] = Plan(codec, self.shard, self.shard, self._memory)
+        return plan
 
 
 class Loader:
@@ -267,7 +283,8 @@ class Loader:
         """Prepare to load ``target`` into ``memory``; :meth:`Store.loader` calls this."""
         self._store, self._target, self._memory = store, target, memory
         self._room = memory.chunks(store.layout)
-        self._aims: dict[tuple[Shard, Shard], Aim] = {}
+        self._aims: dict[tuple[Shard, Shard, str], Aim] = {}
+        self._seal: Seal | None = None
         self._follow(store._last_cover.get(target) or [(target, target)])
 
     def load(self, keys: Keys) -> Loaded:
@@ -282,6 +299,12 @@ class Loader:
             msg = f"{len(keys)} chunks do not fit into memory for {self._room}"
             raise InputError(msg)
         store, reason = self._store, None
+        try:
+            self._unlock(keys[0].tenant if len(keys) else "")
+        except NoKeyError as problem:
+            store._count("locked")
+            log.warning("nothing is loaded: %s", problem)
+            return Loaded(0, 0, "locked")
         chunks = self._load_many(keys, 0)
         while chunks < len(keys):
             reason = self._try(keys[chunks], chunks, len(keys))
@@ -297,12 +320,18 @@ class Loader:
         log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
         return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
 
+    def _unlock(self, tenant: str) -> None:
+        """Take the key that a tenant's files are sealed with. Raises NoKeyError."""
+        before, self._seal = self._seal, self._store.keyring.seal(tenant)
+        if (before and before.kind) != (self._seal and self._seal.kind):
+            self._follow(self._cover)
+
     def _load_many(self, keys: Keys, first: int) -> int:
         """Load chunks from ``first`` on by few calls; return how many, at the latest a bad one."""
         chunks = len(keys) - first
         for stored, aim in self._route:
             wanted = [keys[first + i] for i in range(chunks)]
-            chunks = aim.read_many(self._store.storage, stored, wanted, first)
+            chunks = aim.read_many(self._store.storage, stored, wanted, first, self._seal)
         return chunks
 
     def _try(self, key: ChunkKey, place: int, stop: int) -> str | None:
@@ -318,24 +347,28 @@ class Loader:
                 return self._load(key, place, stop)
         except FileNotFoundError:
             return "missing"
+        except UntrustedError as problem:
+            log.warning("chunk %s is not believed, a miss: %s", key.name[:12], problem)
+            return "foreign"
         except OSError as problem:
             self._store._unreadable(key, problem)
             return "error"
 
     def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
         """Take each chunk from these (stored shard, rectangle) pairs from now on."""
+        kind = self._seal.kind if self._seal else ""
         for stored, taken in cover:
-            if (stored, taken) not in self._aims:
-                plan = Plan(self._store.codec(stored), taken, self._target, self._memory)
-                self._aims[stored, taken] = Aim(plan)
+            if (stored, taken, kind) not in self._aims:
+                plan = Plan(self._store.codec(stored, kind), taken, self._target, self._memory)
+                self._aims[stored, taken, kind] = Aim(plan)
         self._cover = cover
-        self._route = [(stored, self._aims[stored, taken]) for stored, taken in cover]
+        self._route = [(stored, self._aims[stored, taken, kind]) for stored, taken in cover]
 
     def _load(self, key: ChunkKey, place: int, stop: int) -> str | None:
         for stored, aim in self._route:
             reader = self._store.storage.open(key.name, stored)
             try:
-                aim.read(reader, key, place, stop)
+                aim.read(reader, key, place, stop, self._seal)
             except EntryError as problem:
                 return self._store._reject(key, stored, reader, problem)
             except OSError as problem:

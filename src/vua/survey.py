@@ -16,6 +16,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from vua._linux import open_beneath
 from vua.storage.local import QUARANTINE, TEMPORARY, chunk_path
 
 __all__ = [
@@ -141,9 +142,13 @@ def chunk_nbytes(space: Space, path: str) -> int:
 
 def mark(directory: int, chunk: str, name: str) -> bool:
     """Put an empty file into a chunk's directory; False when that is not there (any more)."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        os.close(os.open(f"{chunk_path(chunk)}/{name}", flags, 0o600, dir_fd=directory))
+        inside = open_beneath(directory, chunk_path(chunk))
+        try:
+            os.close(os.open(name, flags, 0o600, dir_fd=inside))
+        finally:
+            os.close(inside)
     except OSError:
         return False
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -13,9 +13,21 @@ from vua.keys import token_ids
 from vua.layout import KVLayout, MemoryMap
 from vua.serdes import DTYPES
 
-__all__ = ["Batch", "Cache", "allocate", "memory_map", "sequences"]
+__all__ = ["Batch", "Cache", "OnClassOrInstance", "allocate", "memory_map", "sequences"]
 
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class OnClassOrInstance:
+    """A method on tokens that sees the instance when there is one, and the class when not."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., torch.Tensor]:
+        target = owner if instance is None else instance
+        return lambda tokens: self._function(target, tokens)
 
 
 class Batch(NamedTuple):

@@ -1,9 +1,9 @@
 """The command `vua`: looks into a cache directory. Needs no engine, no GPU and no server.
 
 All of it may run while others read and write there; `gc`, `rm`, `pin` and `ttl` alone change
-anything (`doctor` makes a directory for a while). Exit codes: 0 all is well, 1 damage was found (or
-a directory stays beyond its bounds, pins kept something, `doctor` found something bad), 2 the
-question makes no sense (or the directory cannot be read).
+anything (`doctor` makes a directory for a while); `key` makes keys, elsewhere. Exit codes: 0 all is
+well, 1 damage was found (or a directory stays beyond its bounds, pins kept something, `doctor`
+found something bad), 2 the question makes no sense (or the directory cannot be read).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from vua import __version__
@@ -22,6 +22,7 @@ from vua.cli.capacity import du, gc, ttl
 from vua.cli.doctor import doctor
 from vua.cli.explain import Question, explain
 from vua.cli.inspection import inspect
+from vua.cli.key import add_key, key
 from vua.cli.listing import ls
 from vua.cli.removal import pins, rm
 from vua.cli.text import UNUSABLE, Write, as_json
@@ -51,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     _add_explain(commands, common)
     _add_upkeep(commands, common)
+
+    add_key(commands, common)
 
     one = commands.add_parser("bench", parents=[common], help="measure VUA, or a directory")
     add_arguments(one)
@@ -136,26 +139,27 @@ def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
     return gc(where, said, keep=options.set, quick=options.quick, write=write)
 
 
+def _run(options: argparse.Namespace, write: Write | None) -> int:
+    where = getattr(options, "directory", "")
+    runs: dict[str, Callable[[], int]] = {
+        "ls": lambda: ls(where, long=options.long, write=write),
+        "inspect": lambda: inspect(options.files, write=write),
+        "bench": lambda: bench(options, write=write),
+        "verify": lambda: verify(where, write=write),
+        "doctor": lambda: doctor(where, write=write),
+        "explain": lambda: _run_explain(options, write),
+        "key": lambda: key(options.path, options.salt, write=write),
+    }
+    return runs.get(options.command, lambda: _run_upkeep(options, write))()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit with 2 as argparse does."""
     options = _parser().parse_args(arguments)
     logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
     write = as_json if options.json else None
     try:
-        if options.command == "ls":
-            code = ls(options.directory, long=options.long, write=write)
-        elif options.command == "inspect":
-            code = inspect(options.files, write=write)
-        elif options.command == "bench":
-            code = bench(options, write=write)
-        elif options.command == "verify":
-            code = verify(options.directory, write=write)
-        elif options.command == "doctor":
-            code = doctor(options.directory, write=write)
-        elif options.command == "explain":
-            code = _run_explain(options, write)
-        else:
-            code = _run_upkeep(options, write)
+        code = _run(options, write)
         sys.stdout.flush()
     except BrokenPipeError:  # `vua ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,7 +11,8 @@ from typing import Final, Literal
 
 import xxhash
 
-from vua.entry import MAX_HEADER_NBYTES, EntryCodec, EntryInfo, parse_entry
+from vua.claims import MAX_HEADER_NBYTES
+from vua.entry import EntryCodec, EntryInfo, parse_entry
 from vua.errors import CorruptEntryError
 from vua.layout import KVLayout, Shard
 
@@ -85,7 +86,7 @@ class Checker:
         return self._buffer[:filled]
 
     def _damage(self, fd: int, rest: memoryview, info: EntryInfo) -> str:
-        codec = EntryCodec(info.namespace, info.layout, info.shard)
+        codec = EntryCodec(info.namespace, info.layout, info.shard, info.kind)
         sums = list(self._sums(fd, rest, codec.unit_nbytes()))
         if len(sums) < codec.units:
             return "it became shorter while it was read"

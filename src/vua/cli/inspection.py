@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from vua.claims import SEALED
 from vua.cli.check import Check, Checker, Place
 from vua.cli.text import DAMAGED, SOUND, UNUSABLE, Write, plain, size, when
 from vua.directory import Namespace, read_namespace
@@ -85,8 +86,10 @@ def _statements(info: EntryInfo, namespace: Namespace | None) -> list[tuple[str,
     payload = info.file_nbytes - info.header_nbytes
     layers = f"layers {shard.layer_start}-{shard.layer_stop} of {layout.layers}"
     heads = f"KV heads {shard.head_start}-{shard.head_stop} of {layout.kv_heads}"
+    seal = f"{info.kind} with key {info.mark.key_id}: whose it is only that key can tell"
     return [
-        ("format", FORMAT),
+        ("format", SEALED if info.kind else FORMAT),
+        *([("sealed", seal)] if info.kind else []),
         ("namespace", info.namespace + model),
         ("chunk", info.prefix_hash),
         ("parent", info.parent or "none: it is the first chunk of a prompt"),
@@ -122,6 +125,8 @@ def _describe(file: str, check: Check) -> dict[str, object]:
             "writer": info.writer,
             "header_nbytes": info.header_nbytes,
             "file_nbytes": info.file_nbytes,
+            "seal": info.kind or None,
+            "key": info.mark.key_id or None,
             "checksums": [f"{value:016x}" for value in info.checksums.tolist()],
         }
     return report

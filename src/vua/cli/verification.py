@@ -27,6 +27,8 @@ class _Result:
     description: str
     counts: Counter[str] = field(default_factory=Counter)
     nbytes: int = 0
+    sealed: Counter[str] = field(default_factory=Counter)
+    """Files per key that they are sealed with, by its 16 hex."""
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     """(path, outcome, reason) of whatever is not sound."""
     others: dict[str, list[Found]] = field(default_factory=dict)
@@ -39,6 +41,8 @@ class _Result:
     def add(self, path: str, check: Check) -> None:
         self.counts[check.outcome] += 1
         self.nbytes += check.nbytes
+        if check.info is not None and check.info.kind:
+            self.sealed[check.info.mark.key_id] += 1
         if check.outcome != "sound":
             self.problems.append((path, check.outcome, "; ".join(check.reasons)))
 
@@ -50,6 +54,7 @@ class _Result:
             "description": self.description,
             **{outcome: self.counts[outcome] for outcome in _OUTCOMES},
             "nbytes": self.nbytes,
+            "sealed": dict(self.sealed),
             "problems": [
                 {"path": path, "outcome": outcome, "reason": reason}
                 for path, outcome, reason in self.problems
@@ -151,6 +156,9 @@ def _report(directory: str, results: list[_Result], strays: list[str]) -> None:
 
 def _report_others(result: _Result) -> None:
     name = result.namespace.name[:SHORT]
+    for key_id, count in sorted(result.sealed.items()):
+        needs = "checked for damage; who wrote them needs the key"
+        print(f"{name}: {count} files are sealed with key {key_id}: {needs}")
     if temporary := result.others.get("temporary"):
         age_s = max(0.0, time.time() - min(found.modified_s for found in temporary))
         total = size(sum(found.nbytes for found in temporary))

@@ -106,7 +106,13 @@ class Batch(ctypes.Structure):
 
 
 def load(
-    dir_fd: int, paths: Sequence[str], batch: Batch, iovecs: int, *, threads: int | None = None
+    dir_fd: int,
+    paths: Sequence[str],
+    batch: Batch,
+    iovecs: int,
+    *,
+    uids: npt.NDArray[np.uint32] | None = None,
+    threads: int | None = None,
 ) -> int:
     """Read files into memory and compare what they hash to with their own tables of checksums.
 
@@ -115,6 +121,7 @@ def load(
         paths: the files, names of equal length.
         batch: how each of them is read.
         iovecs: address of their iovecs, ``[files, rows, 2]`` u64; row 0 takes the header.
+        uids: users whose files are in order; by default anybody's.
         threads: at most this many are used, and only for large batches; 2 by default.
 
     Returns how many files from the first on are in memory and agree with their own checksums:
@@ -126,14 +133,18 @@ def load(
         return 0
     names = [path.encode() + b"\0" for path in paths]
     nbytes, step = batch.file_nbytes * len(paths), 16 * batch.row_count
+    whose = (None, 0) if uids is None else (uids.ctypes.data, len(uids))
     done = 0
     if nbytes <= _HELD_NBYTES:
-        done = bound.held(batch, dir_fd, b"".join(names), len(names[0]), len(names), iovecs, 1, 1)
+        text = b"".join(names)
+        done = bound.held(
+            batch, dir_fd, text, len(names[0]), len(names), iovecs, 1, _NOWAIT, *whose
+        )
         names, iovecs = names[done:], iovecs + done * step
     if names:
         threads = (threads or _THREADS) if nbytes >= _SHARED_NBYTES else 1
         done += bound.released(
-            batch, dir_fd, b"".join(names), len(names[0]), len(names), iovecs, threads, 0
+            batch, dir_fd, b"".join(names), len(names[0]), len(names), iovecs, threads, 0, *whose
         )
     return done
 
@@ -184,6 +195,8 @@ class _Library:
                 ctypes.c_uint64,
                 ctypes.c_void_p,
                 ctypes.c_uint64,
+                ctypes.c_uint64,
+                ctypes.c_void_p,
                 ctypes.c_uint64,
             ]
             function.restype = ctypes.c_uint64

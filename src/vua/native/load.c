@@ -56,6 +56,8 @@ struct work {
     uint64_t path_nbytes, files;
     const struct iovec *iovecs; /* [files][row_count] */
     uint64_t flags;
+    const uint32_t *uids;       /* whose files are read; NULL: anybody's */
+    uint64_t uid_count;
     _Atomic uint64_t next, good; /* next file to take; files before the first bad one */
 };
 
@@ -111,17 +113,31 @@ static uint64_t hash_rows(const struct xxh3 *hash, const struct iovec *row, cons
     return hash->digest(state);
 }
 
-static int load_open_file(const struct batch *batch, int fd, const struct iovec *rows,
-                          uint64_t flags)
+static int is_trusted(const struct work *work, const struct stat *status)
 {
+    if (!S_ISREG(status->st_mode) || status->st_nlink > 1)
+        return 0;
+    for (uint64_t i = 0; work->uids != NULL; i++) {
+        if (i == work->uid_count)
+            return 0;
+        if (work->uids[i] == status->st_uid)
+            break;
+    }
+    return 1;
+}
+
+static int load_open_file(const struct work *work, int fd, const struct iovec *rows)
+{
+    const struct batch *batch = work->batch;
     struct stat status;
-    if (fstat(fd, &status) < 0 || !S_ISREG(status.st_mode) ||
+    if (fstat(fd, &status) < 0 || !is_trusted(work, &status) ||
         (uint64_t)status.st_size != batch->file_nbytes)
         return 0;
     const char *table = (const char *)rows[0].iov_base + batch->table_offset;
     for (uint64_t i = 0; i < batch->slice_count; i++) {
         const struct slice *s = &batch->slices[i];
-        if (!read_rows(fd, rows + s->row, s->row_stop - s->row, s->nbytes, s->offset, flags))
+        if (!read_rows(fd, rows + s->row, s->row_stop - s->row, s->nbytes, s->offset,
+                       work->flags))
             return 0;
         for (uint64_t unit = s->unit; unit < s->unit_stop; unit++) {
             uint64_t expected;
@@ -150,8 +166,7 @@ static void *run(void *argument)
             return NULL; /* all taken, or behind a bad one */
         int fd = open_file(work, file);
         int good = fd >= 0 &&
-            load_open_file(work->batch, fd, work->iovecs + file * work->batch->row_count,
-                           work->flags);
+            load_open_file(work, fd, work->iovecs + file * work->batch->row_count);
         if (fd >= 0)
             close(fd);
         if (!good)
@@ -161,9 +176,11 @@ static void *run(void *argument)
 
 /* Return how many files from the first on were read and hashed to what their own tables say. */
 uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint64_t path_nbytes,
-                  uint64_t files, const struct iovec *iovecs, uint64_t threads, uint64_t flags)
+                  uint64_t files, const struct iovec *iovecs, uint64_t threads, uint64_t flags,
+                  const uint32_t *uids, uint64_t uid_count)
 {
-    struct work work = {batch, dir_fd, paths, path_nbytes, files, iovecs, flags, 0, files};
+    struct work work = {batch, dir_fd, paths, path_nbytes, files, iovecs, flags,
+                        uids, uid_count, 0, files};
     pthread_t helpers[THREADS_MAX];
     uint64_t started = 0;
     while (started + 1 < threads && started < THREADS_MAX &&

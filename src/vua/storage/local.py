@@ -3,7 +3,8 @@
 ``<namespace>/<hh>/<prefix hash>/<shard>.safetensors``. A file appears under its name by
 ``os.replace`` and only when it is complete, is never changed afterwards, and is opened without
 following a symbolic link at any step. No locks, no fsync unless asked for: after a power cut a file
-may be damaged, which readers notice by its checksums. Directories are 0700, files 0600.
+may be damaged, which readers notice by its checksums. Directories are 0700, files 0600, and other
+users' files count as absent, unless :class:`vua.security.Security` says otherwise.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from vua import _linux, native
-from vua._linux import Iovecs
-from vua.errors import NotWritableError, StorageError, StorageFullError
+from vua._linux import FileStatus, Iovecs
+from vua.errors import NotWritableError, StorageError, StorageFullError, UntrustedError
 from vua.layout import Shard
 from vua.native import Batch
+from vua.security import Security, make_directory, open_directory
 
 __all__ = ["FileReader", "LocalStorage"]
 
@@ -36,7 +40,6 @@ MAX_QUARANTINED: Final = 16
 """Damaged files kept per namespace for a look; further ones are deleted."""
 
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
 _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -52,12 +55,23 @@ class FileReader:
 
     __slots__ = ("_cold", "_fd", "inode", "nbytes")
 
-    def __init__(self, fd: int) -> None:
-        """Take over ``fd``; raises OSError, and closes it, when it is not a regular file."""
+    def __init__(self, fd: int, uids: frozenset[int] | None = None) -> None:
+        """Take over ``fd``.
+
+        Raises, and closes it: OSError when it is not a regular file, UntrustedError when it has
+        other names too, or belongs to none of ``uids``.
+        """
         status = _linux.status_cached(fd)
-        if not stat.S_ISREG(status.mode):
+        if not _is_plain(status, uids):
             os.close(fd)
-            raise OSError(errno.EINVAL, "not a regular file")
+            if not stat.S_ISREG(status.mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            msg = (
+                f"file of user {status.uid} with {status.links} names, expected one name and "
+                f"{'any user' if uids is None else f'one of the users {sorted(uids)}'}; set "
+                "trusted_uids if that user is to be believed"
+            )
+            raise UntrustedError(msg)
         self._fd = fd
         self._cold = False
         self.nbytes: int = status.nbytes
@@ -89,6 +103,7 @@ class LocalStorage:
         *,
         durable: bool = False,
         renew: Callable[[], None] | None = None,
+        security: Security | None = None,
     ) -> None:
         """Open ``directory``, which must exist.
 
@@ -97,12 +112,18 @@ class LocalStorage:
             durable: fsync each file and its directory before it counts as stored. Without it a
                 power cut may damage recent files, which are then misses.
             renew: makes the directory anew when somebody has deleted it under a running process.
+            security: whose files are read, and the modes of what is written.
+
+        Raises OSError; StorageError when the directory belongs to a user who is not trusted.
         """
         self.directory = Path(directory)
         self._durable = durable
         self._renew = renew
         self._lock = threading.Lock()
-        self._fd = os.open(directory, _DIRECTORY)
+        self._security = security or Security()
+        self._uids = self._security.uids
+        self._uid_array = None if self._uids is None else np.array([*self._uids], dtype=np.uint32)
+        self._fd = open_directory(self.directory, self._security)
         self._release = weakref.finalize(self, os.close, self._fd)
         self._serial = itertools.count()
         self._tag = f"{socket.gethostname()[:32]}-{secrets.token_hex(4)}".replace("/", "_")
@@ -118,29 +139,33 @@ class LocalStorage:
     # -- reading ------------------------------------------------------------------------------
 
     def open(self, chunk: str, shard: Shard) -> FileReader:
-        """Open a file without following symbolic links. Raises OSError."""
+        """Open a file without following symbolic links. Raises OSError, UntrustedError."""
         path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
         fd = _linux.open_cached(self._fd, path)
-        return FileReader(_linux.open_beneath(self._fd, path) if fd is None else fd)
+        return FileReader(_linux.open_beneath(self._fd, path) if fd is None else fd, self._uids)
 
     def read_files(self, chunks: Sequence[str], shard: Shard, batch: Batch, iovecs: int) -> int:
         """Read and hash several files by one call, where the native loop is there."""
         paths = [f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}" for chunk in chunks]
-        return native.load(self._fd, paths, batch, iovecs)
+        return native.load(self._fd, paths, batch, iovecs, uids=self._uid_array)
 
     def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
-        """Whether the file's name is there now, and of that size if one is given."""
+        """Whether the file is there now, one to be read, and of that size if one is given."""
         path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
         try:
             fd = _linux.open_cached(self._fd, path)
             if fd is None:
-                status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-                return nbytes is None or status.st_size == nbytes
+                found = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
+                inode = (found.st_dev, found.st_ino)
+                status = FileStatus(
+                    found.st_mode, found.st_size, inode, found.st_uid, found.st_nlink
+                )
+            else:
+                status = _linux.status_cached(fd)
+                _linux.close_cached(fd)
         except OSError:
             return False
-        there = nbytes is None or _linux.status_cached(fd).nbytes == nbytes
-        _linux.close_cached(fd)
-        return there
+        return _is_plain(status, self._uids) and nbytes in (None, status.nbytes)
 
     def shards(self, chunk: str) -> Sequence[Shard]:
         """List the shards of a chunk; foreign names are ignored."""
@@ -183,16 +208,17 @@ class LocalStorage:
 
     def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
         """Write to a unique temporary name, close, ``os.replace``. Raises StorageError."""
-        path = f"{chunk_path(chunk)}/{shard.name}{SUFFIX}"
+        name = f"{shard.name}{SUFFIX}"
         try:
             try:
-                self._publish(chunk, path, iovecs)
+                self._publish(chunk, name, iovecs)
             except OSError as problem:
                 if not self._repaired(problem, chunk, shard):
                     raise
-                self._publish(chunk, path, iovecs)
+                self._publish(chunk, name, iovecs)
         except OSError as problem:
-            raise explained(problem, f"{self.directory}/{path}") from problem
+            where = f"{self.directory}/{chunk_path(chunk)}/{name}"
+            raise explained(problem, where) from problem
 
     def _repaired(self, problem: OSError, chunk: str, shard: Shard) -> bool:
         """Clear the way where somebody deleted the namespace, or put a directory into it."""
@@ -203,7 +229,7 @@ class LocalStorage:
         with self._lock:
             if self.gone:
                 self._renew()
-                fresh = os.open(self.directory, _DIRECTORY)
+                fresh = open_directory(self.directory, self._security)
                 os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
                 os.close(fresh)
         return True
@@ -218,46 +244,51 @@ class LocalStorage:
                 return True
             raise
 
-    def _publish(self, chunk: str, path: str, iovecs: Iovecs) -> None:
-        temporary = f"{chunk_path(chunk)}/{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}"
-        fd = self._create(chunk, temporary)
+    def _publish(self, chunk: str, name: str, iovecs: Iovecs) -> None:
+        temporary = f"{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}"
+        directory, fd = self._create(chunk, temporary)
         try:
             try:
-                if stat.S_IMODE(os.fstat(fd).st_mode) != 0o600:
-                    os.fchmod(fd, 0o600)  # an unusual umask
+                if stat.S_IMODE(os.fstat(fd).st_mode) != self._security.file_mode:
+                    os.fchmod(fd, self._security.file_mode)  # an unusual umask
                 _linux.pwritev_all(fd, iovecs, 0)
                 if self._durable:
                     os.fsync(fd)
             finally:
                 os.close(fd)  # network file systems report write errors here
-            os.replace(temporary, path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=self._fd)
+                os.unlink(temporary, dir_fd=directory)
             raise
+        finally:
+            os.close(directory)
         if self._durable:
             self._sync_directories(chunk)
 
-    def _create(self, chunk: str, temporary: str) -> int:
-        """Create the temporary file, and the directories above it where they are missing."""
+    def _create(self, chunk: str, temporary: str) -> tuple[int, int]:
+        """Open the chunk's directory, made where it is missing, and a new file in it."""
         for attempt in range(3):  # another process may remove an empty directory in between
+            directory = None
             try:
-                return os.open(temporary, _WRITE_FLAGS, 0o600, dir_fd=self._fd)
-            except FileNotFoundError:
-                if attempt == 2:
+                directory = self._directory(chunk, make=attempt > 0)
+                return directory, os.open(temporary, _WRITE_FLAGS, 0o600, dir_fd=directory)
+            except OSError as problem:
+                if directory is not None:
+                    os.close(directory)
+                if attempt == 2 or not isinstance(problem, FileNotFoundError):
                     raise
-                for path in (chunk[:2], chunk_path(chunk)):
-                    self._make_directory(path)
         raise FileNotFoundError(temporary)
 
-    def _make_directory(self, path: str) -> None:
+    def _directory(self, chunk: str, *, make: bool = False) -> int:
+        """Open a chunk's directory; no link is followed on the way."""
+        if not make:
+            return _linux.open_beneath(self._fd, chunk_path(chunk))
+        fan = make_directory(self._fd, chunk[:2], self._security)
         try:
-            os.mkdir(path, 0o700, dir_fd=self._fd)
-        except FileExistsError:
-            return
-        status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-        if stat.S_IMODE(status.st_mode) & 0o700 != 0o700:
-            os.chmod(path, 0o700, dir_fd=self._fd)
+            return make_directory(fan, chunk, self._security)
+        finally:
+            os.close(fan)
 
     def _sync_directories(self, chunk: str) -> None:
         for path in (chunk_path(chunk), chunk[:2], "."):
@@ -269,23 +300,33 @@ class LocalStorage:
 
     def remove(self, chunk: str, shard: Shard, reader: object = None) -> bool:
         """Move a file to ``quarantine/`` (a few are kept there for a look), or delete it."""
-        path = f"{chunk_path(chunk)}/{shard.name}{SUFFIX}"
-        try:
-            if isinstance(reader, FileReader):
-                status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-                if (status.st_dev, status.st_ino) != reader.inode:
-                    return True  # already replaced by somebody who wrote it anew
-            self._make_directory(QUARANTINE)
-            if len(self._names(QUARANTINE)) >= MAX_QUARANTINED:
-                os.unlink(path, dir_fd=self._fd)
-            else:
-                kept = f"{QUARANTINE}/{chunk}.{shard.name}.{secrets.token_hex(3)}"
-                os.replace(path, kept, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
+        name = f"{shard.name}{SUFFIX}"
+        with contextlib.ExitStack() as stack:
+            try:
+                directory = self._directory(chunk)
+                stack.callback(os.close, directory)
+                if isinstance(reader, FileReader):
+                    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                    if (status.st_dev, status.st_ino) != reader.inode:
+                        return True  # already replaced by somebody who wrote it anew
+                aside = make_directory(self._fd, QUARANTINE, self._security)
+                stack.callback(os.close, aside)
+                if len(os.listdir(aside)) >= MAX_QUARANTINED:
+                    os.unlink(name, dir_fd=directory)
+                else:
+                    kept = f"{chunk}.{shard.name}.{secrets.token_hex(3)}"
+                    os.replace(name, kept, src_dir_fd=directory, dst_dir_fd=aside)
+            except FileNotFoundError:
+                return True
+            except OSError:
+                return False
         return True
+
+
+def _is_plain(status: FileStatus, uids: frozenset[int] | None) -> bool:
+    """Whether it is a regular file with one name, and of one of these users."""
+    whose = uids is None or status.uid in uids
+    return stat.S_ISREG(status.mode) and status.links <= 1 and whose
 
 
 def explained(problem: OSError, where: str) -> StorageError:

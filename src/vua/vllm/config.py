@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from vua.bounds import Bounds
 from vua.errors import ConfigError
+from vua.security import Security
 
 __all__ = ["ConnectorConfig"]
 
@@ -55,6 +56,19 @@ class ConnectorConfig:
     """Bytes of the file system that are left free, in the same forms."""
     ttl_s: float | None = None
     """Seconds without use after which a chunk is deleted; by default none."""
+    trusted_uids: list[int] | str | None = None
+    """Users whose files are read beside this process's own and root's: a list of user ids, or
+    ``"any"``."""
+    group_read: bool = False
+    """Let the directory's group read what is stored: files 0640, directories 2750."""
+    key_file: str | None = None
+    """A file with a secret (`vua key` makes one): only files written with it are read, and names of
+    chunks tell nothing to others."""
+    tenant_keys: str | None = None
+    """A directory of keys, one per cache salt: requests with a salt are encrypted with its key, or
+    not cached where there is none. Deleting a key makes everything stored with it unreadable."""
+    encrypt: bool = False
+    """Encrypt with the key of ``key_file``, too."""
     strict: bool = False
     """Let errors of the connector stop the engine instead of costing hits: for tests."""
 
@@ -67,6 +81,8 @@ class ConnectorConfig:
             "float": (int, float),
             "int | str | None": (int, str, type(None)),
             "float | None": (int, float, type(None)),
+            "str | None": (str, type(None)),
+            "list[int] | str | None": (list, str, type(None)),
         }
         for field in fields(self):
             value, kind = getattr(self, field.name), field.type
@@ -82,13 +98,24 @@ class ConnectorConfig:
                     msg = f"kv_connector_extra_config: {field.name} must be {text}, found {value!r}"
                     raise ConfigError(msg)
 
-        _ = self.bounds  # raises for unusable ones
+        _ = self.bounds, self.security  # raise for unusable ones
 
     @property
     def bounds(self) -> Bounds:
         """What the settings say about the directory's size."""
         return Bounds(
             max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
+        )
+
+    @property
+    def security(self) -> Security:
+        """Whose files are read, who may read what is stored, and the keys."""
+        return Security(
+            trusted_uids=self.trusted_uids or (),  # type: ignore[arg-type]
+            group_read=self.group_read,
+            key_file=self.key_file,
+            tenant_keys=self.tenant_keys,
+            encrypt=self.encrypt,
         )
 
     @classmethod

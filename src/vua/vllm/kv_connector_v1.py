@@ -66,7 +66,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         transfer = vllm_config.kv_transfer_config
         self._config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
         check_version(allow_untested=self._config.allow_untested_vllm)
-        check_root(self._config.shared_storage_path)
+        check_root(self._config.shared_storage_path, security=self._config.security)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._failures: set[str] = set()

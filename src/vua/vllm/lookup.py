@@ -148,13 +148,14 @@ class Lookups:
         extras: dict[int, list[tuple[str, bytes]]] = {}
         if request.lora_request is not None:
             extras.setdefault(0, []).append(("lora", fingerprint(request.lora_request.lora_path)))
-        if request.cache_salt:
-            extras.setdefault(0, []).append(("salt", request.cache_salt.encode()))
+        salt = (request.cache_salt or "").encode()
+        if salt:
+            extras.setdefault(0, []).append(("salt", salt))
         for feature in request.mm_features:
             place = feature.mm_position
             where = f"{place.offset}+{place.length}:{feature.modality}:{feature.identifier}"
             extras.setdefault(place.offset // size, []).append(("multimodal", where.encode()))
-        return KeyChain(token_ids(ids), size, extras)
+        return KeyChain(token_ids(ids), size, extras, self._stores[0].keyring.naming(salt))
 
     def _warn_once(self, cause: str, text: str) -> None:
         if cause not in self._warned:

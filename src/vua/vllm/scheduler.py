@@ -100,6 +100,7 @@ class SchedulerSide:
             [group.layout for group in model.groups],
             durable=self._config.durable,
             bounds=self._config.bounds,
+            security=self._config.security,
         )
         self._model, self._lookups = model, Lookups(model, self._stores, self._config)
 

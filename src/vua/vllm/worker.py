@@ -94,6 +94,7 @@ class WorkerSide:
             [group.layout for group in model.groups],
             durable=self._config.durable,
             bounds=self._config.bounds,
+            security=self._config.security,
         )
 
     def _follow(self, epoch: str | None) -> None:

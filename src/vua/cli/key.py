@@ -1,0 +1,46 @@
+"""`vua key`: makes keys, and says which one a salt has."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from vua.cli.text import SOUND, Write
+from vua.errors import ConfigError
+from vua.keyring import SUFFIX, read_key, tenant_of, write_key
+
+__all__ = ["add_key", "key"]
+
+
+def add_key(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command to the parser."""
+    one = commands.add_parser("key", parents=[common], help="make a key, unless it is there")
+    one.add_argument("path", metavar="PATH", help="file for the key; with --salt a directory")
+    one.add_argument("--salt", metavar="S", help="make the key of this cache salt in PATH")
+
+
+def key(path: str, salt: str | None, *, write: Write | None) -> int:
+    """Make the key file, or check the one that is there; return the exit code.
+
+    Raises ConfigError where a key is there that cannot be used, OSError.
+    """
+    file = Path(path)
+    if salt is not None:
+        if not salt:
+            msg = "--salt is empty: requests without a salt use key_file"
+            raise ConfigError(msg)
+        file.mkdir(mode=0o700, exist_ok=True)
+        file /= tenant_of(salt.encode()) + SUFFIX
+    try:
+        write_key(file)
+        made = True
+    except FileExistsError:
+        read_key(file)
+        made = False
+    if write is not None:
+        write({"file": str(file), "made": made})
+    else:
+        print(f"{file}: {'made' if made else 'there already'}")
+    return SOUND
