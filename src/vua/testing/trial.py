@@ -140,13 +140,11 @@ class Trial:
             raise NotRunError(f"no adapter for {what}")
 
     def verdict(self) -> Verdict:
-        """Judge what was found."""
+        """Judge what was found; a ``control: `` shows that the test works and earns nothing."""
         if not self.checks:
             raise RuntimeError("the test has checked nothing")
-        wishes = [check.holds for check in self.checks if not check.must]
-        if any(check.must and not check.holds for check in self.checks):
-            return "fail"
-        if wishes and not any(wishes):
+        aims = [check.holds for check in self.checks if "control: " not in check.what]
+        if any(check.must and not check.holds for check in self.checks) or not any(aims):
             return "fail"
         return "pass" if all(check.holds for check in self.checks) else "partly"
 

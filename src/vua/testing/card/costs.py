@@ -18,7 +18,7 @@ from vua.testing.stores import StoreSubject, memory_of
 from vua.testing.subject import Key
 from vua.testing.trial import Trial, scored
 
-__all__ = ["medians"]
+__all__ = ["timings"]
 
 
 def _address(function: str) -> int:
@@ -45,15 +45,19 @@ def _zeros(_: Plan, windows: object, first: int, stop: int) -> list[int]:
     return [0] * (stop - first)
 
 
-def medians(rounds: int, *arms: Callable[[], object]) -> list[float]:
-    """Return the median seconds of each arm; they take turns."""
+def timings(rounds: int, *arms: Callable[[], object]) -> list[list[float]]:
+    """Return the seconds that each arm took in each round; they take turns."""
     times: list[list[float]] = [[] for _ in arms]
     for turn in range(rounds):
         for place in range(len(arms)) if turn % 2 else reversed(range(len(arms))):
             began = time.perf_counter()
             arms[place]()
             times[place].append(time.perf_counter() - began)
-    return [statistics.median(one) for one in times]
+    return times
+
+
+def _medians(rounds: int, *arms: Callable[[], object]) -> list[float]:
+    return [statistics.median(one) for one in timings(rounds, *arms)]
 
 
 @scored(
@@ -79,7 +83,7 @@ def verification(trial: Trial) -> None:
     chunks = [subject.chunk(plain)], [subject.chunk(blank)]
     trial.must("control: both load", checked.load(chunks[0]).chunks == 1)
     trial.must("control: unchecked, too", unchecked.load(chunks[1]).chunks == 1)
-    with_s, without_s = medians(
+    with_s, without_s = _medians(
         trial.scale, lambda: checked.load(chunks[0]), lambda: unchecked.load(chunks[1])
     )
     ratio = with_s / without_s
@@ -95,6 +99,6 @@ def verification(trial: Trial) -> None:
         with mock.patch.object(Plan, "checksums", _zeros):
             put()
 
-    with_s, without_s = medians(max(10, trial.scale // 4), put, put_unchecked)
+    with_s, without_s = _medians(max(10, trial.scale // 4), put, put_unchecked)
     ratio = with_s / without_s
     trial.should("a checked put is at most 5 % slower", ratio <= 1.05, f"{ratio:.3f}")

@@ -15,7 +15,7 @@ import numpy as np
 from vua.entry import EntryCodec, parse_entry
 from vua.keyring import write_key
 from vua.security import Security
-from vua.testing.card.costs import medians
+from vua.testing.card.costs import timings
 from vua.testing.card.damage import hurt, only_file, restore
 from vua.testing.stores import VuaSubject, memory_of
 from vua.testing.subject import Key, noise
@@ -161,6 +161,6 @@ def _price(trial: Trial) -> None:
     for subject in subjects:
         subject.put(key, key.payload(1 << 20))
     rounds = max(20, min(trial.scale, 500))
-    sealed_s, plain_s = medians(rounds, *(partial(one.get, key, into) for one in subjects))
-    extra_ms = 1000 * (sealed_s - plain_s)
+    sealed, plain = timings(rounds, *(partial(one.get, key, into) for one in subjects))
+    extra_ms = 1000 * (min(sealed) - min(plain))  # the fastest: others use this machine, too
     trial.should("at most 0.3 ms per MiB more", extra_ms <= 0.3, f"{extra_ms:.2f} ms")
