@@ -7,6 +7,7 @@ before a load what the caller's memory held. A task that failed, or a bit that i
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +28,7 @@ class LMCacheFs(Subject):
     """LMCache's file system L2 adapter with its defaults, moving from and into LMCache's memory."""
 
     has_salts = has_models = True
+    forks = False
     native = False
 
     def __init__(self, root: Path, nbytes: int) -> None:
@@ -41,7 +43,7 @@ class LMCacheFs(Subject):
 
     def key(self, key: Key) -> Any:
         """Return LMCache's name of an entry. Raises ValueError for names that it refuses."""
-        digest = key.number.to_bytes(32, "big")
+        digest = self.cut(hashlib.sha256(str(key.number).encode()).digest())
         return ObjectKey(digest, key.model, 0, cache_salt=key.salt)
 
     def put(self, key: Key, data: bytes) -> bool:
@@ -71,6 +73,12 @@ class LMCacheFs(Subject):
         """The one file, by the adapter's own rule."""
         path = self.root / _object_key_to_filename(self.key(key))
         return [path] if path.exists() else []
+
+    def temporary_name(self, key: Key) -> Path | None:
+        """The name with another suffix, which the adapter in Python uses."""
+        if self.native:
+            return None
+        return (self.root / _object_key_to_filename(self.key(key))).with_suffix(".tmp")
 
     def close(self) -> None:
         """Stop the adapter."""

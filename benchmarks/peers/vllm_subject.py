@@ -39,7 +39,7 @@ class FsTier(Subject):
 
     def path(self, key: Key) -> str:
         """Return the file of a block: the block's hash decides."""
-        name = hashlib.sha256(str(key.number).encode()).hexdigest()
+        name = self.cut(hashlib.sha256(str(key.number).encode()).digest()).hex()
         return f"{self.root}/{name[:3]}/{name[3:5]}/{name}.bin"
 
     def put(self, key: Key, data: bytes) -> bool:

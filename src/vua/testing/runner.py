@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -136,7 +137,11 @@ def run_apart(test: Test, plan: Plan) -> Outcome:
     ours, theirs = context.Pipe(duplex=False)
     began_s = time.monotonic()
     process = context.Process(target=_child, args=(test, plan, theirs))
-    process.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of a fork beside threads: it ends soon
+        process.start()
     theirs.close()
     problem = f"did not end within {plan.timeout_s:.0f} s"
     try:

@@ -61,7 +61,9 @@ class Subject(ABC):
     floor: int = 0
     """Bytes of the file system that it leaves free."""
     name_bits: int = 256
-    """Bits of a key's digest that go into names; a test cuts them to let names collide."""
+    """Bits of a key's digest that go into names, by :meth:`cut`; a test sets 8: names collide."""
+    forks: bool = True
+    """Whether a forked process can go on with it; not if it has threads of its own."""
     has_gc: bool = False
     """Whether :meth:`sweep` does something."""
     has_salts: bool = False
@@ -83,6 +85,11 @@ class Subject(ABC):
     @abstractmethod
     def files(self, key: Key) -> list[Path]:
         """Return the files (not temporary ones) that hold the entry, none when it is not stored."""
+
+    def cut(self, digest: bytes) -> bytes:
+        """Return a key's digest with all but the first ``name_bits`` (whole bytes of them) zero."""
+        kept = self.name_bits // 8
+        return digest[:kept] + bytes(len(digest) - min(kept, len(digest)))
 
     def holds(self, key: Key) -> bool:
         """Return what a lookup says, which reads nothing."""

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from vua.testing.subject import Key, NotApplicableError, Subject
@@ -72,10 +73,7 @@ def _crowd(
 ) -> tuple[_Board, int]:
     """Let processes work for a time; return what they counted and the most bytes there were."""
     board = _Board(keys, len(work))
-    first = trial.make(_NBYTES, root=root, max_bytes=most)
-    for number in range(keys // 4 if most else 1):
-        first.put(Key(number), Key(number).payload(_NBYTES))
-    first.close()
+    _fill(trial, root, most, keys // 4 if most else 1)
     children, end_s, highest = [], time.monotonic() + seconds, 0
     for process, does in enumerate(work):
         child = os.fork()
@@ -93,7 +91,7 @@ def _crowd(
         children.append(child)
     while time.monotonic() < end_s:
         if most is not None:
-            highest = max(highest, first_bytes(first))
+            highest = max(highest, _bytes_below(trial.directory / root))
         time.sleep(0.1)
     died = 0
     for child in children:
@@ -108,10 +106,35 @@ def _crowd(
     return board, highest
 
 
-def first_bytes(subject: Subject) -> int:
-    """Return the bytes of all files below a subject's root, while others write and delete."""
+def _fill(trial: Trial, root: str, most: int | None, count: int) -> None:
+    """Put some entries, in a process of its own: this one shall have no threads when it forks.
+
+    Raises NotApplicableError for a limit that the subject does not know.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            subject = trial.make(_NBYTES, root=root, max_bytes=most)
+            for number in range(count):
+                subject.put(Key(number), Key(number).payload(_NBYTES))
+            subject.close()
+            status = 0
+        except NotApplicableError:
+            status = 2
+        finally:
+            os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    if os.waitstatus_to_exitcode(ended) == 2:
+        raise NotApplicableError("it has no limit")
+    if ended:
+        raise RuntimeError(f"filling ended with status {ended}")
+
+
+def _bytes_below(root: Path) -> int:
+    """Return the bytes of all files below a directory, while others write and delete."""
     total = 0
-    for directory, _, names in os.walk(subject.root):
+    for directory, _, names in os.walk(root):
         for name in names:
             try:
                 total += os.lstat(f"{directory}/{name}").st_size
