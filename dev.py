@@ -233,6 +233,11 @@ def soak(*arguments: str) -> int:
     return run("-m", "pytest", "-q", "-m", "soak", *arguments)
 
 
+def fuzz(*arguments: str) -> int:
+    """Fuzzes the parser of headers (SECONDS, 60 by default); with atheris where it is installed."""
+    return run("tests/fuzz_entry.py", *arguments)
+
+
 def ci() -> int:
     """Runs lint, test, thorough, test-oldest and a short demo."""
     return lint() or test() or thorough() or test_oldest() or demo("--quick")
@@ -241,18 +246,8 @@ def ci() -> int:
 TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
-        setup,
-        demo,
-        test,
-        thorough,
-        test_oldest,
-        lint,
-        format_,
-        bench,
-        peers,
-        scorecard,
-        soak,
-        ci,
+        *(setup, demo, test, thorough, test_oldest, lint, format_, bench, peers, scorecard),
+        *(soak, fuzz, ci),
     )
 }
 

@@ -1,4 +1,6 @@
-"""Writes `tests/golden`, byte for byte as it is, and prints the worked example of docs/format.md.
+"""Writes `tests/golden` and `tests/golden_sealed`, byte for byte as they are.
+
+Prints the worked example of docs/format.md.
 
 `python tests/make_golden.py` from the root of the repository, with `src` or an installed vua.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -18,8 +21,11 @@ from vua.entry import parse_entry
 from vua.identity import Identity
 from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout, MemoryMap, Shard
+from vua.security import Security
 
 GOLDEN = Path(__file__).parent / "golden"
+SEALED = Path(__file__).parent / "golden_sealed"
+KEY = bytes(range(32))  # of all files in there
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 CHUNK = 4
 CREATED = 1767225600  # 2026-01-01 00:00:00 UTC
@@ -27,6 +33,8 @@ WRITER = "golden"
 PLAIN = KVLayout(layers=2, kv_heads=2, k_dim=4, v_dim=4, dtype="BF16", chunk_tokens=CHUNK)
 LATENT = KVLayout(layers=3, kv_heads=1, k_dim=6, v_dim=0, dtype="F16", chunk_tokens=CHUNK)
 SALT = {0: [("salt", b"a secret")], 1: [("image", b"\x01\x02"), ("lora", b"")]}
+# model label, layout, encrypted, extras
+SEALED_CASES = (("golden sealed", PLAIN, False, {}), ("golden encrypted", LATENT, True, SALT))
 # model label, layout, shards, extras
 CASES = (
     ("golden whole", PLAIN, [PLAIN.full], {}),
@@ -75,6 +83,29 @@ def make(root: Path) -> None:
                     store.save(chain[place], memory_of(layout, shard), shard=shard, place=place)
 
 
+def security(key_file: Path, *, encrypt: bool) -> Security:
+    """The settings of a sealed case; writes the key to ``key_file``."""
+    key_file.write_text(KEY.hex())
+    key_file.chmod(0o600)
+    return Security(key_file=str(key_file), encrypt=encrypt)
+
+
+def make_sealed(root: Path, key_file: Path) -> None:
+    """Write the golden directory of sealed files to ``root``, which must exist."""
+    with (
+        mock.patch("vua.entry.time.time", return_value=CREATED),
+        mock.patch("vua.store._WRITER", WRITER),
+        mock.patch("vua.seal.new_nonce", side_effect=(f"{n:032x}" for n in range(99))),
+    ):
+        for model, layout, encrypt, extras in SEALED_CASES:
+            identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK, name=model)
+            settings = security(key_file, encrypt=encrypt)
+            store = create_store(root, identity, layout, security=settings)
+            chain = KeyChain(token_ids(TOKENS), CHUNK, extras, store.keyring.naming())
+            for place in range(len(chain)):
+                store.save(chain[place], memory_of(layout, layout.full), place=place)
+
+
 def example(root: Path) -> list[str]:
     """The lines of the worked example in docs/format.md, from the files in ``root``."""
     model, layout, [shard], _ = CASES[0]
@@ -111,4 +142,8 @@ if __name__ == "__main__":
     shutil.rmtree(GOLDEN, ignore_errors=True)
     GOLDEN.mkdir()
     make(GOLDEN)
+    shutil.rmtree(SEALED, ignore_errors=True)
+    SEALED.mkdir()
+    with tempfile.TemporaryDirectory() as aside:
+        make_sealed(SEALED, Path(aside) / "key")
     sys.stdout.write("\n".join(example(GOLDEN)) + "\n")

@@ -229,7 +229,8 @@ class TestOpen(DirectoryTest):
                 self.assertFalse(os.get_inheritable(fd))
                 expected, found = os.fstat(fd), _linux.status_cached(fd)
                 inode = (expected.st_dev, expected.st_ino)
-                self.assertEqual((expected.st_mode, 4, inode), found)
+                owner = (expected.st_uid, expected.st_nlink)
+                self.assertEqual((expected.st_mode, 4, inode, *owner), found)
                 _linux.close_cached(fd)
         self.assertEqual(before, descriptors())
 

@@ -59,12 +59,17 @@ class TestLoad(DirectoryTest):
         self.iovecs = plan.iovecs(range(CHUNKS), self.headers)
         self.batch = plan.batch()
 
-    def load(self, *, threads: int = 2, first: int = 0, stop: int = CHUNKS) -> int:
+    def load(
+        self, *, threads: int = 2, first: int = 0, stop: int = CHUNKS, uids: list[int] | None = None
+    ) -> int:
         """Call the loop itself."""
+        whose = None if uids is None else np.array(uids, dtype=np.uint32)
         shard = LAYOUT.full.name
         paths = [f"{k.name[:2]}/{k.name}/{shard}.safetensors" for k in self.keys[first:stop]]
         address = self.iovecs[first:].ctypes.data
-        return native.load(self.storage._fd, paths, self.batch, address, threads=threads)
+        return native.load(
+            self.storage._fd, paths, self.batch, address, uids=whose, threads=threads
+        )
 
     def path(self, chunk: int) -> Path:
         """The file of a chunk."""
@@ -106,6 +111,18 @@ class TestLoad(DirectoryTest):
                 if bad:
                     self.assertEqual(0, self.load(first=bad, stop=bad + 1))  # held, then released
                     self.assertEqual(bad, self.load(stop=bad))
+
+    def test_whose(self) -> None:
+        """A file with a second name, or of another user, ends the batch."""
+        link = self.root / "second name"
+        link.hardlink_to(self.path(3))
+        self.assertEqual(3, self.load())
+        link.unlink()
+        self.assertEqual(CHUNKS, self.load())
+        own = os.geteuid()
+        for uids, expected in (([own], CHUNKS), ([own + 1, own], CHUNKS), ([own + 1], 0), ([], 0)):
+            with self.subTest(uids):
+                self.assertEqual(expected, self.load(uids=uids))
 
     def test_cold(self) -> None:
         """Files that are not in the page cache are read all the same, in small batches too."""

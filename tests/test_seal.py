@@ -15,29 +15,34 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from helpers import (
     PACKED,
     Arrays,
     DirectoryTest,
     Memory,
+    caches_of,
     flip,
     has_native,
+    kv_bits,
     model_arrays,
     rectangle,
 )
 from vua.bounds import Bounds
 from vua.claims import PLAIN, Mark
 from vua.cli import main
+from vua.core import VUA, VUAConfig
 from vua.directory import create_store
 from vua.entry import EntryCodec, EntryInfo, parse_entry
 from vua.errors import ConfigError
 from vua.identity import Identity
-from vua.keyring import Keyring, NoKeyError, read_key, tenant_of, write_key
+from vua.keyring import Keyring, NoKeyError, check_keys, read_key, tenant_of, write_key
 from vua.keys import KeyChain, Naming, token_ids
 from vua.layout import KVLayout, Shard
 from vua.security import Security
 from vua.store import Loaded, Store
+from vua.testing.forgery import forged
 
 SMALL = KVLayout(layers=4, kv_heads=4, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=4)
 # Units of 8 layers, so that shards of layers cut through units.
@@ -235,27 +240,6 @@ class TestNames(SealTest):
         self.assertNotIn("_files", shown)
 
 
-def forged(data: bytes, **changes: object) -> bytes:
-    """A file that says what it is told to, with all that needs no key set right."""
-    info = parse_entry(data)
-    codec = EntryCodec(info.namespace, info.layout, info.shard, info.kind)
-    header = memoryview(data[: info.header_nbytes])
-    tags = codec.seal_of(header)[1].tobytes() if info.kind else b""
-    found = {
-        "codec": codec,
-        "key": info.key,
-        "mark": info.mark,
-        "tags": tags,
-        "payload": data[info.header_nbytes :],
-    } | changes
-    payload = np.frombuffer(found["payload"], dtype=np.uint8)
-    sums = np.array(found["codec"].checksums(payload), dtype=np.uint64)
-    head = found["codec"].encode_header(
-        found["key"], sums, writer=info.writer, mark=found["mark"], tags=found["tags"]
-    )
-    return head + payload.tobytes()
-
-
 class TestForged(SealTest):
     """Files of somebody who may write to the directory, knows the format, and has no key."""
 
@@ -450,6 +434,33 @@ class TestKeys(SealTest):
                 Keyring(NAMESPACE, self.security()).naming()
             self.assertIsNone(Keyring(NAMESPACE, Security()).naming())
 
+    def test_checked_at_start(self) -> None:
+        """Keys that cannot be used are refused when a cache is opened, in the library too."""
+        for settings in (
+            {"key_file": str(self.root / "absent")},
+            {"tenant_keys": str(self.root / "absent")},
+            {"tenant_keys": str(self.key)},
+        ):
+            with self.subTest(settings), self.assertRaises(ConfigError):
+                VUA(VUAConfig(security=Security(**settings)), self.root / "cache")
+        check_keys(self.security())
+        with self.assertRaisesRegex(ConfigError, "vua.security.Security"):
+            VUA(VUAConfig(security={"encrypt": False}), self.root / "cache")
+
+    def test_library(self) -> None:
+        """The library's front door: with the key all is there, without it nothing."""
+        tokens, kv = torch.arange(64), caches_of(layers=1, heads=1, tokens=64, dim=8)
+        config = VUAConfig(security=self.security(encrypt=True))
+        with VUA(config, self.root / "cache") as vua:
+            self.assertEqual(1, vua.put(tokens, kv))
+            self.assertEqual(kv_bits(kv), kv_bits(vua.get_closest(tokens).data))
+            self.key.unlink()
+            self.assertFalse(vua.get_closest(tokens))
+            with self.assertRaises(NoKeyError):
+                vua.put(tokens, kv)
+        with VUA(VUAConfig(), self.root / "cache") as vua:
+            self.assertFalse(vua.get_closest(tokens))
+
     def test_salts(self) -> None:
         """Salts never become paths, and those without a key are not cached."""
         keyring = Keyring(NAMESPACE, self.security())
@@ -503,8 +514,8 @@ class TestLarge(SealTest):
     """Files of many units, and many chunks at once."""
 
     def test_many(self) -> None:
-        """Chunks of 8 MiB, in pieces of 16 tokens, by both ways."""
-        layout = KVLayout(32, 8, 64, 64, "F32", 64)
+        """Chunks of 2 MiB, in pieces of 16 tokens, by both ways."""
+        layout = KVLayout(16, 4, 64, 64, "F32", 64)
         for encrypt in KINDS:
             store = self.store(layout, self.security(encrypt=encrypt))
             keys, model = self.save(store)

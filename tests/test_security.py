@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import threading
 import time
@@ -379,6 +380,22 @@ class TestNames(SecurityTest):
         names = [*hostile_names(500), "l0-1.h0-1\n", "l00-1.h0-1", "l-1-1.h0-1", "l١-٢.h0-1"]  # noqa: RUF001
         self.assertEqual(set(), {name for name in names if Shard.parse(name)} - known)
         self.assertIsNotNone(Shard.parse(*known))
+
+
+class TestPage(unittest.TestCase):
+    """docs/threat-model.md."""
+
+    def test_tests_exist(self) -> None:
+        """Every test that the page names is there."""
+        here = Path(__file__).parent
+        page = (here.parent / "docs" / "threat-model.md").read_text(encoding="utf-8")
+        named = re.findall(r"`((?:vllm_e2e/)?(?:test|fuzz)_\w+\.py)(?:: ([\w, ]+))?`", page)
+        self.assertGreater(len(named), 15)
+        for file, names in named:
+            source = (here / file).read_text(encoding="utf-8")
+            for name in filter(None, names.split(", ")):
+                with self.subTest(file=file, name=name):
+                    self.assertRegex(source, rf"(def|class) {name}\b")
 
 
 @contextlib.contextmanager

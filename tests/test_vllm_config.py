@@ -36,6 +36,22 @@ class ConnectorConfigTest(unittest.TestCase):
         self.assertEqual((256, "b", True), (config.chunk_tokens, config.epoch, config.durable))
         self.assertEqual(2, config.lookup_timeout_s)
 
+    def test_security(self) -> None:
+        """Whose files are read, and the keys, arrive as they were given; nonsense is refused."""
+        given = {"trusted_uids": [7], "group_read": True, "key_file": "/k", "encrypt": True}
+        security = parse(**given, tenant_keys="/keys").security
+
+        self.assertEqual(
+            ([7], True, "/k", True, "/keys"),
+            (security.trusted_uids, security.group_read, security.key_file, security.encrypt,
+             security.tenant_keys),
+        )  # fmt: skip
+        self.assertIsNone(parse(trusted_uids="any").security.uids)
+        for wrong in ({"trusted_uids": 7}, {"trusted_uids": "all"}, {"trusted_uids": ["7"]},
+                      {"encrypt": True}, {"key_file": 1}, {"group_read": 1}):  # fmt: skip
+            with self.subTest(wrong):
+                self.refused({"shared_storage_path": "/kv", **wrong})
+
     def test_old_names(self) -> None:
         """The names of VUA's first version mean the same settings."""
         config = ConnectorConfig.from_extra_config({"path": "/kv", "split_factor": 32})

@@ -22,7 +22,7 @@ from vua.bounds import Bounds
 from vua.directory import check_root, create_store, open_store
 from vua.errors import ConfigError, InputError, LayoutError
 from vua.identity import Identity
-from vua.keyring import Keyring, NoKeyError
+from vua.keyring import Keyring, NoKeyError, check_keys
 from vua.keys import KeyChain
 from vua.security import Security
 from vua.store import Store
@@ -56,7 +56,6 @@ class VUAConfig:
     """fsync each file. Without it a power cut may cost recent chunks (never wrong bytes)."""
     threads: int = min(4, os.cpu_count() or 1)
     """Sequences of a batch that are worked on at the same time."""
-
     max_bytes: int | str | None = None
     """Size of the whole directory: bytes, ``"500G"`` or a share of the file system. See Bounds."""
     min_free_bytes: int | str | None = None
@@ -154,6 +153,7 @@ class VUA:
             StorageError: the directory cannot be created.
         """
         self.config = config() if isinstance(config, type) else config
+        check_keys(self.config.security)
         self.path = check_root(path, security=self.config.security)
         self._identity = identity or Identity(
             model=self.config.model,
@@ -168,7 +168,6 @@ class VUA:
             )
             raise ConfigError(msg)
         self._keyring = Keyring(self._identity.namespace, self.config.security)
-        _ = self._keyring.naming()  # raises for an unusable key
         self._reader: Store | None = None
         self._writer: Store | None = None
         self._lock = threading.Lock()

@@ -22,7 +22,7 @@ from vua.security import Security
 if TYPE_CHECKING:
     from vua.seal import Seal
 
-__all__ = ["Keyring", "NoKeyError", "read_key", "tenant_of", "write_key"]
+__all__ = ["Keyring", "NoKeyError", "check_keys", "read_key", "tenant_of", "write_key"]
 
 SUFFIX: Final = ".key"
 _KEY_NBYTES: Final = 32
@@ -78,6 +78,22 @@ def read_key(path: Path) -> bytes:
         msg = f"{path} does not hold 64 hex digits; {remedy}"
         raise NoKeyError(msg)
     return key
+
+
+def check_keys(security: Security) -> None:
+    """Refuse settings whose keys cannot be used, so that a mistake is seen at once.
+
+    Raises ConfigError (NoKeyError for the key file); a tenant's key may be missing.
+    """
+    if not isinstance(security, Security):
+        msg = f"security must be a vua.security.Security, found {security!r:.80}"
+        raise ConfigError(msg)
+    Keyring("", security).naming()
+    if security.tenant_keys is not None:
+        if not Path(security.tenant_keys).is_dir():
+            msg = f"tenant_keys: {security.tenant_keys} is no directory; `vua key DIR --salt S`"
+            raise ConfigError(msg)
+        _seal(bytes(_KEY_NBYTES), "", encrypt=True)  # the package is there
 
 
 class Keyring:

@@ -49,6 +49,11 @@ class Sealed(NamedTuple):
     """The payload to store in place of what lies in memory; None: just that."""
 
 
+def new_nonce() -> str:
+    """Return 32 random hex digits: no two files are sealed with the same key of their own."""
+    return secrets.token_hex(16)
+
+
 def derived(key: bytes, label: str, *context: str) -> bytes:
     """Return 32 bytes that ``key`` gives for ``label`` and ``context``: HKDF-Expand, RFC 5869."""
     parts = [part.encode() for part in (label, *context)]
@@ -93,7 +98,7 @@ class Seal:
             key: the chunk.
             window: where it lies, of :meth:`vua.plan.Plan.windows`.
         """
-        mark, codec = Mark(self.key_id, secrets.token_hex(16)), plan.codec
+        mark, codec = Mark(self.key_id, new_nonce()), plan.codec
         stored = np.empty(plan.nbytes, dtype=np.uint8) if self.kind == ENCRYPTED else None
         room = None if stored is None else memoryview(stored.data)
         closing = partial(next, self._closings(plan, key, mark.nonce, room))

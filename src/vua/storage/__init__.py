@@ -53,7 +53,10 @@ class Storage(Protocol):
         ...
 
     def open(self, chunk: str, shard: Shard) -> Reader:
-        """Open a file for reading. Raises FileNotFoundError, or another OSError."""
+        """Open a file for reading.
+
+        Raises FileNotFoundError, or another OSError; UntrustedError for another user's file.
+        """
         ...
 
     def read_files(self, chunks: Sequence[str], shard: Shard, batch: Batch, iovecs: int) -> int:

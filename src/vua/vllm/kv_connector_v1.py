@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vua.directory import check_root
 from vua.errors import VUAError
+from vua.keyring import check_keys
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.group_side import Rank
 from vua.vllm.messages import Orders
@@ -67,6 +68,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self._config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
         check_version(allow_untested=self._config.allow_untested_vllm)
         check_root(self._config.shared_storage_path, security=self._config.security)
+        check_keys(self._config.security)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._failures: set[str] = set()

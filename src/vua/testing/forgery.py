@@ -1,0 +1,49 @@
+"""Files of somebody who knows the format and may write to the directory, but has no key."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vua.claims import Mark
+from vua.entry import EntryCodec, parse_entry
+from vua.keys import ChunkKey
+
+__all__ = ["forged"]
+
+
+def forged(
+    data: bytes,
+    *,
+    codec: EntryCodec | None = None,
+    key: ChunkKey | None = None,
+    mark: Mark | None = None,
+    tags: bytes | None = None,
+    payload: bytes | None = None,
+) -> bytes:
+    """Return the file ``data`` changed as told, with all that needs no key set right.
+
+    Of a plain file a store cannot tell: that is what keys are for.
+
+    Args:
+        data: a whole, sound file.
+        codec: of another namespace, layout, shard or kind of seal.
+        key: another chunk.
+        mark: another key or nonce, of a sealed file.
+        tags: other tags, 16 bytes for each unit.
+        payload: other K and V, as they are stored.
+    """
+    info = parse_entry(data)
+    at = info.header_nbytes
+    own = EntryCodec(info.namespace, info.layout, info.shard, info.kind)
+    if tags is None:
+        tags = own.seal_of(memoryview(data[:at]))[1].tobytes() if info.kind else b""
+    stored = np.frombuffer(data[at:] if payload is None else payload, dtype=np.uint8)
+    codec = own if codec is None else codec
+    header = codec.encode_header(
+        info.key if key is None else key,
+        np.array(codec.checksums(stored), dtype=np.uint64),
+        writer=info.writer,
+        mark=info.mark if mark is None else mark,
+        tags=tags,
+    )
+    return header + stored.tobytes()
