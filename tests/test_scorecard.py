@@ -85,7 +85,8 @@ class TestCard(DirectoryTest):
         )
 
         self.assertEqual(0, done.returncode, done.stdout)
-        outcomes = json.loads(report.read_text(encoding="utf-8"))["outcomes"]
+        (table,) = json.loads(report.read_text(encoding="utf-8"))
+        outcomes = table["outcomes"]
         gates = {o["number"]: o["verdict"] for o in outcomes if o["gate"]}
         self.assertLessEqual(set(gates.values()), {"pass", "not run"}, done.stdout)
         self.assertLessEqual({12, 13, 14, 15, 18, 19, 20, 21, 22, 24, 25, 26, 28}, set(gates))
