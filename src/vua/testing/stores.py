@@ -27,6 +27,7 @@ from vua.gc import GRACE_S, collect
 from vua.identity import Identity
 from vua.keys import ChunkKey, KeyChain
 from vua.layout import KVLayout, MemoryMap, Shard
+from vua.security import Security
 from vua.storage import Reader, Storage
 from vua.storage.local import TEMPORARY
 from vua.store import Store
@@ -131,7 +132,8 @@ class StoreSubject(Subject):
         low, high = key.number & 0xFFFFFFFF, key.number >> 32
         ids = np.array([low, high, 0, 0], dtype="<u4").tobytes()
         extras = [("salt", key.salt.encode(errors="surrogatepass"))]
-        return KeyChain(ids, _TOKENS, {0: extras} if key.salt else None)[0]
+        naming = self.store(key.model).keyring.naming(extras[0][1])
+        return KeyChain(ids, _TOKENS, {0: extras} if key.salt else None, naming)[0]
 
     def _cut(self, key: Key) -> None:
         """Let names collide, in front of the storage: what files say of themselves stays whole."""
@@ -180,7 +182,13 @@ class VuaSubject(StoreSubject):
     has_gc = True
 
     def __init__(
-        self, root: Path, nbytes: int, *, max_bytes: int | None = None, durable: bool = False
+        self,
+        root: Path,
+        nbytes: int,
+        *,
+        max_bytes: int | None = None,
+        durable: bool = False,
+        security: Security | None = None,
     ) -> None:
         """Open the cache in ``root``."""
         super().__init__(f"VUA {vua.__version__}", self._no_storage, root, nbytes)
@@ -188,7 +196,7 @@ class VuaSubject(StoreSubject):
             Bounds() if max_bytes is None else Bounds(max_bytes=max_bytes, min_free_bytes=0)
         )
         self.floor = Limits.of(root, self._bounds).min_free_bytes
-        self._durable = durable
+        self._durable, self._security = durable, security
 
     @staticmethod
     def _no_storage(directory: Path) -> Storage:
@@ -198,7 +206,14 @@ class VuaSubject(StoreSubject):
         """Open the namespace of a model, with its keeper."""
         identity = self.identity(model)
         bounds, durable = self._bounds, self._durable
-        return create_store(self.root, identity, self.layout, durable=durable, bounds=bounds)
+        return create_store(
+            self.root,
+            identity,
+            self.layout,
+            durable=durable,
+            bounds=bounds,
+            security=self._security,
+        )
 
     def sweep(self) -> None:
         """Age what writers have left, then do what `vua gc` does."""

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from vua.entry import parse_entry
 from vua.errors import EntryError
+from vua.testing.attacks import hostile_bytes
 from vua.testing.card.damage import hurt, only_file, restore
 from vua.testing.stores import StoreSubject
 from vua.testing.subject import Key, Subject
@@ -66,7 +67,7 @@ def mutated(trial: Trial, header: bytes) -> bytes:
     bar="0 crashes, 0 hangs above 100 ms, memory at most twice the file's",
 )  # fmt: skip
 def fuzz(trial: Trial) -> None:
-    """Give mutated headers to the parser, and every twentieth as a file to a get."""
+    """Get each named attack, then give mutated headers to the parser, every twentieth to a get."""
     subject = trial.make(nbytes=4096)
     if not isinstance(subject, StoreSubject):
         trial.needs("a header in its files", there=False)
@@ -76,6 +77,10 @@ def fuzz(trial: Trial) -> None:
     sound = path.read_bytes()
     header, chunk = sound[: codec.header_nbytes], subject.chunk(key)
     crashes, looks = [], []
+    for name, data in hostile_bytes(sound).items():
+        restore(path, data)
+        look = trial.look(subject, key)
+        crashes += [f"{name}: {look}"] * (look != "miss")
     accepted = slowest_s = 0.0
     tracemalloc.start()
     for turn in range(trial.scale):
@@ -95,6 +100,7 @@ def fuzz(trial: Trial) -> None:
             looks.append(trial.look(subject, key))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    trial.note(f"{len(hostile_bytes(sound))} named attacks")
     trial.must("0 crashes", not crashes and "raised" not in looks, crashes[:1])
     trial.must("0 wrong bytes", "wrong" not in looks)
     trial.must("0 changed headers are accepted", accepted == 0, accepted)
