@@ -293,6 +293,7 @@ class FormsTest(worker.DirectoryTest):
     def test_platforms(self) -> None:
         """CUDA is served, and fp8 there; other devices are not."""
         from vua.vllm import model
+        from vua.vllm.obstacles import check_engine
 
         cache, fp8 = SimpleNamespace(cache_dtype="fp8"), SimpleNamespace(dtype=torch.uint8)
         config = SimpleNamespace(
@@ -309,10 +310,10 @@ class FormsTest(worker.DirectoryTest):
             return mock.patch("vllm.platforms.current_platform", platform)
 
         with on("cuda"):
-            model._check_engine(config)
+            check_engine(config)
             self.assertEqual("F8_E4M3", model._stored(fp8, config).dtype)
         with on("xpu"), self.assertRaisesRegex(model.UncachedError, "xpu"):
-            model._check_engine(config)
+            check_engine(config)
         with on("cpu"), self.assertRaisesRegex(model.UncachedError, "uint8"):
             model._stored(fp8, config)
 
