@@ -78,8 +78,8 @@ def soon(what: Callable[[], Any]) -> Any:
 
 def room_of(slabs: Any) -> int:
     """How many slabs a pool, or the staging around one, has left to lend."""
-    left: int = getattr(slabs, "_pool", slabs)._left
-    return left
+    pool = getattr(slabs, "_pool", slabs)
+    return int(pool._left) + len(pool._free)
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
@@ -161,7 +161,7 @@ class HangingTest(DirectoryTest):
     def test_load_in_time(self) -> None:
         """The same load from storage that answers fills the blocks: the control of the above."""
         self.storage.go.set()
-        self.side._loaders.timeout_s = 60.0
+        self.side._loaders._timeout_s = 60.0
         self.load("good", [5, 6, 7])
 
         self.assertEqual({"good"}, self.received())

@@ -61,6 +61,7 @@ class _Result:
         self.counts.update(part.counts)
         self.nbytes += part.nbytes
         self.removed += part.removed
+        self.sealed.update(part.sealed)
         self.problems += part.problems
         for kind, found in part.others.items():
             self.others.setdefault(kind, []).extend(found)
