@@ -166,7 +166,8 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     if len(dtypes) > 1:
         msg = f"KV caches of different dtypes in one model ({', '.join(dtypes)})"
         raise UncachedError(msg)
-    stored = _stored(tables[0].kv_cache_spec, vllm_config)
+    specs = (table.kv_cache_spec for table in tables)
+    stored = _stored(next(spec for spec in specs if type(spec) is not MambaSpec), vllm_config)
     return Model(
         identity=_identity(vllm_config, stored, config, groups, tables),
         groups=groups,
