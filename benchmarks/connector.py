@@ -8,7 +8,8 @@ are their median and quartiles. Every arm's tokens are compared with those of vL
 was loaded with what could be: the program fails when something is not as expected.
 
 1. Overhead: prompts that nobody has seen, total time over that of vLLM alone. "lookups" finds
-   nothing in an empty directory, "stores" writes every prompt, "vLLM again" shows the noise.
+   nothing in an empty directory, "stores" writes every prompt, "vLLM again" shows the noise. vLLM's
+   ExampleConnector, which stores too, takes its turns here and in 2.
 2. Time to the first token with a prompt that is stored, over that with a prompt in vLLM's own
    prefix cache.
 3. Conversations, half of their turns before a restart: tokens loaded afterwards over those that
@@ -40,6 +41,8 @@ import numpy as np
 
 CHUNK = 64
 NEW_TOKENS = 16
+EXAMPLE = "ExampleConnector"
+"""vLLM's own connector that stores whole prompts in a directory, for comparison."""
 TALKERS = ("default", "save_generated")
 VOCABULARY = 4096
 ENVIRONMENT = {
@@ -94,7 +97,13 @@ class Arm:
             "max_model_len": size.max_model_len,
             "skip_tokenizer_init": True,
         }
-        if root is not None:
+        if role == EXAMPLE:
+            settings["kv_transfer_config"] = {
+                "kv_connector": EXAMPLE,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": str(root)},
+            }
+        elif root is not None:
             settings["kv_transfer_config"] = {
                 "kv_connector": "VUAStorageConnector_V1",
                 "kv_connector_module_path": "vua.vllm.kv_connector_v1",
@@ -212,7 +221,7 @@ def overhead(
 
 
 def first_token(
-    plain: Arm, ours: Arm, size: Size, chance: random.Random
+    plain: Arm, ours: Arm, example: Arm, size: Size, chance: random.Random
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Measure the second comparison."""
     for chunks in size.hits:
@@ -221,16 +230,22 @@ def first_token(
         cold = plain.ask([prompt], forget=True)
         ours.ask([prompt])
         ours.wait_until_stored(before + chunks)
-        times: dict[str, list[float]] = {"own": [], "loaded": []}
+        example.ask([prompt])
+        times: dict[str, list[float]] = {"own": [], "loaded": [], EXAMPLE: []}
         for _ in range(size.rounds):
-            own, loaded = plain.ask([prompt]), ours.ask([prompt], forget=True)
-            for name, answer in (("own", own), ("loaded", loaded)):
+            answers = {
+                "own": plain.ask([prompt]),
+                "loaded": ours.ask([prompt], forget=True),
+                EXAMPLE: example.ask([prompt], forget=True),
+            }
+            for name, answer in answers.items():
                 expect(f"{name}: tokens", cold["tokens"], answer["tokens"])
                 expect(f"{name}: not computed", [chunks * CHUNK], answer["cached"])
                 times[name].append(answer["first_token_s"])
         name = f"{chunks * CHUNK} tokens"
-        pairs = zip(times["loaded"], times["own"], strict=True)
-        yield f"{name}: loaded / own hit", summary([one / other for one, other in pairs])
+        for arm in ("loaded", EXAMPLE):
+            pairs = zip(times[arm], times["own"], strict=True)
+            yield f"{name}: {arm} / own hit", summary([one / other for one, other in pairs])
         yield f"{name}: loaded, s", summary(times["loaded"])
         yield f"{name}: own hit, s", summary(times["own"])
         yield f"{name}: computed, s", summary([cold["first_token_s"]])
@@ -295,13 +310,15 @@ def measure(root: Path, model: Path, size: Size) -> dict[str, dict[str, dict[str
             "vLLM": start("vLLM", None),
             "lookups": start("lookups", "empty", "kv_consumer"),
             "stores": start("stores", "kv"),
+            EXAMPLE: start(EXAMPLE, "example", EXAMPLE),
         }
         stack.callback(arms["vLLM"].close)
         results = {"overhead": dict(overhead(arms, size, chance))}
         arms["lookups"].close()
-        plain, ours = arms["vLLM"], arms["stores"]
-        results["time to first token"] = dict(first_token(plain, ours, size, chance))
+        plain, ours, example = arms["vLLM"], arms["stores"], arms[EXAMPLE]
+        results["time to first token"] = dict(first_token(plain, ours, example, size, chance))
         ours.close()
+        example.close()
         talkers = {n: partial(start, n, n, save_generated=n != "default") for n in TALKERS}
         results["after a restart"] = dict(recovered(plain, talkers, size, chance))
     return results

@@ -13,6 +13,7 @@ from importlib import import_module, util
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 
 from vua import ConfigError, InputError
@@ -246,6 +247,7 @@ class TestTransformers(unittest.TestCase):
             {k: v for k, v in layout_of(model).describe().items() if k != "chunk_tokens"},
         )
 
+    @pytest.mark.thorough
     def test_hub_snapshot(self) -> None:
         """A model named by its hub id is identified by its files in the hub's cache."""
         code = """

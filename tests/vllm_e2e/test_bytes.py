@@ -35,6 +35,7 @@ class LatentBytesTest(EngineTest):
         self.assertEqual(2, len(blocks))
         return {name: digests[: LOADED // BLOCK] for name, digests in blocks.items()}
 
+    @pytest.mark.thorough
     def test_latents(self) -> None:
         """A warm process has the bytes of the cold one in every block it loaded.
 

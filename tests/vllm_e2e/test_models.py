@@ -108,6 +108,7 @@ def _sizes() -> dict[str, Any]:
 
 
 class CachedModelsTest(EngineTest):
+    @pytest.mark.thorough
     def test_families(self) -> None:
         """Models of other families load what they stored; none loads what another one did."""
         for family in ("qwen3", "mistral"):
@@ -159,6 +160,7 @@ class WindowedModelsTest(EngineTest):
         self.assertEqual(expected, warm.tokens)
         self.assertEqual([640], warm.cached)
 
+    @pytest.mark.thorough
     def test_branches(self) -> None:
         """Where a second prompt leaves the first one, the third one finds the window too."""
         engine = {"model": str(gpt_oss())}

@@ -32,6 +32,7 @@ class TensorParallelTest(EngineTest):
         self.assertEqual({"chunks_loaded": 17, "tokens_loaded": 1088}, single.counts)
         self.assertEqual(28, len(stored(self.root)))
 
+    @pytest.mark.thorough
     def test_one_worker_then_two(self) -> None:
         """What one worker stored two workers load, each its own heads, without storing it again."""
         self.fill(BATCH)

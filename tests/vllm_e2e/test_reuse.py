@@ -61,6 +61,7 @@ class ReuseTest(EngineTest):
         self.assertEqual([[384], [448]], [first.cached, second.cached])
         self.assertEqual(1, first.counts["chunks_saved"])
 
+    @pytest.mark.thorough
     def test_prompts_that_share_a_prefix_in_one_batch(self) -> None:
         """Several prompts with common beginnings are served at once, each with its own tokens."""
         batch = Batch([PROMPT, PROMPT[:400] + TAIL, PROMPT[:300] + TAIL[::-1], TAIL])
@@ -75,6 +76,7 @@ class ReuseTest(EngineTest):
                 self.assertEqual(expected, warm.tokens)
                 self.assertEqual([640, 448, 384, 64], warm.cached)
 
+    @pytest.mark.thorough
     def test_chunked_prefill(self) -> None:
         """A prompt that is prefilled in many steps is stored whole, and loaded whole."""
         batch = Batch([PROMPT, TAIL + PROMPT])
@@ -103,6 +105,7 @@ class ReuseTest(EngineTest):
         self.assertEqual([192, 640, 640, 672], warm.cached)
         self.assertEqual(192 + (640 - 192) + 640, warm.counts["tokens_loaded"])
 
+    @pytest.mark.thorough
     def test_hit_of_the_engine_ends_inside_a_chunk(self) -> None:
         """A load that begins inside a chunk, behind the engine's own hit, brings only the rest."""
         engine = {"enable_prefix_caching": True}
@@ -214,6 +217,7 @@ class SeparationTest(EngineTest):
         self.assertEqual([640, 640, 640], second.cached)
         self.assertEqual(30, len(stored(self.root)))
 
+    @pytest.mark.thorough
     def test_producer_and_consumer(self) -> None:
         """A producer stores and does not load; a consumer loads and does not store."""
         batches = (Batch([PROMPT]), Batch([TAIL]))

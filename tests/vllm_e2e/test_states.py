@@ -123,6 +123,7 @@ class StatesTest(EngineTest):
         self.assertEqual([640], warm.cached)
         self.assertEqual(11, warm.counts["chunks_loaded"])
 
+    @pytest.mark.thorough
     def test_negative_control(self) -> None:
         """The state's bytes matter: with noise in their place other tokens come out."""
         expected = self.fill(BATCH, engine=engine())
@@ -141,6 +142,7 @@ class StatesTest(EngineTest):
         self.assertEqual([640], warm.cached)
         self.assertNotEqual(expected, warm.tokens)
 
+    @pytest.mark.thorough
     def test_branches(self) -> None:
         """Where a second prompt leaves the first one the third one finds a state too."""
         others = [Batch([PROMPT[:400] + tokens(150, seed=seed)]) for seed in (2, 3)]

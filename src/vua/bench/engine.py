@@ -23,7 +23,7 @@ _REASON = "no --engine; benchmarks/connector.py measures it with vLLM in minutes
 def miss_overhead(bench: Bench) -> Iterator[Row]:
     """C5: the time of prompts that no store has seen, with lookups only and with saves."""
     found = _ask(bench, "C5").get("overhead", {})
-    for arm, target in (("lookups", 1.01), ("stores", 1.03)):
+    for arm, target in (("lookups", 1.01), ("stores", 1.03), ("ExampleConnector", None)):
         if f"{arm} / vLLM" in found:
             one, again = found[f"{arm} / vLLM"], found["vLLM again / vLLM"]["median"]
             yield _row("C5", "prompts never seen", arm, "vLLM", one, noop=again, target=target)
@@ -41,8 +41,9 @@ def recovered(bench: Bench) -> Iterator[Row]:
                 "C6", case, "prefill saved by a hit", "prefill", saved["median"], saved["high"],
                 saved["low"], ms=one["median"] * 1e3, of_ms=full * 1e3, target=0.95,
             )  # fmt: skip
-        elif what == "loaded / own hit":
-            yield _row("C6", case, "hit", "own prefix cache", one)
+        elif what.endswith(" / own hit"):
+            arm = what.removesuffix(" / own hit").replace("loaded", "hit")
+            yield _row("C6", case, arm, "own prefix cache", one)
     for name, one in _ask(bench, "C6").get("after a restart", {}).items():
         arm, _, what = name.partition(": ")
         if what.endswith("own cache"):
