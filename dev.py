@@ -169,8 +169,9 @@ def test(*arguments: str) -> int:
 
 
 def thorough(*arguments: str) -> int:
-    """Runs the tests that CI runs too, some ten seconds each."""
-    return run("-m", "pytest", "-q", "-m", "thorough and not soak and not gpu", *arguments)
+    """Runs the tests that CI runs too, some ten seconds each; two processes share them."""
+    shared = ("-n", "2", "--dist", "loadscope")
+    return run("-m", "pytest", "-q", *shared, "-m", "thorough and not soak and not gpu", *arguments)
 
 
 def test_oldest(*arguments: str) -> int:
