@@ -289,8 +289,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         """Begin the ordered loads; does not wait for them."""
-        self._idle = forward_context.attn_metadata is None
         orders = self._get_connector_metadata()
+        self._idle = isinstance(orders, Orders) and orders.idle
         if self._worker is not None and isinstance(orders, Orders):
             side = self._worker
             self._guarded(lambda: side.start_loads(orders), None)
