@@ -272,6 +272,21 @@ class FormsTest(worker.DirectoryTest):
         with self.assertRaisesRegex(UncachedError, "no known layout"):
             self.side(KVLayout(1, 2, 8, 8, "F32", 16), 8, {"model.layers.0": tensor})
 
+    def test_rows_of_other_sizes(self) -> None:
+        """What vLLM before 0.26 lays out as [blocks, slots, heads, K and V] is not mistaken."""
+        from vua.vllm.model import UncachedError
+
+        layout, layers = (
+            KVLayout(1, 8, 8, 4, "F32", 16),
+            {"model.layers.0": torch.zeros(9, 8, 8, 12)},
+        )
+        self.side(layout, 8, layers)
+        with (
+            mock.patch("vllm.__version__", "0.25.1"),
+            self.assertRaisesRegex(UncachedError, r"before 0\.26"),
+        ):
+            self.side(layout, 8, layers)
+
     def test_dtypes(self) -> None:
         """fp8 is stored where its scales are the checkpoint's, and on a GPU alone."""
         fp8 = SimpleNamespace(cache_dtype="fp8")
@@ -314,6 +329,16 @@ class FormsTest(worker.DirectoryTest):
             self.assertEqual("F8_E4M3", model._stored(fp8, config).dtype)
         with on("xpu"), self.assertRaisesRegex(model.UncachedError, "xpu"):
             check_engine(config)
+        for place, name, word in (
+            ("parallel_config", "decode_context_parallel_size", "decode context"),
+            ("parallel_config", "prefill_context_parallel_size", "prefill context"),
+            ("model_config", "enable_sleep_mode", "sleep mode"),
+        ):
+            part = getattr(config, place)
+            setattr(part, name, 2)
+            with self.subTest(name), on("cuda"), self.assertRaisesRegex(model.UncachedError, word):
+                check_engine(config)
+            delattr(part, name)
         with on("cpu"), self.assertRaisesRegex(model.UncachedError, "uint8"):
             model._stored(fp8, config)
 

@@ -143,6 +143,11 @@ class HooksTest(unittest.TestCase):
             side.add_saves(orders, output)
         finally:
             sys.setprofile(None)
+        self.assertFalse(orders.idle)
+        nothing = SimpleNamespace(**{**vars(output), "scheduled_new_reqs": []})
+        nothing.num_scheduled_tokens = {}
+        side.add_saves(idle := Orders(), nothing)
+        self.assertTrue(idle.idle)
         self.assertEqual((half, True), found)
         self.assertEqual([half // CHUNK], [len(k) for save in orders.saves for _, k in save.parts])
         return called

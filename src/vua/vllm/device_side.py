@@ -48,6 +48,7 @@ from vua.vllm.device_layout import axes_of
 from vua.vllm.group_side import LOAD_SLAB_NBYTES, GroupSide, Tables
 from vua.vllm.messages import GroupLoad, LoadOrder
 from vua.vllm.model import UncachedError
+from vua.vllm.versions import packs_k_and_v
 from vua.workers import Attempt
 
 __all__ = ["STAGED_DEVICES", "DeviceGroupSide", "lies_on_device", "mover_for", "open_gds"]
@@ -119,6 +120,9 @@ class DeviceGroupSide(GroupSide):
             raise UncachedError(msg)
         shape = tuple(caches[0].shape)
         axes = axes_of(shape, heads=self.shard.heads, block_size=block_size, dims=layout.dims)
+        if axes == "BHNC" and not packs_k_and_v():
+            msg = "K and V of different sizes, as vLLM before 0.26 lays them out, are not supported"
+            raise UncachedError(msg)
         k_dim = layout.k_dim if "C" in axes else None
         pages = PagedCache.of(caches, axes, k_dim=k_dim)
         self._parts = (*self._parts, _Part(table, block_size, pages))

@@ -31,7 +31,7 @@ from vua.vllm.model import Model, UncachedError, describe
 from vua.vllm.notes import WorkerNotes
 from vua.vllm.scheduler import SchedulerSide
 from vua.vllm.stats import VUAPromMetrics, VUAStats
-from vua.vllm.versions import check_version
+from vua.vllm.versions import caveat, check_version
 from vua.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             model.identity.namespace[:12],
             model.chunk_tokens,
         )
+        if (text := caveat()) is not None:
+            log.warning("VUA: %s", text)
         if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
             log.warning(
                 'VUA: kv_load_failure_policy is "%s": a damaged or vanished file will FAIL its '
@@ -287,8 +289,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         """Begin the ordered loads; does not wait for them."""
-        self._idle = forward_context.attn_metadata is None
         orders = self._get_connector_metadata()
+        self._idle = isinstance(orders, Orders) and orders.idle
         if self._worker is not None and isinstance(orders, Orders):
             side = self._worker
             self._guarded(lambda: side.start_loads(orders), None)

@@ -58,6 +58,9 @@ class Orders(KVConnectorMetadata):
     saves: list[SaveOrder] = field(default_factory=list)
     epoch: str | None = None
     """Which epoch they belong to, another one after a reset; None: nobody says."""
+    idle: bool = False
+    """Whether the step computes nothing. A worker cannot tell by itself: a step that is one CUDA
+    graph has no attention metadata either."""
 
 
 @dataclass(slots=True)

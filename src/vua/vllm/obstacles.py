@@ -22,8 +22,12 @@ def check_engine(vllm_config: Any) -> None:  # noqa: ANN401
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         msg = f"KV caches on {current_platform.device_type} are not supported yet"
         raise UncachedError(msg)
-    if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        msg = "decode context parallelism is not supported"
+    for phase in ("decode", "prefill"):  # a worker may have a part of each block's tokens alone
+        if getattr(vllm_config.parallel_config, f"{phase}_context_parallel_size", 1) > 1:
+            msg = f"{phase} context parallelism is not supported"
+            raise UncachedError(msg)
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        msg = "sleep mode takes away GPU memory that transfers go on using"
         raise UncachedError(msg)
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "suffix"):

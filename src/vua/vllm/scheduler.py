@@ -298,7 +298,8 @@ class SchedulerSide:
         return self._model.identity.epoch
 
     def add_saves(self, orders: Orders, output: Any) -> None:  # noqa: ANN401
-        """Add the chunks that are complete after this step's forward pass."""
+        """Add the chunks that are complete after this step's forward pass, if it has one."""
+        orders.idle = not output.num_scheduled_tokens
         self.accounts.step_scheduled(*prompt_work(output))
         if not self._may_save:
             return

@@ -1,6 +1,7 @@
 """Which vLLM this connector works with, and everything that differs between its releases.
 
 The connector itself is written for the newest one; what an older one lacks is asked for here.
+docs/vllm.md has the table of what was run and what was only read.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any, Final
 
 import vllm
 from packaging.version import InvalidVersion, Version
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed import kv_events
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
@@ -17,16 +18,35 @@ from vllm.v1.outputs import KVConnectorOutput
 from vua.errors import ConfigError
 
 __all__ = [
+    "MEDIUM_STORAGE",
     "can_fail_requests",
+    "caveat",
     "check_version",
     "event_extra_keys",
     "knows_current_blocks",
+    "packs_k_and_v",
     "session_of",
 ]
 
+OLDEST_ON_GPU: Final = Version("0.24")
+"""From here to `OLDEST` on NVIDIA GPUs alone: the forms of their pages on CPUs were not checked."""
 OLDEST: Final = Version("0.28")
+NEWEST_RUN: Final = Version("0.32")
+"""The connector is tested with `OLDEST` and this one. What is outside of these two was compared
+with them: the hooks, who calls them and when, what they read, the forms of the pages."""
 NEWEST: Final = Version("0.33")
-"""The last minor release whose connector interface was checked."""
+
+MEDIUM_STORAGE: Final[str] = getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
+"""The medium in events; vLLM has a name for it since 0.27."""
+
+
+def _release() -> Version | None:
+    """The minor release of vLLM; None for somebody's own build: they know."""
+    try:
+        found = Version(vllm.__version__)
+    except InvalidVersion:
+        return None
+    return Version(f"{found.major}.{found.minor}")
 
 
 def check_version(*, allow_untested: bool) -> None:
@@ -38,19 +58,34 @@ def check_version(*, allow_untested: bool) -> None:
     Raises:
         ConfigError: with the version found, the range, and what to do.
     """
-    try:
-        found = Version(vllm.__version__)
-    except InvalidVersion:
-        return  # somebody's own build: they know
-    release = Version(f"{found.major}.{found.minor}")
-    if release < OLDEST or (release > NEWEST and not allow_untested):
+    from vllm.platforms import current_platform
+
+    release = _release()
+    if release is None:
+        return
+    oldest = OLDEST_ON_GPU if current_platform.is_cuda() else OLDEST
+    if release < oldest or (release > NEWEST and not allow_untested):
         text = (
-            f"vLLM {vllm.__version__} is not supported: this version of VUA works with {OLDEST} "
-            f"to {NEWEST}. Install one of these, or look for another version of VUA"
+            f"vLLM {vllm.__version__} is not supported on this platform "
+            f"({current_platform.device_type}): this version of VUA works with {OLDEST} to "
+            f"{NEWEST}, on NVIDIA GPUs from {OLDEST_ON_GPU} on. Install one of these, or look for "
+            "another version of VUA"
         )
         if release > NEWEST:
             text += '; "allow_untested_vllm": true in kv_connector_extra_config tries this one'
         raise ConfigError(text)
+
+
+def caveat() -> str | None:
+    """Return what is to be said in the log about an accepted vLLM with which VUA was never run."""
+    release = _release()
+    if release is None or OLDEST <= release <= NEWEST_RUN:
+        return None
+    known = "by its API only" if release <= NEWEST else "not even its API is known"
+    return (
+        f"vLLM {vllm.__version__} with this version of VUA: not run; {known} "
+        f"(run: {OLDEST} to {NEWEST_RUN})"
+    )
 
 
 def can_fail_requests() -> bool:
@@ -61,6 +96,15 @@ def can_fail_requests() -> bool:
 def knows_current_blocks() -> bool:
     """Whether a step says which blocks a request has now, freed ones left out (vLLM 0.32)."""
     return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+
+
+def packs_k_and_v() -> bool:
+    """Whether a page has K and V in one row, heads before slots (vLLM 0.26).
+
+    Before, only backends for K and V of different sizes did that, with slots before heads.
+    """
+    release = _release()
+    return release is None or release >= Version("0.26")
 
 
 def event_extra_keys(request: Any, blocks: range, block_size: int) -> list[Any] | None:  # noqa: ANN401
@@ -83,6 +127,6 @@ def event_extra_keys(request: Any, blocks: range, block_size: int) -> list[Any] 
 
 def session_of(request: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return the field of an event that names the request's session, where vLLM (0.32) has it."""
-    if "session_id" not in BlockStored.__struct_fields__:
+    if "session_id" not in kv_events.BlockStored.__struct_fields__:
         return {}
     return {"session_id": request.session_id}
