@@ -42,6 +42,7 @@ PEER_SUBJECTS = (
     "lmcache_subject.py:lmcache_fs_native",
 )
 TAIL_LINES = 40
+SHARED = ("-n", "2", "--dist", "loadscope")  # two processes, a class's tests in one of them
 QUICK = "not thorough and not soak and not gpu"
 
 
@@ -164,14 +165,13 @@ def demo(*arguments: str) -> int:
 
 
 def test(*arguments: str) -> int:
-    """Runs the quick tests: those not marked thorough, soak or gpu."""
-    return run("-m", "pytest", "-q", "-m", QUICK, *arguments)
+    """Runs the quick tests, in two processes: those not marked thorough, soak or gpu."""
+    return run("-m", "pytest", "-q", *SHARED, "-m", QUICK, *arguments)
 
 
 def thorough(*arguments: str) -> int:
     """Runs the tests that CI runs too, some ten seconds each; two processes share them."""
-    shared = ("-n", "2", "--dist", "loadscope")
-    return run("-m", "pytest", "-q", *shared, "-m", "thorough and not soak and not gpu", *arguments)
+    return run("-m", "pytest", "-q", *SHARED, "-m", "thorough and not soak and not gpu", *arguments)
 
 
 def test_oldest(*arguments: str) -> int:

@@ -128,8 +128,12 @@ class Model:
 
     @property
     def plain(self) -> bool:
-        """Whether all layers attend to everything: any part of a hit is of use by itself."""
-        return all(group.layout.window is None for group in self.groups)
+        """Whether all layers attend to everything: any part of a hit is of use by itself.
+
+        And lie in one of vLLM's cache groups: blocks that were not loaded can be named then.
+        """
+        whole = all(group.layout.window is None for group in self.groups)
+        return whole and len(self.block_sizes) == 1
 
     @property
     def leading(self) -> tuple[Group, ...]:
@@ -149,6 +153,8 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     if not tables:
         msg = "the engine has no KV cache"
         raise UncachedError(msg)
+    if len(tables) > 1:
+        check_groups("a model with several KV cache groups")
     kinds: dict[str, list[int]] = {}
     for number, table in enumerate(tables):
         kinds.setdefault(_kind(table.kv_cache_spec, vllm_config), []).append(number)
