@@ -167,6 +167,7 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
         throttle(**step["throttle"])
         return []
     if step.get("reset"):
+        wait_for_saves()
         if not llm.reset_prefix_cache(reset_connector=step["reset"] == "all"):
             raise RuntimeError("the prefix cache could not be reset")
         return []
@@ -194,6 +195,16 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
         for done in given
     ]
     return [outputs]
+
+
+def wait_for_saves(patience_s: float = 5.0) -> None:
+    """Wait until this process has stored what it has to: the next prompt may rely on it."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+    until = time.monotonic() + patience_s
+    while worker is not None and worker._pending_saves and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def settle(llm: Any) -> None:
