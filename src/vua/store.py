@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from vua import native
 from vua.aim import Aim
 from vua.claims import PLAIN
 from vua.entry import EntryCodec
@@ -103,10 +104,7 @@ class Store:
     def plan(
         self, stored: Shard, taken: Shard, target: Shard, memory: MemoryMap, kind: str = ""
     ) -> Plan:
-        """Return how to move ``taken`` between files of ``stored`` and memory of ``target``.
-
-        ``kind`` is that of the files' seal, if any.
-        """
+        """Return how to move ``taken`` between files, of a ``kind`` of seal, and memory."""
         which = (stored, taken, target, memory.piece_tokens, kind)
         recipe = self._recipes.get(which)
         if recipe is None:
@@ -349,7 +347,7 @@ class Loader:
 
     def _load_many(self, keys: Keys, first: int) -> int:
         """Load chunks from ``first`` on by few calls; return how many, at the latest a bad one."""
-        chunks = len(keys) - first
+        chunks = len(keys) - first if native.library() else min(1, len(keys) - first)
         for stored, aim in self._route:
             wanted = [keys[first + i] for i in range(chunks)]
             chunks = aim.read_many(self._store.storage, stored, wanted, first, self._seal)
