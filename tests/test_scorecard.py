@@ -27,6 +27,8 @@ from vua.testing.subject import Key, Subject, load_subject
 from vua.testing.trial import TESTS, NotApplicableError, NotRunError, Test, Trial
 
 ENGINE = 30  # tests/vllm_e2e is what it runs, and CI runs that anyway
+TIMED = (27, 29)
+"""Whose bars are times: they show in the table, and fail no build."""
 
 
 class Raw(Subject):
@@ -90,7 +92,9 @@ class TestCard(DirectoryTest):
         gates = {o["number"]: o["verdict"] for o in outcomes if o["gate"]}
         self.assertLessEqual(set(gates.values()), {"pass", "not run"}, done.stdout)
         self.assertLessEqual({12, 13, 14, 15, 18, 19, 20, 21, 22, 24, 25, 26, 28}, set(gates))
-        self.assertEqual([], [o for o in outcomes if o["verdict"] in ("fail", "error")])
+        self.assertEqual([], [o for o in outcomes if o["verdict"] == "error"])
+        behind = [o for o in outcomes if o["verdict"] == "fail" and o["number"] not in TIMED]
+        self.assertEqual([], behind)
 
     def test_raw_bytes_fail(self) -> None:
         """A store without checksums fails the gates that are about them."""
