@@ -153,11 +153,11 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     if not tables:
         msg = "the engine has no KV cache"
         raise UncachedError(msg)
-    if len(tables) > 1:
-        check_groups("a model with several KV cache groups")
     kinds: dict[str, list[int]] = {}
     for number, table in enumerate(tables):
         kinds.setdefault(_kind(table.kv_cache_spec, vllm_config), []).append(number)
+    if len(tables) > 1:  # with one kind of layer, too
+        check_groups("a model with several KV cache groups")
     latent = any(isinstance(table.kv_cache_spec, MLAAttentionSpec) for table in tables)
     if latent:
         check_latent(vllm_config, config)
