@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 import unittest
@@ -136,6 +137,8 @@ class HooksTest(unittest.TestCase):
 
         orders = Orders()
         blocks = SimpleNamespace(get_block_ids=lambda: (table,))
+        gc.collect()
+        gc.disable()  # a collection in between would be counted: others have callbacks on it
         sys.setprofile(count)
         try:
             found = side.matched_tokens(request, 0)
@@ -143,6 +146,7 @@ class HooksTest(unittest.TestCase):
             side.add_saves(orders, output)
         finally:
             sys.setprofile(None)
+            gc.enable()
         self.assertFalse(orders.idle)
         nothing = SimpleNamespace(**{**vars(output), "scheduled_new_reqs": []})
         nothing.num_scheduled_tokens = {}

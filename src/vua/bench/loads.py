@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,7 @@ import numpy as np
 
 from vua import _linux
 from vua.bench.files import Buffer, RawFile, cool, direct_works, in_buffer, is_cold
-from vua.bench.measure import Arm, Row, busy_thread, expect, measure
+from vua.bench.measure import Arm, Row, busy_process, busy_thread, expect, measure
 from vua.bench.prompts import CASES, TINY, Case, Memory, file_path, file_rows, keys_of, make, noise
 from vua.bench.suite import Bench
 from vua.directory import create_store
@@ -118,6 +118,7 @@ def _busy(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
     arms = {
         "load, idle": Arm(load),
         "load, one thread, idle": Arm(alone),
+        "load, beside a process": Arm(partial(_beside, load, busy_process)),
         "raw preadv": Arm(partial(_beside, lambda: [file.read() for file in files])),
         "load": Arm(partial(_beside, load)),
         "load, one thread": Arm(partial(_beside, alone)),
@@ -131,14 +132,17 @@ def _busy(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
     limit = 1.5 if case.nbytes // case.chunks >= 2 << 20 else 3.0
     yield row("load", "load, idle", better="lower", target=limit)
     yield row("load, one thread", "load, one thread, idle", better="lower", target=limit)
+    yield row("load", "load, beside a process", better="lower")
     for arm in ("load", "load, in Python"):
         yield row(arm, "raw preadv", nbytes=case.nbytes)
     yield row("load, in Python, GIL released", "load, in Python", nbytes=case.nbytes)
 
 
-def _beside(work: Callable[[], object]) -> float:
-    """Return how long ``work`` takes once a busy thread has begun to compute."""
-    with busy_thread():
+def _beside(
+    work: Callable[[], object], busy: Callable[[], AbstractContextManager[None]] = busy_thread
+) -> float:
+    """Return how long ``work`` takes once a busy thread, or process, has begun to compute."""
+    with busy():
         time.sleep(0.02)
         start = time.perf_counter()
         work()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +15,16 @@ from typing import Final, Literal
 
 from vua.errors import VUAError
 
-__all__ = ["Arm", "MeasurementError", "Row", "Timings", "busy_thread", "measure", "percentile"]
+__all__ = [
+    "Arm",
+    "MeasurementError",
+    "Row",
+    "Timings",
+    "busy_process",
+    "busy_thread",
+    "measure",
+    "percentile",
+]
 
 NOISY: Final = 0.10
 """A row whose no-op arm lies further from 1 than this is marked noisy."""
@@ -186,6 +197,18 @@ def busy_thread() -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+
+
+@contextmanager
+def busy_process() -> Iterator[None]:
+    """Run another process that computes: it takes a core as a busy thread does, but no GIL."""
+    command = [sys.executable, "-I", "-S", "-c", "print(flush=True)\nwhile True: pass"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: S603 - our own
+        try:
+            process.stdout.readline()  # type: ignore[union-attr] # it computes from now on
+            yield
+        finally:
+            process.kill()
 
 
 def expect(what: str, *, holds: bool) -> None:
