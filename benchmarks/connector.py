@@ -1,6 +1,6 @@
 """Real vLLM on the CPU: what the connector costs, how fast a hit is, how much of hits is kept.
 
-    python benchmarks/connector.py [--quick] [--json FILE] [--dir DIRECTORY] [--rounds N] [--overhead N]
+    python benchmarks/connector.py [--quick] [--json FILE] [--dir DIRECTORY] [--rounds N]
 
 Each arm is a process of its own with the same model; all arms of a comparison live at the same time
 and take turns in every round, and only one works at a time. Ratios are formed within a round; shown
@@ -42,8 +42,8 @@ import numpy as np
 CHUNK = 64
 NEW_TOKENS = 16
 STEP_TOKENS = 4096
-"""What vLLM computes at most in one step. ExampleConnector stores the last step of a prompt only, and
-stops the engine (0.32: shape mismatch) when it loads a longer one: it is not asked to."""
+"""What vLLM computes at most in one step. ExampleConnector stores the last step of a prompt only,
+and stops the engine (0.32: shape mismatch) when it loads a longer one: it is not asked to."""
 EXAMPLE = "ExampleConnector"
 """vLLM's own connector that stores whole prompts in a directory, for comparison."""
 TALKERS = ("default", "save_generated")
@@ -67,7 +67,7 @@ class Size:
 
     rounds: int
     overhead_rounds: int
-    """Its rounds are short and many: two arms of one that lie a minute apart differ by some percent."""
+    """Short and many: two arms of a round that lie a minute apart differ by some percent."""
     prompts: int
     """Prompts per round, and their length in tokens, of the overhead's workload."""
     prompt_tokens: int

@@ -19,6 +19,7 @@ CORE = (
     "vua._linux",
     "vua.native.build",
     "vua.native.batches",
+    "vua.native.moves",
     "vua.native.prefixes",
     "vua.native",
     "vua.layout",

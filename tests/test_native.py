@@ -10,10 +10,13 @@ import subprocess
 import sys
 import threading
 import unittest
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations, product
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 
 from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arrays, rectangle
 from vua import native
@@ -286,12 +289,69 @@ class TestBuild(DirectoryTest):
             native.library()
 
 
+@unittest.skipUnless(has_native(), "no C compiler here")
+class TestMove(unittest.TestCase):
+    """Copies between strides, against numpy's."""
+
+    def test_any_strides(self) -> None:
+        """Every element size and order of axes; what lies between the elements stays."""
+        native.library(wait=True)
+        draw, shape = np.random.default_rng(7), (3, 40, 64)  # heads, tokens, dims
+        counts = np.array([40, 0, 1, 39, 17])
+        for item, order, out in product(native.ITEMS, permutations(range(3)), (False, True)):
+            with self.subTest(item=item, order=order, out=out):
+                rows = draw.integers(0, 256, (len(counts), *shape, item), dtype=np.uint8)
+                roomy = [shape[axis] + 1 for axis in order]
+                memory = draw.integers(0, 256, (len(counts), *roomy, item), dtype=np.uint8)
+                pages = memory.transpose(0, *(np.argsort(order) + 1), 4)[:, :3, :40, :64]
+                target, source = (rows, pages) if out else (pages, rows)
+                expected = [rows.copy(), memory.copy()]
+                into = expected[0]
+                if not out:
+                    into = expected[1].transpose(0, *(np.argsort(order) + 1), 4)
+                for box, count in enumerate(counts):
+                    into[box, :3, :count, :64] = source[box, :, :count]
+                first = (
+                    side.ctypes.data + np.arange(5) * side.strides[0] for side in (target, source)
+                )
+                steps = (side.strides[1:4] for side in (target, source))
+                self.assertTrue(native.move([native.Boxes((3, 64, item), *steps, *first, counts)]))
+                self.assertTrue(np.array_equal(expected[0], rows))
+                self.assertTrue(np.array_equal(expected[1], memory))
+
+    def test_many_at_once(self) -> None:
+        """Threads that call it at the same time, each with helpers, get their own copies."""
+        native.library(wait=True)
+        source = np.random.default_rng(8).integers(0, 1 << 16, (64, 4, 64, 128), dtype=np.uint16)
+        targets = [np.zeros((64, 4, 128, 64), dtype=np.uint16) for _ in range(4)]
+
+        def copy(target: npt.NDArray[np.uint16]) -> bool:
+            _, head, dim, token = target.strides
+            first = (
+                side.ctypes.data + np.arange(64) * side.strides[0] for side in (target, source)
+            )
+            steps = (head, token, dim), source.strides[1:]
+            boxes = native.Boxes((4, 128, 2), *steps, *first, np.full(64, 64))
+            return all(native.move([boxes]) for _ in range(20))
+
+        with ThreadPoolExecutor(4) as pool:
+            self.assertEqual([True] * 4, list(pool.map(copy, targets)))
+        for target in targets:
+            self.assertTrue(np.array_equal(source, target.transpose(0, 1, 3, 2)))
+
+    def test_without_the_library(self) -> None:
+        """Then nothing is done, and it says so."""
+        with mock.patch.dict(os.environ, VUA_NATIVE="off"):
+            self.assertFalse(native.move([]))
+
+
 class TestBatch(unittest.TestCase):
     """The structure that both languages share."""
 
     def test_size(self) -> None:
         """Words without gaps, as in `load.c`."""
         self.assertEqual(19 * 8, ctypes.sizeof(native.Batch))
+        self.assertEqual(13 * 8, ctypes.sizeof(native.Boxes))  # in `move.c`
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -14,15 +15,11 @@ from unittest import mock
 import pytest
 import torch
 
+from helpers import has_native
+from vua import native
 from vua.errors import InputError, LayoutError
-from vua.vllm.paged import (
-    PagedKV,
-    PageForm,
-    UnknownFormError,
-    fused_form,
-    latent_form,
-    learn_cpu_form,
-)
+from vua.vllm.forms import UnknownFormError, learn_cpu_form
+from vua.vllm.paged import PagedKV, PageForm, fused_form, latent_form
 
 SEED = 20251120
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -106,6 +103,14 @@ class PagedTestCase(unittest.TestCase):
         finally:
             torch.set_num_threads(threads)
 
+    @contextmanager
+    def native(self, *, wanted: bool) -> Iterator[None]:
+        """Copy with the loop in C where there is a compiler, or without it."""
+        wish = {"VUA_NATIVE": "auto" if wanted else "off"}
+        with mock.patch.dict(os.environ, wish):
+            self.assertEqual(wanted and has_native(), native.library(wait=wanted) is not None)
+            yield
+
     def assert_same(self, expected: torch.Tensor, actual: torch.Tensor) -> None:
         """Both tensors hold the same bytes."""
         self.assertTrue(torch.equal(bits(expected), bits(actual)), "bytes differ")
@@ -130,14 +135,20 @@ class PagedTestCase(unittest.TestCase):
         slab = noise(generator, 4, *shape, form.k_index.shape[1], dtype=memory.dtype)
         k, v = slab[1].clone(), slab[2, ..., : form.v_index.shape[1]].clone()
         before = memory.clone()
-        pages.gather(ids, start, count, k, v)
+        with self.native(wanted=bool(draw.getrandbits(1))):
+            pages.gather(ids, start, count, k, v)
         self.assert_same(before, memory)
         self.assert_same(reference.gather(ids, start, count, form.k_index), k)
         if form.v_index.shape[1]:
             self.assert_same(reference.gather(ids, start, count, form.v_index), v)
         k, v = slab[1], slab[2, ..., : form.v_index.shape[1]]
-        pages.scatter(ids, start, count, k, v)
+        with self.native(wanted=False):
+            pages.scatter(ids, start, count, k, v)
         after = memory.clone()
+        memory.copy_(before)
+        with self.native(wanted=True):
+            pages.scatter(ids, start, count, k, v)
+        self.assert_same(after, memory)
         memory.copy_(before)
         reference.scatter(ids, start, k, form.k_index)
         if form.v_index.shape[1]:
@@ -166,6 +177,25 @@ class MoveTest(PagedTestCase):
                 form = make(16, 8)
                 memory = caches("LBHNC", form, torch.bfloat16)
                 self.assert_moves(list(memory), memory, form, block_size=16, tokens=tokens)
+
+    def test_chunks_that_follow_each_other(self) -> None:
+        """Several chunks at once, the first from its middle on, the last not to its end."""
+        form, size, dtype = column_form(16, 8), 24, torch.bfloat16
+        generator = torch.Generator().manual_seed(SEED)
+        chunks = noise(generator, 2, 3, HEADS, LAYERS, size, 8, dtype=dtype)
+        for wanted, (skip, count) in product((True, False), ((0, 72), (5, 60), (23, 2), (4, 0))):
+            with self.subTest(native=wanted, skip=skip, count=count), self.native(wanted=wanted):
+                memory = caches("LBHNC", form, dtype)
+                before, ids = memory.clone(), [7, 2, 9, 4, 0, 5]
+                PagedKV(list(memory), form, 16).scatter_chunks(ids, 13, count, skip, *chunks)
+                after = memory.clone()
+                self.assertNotEqual(count > 0, torch.equal(bits(before), bits(after)))
+                memory.copy_(before)
+                reference = Reference(list(memory), form, 16)
+                for half, index in zip(chunks, (form.k_index, form.v_index), strict=True):
+                    tokens = half.permute(1, 2, 0, 3, 4).reshape(HEADS, LAYERS, 3 * size, 8)
+                    reference.scatter(ids, 13, tokens[:, :, skip : skip + count], index)
+                self.assert_same(memory, after)
 
     def test_no_tokens(self) -> None:
         """Moving no tokens needs no blocks and changes nothing."""
@@ -315,6 +345,19 @@ class RefusalTest(PagedTestCase):
                 self.pages.scatter(ids, start, 20, self.k, self.v)
         self.assert_same(before, self.memory)
 
+    def test_more_tokens_than_chunks(self) -> None:
+        """Tokens that the chunks do not have are refused before anything is copied."""
+        form = fused_form(16, 8)
+        memory = caches("LBHNC", form, torch.bfloat16)
+        before, pages = memory.clone(), PagedKV(list(memory), form, 16)
+        chunks = torch.zeros(2, 3, HEADS, LAYERS, 16, 8, dtype=torch.bfloat16)
+        for skip, count in ((0, 49), (16, 33), (-1, 4), (2, -1)):
+            with self.subTest(skip=skip, count=count), self.assertRaises(InputError):
+                pages.scatter_chunks([1, 2, 3, 4], 0, count, skip, *chunks)
+        with self.assertRaises(LayoutError):
+            pages.scatter_chunks([1, 2, 3, 4], 0, 8, 0, chunks[0], chunks[1, :2])
+        self.assert_same(before, memory)
+
     def test_chunks_that_do_not_fit(self) -> None:
         """A chunk of another shape or item size moves nothing."""
         before = self.memory.clone()
@@ -361,7 +404,7 @@ class RefusalTest(PagedTestCase):
 @contextmanager
 def writer(write: object) -> Iterator[None]:
     """Put a function in the place of vLLM's writer."""
-    with mock.patch("vua.vllm.paged._engine_writer", return_value=write):
+    with mock.patch("vua.vllm.forms._engine_writer", return_value=write):
         yield
 
 

@@ -64,7 +64,7 @@ class RanksTest(DirectoryTest):
 
     def write(self, layout: KVLayout, caches: dict[str, torch.Tensor], shard: Any) -> None:
         """Let vLLM's own writer put the rank's part of the content into its pages."""
-        from vua.vllm.paged import _engine_writer
+        from vua.vllm.forms import _engine_writer
 
         content = self.content(layout)
         slots = torch.tensor([b * BLOCK + s for b in self.table for s in range(BLOCK)])

@@ -62,6 +62,11 @@ class Slab:
         at = chunk * self._payload
         return [(self.bytes[at + a : at + b], shape) for a, b, shape in self._ranges]
 
+    def rows(self) -> list[tuple[npt.NDArray[np.uint8], tuple[int, ...]]]:
+        """Return :meth:`arrays` of all chunk places at once: the bytes are ``[chunks, nbytes]``."""
+        places = self.bytes.reshape(self.chunks, self._payload)
+        return [(places[:, a:b], shape) for a, b, shape in self._ranges]
+
 
 class SlabPool:
     """A bounded number of equal slabs. Safe for threads; never blocks."""

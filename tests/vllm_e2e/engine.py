@@ -271,14 +271,14 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
 
     from vua.vllm.paged import PagedKV
 
-    scatter, preempt = PagedKV.scatter, Scheduler._preempt_request
+    scatter, preempt = PagedKV.scatter_chunks, Scheduler._preempt_request
     schedule = Scheduler.schedule
 
     def add(event: str, number: int) -> None:
         counts[event] = counts.get(event, 0) + number
 
-    def counting_scatter(self: PagedKV, ids: Any, start: int, count: int, *kv: Any) -> None:
-        scatter(self, ids, start, count, *kv)
+    def counting_scatter(self: PagedKV, ids: Any, start: int, count: int, *rest: Any) -> None:
+        scatter(self, ids, start, count, *rest)
         add("tokens_loaded", count)
 
     def counting_preempt(*args: Any, **kwargs: Any) -> None:
@@ -292,7 +292,7 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
         return output
 
     with (
-        mock.patch.object(PagedKV, "scatter", counting_scatter),
+        mock.patch.object(PagedKV, "scatter_chunks", counting_scatter),
         mock.patch.object(Scheduler, "_preempt_request", counting_preempt),
         mock.patch.object(Scheduler, "schedule", counting_schedule),
     ):

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from vllm_sim.case import Case, draw
@@ -250,7 +251,11 @@ def tables_survive_preemption(patches: ExitStack) -> None:
 @mutation()
 def chunks_come_from_the_wrong_place(patches: ExitStack) -> None:
     """Of several chunks read together always the first is taken."""
-    instead(patches, Slab, "arrays", lambda original, self, _chunk: original(self, 0))
+
+    def rows(original: Any, self: Slab) -> Any:
+        return [(np.tile(data[:1], (len(data), 1)), shape) for data, shape in original(self)]
+
+    instead(patches, Slab, "rows", rows)
 
 
 @mutation(prefix_caching=True, block_sizes=(16, 16), chunk_tokens=96, requests=10, room=2.0)
@@ -258,8 +263,11 @@ def chunks_are_not_cut_at_the_start(patches: ExitStack) -> None:
     """A load that begins inside a chunk takes the chunk's first tokens."""
 
     class Uncut(PagedKV):
-        def scatter(self, ids: Any, start: int, count: int, *kv: torch.Tensor) -> None:
-            super().scatter(ids, start, count, *(p.as_strided(p.shape, p.stride(), 0) for p in kv))
+        def scatter_chunks(
+            self, ids: Any, start: int, count: int, skip: int, *kv: torch.Tensor
+        ) -> None:
+            del skip
+            super().scatter_chunks(ids, start, count, 0, *kv)
 
     patches.enter_context(mock.patch("vua.vllm.group_side.PagedKV", Uncut))
 
@@ -269,8 +277,8 @@ def pieces_end_one_token_early(patches: ExitStack) -> None:
     """The last token of each piece of a load is left out."""
 
     class Short(PagedKV):
-        def scatter(self, ids: Any, start: int, count: int, *kv: torch.Tensor) -> None:
-            super().scatter(ids, start, count - 1, *(part[:, :, : count - 1] for part in kv))
+        def scatter_chunks(self, ids: Any, start: int, count: int, *rest: Any) -> None:
+            super().scatter_chunks(ids, start, count - 1, *rest)
 
     patches.enter_context(mock.patch("vua.vllm.group_side.PagedKV", Short))
 

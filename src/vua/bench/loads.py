@@ -151,12 +151,12 @@ def _beside(
 
 def one_thread(load: Callable[[], None]) -> None:
     """Load with one thread of the native loop."""
-    kept = batches._THREADS
-    batches._THREADS = 1  # type: ignore[misc]
+    kept = batches.THREADS
+    batches.THREADS = 1  # type: ignore[misc]
     try:
         load()
     finally:
-        batches._THREADS = kept  # type: ignore[misc]
+        batches.THREADS = kept  # type: ignore[misc]
 
 
 def in_python(load: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vua.native.build import library, xxh3
 
-__all__ = ["ARRAYS_MAX", "Batch", "Recipe", "load"]
+__all__ = ["ARRAYS_MAX", "THREADS", "Batch", "Recipe", "load"]
 
 ARRAYS_MAX: Final = 2
 """Arrays of a chunk that `load.c` has room for: K and V."""
@@ -23,7 +23,8 @@ _HELD_NBYTES: Final = 2 << 20
 Python thread winning it back takes up to 5 ms."""
 _SHARED_NBYTES: Final = 4 << 20
 """A batch from this size on is worth a second thread."""
-_THREADS: Final = min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+THREADS: Final = min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+"""Threads of one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def load(
         )
         names, place, headers = names[done:], place + done, headers + done * batch.header_nbytes
     if names:
-        threads = (threads or _THREADS) if nbytes >= _SHARED_NBYTES else 1
+        threads = (threads or THREADS) if nbytes >= _SHARED_NBYTES else 1
         done += bound.load(
             *(at, dir_fd, b"".join(names), len(names[0]), len(names)),
             place,

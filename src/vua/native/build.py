@@ -26,7 +26,7 @@ __all__ = ["Library", "library", "sha256", "xxh3"]
 
 log = logging.getLogger(__name__)
 
-_SOURCES: Final = tuple(Path(__file__).with_name(name) for name in ("load.c", "chain.c"))
+_SOURCES: Final = tuple(Path(__file__).with_name(name) for name in ("load.c", "chain.c", "move.c"))
 _FLAGS: Final = ("-O2", "-std=c11", "-shared", "-fPIC", "-pthread")
 _COMPILE_TIMEOUT_S: Final = 60
 
@@ -96,6 +96,7 @@ _LOAD: Final = (
     _U64,
 )
 _CHAIN: Final = (_POINTER, _TEXT, _U64, _POINTER, _U64, _U64, _POINTER)
+_MOVE: Final = (_POINTER, _U64, _U64)
 
 
 class Library:
@@ -108,6 +109,7 @@ class Library:
         self.load_held: Any = _bind(holding.vua_load, _LOAD, _U64)
         self.chain: Any = _bind(releasing.vua_chain, _CHAIN, None)
         self.chain_held: Any = _bind(holding.vua_chain, _CHAIN, None)
+        self.move: Any = _bind(releasing.vua_move, _MOVE, ctypes.c_int)
 
 
 def _bind(function: Any, arguments: Sequence[type], result: type | None) -> Any:  # noqa: ANN401

@@ -20,9 +20,10 @@ from vua.states import state_nbytes
 from vua.store import Loader, Saver, Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import FileWatch
+from vua.vllm.forms import learn_cpu_form
 from vua.vllm.messages import GroupLoad, LoadOrder
 from vua.vllm.model import Model, UncachedError
-from vua.vllm.paged import PagedKV, PageForm, fused_form, latent_form, learn_cpu_form
+from vua.vllm.paged import PagedKV, PageForm, fused_form, latent_form
 from vua.vllm.state import StatePages
 from vua.vllm.stats import Recorder
 from vua.workers import Attempt
@@ -155,8 +156,8 @@ class GroupSide:
                 with attempt.use() as wanted:
                     if not wanted:  # the blocks may be another request's by now
                         return reached, None
-                    for place, key in enumerate(keys[: loaded.chunks]):
-                        reached = self._scatter(slab, place, key, part, attempt.what.block_ids)
+                    if loaded.chunks:
+                        reached = self._scatter(slab, keys[: loaded.chunks], part, attempt.what)
                 if loaded.chunks:
                     self._stats.add("vua_loaded_bytes_total", loaded.nbytes, "slab")
                 if loaded.reason is not None:
@@ -169,20 +170,19 @@ class GroupSide:
         return reached, None
 
     def _scatter(
-        self,
-        slab: Slab,
-        place: int,
-        key: ChunkKey,
-        part: GroupLoad,
-        block_ids: Sequence[Sequence[int]],
+        self, slab: Slab, keys: Sequence[ChunkKey], part: GroupLoad, order: LoadOrder
     ) -> int:
-        """Bring one chunk from the slab into its blocks; return the token after its last."""
-        start, stop = max(key.start, part.start), min(key.stop, part.stop)
-        cut = slice(start - key.start, stop - key.start)
-        k, v = self._tensors(slab, place)
+        """Bring chunks from the slab into their blocks; return the token after the last."""
+        start, stop = max(keys[0].start, part.start), min(keys[-1].stop, part.stop)
+        skip, dtype = start - keys[0].start, DTYPES[self.group.layout.dtype]
+        arrays = [
+            torch.from_numpy(rows[: len(keys)]).view(dtype).view(len(keys), *shape)
+            for rows, shape in slab.rows()
+        ]
         for table, layers, pages in self._places:
-            v_cut = None if v is None else v[:, layers, cut]
-            pages.scatter(block_ids[table], start, stop - start, k[:, layers, cut], v_cut)
+            k, *rest = (array[:, :, layers] for array in arrays)
+            v = rest[0] if rest else None
+            pages.scatter_chunks(order.block_ids[table], start, stop - start, skip, k, v)
         return stop
 
     def _weed(self, attempt: Attempt[LoadOrder], loader: Loader, keys: Sequence[ChunkKey]) -> None:

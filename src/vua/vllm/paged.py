@@ -2,42 +2,32 @@
 
 It promises that `PagedKV.gather` and `PagedKV.scatter` copy exactly the bytes of the tokens asked
 for, whatever bit patterns they hold, and write nothing else. Where K and V lie inside one page is
-described by a `PageForm`; vLLM's CPU backend packs its pages differently on every kind of
-processor, so `learn_cpu_form` learns the form from the engine's own writer and proves it. It knows
-no locks: its caller, the connector's worker, sees that nobody writes the same tokens meanwhile.
+described by a `PageForm`; `vua.vllm.forms` finds that of vLLM's CPU backend. It knows no locks: its
+caller, the connector's worker, sees that nobody writes the same tokens meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Final, SupportsIndex, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vua.errors import InputError, LayoutError, VUAError
+from vua import native
+from vua.errors import InputError, LayoutError
+from vua.native import Boxes
+from vua.vllm.boxes import Pages, Piece
 
-__all__ = ["PageForm", "PagedKV", "UnknownFormError", "fused_form", "latent_form", "learn_cpu_form"]
+__all__ = ["INTEGERS", "PageForm", "PagedKV", "fused_form", "latent_form"]
 
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element types by size for copying: an integer is never rounded, flushed or quieted."""
-
-_PROBED: Final = {torch.bfloat16: 0x0400, torch.float16: 0x0400, torch.float32: 0x0080_0000}
-"""The first of the `_RADIX` bit patterns that probe a type: all of them finite and normal."""
-_RADIX: Final = 1 << 14
-
-_Writer: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Writes rows k and v, ``[tokens, heads, dim]``, into slots of a cache: (cache, slots, k, v)."""
 
 _Ids: TypeAlias = Sequence[SupportsIndex]
 _Chunks: TypeAlias = tuple[Tensor | None, Tensor | None]
-
-
-class UnknownFormError(VUAError):
-    """The engine's pages cannot be understood, so its KV cache must stay uncached."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,91 +76,6 @@ def latent_form(block_size: int, width: int) -> PageForm:
     return fused_form(block_size, width, 0)
 
 
-def learn_cpu_form(
-    dtype: torch.dtype, block_size: int, head_dim: int, isa: str | None = None
-) -> PageForm:
-    """Return the form of the pages that vLLM's CPU attention writes on this machine.
-
-    Probes the engine's own writer with patterns that tell every element from every other, then
-    proves that moving tokens by the form gives, byte for byte, the pages that the engine writes.
-    ``block_size`` is the token slots in a page; ``isa`` names the writer's variant, if not vLLM's.
-
-    Raises:
-        UnknownFormError: The writer is missing, converts what it writes, or is not understood.
-    """
-    subject = f"vLLM's CPU pages of {block_size} tokens, head size {head_dim}, {dtype}"
-    if dtype not in _PROBED:
-        raise UnknownFormError(f"{subject}: the writer converts, so they cannot be probed")
-    try:
-        write = _engine_writer(dtype, block_size, head_dim, isa)
-        form = _probe(write, dtype, block_size, head_dim)
-        proved = _proves(form, write, dtype)
-    except Exception as error:  # whatever a future engine raises, it cannot be trusted
-        raise UnknownFormError(f"{subject}: {type(error).__name__}: {error}") from error
-    if not proved:
-        raise UnknownFormError(f"{subject}: the form that was learnt gives other bytes than vLLM")
-    return form
-
-
-def _engine_writer(dtype: torch.dtype, block_size: int, head_dim: int, isa: str | None) -> _Writer:
-    from vllm._custom_ops import cpu_attn_reshape_and_cache
-    from vllm.v1.attention.backends import cpu_attn
-
-    isa = isa or cpu_attn._get_attn_isa(dtype, block_size, head_dim)  # noqa: SLF001
-    settings = {"attn_type": "decoder", "kv_cache_dtype": "auto"}
-    layer = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0, **settings)
-    # The method rather than the operator below it: it also decides how a page is cut into K and V.
-    update = getattr(cpu_attn.CPUAttentionBackendImpl, "do_kv_cache_update", None)
-
-    def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        if update is not None:
-            update(layer, layer, k, v, cache, slots)
-        else:  # releases that write inside `forward` cut the pages like this
-            halves = cache.view(*cache.shape[:2], 2 * cache.shape[2], -1).chunk(2, dim=2)
-            cpu_attn_reshape_and_cache(k, v, *halves, slots, isa)
-
-    return write
-
-
-def _probe(write: _Writer, dtype: torch.dtype, block_size: int, head_dim: int) -> PageForm:
-    """Number all elements, let the engine write them digit by digit, read where each one went."""
-    integer = _INTEGERS[dtype.itemsize]
-    numbers = torch.arange(2 * block_size * head_dim)
-    found = torch.zeros_like(numbers)
-    for scale in (1, _RADIX):
-        bits = (numbers // scale % _RADIX + _PROBED[dtype]).to(integer)
-        k, v = bits.view(dtype).view(2, block_size, 1, head_dim)
-        cache = torch.zeros(1, 1, block_size, 2 * head_dim, dtype=dtype)
-        write(cache, torch.arange(block_size), k, v)
-        found += (cache.view(integer).flatten().long() - _PROBED[dtype]) * scale
-    order = found.argsort()
-    if not torch.equal(found[order], numbers):
-        raise UnknownFormError("the writer does more than move elements")
-    k, v = order.view(2, block_size, head_dim)
-    return PageForm(k, v, 2 * head_dim)
-
-
-def _proves(form: PageForm, write: _Writer, dtype: torch.dtype) -> bool:
-    """Tell whether our copies equal the engine's, over slots of several blocks in any order."""
-    generator = torch.Generator().manual_seed(form.block_size)  # leaves the engine's own alone
-    heads, blocks, dim, slots = 3, 4, form.k_index.shape[1], form.block_size
-    theirs = torch.randn(blocks, heads, slots, form.width, generator=generator).to(dtype)
-    ours = theirs.clone()
-    order = torch.randperm(blocks * slots, generator=generator)[slots // 2 :]  # the rest must stay
-    rows = torch.randn(2, len(order), heads, dim, generator=generator).to(dtype)
-    for some in (slice(7, None), slice(2, 7), slice(1, 2), slice(1)):
-        write(theirs, order[some], rows[0, some], rows[1, some])
-    chunks = rows.transpose(1, 2).unsqueeze(2)
-    pages, table = PagedKV([ours], form, slots), range(blocks)
-    for n, slot in enumerate(order.tolist()):
-        pages.scatter(table, slot, 1, *chunks.narrow(3, n, 1))
-    back = torch.empty(2, heads, 1, blocks * slots, dim, dtype=dtype)
-    PagedKV([theirs], form, slots).gather(table, 0, blocks * slots, *back)
-    pairs = ((ours, theirs), (back[:, :, :, order], chunks))
-    integer = _INTEGERS[dtype.itemsize]
-    return all(torch.equal(one.view(integer), other.view(integer)) for one, other in pairs)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
     """Layers at one distance from each other in one allocation, as a single strided tensor."""
@@ -202,7 +107,7 @@ class _Strided:
         tokens, dims = (chunk.shape[2], self.token), (chunk.shape[3], self.dim)
         pages = run.view(page, self.offset + slot * self.token, tokens, dims)
         target, source = (pages, chunk) if store else (chunk, pages)
-        # In this thread alone: copy_ would wait for helpers on cores that the engine keeps busy.
+        # Not copy_: it would wait for helpers on cores that the engine keeps busy.
         np.copyto(target.numpy(), source.numpy())
 
 
@@ -273,16 +178,17 @@ class PagedKV:
             raise LayoutError(f"expected alike layers of {page} pages in CPU memory, found {found}")
         if block_size < 1 or block_size % form.block_size:
             raise LayoutError(f"block size {block_size} is no multiple of {form.block_size} slots")
-        self._integer = _INTEGERS[caches[0].element_size()]
+        self._integer = INTEGERS[caches[0].element_size()]
         layers = [cache.detach().view(self._integer) for cache in caches]
         if layers[0].dim() == 3:
             layers = [layer.unsqueeze(1) for layer in layers]
-        self._runs = tuple(_runs(layers))
+        self._runs, self._pages = tuple(_runs(layers)), Pages(layers)
         self._shape = (layers[0].shape[1], len(layers))
         self._halves = tuple(
             _half(index, form.width, layers[0]) if index.shape[1] else None
             for index in (form.k_index, form.v_index)
         )
+        self._strided = not any(isinstance(half, _Indexed) for half in self._halves)
         self._dims = (form.k_index.shape[1], form.v_index.shape[1])
         self._block_size, self._slots = block_size, form.block_size
         self._blocks = layers[0].shape[0] * form.block_size // block_size
@@ -310,36 +216,67 @@ class PagedKV:
         """
         self._move(block_ids, token_start, n_tokens, (k_in, v_in), store=True)
 
+    def scatter_chunks(
+        self, block_ids: _Ids, token_start: int, n_tokens: int, skip: int,
+        k_in: Tensor, v_in: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Copy the tokens of chunks that follow each other into the cache, by one call for all.
+
+        ``k_in`` and ``v_in`` are ``[chunks, heads, layers, chunk_tokens, dim]``; token
+        ``token_start`` is the first chunk's after ``skip`` others. Otherwise as `scatter`.
+        """
+        size, chunks = k_in.shape[3], (k_in, v_in)
+        if not 0 <= skip <= skip + n_tokens <= len(k_in) * size:
+            raise InputError(f"{n_tokens} tokens after {skip} are not in {tuple(k_in.shape)}")
+        for chunk, dim in zip(chunks, self._dims, strict=True):
+            self._check(chunk, len(k_in), *self._shape, size, dim)
+        self._copy(list(self._pieces(block_ids, token_start, n_tokens, skip, size)), chunks)
+
     def _move(self, ids: _Ids, start: int, count: int, chunks: _Chunks, *, store: bool) -> None:
-        pieces = list(self._pieces(ids, start, count))
+        pieces = list(self._pieces(ids, start, count, 0, count))
         for chunk, dim in zip(chunks, self._dims, strict=True):
             self._check(chunk, *self._shape, count, dim)
+        k, v = (chunk if chunk is None else chunk.unsqueeze(0) for chunk in chunks)
+        self._copy(pieces, (k, v), store=store)
+
+    def _copy(self, pieces: Sequence[Piece], chunks: _Chunks, *, store: bool = True) -> None:
+        """Copy pieces of chunks ``[chunks, heads, layers, tokens, dim]``, if possible in C."""
+        if pieces and self._strided and native.move(self._boxes(pieces, chunks, store=store)):
+            return
         # vLLM may have made its caches in inference mode, the only mode that can write them then.
         with torch.inference_mode():
             for chunk, half in zip(chunks, self._halves, strict=True):
                 if chunk is None or half is None:
                     continue
                 rows = chunk.detach().view(self._integer)
-                for page, slot, at, size in pieces:
+                for page, slot, number, at, size in pieces:
                     for run in self._runs:
-                        part = rows.narrow(1, run.first, run.layers).narrow(2, at, size)
+                        part = rows[number].narrow(1, run.first, run.layers).narrow(2, at, size)
                         half.move(run, page, slot, part, store=store)
 
-    def _pieces(self, ids: _Ids, start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """Cut the tokens at pages: (page, first slot in it, first token in the chunk, tokens)."""
+    def _boxes(self, pieces: Sequence[Piece], chunks: _Chunks, *, store: bool) -> list[Boxes]:
+        return [
+            self._pages.boxes(pieces, chunk, (half.offset, half.token, half.dim), store=store)
+            for chunk, half in zip(chunks, self._halves, strict=True)
+            if chunk is not None and isinstance(half, _Strided)
+        ]
+
+    def _pieces(self, ids: _Ids, start: int, count: int, skip: int, size: int) -> Iterator[Piece]:
+        """Cut tokens at pages, and at chunks of ``size`` the first of which begins earlier."""
         held = len(ids) * self._block_size
         if start < 0 or count < 0 or start + count > held:
             raise InputError(f"tokens {start}..{start + count} are not in a table of {held} tokens")
-        at = 0
-        while at < count:
-            block, token = divmod(start + at, self._block_size)
+        done = 0
+        while done < count:
+            block, token = divmod(start + done, self._block_size)
             block_id = int(ids[block])
             if not 0 <= block_id < self._blocks:
                 raise InputError(f"block id {block_id} is not one of {self._blocks} blocks")
             page, slot = divmod(block_id * self._block_size + token, self._slots)
-            size = min(count - at, self._slots - slot)
-            yield page, slot, at, size
-            at += size
+            chunk, at = divmod(skip + done, size)
+            tokens = min(count - done, self._slots - slot, size - at)
+            yield Piece(page, slot, chunk, at, tokens)
+            done += tokens
 
     def _check(self, chunk: Tensor | None, *shape: int) -> None:
         wanted = (shape, self._integer.itemsize, "cpu")

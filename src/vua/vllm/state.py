@@ -106,6 +106,25 @@ class StatePages:
         for page, row in zip(self._pages, _rows(k_in, self._nbytes), strict=True):
             page[block] = row[: self._nbytes]
 
+    def scatter_chunks(
+        self,
+        block_ids: Sequence[SupportsIndex],
+        token_start: int,
+        n_tokens: int,
+        skip: int,
+        k_in: Tensor,
+        v_in: Tensor | None,
+    ) -> None:
+        """Copy the states behind each of some chunks ``[chunks, 1, layers, tokens, k_dim]``.
+
+        ``token_start`` is the first one's token after ``skip`` others, as in
+        :meth:`vua.vllm.paged.PagedKV.scatter_chunks`.
+        """
+        size, stop = k_in.shape[3], token_start + n_tokens
+        for number, chunk in enumerate(k_in):
+            end = min(token_start - skip + (number + 1) * size, stop)
+            self.scatter(block_ids, token_start, end - token_start, chunk, v_in)
+
     def _block(self, block_ids: Sequence[SupportsIndex], tokens: int) -> int:
         column, rest = divmod(tokens, self._block_size)
         if rest or not 0 < column <= len(block_ids):

@@ -40,7 +40,7 @@ __all__ = ["Rank", "WorkerSide"]
 
 log = logging.getLogger("vllm.vua.worker")
 
-_IDLE_WAIT_S: Final = 0.002
+_IDLE_WAIT_S: Final = 0.005
 """How long a step without a forward pass waits for a load to end, see take_received()."""
 
 

@@ -1,0 +1,142 @@
+/* Copy K and V between chunks and an engine's pages: boxes of heads, tokens and dims whose elements
+ * lie at any strides on both sides, as in pages that keep K transposed. In one call for all pieces of
+ * a chunk: one release of the GIL, and a second core where that pays.
+ *
+ * It calls no Python, and writes exactly the elements of its boxes. A helper thread that gets no core
+ * before all is done is not waited for: beside an engine that computes on every core that would take
+ * longer than the copies.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Where one element of a box is, from its first one, in bytes. */
+struct stride {
+    uint64_t head, token, dim;
+};
+
+/* Boxes of one shape, but for their tokens. The same fields as vua.native.moves.Boxes. */
+struct boxes {
+    uint64_t count, heads, dims, item; /* item: bytes of an element; 1, 2, 4 or 8 */
+    struct stride to, from;
+    const uint64_t *target, *source, *tokens; /* [count]; addresses of their first elements */
+};
+
+/* Lives as long as a thread looks at it; `kinds` only until all boxes are done. */
+struct job {
+    const struct boxes *kinds; /* K's and V's */
+    uint64_t count; /* of all of them */
+    _Atomic uint64_t next, done, users;
+};
+
+/* The inner loop goes along what lies closer together in the target. */
+#define COPY(TYPE)                                                                                 \
+    static void copy_##TYPE(char *to, const char *from, const struct boxes *b, uint64_t tokens)   \
+    {                                                                                              \
+        const int across = b->to.token < b->to.dim;                                                \
+        const uint64_t outer = across ? b->dims : tokens, inner = across ? tokens : b->dims;       \
+        const uint64_t to_outer = across ? b->to.dim : b->to.token;                                \
+        const uint64_t to_inner = across ? b->to.token : b->to.dim;                                \
+        const uint64_t from_outer = across ? b->from.dim : b->from.token;                          \
+        const uint64_t from_inner = across ? b->from.token : b->from.dim;                          \
+        for (uint64_t i = 0; i < outer; i++, to += to_outer, from += from_outer) {                 \
+            char *t = to;                                                                          \
+            const char *f = from;                                                                  \
+            for (uint64_t j = 0; j < inner; j++, t += to_inner, f += from_inner)                   \
+                *(TYPE *)t = *(const TYPE *)f;                                                     \
+        }                                                                                          \
+    }
+
+COPY(uint8_t)
+COPY(uint16_t)
+COPY(uint32_t)
+COPY(uint64_t)
+
+static void copy_rows(char *to, const char *from, const struct boxes *b, uint64_t tokens)
+{
+    const uint64_t row = b->dims * b->item;
+    if (b->to.token == row && b->from.token == row)
+        memcpy(to, from, tokens * row);
+    else
+        for (uint64_t t = 0; t < tokens; t++)
+            memcpy(to + t * b->to.token, from + t * b->from.token, row);
+}
+
+static void copy_box(const struct boxes *b, uint64_t at)
+{
+    for (uint64_t head = 0; head < b->heads; head++) {
+        char *to = (char *)(b->target[at] + head * b->to.head);
+        const char *from = (const char *)(b->source[at] + head * b->from.head);
+        if (b->to.dim == b->item && b->from.dim == b->item)
+            copy_rows(to, from, b, b->tokens[at]);
+        else if (b->item == 1)
+            copy_uint8_t(to, from, b, b->tokens[at]);
+        else if (b->item == 2)
+            copy_uint16_t(to, from, b, b->tokens[at]);
+        else if (b->item == 4)
+            copy_uint32_t(to, from, b, b->tokens[at]);
+        else
+            copy_uint64_t(to, from, b, b->tokens[at]);
+    }
+}
+
+static void work(struct job *job)
+{
+    uint64_t at;
+    while ((at = atomic_fetch_add(&job->next, 1)) < job->count) {
+        const struct boxes *kind = job->kinds;
+        while (at >= kind->count)
+            at -= kind++->count;
+        copy_box(kind, at);
+        atomic_fetch_add(&job->done, 1);
+    }
+}
+
+static void leave(struct job *job)
+{
+    if (atomic_fetch_sub(&job->users, 1) == 1)
+        free(job);
+}
+
+static void *help(void *argument)
+{
+    work(argument);
+    leave(argument);
+    return NULL;
+}
+
+static void call_help(struct job *job)
+{
+    pthread_attr_t detached;
+    pthread_t thread;
+    if (pthread_attr_init(&detached) != 0)
+        return;
+    atomic_fetch_add(&job->users, 1);
+    if (pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED) != 0 ||
+        pthread_create(&thread, &detached, help, job) != 0)
+        atomic_fetch_sub(&job->users, 1);
+    pthread_attr_destroy(&detached);
+}
+
+/* Return whether all was copied; it is not where there is no memory for the job. */
+int vua_move(const struct boxes *kinds, uint64_t kind_count, uint64_t threads)
+{
+    struct job *job = calloc(1, sizeof *job);
+    if (job == NULL)
+        return 0;
+    job->kinds = kinds;
+    for (uint64_t kind = 0; kind < kind_count; kind++)
+        job->count += kinds[kind].count;
+    job->users = 1;
+    while (--threads > 0)
+        call_help(job);
+    work(job);
+    while (atomic_load(&job->done) < job->count) /* a helper is about to end its last box */
+        sched_yield();
+    leave(job);
+    return 1;
+}

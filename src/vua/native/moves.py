@@ -1,0 +1,80 @@
+"""Copies between memories of different strides, by `move.c`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.native.batches import THREADS
+from vua.native.build import library
+
+__all__ = ["ITEMS", "Boxes", "move"]
+
+ITEMS: Final = (1, 2, 4, 8)
+"""Bytes per element that `move.c` knows."""
+_SHARED_NBYTES: Final = 1 << 20
+"""Copies from this size on are worth a second thread."""
+
+
+class Boxes(ctypes.Structure):
+    """Boxes ``[heads, tokens, dims]`` that are to be copied, as `move.c` wants it. Immutable."""
+
+    _fields_ = (
+        ("count", ctypes.c_uint64),
+        ("heads", ctypes.c_uint64),
+        ("dims", ctypes.c_uint64),
+        ("item", ctypes.c_uint64),
+        ("to", ctypes.c_uint64 * 3),
+        ("from_", ctypes.c_uint64 * 3),
+        ("target", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+    )
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        to: Sequence[int],
+        from_: Sequence[int],
+        target: npt.NDArray[np.int64],
+        source: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int64],
+    ) -> None:
+        """Describe them.
+
+        Args:
+            shape: heads, dims, and bytes of an element (one of :data:`ITEMS`).
+            to: bytes from one head, token and dim to the next in the target; not negative.
+            from_: the same in the source.
+            target: addresses of each box's first element in the target.
+            source: the same in the source; as many, of any shape.
+            tokens: of each box.
+
+        The caller answers for the memory: all of it is there, aligned to the elements, and no
+        element of a target is named twice.
+        """
+        tables = [
+            np.ascontiguousarray(table, dtype=np.uint64) for table in (target, source, tokens)
+        ]
+        self.keep = tables
+        addresses = (table.ctypes.data for table in tables)
+        sides = ((ctypes.c_uint64 * 3)(*side) for side in (to, from_))
+        super().__init__(tables[2].size, *shape, *sides, *addresses)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied."""
+        return int(self.keep[2].sum() * self.heads * self.dims * self.item)
+
+
+def move(kinds: Sequence[Boxes]) -> bool:
+    """Copy all boxes, with the GIL released; False where it cannot: nothing was done."""
+    bound = library()
+    if bound is None:
+        return False
+    threads = THREADS if sum(kind.nbytes for kind in kinds) >= _SHARED_NBYTES else 1
+    return bool(bound.move((Boxes * len(kinds))(*kinds), len(kinds), threads))
