@@ -43,6 +43,7 @@ CORE = (
     "vua.occupancy",
     "vua.room",
     "vua.keeper",
+    "vua.lost",
     "vua.gc",
     "vua.slab",
     "vua.device.pages",

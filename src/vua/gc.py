@@ -22,6 +22,7 @@ from vua.bounds import Limits
 from vua.eviction import NOTHING, Evictor, Freed, bury, delete_tree
 from vua.lease import UPKEEP, lease, upkeep_directory
 from vua.lineage import Chain, Spread, chain_of, link_of, one_by_one
+from vua.lost import bury_lost
 from vua.occupancy import TOLERANCE
 from vua.recency import server_now_ns, set_stamp, stamp_ns
 from vua.storage.local import TEMPORARY, chunk_path
@@ -42,6 +43,8 @@ class Report:
 
     limits: Limits
     usage: Usage = field(default=Usage(0, 0, exact=True))
+    lost_keys: Freed = field(default=NOTHING)
+    """Deleted because the key that sealed it is gone."""
     evicted: Freed = field(default=NOTHING)
     """Deleted because there was too much."""
     expired: Freed = field(default=NOTHING)
@@ -69,6 +72,7 @@ def collect(
     limits: Limits,
     *,
     quick: bool = False,
+    known: Callable[[], frozenset[str]] | None = None,
     show: Callable[[str], None] = lambda line: None,  # noqa: ARG005
     spread: Spread = one_by_one,
 ) -> Report:
@@ -78,6 +82,7 @@ def collect(
         root: directory of the cache.
         limits: what to keep to.
         quick: leave out orphans and quotas, which need every header.
+        known: returns the ids of all keys that are not lost; what is sealed with another one goes.
         show: told what is going on, often.
         spread: how to go through a namespace's fan-out directories, by default one by one.
 
@@ -89,6 +94,9 @@ def collect(
         with spaces(root) as found:
             now_ns = server_now_ns(directory)
             report.leftovers = _sweep(root, found, now_ns - int(GRACE_S * 1e9))
+            if known is not None:
+                for space in found:
+                    _bury_lost(space, known, report, show, spread)
             for space in [] if quick else found:
                 chain = chain_of(space, show, spread)
                 report.leftovers += _settle(space, chain, now_ns - int(GRACE_S * 1e9))
@@ -120,6 +128,22 @@ def _sweep(root: str | os.PathLike[str], found: list[Space], before_ns: int) -> 
     finally:
         os.close(fd)
     return freed
+
+
+def _bury_lost(
+    space: Space,
+    known: Callable[[], frozenset[str]],
+    report: Report,
+    show: Callable[[str], None],
+    spread: Spread,
+) -> None:
+    freed, pinned = bury_lost(space, known, show=show, spread=spread)
+    report.lost_keys += freed
+    if pinned:
+        report.problems.append(
+            f"{space.name[:12]}: {pinned} chunks whose key is lost are pinned and stay; "
+            "`vua pin DIR` lists pins, `vua rm DIR NAME --pinned` deletes"
+        )
 
 
 def _settle(space: Space, chain: Chain, before_ns: int) -> Freed:

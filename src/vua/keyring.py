@@ -22,7 +22,15 @@ from vua.security import Security
 if TYPE_CHECKING:
     from vua.seal import Seal
 
-__all__ = ["Keyring", "NoKeyError", "check_keys", "read_key", "tenant_of", "write_key"]
+__all__ = [
+    "Keyring",
+    "KnownKeys",
+    "NoKeyError",
+    "check_keys",
+    "read_key",
+    "tenant_of",
+    "write_key",
+]
 
 SUFFIX: Final = ".key"
 _KEY_NBYTES: Final = 32
@@ -149,6 +157,44 @@ class Keyring:
                 raise NoKeyError(msg)
             return Path(directory) / f"{tenant}{SUFFIX}"
         return None if own is None else Path(own)
+
+
+class KnownKeys:
+    """All the keys that settings name, by their ids: they tell whose a file is. Immutable."""
+
+    def __init__(self, security: Security) -> None:
+        """Read the key file and every tenant's key now.
+
+        Raises NoKeyError where one of them is not to be used, ConfigError.
+        """
+        own, directory = security.key_file, security.tenant_keys
+        self.tenants = 0
+        """How many keys of tenants there are."""
+        paths = [] if own is None else [Path(own)]
+        if directory is not None:
+            tenants = _tenant_files(Path(directory))
+            self.tenants = len(tenants)
+            paths += tenants
+        keys = [read_key(path) for path in paths]
+        self._keys = {_seal(key, "", encrypt=False).key_id: key for key in keys}
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """What headers call these keys, 16 hex each, in whatever namespace."""
+        return frozenset(self._keys)
+
+    def seal(self, namespace: str, key_id: str, *, encrypt: bool) -> Seal | None:
+        """Return the seal of files of that key and kind; None: the key is none of these."""
+        key = self._keys.get(key_id)
+        return None if key is None else _seal(key, namespace, encrypt=encrypt)
+
+
+def _tenant_files(directory: Path) -> list[Path]:
+    try:
+        return sorted(path for path in directory.iterdir() if path.suffix == SUFFIX)
+    except OSError as problem:
+        msg = f"tenant_keys: {directory}: {problem.strerror}; `vua key DIR --salt S`"
+        raise ConfigError(msg) from problem
 
 
 def _seal(key: bytes, namespace: str, *, encrypt: bool) -> Seal:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ __all__ = [
     "pin",
     "unpin",
 ]
+
+R = TypeVar("R")
 
 _HEADER_NBYTES: Final = 1024
 """Enough of a header to hold the parent's hash."""
@@ -223,15 +225,19 @@ class Links(NamedTuple):
     unsettled: list[str]
 
 
-Spread = Callable[[Callable[[str], Links], Space, list[str]], Iterable[Links]]
-"""Does a piece of work for each fan-out directory of a namespace, in order."""
+class Spread(Protocol):
+    """Does a piece of work for each fan-out directory of a namespace, in order."""
+
+    def __call__(self, work: Callable[[str], R], space: Space, fans: list[str], /) -> Iterable[R]:
+        """Yield what ``work`` returns for each of ``fans``."""
+        ...
 
 
 def one_by_one(
-    work: Callable[[str], Links],
+    work: Callable[[str], R],
     space: Space,  # noqa: ARG001
     fans: list[str],
-) -> Iterable[Links]:
+) -> Iterable[R]:
     """Do the work here, one after the other."""
     return map(work, fans)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
@@ -29,9 +29,10 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from vua.claims import AUTHENTIC, ENCRYPTED, TAG_NBYTES, Mark
+from vua.entry import EntryCodec
 from vua.errors import CorruptEntryError
 from vua.keys import ChunkKey
-from vua.plan import Plan
+from vua.plan import Digest, Plan
 
 __all__ = ["Seal", "Sealed"]
 
@@ -116,37 +117,53 @@ class Seal:
 
         Raises CorruptEntryError; what lies in memory is then not to be used.
         """
-        nonce, tags = plan.codec.seal_of(header)
-        opening = partial(next, self._openings(plan, key, nonce, tags))
+        units = plan.recipe.part.unit_index.tolist()
+        opening = partial(next, self.openings(plan.codec, key, header, units))
         if not all(plan.checksums(window, 0, len(plan.recipe.units), opening)):
             msg = "a tag does not match: sealed by somebody without the key, or changed since"
             raise CorruptEntryError(msg)
 
-    def _context(self, plan: Plan, key: ChunkKey, nonce: str) -> tuple[AES, bytes]:
+    def openings(
+        self, codec: EntryCodec, key: ChunkKey, header: memoryview, units: Sequence[int]
+    ) -> Iterator[Digest]:
+        """Return what each unit of a file is to be fed to: its number is 1 where its tag is right.
+
+        What is encrypted is decrypted where it lies while it is fed.
+
+        Args:
+            codec: of the file; it has checked the header.
+            key: the chunk.
+            header: of the file; must not change meanwhile.
+            units: which ones, by their places in the file.
+
+        Raises CorruptEntryError when there is no nonce.
+        """
+        nonce, tags = codec.seal_of(header)
+        algorithm, bound = self._context(codec, key, nonce)
+
+        def opening(unit: int) -> Digest:
+            context = _Cipher(algorithm, GCM(_nonce(unit))).decryptor()
+            context.authenticate_additional_data(bound)
+            return _Opening(context, tags[unit].tobytes(), in_place=self.kind == ENCRYPTED)
+
+        return map(opening, units)
+
+    def _context(self, codec: EntryCodec, key: ChunkKey, nonce: str) -> tuple[AES, bytes]:
         """The cipher of one file, and what each of its units is bound to."""
-        bound = plan.codec.expected(key, self.key_id)
+        bound = codec.expected(key, self.key_id)
         algorithm = AES(hmac.digest(self._files, bytes.fromhex(nonce), "sha256"))
         return algorithm, len(bound).to_bytes(8, "little") + bound
 
     def _closings(
         self, plan: Plan, key: ChunkKey, nonce: str, room: memoryview | None
     ) -> Iterator[_Closing]:
-        algorithm, bound = self._context(plan, key, nonce)
+        algorithm, bound = self._context(plan.codec, key, nonce)
         for unit in range(plan.codec.units):
             context = _Cipher(algorithm, GCM(_nonce(unit))).encryptor()
             context.authenticate_additional_data(bound)
             closing = _Closing(context, room)
             yield closing
             room = None if room is None else room[closing.written :]
-
-    def _openings(
-        self, plan: Plan, key: ChunkKey, nonce: str, tags: npt.NDArray[np.uint8]
-    ) -> Iterator[_Opening]:
-        algorithm, bound = self._context(plan, key, nonce)
-        for unit in plan.recipe.part.unit_index.tolist():
-            context = _Cipher(algorithm, GCM(_nonce(unit))).decryptor()
-            context.authenticate_additional_data(bound)
-            yield _Opening(context, tags[unit].tobytes(), in_place=self.kind == ENCRYPTED)
 
 
 def _nonce(unit: int) -> bytes:

@@ -27,6 +27,7 @@ from vua.cli.exporting import Choice, export
 from vua.cli.importing import import_
 from vua.cli.inspection import inspect
 from vua.cli.key import add_key, key
+from vua.cli.keys import key_arguments, security_of
 from vua.cli.listing import ls
 from vua.cli.removal import pins, rm
 from vua.cli.text import UNUSABLE, Write, as_json
@@ -40,6 +41,7 @@ __all__ = ["main"]
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON for other programs")
+    keys = key_arguments()
     parser = argparse.ArgumentParser(prog="vua", description="Look into a VUA cache directory.")
     parser.add_argument("--version", action="version", version=f"vua {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -51,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("inspect", parents=[common], help="show what entries say and are")
     one.add_argument("files", metavar="FILE", nargs="+", help="file of one chunk")
 
-    one = commands.add_parser("verify", parents=[common], help="read every file and check it")
+    one = commands.add_parser("verify", parents=[common, keys], help="read every file and check it")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     one.add_argument("--repair", action="store_true", help="take what is damaged out of sight")
     one = commands.add_parser("top", parents=[common], help="watch a directory in use")
@@ -60,9 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--once", action="store_true", help="look once, over one interval")
     one = commands.add_parser("doctor", parents=[common], help="test what VUA relies on")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
-    _add_explain(commands, common)
-    _add_upkeep(commands, common)
-    _add_transfer(commands, common)
+    _add_explain(commands, common, keys)
+    _add_upkeep(commands, common, keys)
+    _add_transfer(commands, common, keys)
 
     add_key(commands, common)
 
@@ -72,9 +74,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_explain(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    common: argparse.ArgumentParser,
+    keys: argparse.ArgumentParser,
 ) -> None:
-    one = commands.add_parser("explain", parents=[common], help="say why a prompt hits or misses")
+    one = commands.add_parser(
+        "explain", parents=[common, keys], help="say why a prompt hits or misses"
+    )
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     what = one.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -96,17 +102,19 @@ def _run_explain(options: argparse.Namespace, write: Write | None) -> int:
 
 
 def _add_upkeep(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    common: argparse.ArgumentParser,
+    keys: argparse.ArgumentParser,
 ) -> None:
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, parents=[common], help=text)
+    def add(name: str, text: str, *more: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, parents=[common, *more], help=text)
         one.add_argument("directory", metavar="DIR", help="directory of the cache")
         return one
 
     one = add("du", "show what a directory occupies, and its bounds")
     one.add_argument("--quick", action="store_true", help="estimate it from a sample")
 
-    one = add("gc", "bring a directory within its bounds and sweep it")
+    one = add("gc", "bring a directory within its bounds and sweep it", keys)
     size = "bytes, 500G or a share of the disk like 80%%"
     one.add_argument("--max-bytes", metavar="SIZE", help=f"of the whole directory: {size}")
     one.add_argument("--min-free", metavar="SIZE", help="left free on the disk")
@@ -116,6 +124,11 @@ def _add_upkeep(
     )
     one.add_argument("--set", action="store_true", help="keep these in bounds.json, for everybody")
     one.add_argument("--quick", action="store_true", help="do not look for orphans and salts")
+    one.add_argument(
+        "--lost-keys",
+        action="store_true",
+        help="delete what is sealed with a key that is none of those given",
+    )
 
     one = add("ttl", "show or set the time without use after which chunks are deleted")
     one.add_argument("seconds", metavar="SECONDS", nargs="?", type=float)
@@ -132,9 +145,13 @@ def _add_upkeep(
 
 
 def _add_transfer(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    common: argparse.ArgumentParser,
+    keys: argparse.ArgumentParser,
 ) -> None:
-    one = commands.add_parser("export", parents=[common], help="write chosen prefixes to one file")
+    one = commands.add_parser(
+        "export", parents=[common, keys], help="write chosen prefixes to one file"
+    )
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     one.add_argument("file", metavar="FILE", help="archive to write; - stdout")
     one.add_argument("names", metavar="NAME", nargs="*", help="6 or more hex digits of a name")
@@ -171,14 +188,24 @@ def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
         ttl_s=options.ttl,
         max_bytes_per_salt=options.max_per_salt,
     )
-    return gc(where, said, keep=options.set, quick=options.quick, write=write)
+    return gc(
+        where,
+        said,
+        keep=options.set,
+        quick=options.quick,
+        lost_keys=options.lost_keys,
+        security=options.security,
+        write=write,
+    )
 
 
 _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "ls": lambda said, write: ls(said.directory, long=said.long, write=write),
     "inspect": lambda said, write: inspect(said.files, write=write),
     "bench": lambda said, write: bench(said, write=write),
-    "verify": lambda said, write: verify(said.directory, repair=said.repair, write=write),
+    "verify": lambda said, write: verify(
+        said.directory, repair=said.repair, security=said.security, write=write
+    ),
     "doctor": lambda said, write: doctor(said.directory, write=write),
     "top": lambda said, write: top(said.directory, said.interval, once=said.once, write=write),
     "explain": _run_explain,
@@ -193,6 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
     try:
+        if "key_file" in options:
+            options.security = security_of(options)
         code = _RUN.get(options.command, _run_upkeep)(options, as_json if options.json else None)
         sys.stdout.flush()
     except BrokenPipeError:  # `vua ls | head`

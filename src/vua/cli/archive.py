@@ -25,7 +25,7 @@ from typing import BinaryIO, Final
 import xxhash
 
 from vua.claims import MAX_HEADER_NBYTES
-from vua.entry import EntryCodec, EntryInfo, parse_entry
+from vua.entry import EntryCodec, EntryInfo, codec_of, parse_entry
 from vua.errors import CorruptEntryError, ForeignEntryError, InputError
 from vua.layout import KVLayout
 
@@ -181,7 +181,7 @@ def verified(
 
     Args:
         data: all of it.
-        codec: of its namespace and shard.
+        codec: of its namespace and shard, plain or sealed.
         chunk: the name of its directory.
         layout: of its group of layers.
 
@@ -194,6 +194,7 @@ def verified(
     ):  # fmt: skip
         msg = f"it says that it is {info.namespace[:12]}/{info.prefix_hash[:12]}/{info.shard.name}"
         raise ForeignEntryError(msg)
+    codec = codec_of(info)
     if len(view) != codec.file_nbytes:
         msg = f"{len(view)} bytes long, expected {codec.file_nbytes}"
         raise CorruptEntryError(msg)

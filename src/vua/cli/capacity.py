@@ -11,12 +11,14 @@ from pathlib import Path
 
 from vua import hints
 from vua.bounds import Bounds, Limits, read_bounds, write_bounds
+from vua.cli.keys import NO_KEYS, key_ids
 from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, progress, size, table, when
 from vua.directory import check_root
-from vua.errors import StorageError
+from vua.errors import ConfigError, StorageError
 from vua.eviction import Freed
 from vua.gc import Report, collect
+from vua.security import Security
 from vua.storage.local import QUARANTINE, explained
 from vua.survey import PIN, Space, chunk_nbytes, chunks_of, fans_of, listed, measure, spaces, unused
 
@@ -30,18 +32,36 @@ def _limits(root: Path, said: Bounds) -> Limits:
         raise explained(problem, str(root)) from problem
 
 
-def gc(directory: str, said: Bounds, *, keep: bool, quick: bool, write: Write | None) -> int:
+def gc(
+    directory: str,
+    said: Bounds,
+    *,
+    keep: bool,
+    quick: bool,
+    lost_keys: bool = False,
+    security: Security = NO_KEYS,
+    write: Write | None,
+) -> int:
     """Bring a directory within its bounds and sweep it; exit status 1 if it stays beyond them.
 
-    With ``keep`` what is ``said`` goes into ``bounds.json`` first.
+    With ``keep`` what is ``said`` goes into ``bounds.json`` first; with ``lost_keys`` what is
+    sealed with none of the keys that ``security`` names is deleted. Exit status 1 also where pins
+    keep some of that. Raises ConfigError, before anything is changed, where these keys are not all
+    to be had.
     """
     root = check_root(directory, create=False)
+    known = partial(key_ids, security) if lost_keys else None
+    if known is not None:
+        known()
+    elif security != NO_KEYS:
+        msg = "keys are given, and nothing to do with them: did you mean --lost-keys?"
+        raise ConfigError(msg)
     if keep:
         _keep(root, said)
     limits = _limits(root, said)
     try:
         with progress() as show:
-            report = collect(root, limits, quick=quick, show=show, spread=over_fans)
+            report = collect(root, limits, quick=quick, known=known, show=show, spread=over_fans)
     except OSError as problem:
         if isinstance(problem, StorageError):
             raise
@@ -71,7 +91,7 @@ def _described(report: Report) -> dict[str, object]:
 
 
 def _freed(report: Report) -> list[tuple[str, Freed]]:
-    names = ("evicted", "expired", "over_quota", "orphans", "leftovers")
+    names = ("lost_keys", "evicted", "expired", "over_quota", "orphans", "leftovers")
     return [(name, getattr(report, name)) for name in names]
 
 

@@ -11,10 +11,13 @@ from typing import Final, Literal
 
 import xxhash
 
-from vua.claims import MAX_HEADER_NBYTES
+from vua.claims import ENCRYPTED, MAX_HEADER_NBYTES
+from vua.cli.keys import NO_KEYS
 from vua.entry import EntryInfo, codec_of, parse_entry
 from vua.errors import CorruptEntryError
+from vua.keyring import KnownKeys
 from vua.layout import KVLayout, Shard
+from vua.plan import Digest
 
 __all__ = ["Check", "Checker", "Outcome", "Place"]
 
@@ -46,12 +49,16 @@ class Check:
     """Size of the file."""
     info: EntryInfo | None = None
     """What the file says about itself, where it says anything."""
+    authentic: bool = False
+    """Whether it was proved that somebody with the key wrote its bytes."""
 
 
 class Checker:
     """Checks files one after the other with one buffer. Not for several threads at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: KnownKeys | None = None) -> None:
+        """Prove of files that are sealed with one of ``keys`` who wrote them, too."""
+        self._keys = keys or KnownKeys(NO_KEYS)
         self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
 
     def check(self, fd: int, place: Place) -> Check:
@@ -74,10 +81,26 @@ class Checker:
         if status.st_size != info.file_nbytes:
             reason = f"{status.st_size} bytes long, expected {info.file_nbytes}"
             return Check("corrupt", (reason, *misplaced), status.st_size, info)
-        damage = self._damage(fd, first[info.header_nbytes :], info)
+        try:
+            openings = self._openings(info, bytes(first[: info.header_nbytes]))
+        except CorruptEntryError as problem:
+            return Check("corrupt", (str(problem), *misplaced), status.st_size, info)
+        damage = self._damage(fd, first[info.header_nbytes :], info, openings)
         if damage:
             return Check("corrupt", (damage, *misplaced), status.st_size, info)
-        return Check("foreign" if misplaced else "sound", misplaced, status.st_size, info)
+        outcome: Outcome = "foreign" if misplaced else "sound"
+        return Check(outcome, misplaced, status.st_size, info, openings is not None)
+
+    def _openings(self, info: EntryInfo, header: bytes) -> Iterator[Digest] | None:
+        """What tells of each unit whether its tag is right; None: plain, or the key is not here."""
+        if not info.kind:
+            return None
+        encrypt = info.kind == ENCRYPTED
+        seal = self._keys.seal(info.namespace, info.mark.key_id, encrypt=encrypt)
+        if seal is None:
+            return None
+        codec = codec_of(info)
+        return seal.openings(codec, info.key, memoryview(header), range(codec.units))
 
     def _first_block(self, fd: int) -> memoryview:
         filled = 0
@@ -85,23 +108,39 @@ class Checker:
             filled += got
         return self._buffer[:filled]
 
-    def _damage(self, fd: int, rest: memoryview, info: EntryInfo) -> str:
+    def _damage(
+        self, fd: int, rest: memoryview, info: EntryInfo, openings: Iterator[Digest] | None
+    ) -> str:
         codec = codec_of(info)
-        sums = list(self._sums(fd, rest, codec.unit_nbytes()))
-        if len(sums) < codec.units:
+        found = list(self._sums(fd, rest, codec.unit_nbytes(), openings))
+        if len(found) < codec.units:
             return "it became shorter while it was read"
         expected = info.checksums.tolist()
-        bad = [unit for unit in range(codec.units) if sums[unit] != expected[unit]]
-        if not bad:
-            return ""
-        return (
-            f"{len(bad)} of {codec.units} checksums do not match, "
-            f"the first is that of {_unit_name(info, bad[0])}"
-        )
+        bad = [unit for unit in range(codec.units) if found[unit][0] != expected[unit]]
+        if bad:
+            return f"{len(bad)} of {codec.units} checksums do not match, {_first(info, bad)}"
+        bad = [unit for unit in range(codec.units) if not found[unit][1]]
+        if bad:
+            return (
+                f"{len(bad)} of {codec.units} tags do not match, {_first(info, bad)}: written "
+                f"by somebody without the key {info.mark.key_id}, or changed since"
+            )
+        return ""
 
-    def _sums(self, fd: int, block: memoryview, sizes: Sequence[int]) -> Iterator[int]:
-        """The checksum of each unit; fewer where the file ends early. ``block``: read already."""
+    def _sums(
+        self,
+        fd: int,
+        block: memoryview,
+        sizes: Sequence[int],
+        openings: Iterator[Digest] | None,
+    ) -> Iterator[tuple[int, int]]:
+        """The checksum of each unit, and 0 where its tag is wrong.
+
+        Fewer where the file ends early. ``block`` is read already. What is encrypted is decrypted
+        in the buffer, which the next read overwrites.
+        """
         for size in sizes:
+            opening = None if openings is None else next(openings)
             digest, left = xxhash.xxh3_64(), size
             while left:
                 if not block:
@@ -109,8 +148,14 @@ class Checker:
                     if not block:
                         return
                 digest.update(block[:left])
+                if opening is not None:
+                    opening.update(block[:left])
                 left, block = left - len(block[:left]), block[left:]
-            yield digest.intdigest()
+            yield digest.intdigest(), 1 if opening is None else opening.intdigest()
+
+
+def _first(info: EntryInfo, bad: Sequence[int]) -> str:
+    return f"the first is that of {_unit_name(info, bad[0])}"
 
 
 def _unit_name(info: EntryInfo, unit: int) -> str:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from vua.cli.answer import Answer, verdict
 from vua.cli.identify import Difference, Expected, compare, expect, nearest
-from vua.cli.prefix import ChunkState, Continuations, GroupState, continuations, look, usable
+from vua.cli.keys import NO_KEYS, prompt_keys
+from vua.cli.prefix import ChunkState, GroupState, continuations, look
 from vua.cli.prompt import prompt_ids, read_ids
 from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress
 from vua.cli.walk import described, open_root
 from vua.directory import Namespace
 from vua.errors import ConfigError
-from vua.keys import KeyChain
+from vua.keyring import Keyring, NoKeyError
 from vua.layout import KVLayout
 from vua.lineage import chain_of
+from vua.security import Security
 from vua.storage.local import LocalStorage, explained
 from vua.store import Store
 from vua.survey import Space
@@ -47,39 +50,8 @@ class Question:
     """The engine's setting; only for comparing identities."""
     quick: bool = False
     """Do not look for what is stored in place of a missing chunk."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What was found in one namespace."""
-
-    namespace: Namespace
-    differences: list[Difference] | None
-    """From the identity that the model leads to; None where none was asked for."""
-    length: int = 0
-    """Tokens of the prompt."""
-    groups: tuple[GroupState, ...] = ()
-    """Empty where the namespace is not described."""
-    others: Continuations | None = None
-
-    @property
-    def usable(self) -> int:
-        return usable(self.groups) if self.groups else 0
-
-    @property
-    def size(self) -> int:
-        return self.groups[0].layout.chunk_tokens if self.groups else 0
-
-    @property
-    def gap(self) -> ChunkState | None:
-        """The first chunk that is missing of a group which needs all of them."""
-        full = [group for group in self.groups if group.layout.window is None] or self.groups
-        gaps = [group.first_missing for group in full]
-        return min((gap for gap in gaps if gap is not None), key=_index, default=None)
-
-
-def _index(chunk: ChunkState) -> int:
-    return chunk.index
+    security: Security = NO_KEYS
+    """The engines' keys: names are worked out with them."""
 
 
 def explain(directory: str, question: Question, *, write: Write | None) -> int:
@@ -165,25 +137,28 @@ def _opened(namespace: Namespace) -> Iterator[LocalStorage]:
 
 def _answer(
     namespace: Namespace, differences: list[Difference] | None, ids: bytes, question: Question
-) -> _Answer:
+) -> Answer:
     length = len(ids) // 4
     if namespace.layout is None:
-        return _Answer(namespace, differences, length)
-    extras = {0: [("salt", question.salt.encode())]} if question.salt else None
-    keys = KeyChain(ids, namespace.layout.chunk_tokens, extras)
+        return Answer(namespace, differences, length)
+    keyring, size = Keyring(namespace.name, question.security), namespace.layout.chunk_tokens
+    try:
+        keys, sealed_as = prompt_keys(ids, size, question.salt, keyring)
+    except NoKeyError as problem:
+        return Answer(namespace, differences, length, locked=str(problem))
     with _opened(namespace) as storage:
         groups = tuple(
-            look(Store(storage, namespace.name, layout), keys) for layout in namespace.layouts
+            look(Store(storage, namespace.name, layout), keys, sealed_as)
+            for layout in namespace.layouts
         )
-        answer = _Answer(namespace, differences, length, groups)
+        answer = Answer(namespace, differences, length, groups, sealed_as=sealed_as)
         gap = answer.gap
         if question.quick or gap is None:
             return answer
         before = keys[gap.index - 1].name if gap.index else ""
         with progress() as show:
             chain = chain_of(Space(namespace.name, storage.fileno()), show, over_fans)
-        others = continuations(chain, gap.key, before)
-        return _Answer(namespace, differences, length, groups, others)
+        return replace(answer, others=continuations(chain, gap.key, before))
 
 
 # -- for programs -----------------------------------------------------------------------------
@@ -197,18 +172,20 @@ def _as_fields(expected: Expected) -> dict[str, object]:
     }
 
 
-def _describe(answer: _Answer) -> dict[str, object]:
+def _describe(answer: Answer) -> dict[str, object]:
     namespace, differences, others = answer.namespace, answer.differences, answer.others
     return {
         "namespace": namespace.name,
         "description": described(namespace),
         "identity": namespace.identity and namespace.identity.describe(),
         "differences": None if differences is None else [asdict(one) for one in differences],
+        "seal": answer.sealed_as.kind or None,
+        "key": answer.sealed_as.key_id or None,
         "usable_chunks": answer.usable,
         "usable_tokens": answer.usable * answer.size,
         "groups": [_describe_group(group) for group in answer.groups],
         "others": others and asdict(others),
-        "verdict": _verdict(answer),
+        "verdict": verdict(answer),
     }
 
 
@@ -252,7 +229,7 @@ def _print_expected(expected: Expected, found: Sequence[Namespace]) -> None:
         print("  nearest    no namespace says what it is for")
 
 
-def _print(answer: _Answer) -> None:
+def _print(answer: Answer) -> None:
     namespace = answer.namespace
     identity = namespace.identity
     print(
@@ -262,7 +239,7 @@ def _print(answer: _Answer) -> None:
         print(plain(f"  {name:<10} {value}"))
 
 
-def _lines(answer: _Answer) -> Iterator[tuple[str, str]]:
+def _lines(answer: Answer) -> Iterator[tuple[str, str]]:
     identity = answer.namespace.identity
     if identity is not None:
         fields = identity.describe()
@@ -271,6 +248,8 @@ def _lines(answer: _Answer) -> Iterator[tuple[str, str]]:
         yield "identity", ", ".join(shown)
     if answer.differences is not None:
         yield "compared", _compared(answer.differences)
+    if answer.sealed_as.key_id:
+        yield "key", "{}, {}".format(*answer.sealed_as)
     for group in answer.groups:
         yield _label(group.layout), _stored(group)
         gap = group.first_missing
@@ -281,7 +260,7 @@ def _lines(answer: _Answer) -> Iterator[tuple[str, str]]:
             yield chunk.state, _chunk(chunk)
             for reason in chunk.reasons:
                 yield "", reason
-    yield "verdict", _verdict(answer)
+    yield "verdict", verdict(answer)
 
 
 def _short(value: str | int) -> str:
@@ -314,37 +293,3 @@ def _chunk(chunk: ChunkState) -> str:
     files = f", files {' '.join(chunk.files)}" if chunk.files else ""
     key = chunk.key
     return f"chunk {chunk.index}, tokens {key.start} to {key.stop}, {key.name}{files}"
-
-
-def _verdict(answer: _Answer) -> str:
-    if not answer.groups:
-        state = described(answer.namespace)
-        return f"a miss: namespace.json is {state}; the next engine that stores writes it anew"
-    size, chunks, count = answer.size, len(answer.groups[0].chunks), answer.usable
-    if not chunks:
-        return f"a miss: {answer.length} tokens are less than one chunk of {size}"
-    gap = answer.gap
-    if gap is None and count == chunks:
-        return f"a hit: all {chunks} whole chunks, {count * size} of {answer.length} tokens"
-    hit = f"a hit of {count * size} of {answer.length} tokens" if count else "a miss"
-    if gap is None or gap.index > count:
-        return f"{hit}: no later window of the sliding layers is stored whole"
-    return f"{hit}: chunk {gap.index} is {gap.state}{_reason(answer, gap)}"
-
-
-def _reason(answer: _Answer, gap: ChunkState) -> str:
-    groups, others = answer.groups, answer.others
-    if any(group.layout.window is None and group.runs and group.runs[-1][1] > gap.index
-           for group in groups):  # fmt: skip
-        return ", a hole: chunks behind it are stored, of no use until it is stored again"
-    if gap.state != "absent" or others is None:
-        return ""
-    if gap.index == 0:
-        text = f"; of {others.others} other first chunks {others.with_extras} have extras"
-        return f"{text} (a salt, an adapter, an image)" if others.others else "; none is stored"
-    if not others.others:
-        return "; nothing stored goes on from there: never stored, or evicted"
-    return (
-        f"; {others.others} stored go on otherwise: their tokens (or extras) differ from the "
-        f"prompt's somewhere in {gap.key.start} to {gap.key.stop}"
-    )

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from vua import _linux
 from vua.cli.archive import Writer, verified
+from vua.cli.keys import NO_KEYS, prompt_keys
 from vua.cli.names import Target, resolve
 from vua.cli.prompt import prompt_ids, read_ids
 from vua.cli.spread import over_fans
@@ -21,10 +22,12 @@ from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, siz
 from vua.directory import DESCRIPTION, Namespace, check_root, read_namespace
 from vua.entry import EntryCodec
 from vua.errors import ConfigError, EntryError, LayoutError, StorageError
+from vua.keyring import Keyring
 from vua.keys import KeyChain
 from vua.layout import Shard
 from vua.lineage import ancestors, chain_of
 from vua.recency import stamp_ns
+from vua.security import Security
 from vua.storage.local import SUFFIX, chunk_path, explained
 from vua.survey import AFTER, Space, listed, spaces
 
@@ -46,6 +49,8 @@ class Choice:
     model: str | None = None
     salt: str = ""
     everything: bool = False
+    security: Security = NO_KEYS
+    """The keys that the prompt's chunks are named with; what is sealed is exported as it is."""
 
 
 @dataclass(slots=True)
@@ -106,8 +111,8 @@ def _wanted(
         for space in found:
             layout = read_namespace(root / space.name).layout
             if layout is not None:
-                extras = {0: [("salt", choice.salt.encode())]} if choice.salt else None
-                keys = KeyChain(ids, layout.chunk_tokens, extras)
+                keyring = Keyring(space.name, choice.security)
+                keys, _ = prompt_keys(ids, layout.chunk_tokens, choice.salt, keyring)
                 wanted[space] = dict.fromkeys(_leading(space, keys))
         return {space: list(chunks) for space, chunks in wanted.items()}
     targets = [resolve(found, name) for name in choice.names] or [Target(one) for one in found]

@@ -18,6 +18,7 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
+from vua.claims import AUTHENTIC, ENCRYPTED
 from vua.cli.archive import MAX_FILE_NBYTES, Member, Reader, verified
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
 from vua.directory import (
@@ -27,7 +28,6 @@ from vua.directory import (
     create_stores,
     parse_description,
 )
-from vua.entry import EntryCodec
 from vua.errors import ConfigError, EntryError, InputError, LayoutError, StorageError
 from vua.keys import ChunkKey
 from vua.layout import Shard
@@ -39,6 +39,7 @@ __all__ = ["import_"]
 
 _DESCRIPTION: Final = re.compile(rf"([0-9a-f]{{64}})/{re.escape(DESCRIPTION)}")
 _INSIDE: Final = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})/([a-z0-9.-]{1,100})")
+_KINDS: Final = (AUTHENTIC, ENCRYPTED)
 _MOST_PROBLEMS: Final = 20
 
 
@@ -156,9 +157,10 @@ class _Taker:
         if store is None:
             msg = f"no sound {DESCRIPTION} of its namespace came before it"
             raise ConfigError(msg)
-        codec = EntryCodec(namespace, store.layout, shard)
-        if member.nbytes != codec.file_nbytes or member.nbytes > MAX_FILE_NBYTES:
-            msg = f"{member.nbytes} bytes long, expected {codec.file_nbytes}"
+        codec = store.codec(shard)
+        sizes = {codec.file_nbytes, *(store.codec(shard, kind).file_nbytes for kind in _KINDS)}
+        if member.nbytes not in sizes or member.nbytes > MAX_FILE_NBYTES:
+            msg = f"{member.nbytes} bytes long, expected {' or '.join(map(str, sorted(sizes)))}"
             raise ConfigError(msg)
         data = self._reader.read(member)
         info = verified(data, codec, chunk, store.layout)

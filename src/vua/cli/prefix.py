@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from vua.cli.keys import SealedAs
 from vua.entry import parse_entry
 from vua.errors import CorruptEntryError, EntryError, ForeignEntryError
 from vua.keys import ChunkKey, KeyChain
@@ -78,16 +79,16 @@ class GroupState:
         return found
 
 
-def look(store: Store, keys: KeyChain) -> GroupState:
+def look(store: Store, keys: KeyChain, sealed_as: SealedAs) -> GroupState:
     """Look at every chunk of a prompt for one group of layers: one listing, one header per file."""
-    judge = _Judge(store)
+    judge = _Judge(store, sealed_as)
     states = tuple(judge.judge(index, keys[index]) for index in range(len(keys)))
     return GroupState(store.layout, store.lookup(keys), states)
 
 
 class _Judge:
-    def __init__(self, store: Store) -> None:
-        self._store, self._layout = store, store.layout
+    def __init__(self, store: Store, sealed_as: SealedAs) -> None:
+        self._store, self._layout, self._sealed_as = store, store.layout, sealed_as
 
     def judge(self, index: int, key: ChunkKey) -> ChunkState:
         found = self._store.storage.shards(key.name)
@@ -109,7 +110,7 @@ class _Judge:
         """Why a file is not the one it is named as; "" if it is, None if it vanished meanwhile."""
         if not self._layout.full.contains(shard):
             return f"lies outside the layout's {self._layout.full.name}"
-        codec = self._store.codec(shard)
+        codec = self._store.codec(shard, self._sealed_as.kind)
         try:
             reader = self._store.storage.open(key.name, shard)
             try:
@@ -120,7 +121,7 @@ class _Judge:
                 reader.read_into(where.ctypes.data, 1, header.nbytes, 0)
             finally:
                 reader.close()
-            codec.check_header(memoryview(header.data), key)
+            codec.check_header(memoryview(header.data), key, self._sealed_as.key_id)
             parse_entry(bytes(header))  # what a reader does not compare, the header's check covers
         except FileNotFoundError:
             return None

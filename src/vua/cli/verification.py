@@ -1,8 +1,9 @@
 """`vua verify`: reads every file of a directory and checks it.
 
-Changes nothing, unless it is to repair: then what is damaged or foreign is taken out of sight (into
-`quarantine/`, or deleted when that is full), as a reader does it who comes upon it. What others
-have replaced meanwhile stays.
+Of files that are sealed with one of the keys given it also proves that somebody with that key
+wrote them. Changes nothing, unless it is to repair: then what is damaged or foreign is taken out of
+sight (into `quarantine/`, or deleted when that is full), as a reader does it who comes upon it.
+What others have replaced meanwhile stays.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from functools import partial
 
 from vua import _linux
 from vua.cli.check import Check, Checker, Outcome, Place
+from vua.cli.keys import NO_KEYS
 from vua.cli.spread import is_large, spread
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size, table
 from vua.cli.walk import Found, described, fans, open_root, walk_beside, walk_fan
 from vua.directory import DESCRIPTION, Namespace, read_namespace
+from vua.keyring import KnownKeys
+from vua.security import Security
 from vua.storage.local import FileReader, LocalStorage
 from vua.survey import Space
 
@@ -38,10 +42,14 @@ class _Result:
     nbytes: int = 0
     sealed: Counter[str] = field(default_factory=Counter)
     """Files per key that they are sealed with, by its 16 hex."""
+    authentic: Counter[str] = field(default_factory=Counter)
+    """Those of them that were proved to be written with that key, and are sound."""
     removed: int = 0
     """Of what is not sound: taken out of sight."""
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     """(path, outcome, reason) of whatever is not sound."""
+    plain: int = 0
+    """Files that say that they are not sealed."""
     others: dict[str, list[Found]] = field(default_factory=dict)
     """What lies there beside entries, by kind."""
 
@@ -52,8 +60,12 @@ class _Result:
     def add(self, path: str, check: Check) -> None:
         self.counts[check.outcome] += 1
         self.nbytes += check.nbytes
-        if check.info is not None and check.info.kind:
+        if check.info is not None and not check.info.kind:
+            self.plain += 1
+        elif check.info is not None:
             self.sealed[check.info.mark.key_id] += 1
+            if check.authentic and check.outcome == "sound":
+                self.authentic[check.info.mark.key_id] += 1
         if check.outcome != "sound":
             self.problems.append((path, check.outcome, "; ".join(check.reasons)))
 
@@ -61,7 +73,9 @@ class _Result:
         self.counts.update(part.counts)
         self.nbytes += part.nbytes
         self.removed += part.removed
+        self.plain += part.plain
         self.sealed.update(part.sealed)
+        self.authentic.update(part.authentic)
         self.problems += part.problems
         for kind, found in part.others.items():
             self.others.setdefault(kind, []).extend(found)
@@ -74,7 +88,9 @@ class _Result:
             "description": self.description,
             **{outcome: self.counts[outcome] for outcome in _OUTCOMES},
             "nbytes": self.nbytes,
+            "plain": self.plain,
             "sealed": dict(self.sealed),
+            "authentic": dict(self.authentic),
             "removed": self.removed,
             "problems": [
                 {"path": path, "outcome": outcome, "reason": reason}
@@ -98,14 +114,22 @@ class _Result:
         ]
 
 
-def verify(directory: str, *, repair: bool = False, write: Write | None) -> int:
+def verify(
+    directory: str,
+    *,
+    repair: bool = False,
+    security: Security = NO_KEYS,
+    write: Write | None,
+) -> int:
     """Check everything in ``directory`` and print a report; return the exit code.
 
-    With ``repair`` it is 0 where all that was damaged could be taken out of sight.
+    With ``repair`` it is 0 where all that was damaged could be taken out of sight. Raises
+    ConfigError where a key of ``security`` cannot be used.
     """
+    keys = KnownKeys(security)
     found, strays = open_root(directory)
     with progress() as show:
-        results = [_verify(namespace, show, repair=repair) for namespace in found]
+        results = [_verify(namespace, show, keys, repair=repair) for namespace in found]
     damaged = any(result.damaged for result in results)
     if write is not None:
         write(
@@ -117,11 +141,13 @@ def verify(directory: str, *, repair: bool = False, write: Write | None) -> int:
             }
         )
     else:
-        _report(directory, results, strays)
+        _report(directory, results, strays, keys.ids)
     return DAMAGED if damaged else SOUND
 
 
-def _verify(namespace: Namespace, show: Callable[[str], None], *, repair: bool) -> _Result:
+def _verify(
+    namespace: Namespace, show: Callable[[str], None], keys: KnownKeys, *, repair: bool
+) -> _Result:
     result = _Result(namespace, described(namespace))
     if result.description == "damaged":
         reason = "it does not describe this namespace; the next save writes it anew"
@@ -132,7 +158,7 @@ def _verify(namespace: Namespace, show: Callable[[str], None], *, repair: bool) 
     finally:
         storage.close()
     names = ["", *fans(namespace.path)]
-    parts = spread(partial(_part, namespace, repair=repair), names, large=large)
+    parts = spread(partial(_part, namespace, keys, repair=repair), names, large=large)
     for number, part in enumerate(parts, 1):
         result.join(part)
         show(bar(number, len(names), f"{namespace.name[:SHORT]}, {size(result.nbytes)} read"))
@@ -142,9 +168,9 @@ def _verify(namespace: Namespace, show: Callable[[str], None], *, repair: bool) 
     return result
 
 
-def _part(namespace: Namespace, fan: str, *, repair: bool) -> _Result:
+def _part(namespace: Namespace, keys: KnownKeys, fan: str, *, repair: bool) -> _Result:
     """Check one fan-out directory, or (for "") what lies beside them."""
-    result, checker = _Result(namespace, ""), Checker()
+    result, checker = _Result(namespace, ""), Checker(keys)
     storage = LocalStorage(namespace.path)
     try:
         for found in walk_fan(namespace.path, fan) if fan else walk_beside(namespace.path):
@@ -191,7 +217,7 @@ def _check(
     return check, removed
 
 
-def _report(directory: str, results: list[_Result], strays: list[str]) -> None:
+def _report(directory: str, results: list[_Result], strays: list[str], ids: frozenset[str]) -> None:
     if results:
         head = ["namespace", "model", *(f" {outcome}" for outcome in _OUTCOMES), " size"]
         table(head, [result.row() for result in results])
@@ -205,16 +231,25 @@ def _report(directory: str, results: list[_Result], strays: list[str]) -> None:
         print(f"{removed} taken out of sight; the next save writes them anew, `vua gc` removes")
         print("what followed them and is out of reach meanwhile")
     for result in results:
+        _report_sealed(result, ids)
         _report_others(result)
     if strays:
         print(f"not of a cache: {plain(', '.join(f'{directory}/{name}' for name in strays))}")
 
 
-def _report_others(result: _Result) -> None:
+def _report_sealed(result: _Result, ids: frozenset[str]) -> None:
     name = result.namespace.name[:SHORT]
     for key_id, count in sorted(result.sealed.items()):
-        needs = "checked for damage; who wrote them needs the key"
-        print(f"{name}: {count} files are sealed with key {key_id}: {needs}")
+        told = "checked for damage; who wrote them needs the key"
+        if key_id in ids:
+            told = f"{result.authentic[key_id]} of them proved to be written with it"
+        print(f"{name}: {count} files are sealed with key {key_id}: {told}")
+    if ids and result.plain:
+        print(f"{name}: {result.plain} files are not sealed: nothing proves who wrote them")
+
+
+def _report_others(result: _Result) -> None:
+    name = result.namespace.name[:SHORT]
     if temporary := result.others.get("temporary"):
         age_s = max(0.0, time.time() - min(found.modified_s for found in temporary))
         total = size(sum(found.nbytes for found in temporary))

@@ -1,0 +1,93 @@
+"""The keys that commands are given: the same arguments everywhere, and what is made with them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final, NamedTuple
+
+from vua.errors import ConfigError
+from vua.keyring import Keyring, KnownKeys, NoKeyError, check_keys
+from vua.keys import KeyChain
+from vua.security import Security
+
+__all__ = [
+    "NO_KEYS",
+    "UNSEALED",
+    "SealedAs",
+    "key_arguments",
+    "key_ids",
+    "prompt_keys",
+    "security_of",
+]
+
+NO_KEYS: Final = Security()
+"""The settings where no keys are given."""
+
+
+class SealedAs(NamedTuple):
+    """How files of a prompt are sealed; both empty: not at all."""
+
+    key_id: str = ""
+    """16 hex."""
+    kind: str = ""
+
+
+UNSEALED: Final = SealedAs()
+
+
+def key_arguments() -> argparse.ArgumentParser:
+    """Return a parent for parsers of commands that can use keys; see :func:`security_of`."""
+    parent = argparse.ArgumentParser(add_help=False)
+    group = parent.add_argument_group("keys", "as the engines are told them; none by default")
+    group.add_argument("--key-file", metavar="FILE", help="the directory's own key")
+    group.add_argument("--tenant-keys", metavar="DIR", help="keys of cache salts")
+    group.add_argument("--encrypt", action="store_true", help="what is --key-file's is encrypted")
+    return parent
+
+
+def security_of(options: argparse.Namespace) -> Security:
+    """Return what the arguments say. Raises ConfigError where such keys cannot be used."""
+    security = Security(
+        key_file=options.key_file, tenant_keys=options.tenant_keys, encrypt=options.encrypt
+    )
+    check_keys(security)
+    return security
+
+
+def key_ids(security: Security) -> frozenset[str]:
+    """Return the ids of all keys, read now; never none, which would make every key a lost one.
+
+    Raises ConfigError where nothing is given, where a file of it is no usable key, or where a
+    directory of keys holds none.
+    """
+    if security.key_file is None and security.tenant_keys is None:
+        msg = "--lost-keys needs the keys that are not lost: --key-file, --tenant-keys, or both"
+        raise ConfigError(msg)
+    known = KnownKeys(security)
+    if security.tenant_keys is not None and not known.tenants:
+        msg = (
+            f"--tenant-keys {security.tenant_keys} holds no key, so every tenant's chunks would "
+            "go; is it the right directory? Leave it out if that is meant (and give --key-file)"
+        )
+        raise ConfigError(msg)
+    return known.ids
+
+
+def prompt_keys(
+    ids: bytes, chunk_tokens: int, salt: str, keyring: Keyring
+) -> tuple[KeyChain, SealedAs]:
+    """Return the chunk keys of a prompt as engines with these keys name them, and their seal.
+
+    Raises NoKeyError where the salt's key is not to be had: nothing of it is cached then.
+    """
+    extras = {0: [("salt", salt.encode())]} if salt else None
+    try:
+        naming = keyring.naming(salt.encode())
+        seal = None if naming is None else keyring.seal(naming.tenant)
+    except NoKeyError as problem:
+        if salt and isinstance(problem.__cause__, FileNotFoundError):
+            msg = "no key for this salt; `vua key DIR --salt S`"
+            raise NoKeyError(msg) from problem
+        raise
+    chain = KeyChain(ids, chunk_tokens, extras, naming)
+    return chain, UNSEALED if seal is None else SealedAs(seal.key_id, seal.kind)
