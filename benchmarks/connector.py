@@ -20,6 +20,7 @@ was loaded with what could be: the program fails when something is not as expect
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -72,10 +73,11 @@ class Size:
     turns: int
     turn_tokens: int
     max_model_len: int
+    cache_mib: int
 
 
-FULL = Size(9, 6, 540, (16, 46, 128), 4, 6, 150, 8704)
-QUICK = Size(2, 2, 200, (4,), 2, 4, 100, 1024)
+FULL = Size(9, 6, 540, (16, 46, 128), 4, 6, 150, 8704, 1024)
+QUICK = Size(2, 2, 200, (4,), 2, 4, 100, 1024, 32)
 
 
 class Arm:
@@ -84,7 +86,7 @@ class Arm:
     def __init__(
         self, name: str, model: Path, size: Size, root: Path | None, role: str, **extra: Any
     ) -> None:
-        """Start it; `root` is the connector's directory, None: without; `extra`: its settings."""
+        """Begin to start it; `root`: the connector's directory, or none; `extra`: its settings."""
         self.name, self.root = name, root
         settings: dict[str, Any] = {
             "model": str(model),
@@ -93,7 +95,7 @@ class Arm:
             "dtype": "float32",  # bfloat16 tokens depend on how vLLM cuts a prompt
             "enable_prefix_caching": True,
             "enforce_eager": True,
-            "kv_cache_memory_bytes": 1 << 30,
+            "kv_cache_memory_bytes": size.cache_mib << 20,
             "max_model_len": size.max_model_len,
             "skip_tokenizer_init": True,
         }
@@ -121,6 +123,9 @@ class Arm:
         self._process = fork.Process(target=serve, args=(theirs, settings, self._log), daemon=True)
         self._process.start()
         theirs.close()
+
+    def wait_until_ready(self) -> None:
+        """Wait until it has started; nothing may be measured before all have."""
         self._answer()
 
     def ask(self, prompts: Sequence[Sequence[int]], *, forget: bool = False) -> dict[str, Any]:
@@ -178,6 +183,13 @@ def serve(pipe: Connection, settings: dict[str, Any], log: IO[bytes]) -> None:
         }
         pipe.send(answer)
     llm.llm_engine.engine_core.shutdown()
+
+
+def all_ready(arms: dict[str, Arm]) -> dict[str, Arm]:
+    """The same arms when the last of them has started."""
+    for arm in arms.values():
+        arm.wait_until_ready()
+    return arms
 
 
 def expect(what: str, expected: object, found: object) -> None:
@@ -270,13 +282,13 @@ def recovered(
     past: list[list[int]] = [[] for _ in users]
     before = [0] * len(users)
     plain.ask([[1]], forget=True)
-    arms = {name: start() for name, start in starts.items()}
+    arms = all_ready({name: start() for name, start in starts.items()})
     own, prompted, could, loaded = 0, 0, 0, dict.fromkeys(starts, 0)
     for turn in range(size.turns):
         if turn == size.turns // 2:
             for arm in arms.values():
                 arm.close()
-            arms = {name: start() for name, start in starts.items()}
+            arms = all_ready({name: start() for name, start in starts.items()})
         for who, said in enumerate(users):
             prompt = past[who] + said[turn]
             kept = plain.ask([prompt])
@@ -312,6 +324,7 @@ def measure(root: Path, model: Path, size: Size) -> dict[str, dict[str, dict[str
             "stores": start("stores", "kv"),
             EXAMPLE: start(EXAMPLE, "example", EXAMPLE),
         }
+        all_ready(arms)
         stack.callback(arms["vLLM"].close)
         results = {"overhead": dict(overhead(arms, size, chance))}
         arms["lookups"].close()
@@ -336,6 +349,9 @@ def main() -> int:
     import vllm.entrypoints.llm
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # once, for all arms
+
+    gc.freeze()  # what is here now no collection of an arm looks at
+    gc.unfreeze = lambda: None  # which vLLM calls at its end, and collects for seconds
 
     from vua import __version__
     from vua.testing.models import make_demo_model, make_model
