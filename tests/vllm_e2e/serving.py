@@ -131,6 +131,12 @@ def settings(root: Path, port: int) -> list[str]:
     ]
 
 
+def transfer(**settings: str) -> list[str]:
+    """Arguments of servers that load whatever a busy machine makes of it; with other settings."""
+    extra = {"kv_connector_extra_config": {"load_policy": "always"}}
+    return ["--kv-transfer-config", json.dumps(extra | settings)]
+
+
 def command() -> list[str]:
     """The command as a checkout has it, or the same module."""
     script = SOURCE.parent / "bin" / "vua-vllm"

@@ -20,19 +20,21 @@ from helpers import soak
 from vllm_e2e.controls import exchange_for_noise
 from vllm_e2e.damage import stored
 from vllm_e2e.harness import PROMPT, SOURCE, Batch, EngineTest
-from vllm_e2e.serving import complete, free_port, kill, metric, servers, starting, wait_until_healthy
+from vllm_e2e.serving import (
+    complete,
+    free_port,
+    kill,
+    metric,
+    servers,
+    starting,
+    transfer,
+    wait_until_healthy,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 PROXY = SOURCE.parent / "examples" / "disaggregated" / "proxy.py"
-
-
-def role(name: str) -> list[str]:
-    """The arguments of a server in a role."""
-    return ["--kv-transfer-config", json.dumps({"kv_role": name})]
-
-
-ROLES = role("kv_producer"), role("kv_consumer")
+ROLES = transfer(kv_role="kv_producer"), transfer(kv_role="kv_consumer")
 
 
 @contextmanager
