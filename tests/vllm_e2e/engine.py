@@ -86,13 +86,16 @@ def start_server(arguments: list[str], log: Path, timeout_s: float) -> int:
         importlib.import_module(module)
     child = os.fork()
     if child == 0:
-        with suppress(BaseException):
-            become_worker(log, timeout_s)
+        become_worker(log, timeout_s)
+        try:
             del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
             fork = multiprocessing.get_context("fork")
             with mock.patch.object(multiprocessing, "get_context", return_value=fork):
                 importlib.import_module("vua.vllm.serve").main(["serve", *arguments])
-        os._exit(0)
+        except BaseException:  # noqa: BLE001 - whoever waits for the server shows the log
+            traceback.print_exc()
+        finally:
+            os._exit(0)
     return child
 
 

@@ -63,18 +63,18 @@ def begin(arguments: Sequence[str], log: IO[bytes]) -> Popen[bytes]:
 
 @contextmanager
 def starting(
-    root: Path, *extra: Sequence[str], forked: bool = False, model: Path | None = None
+    root: Path, *extra: Sequence[str], forked: bool = False
 ) -> Iterator[Callable[[], list[str]]]:
     """Starting servers, each with further arguments, on one directory.
 
     Yields what waits until all of them are there and returns their addresses. ``forked``: not as a
-    user starts them, but sooner: see `Fork`. Their model is the usual one unless another is given.
+    user starts them, but sooner: see `Fork`.
     """
     with ExitStack() as stack:
         started: list[tuple[Popen[bytes] | Fork, str, IO[bytes]]] = []
         for more in extra:
             port, log = free_port(), stack.enter_context(tempfile.NamedTemporaryFile())
-            arguments = [str(model or llama()), *settings(root, port), *more]
+            arguments = [*settings(root, port), *more]
             process = Fork(arguments, log.name) if forked else begin(arguments, log)
             stack.callback(kill, process)
             started.append((process, f"http://127.0.0.1:{port}", log))
@@ -85,7 +85,12 @@ def starting(
                     raise AssertionError(f"no server:\n{tail(log)}")
             return [address for _, address, _ in started]
 
-        yield ready
+        try:
+            yield ready
+        except BaseException:
+            for _, _, log in started:  # pytest shows it with the failure
+                sys.stderr.write(tail(log))
+            raise
         for process, _, _ in started:
             process.send_signal(signal.SIGINT)
         for process, _, _ in started:
@@ -93,9 +98,9 @@ def starting(
 
 
 @contextmanager
-def servers(root: Path, *extra: Sequence[str], forked: bool = False) -> Iterator[list[str]]:
+def servers(root: Path, *extra: Sequence[str]) -> Iterator[list[str]]:
     """Running servers, see `starting`; yields their addresses."""
-    with starting(root, *extra, forked=forked) as ready:
+    with starting(root, *extra) as ready:
         yield ready()
 
 
@@ -123,7 +128,7 @@ def free_port() -> int:
 def settings(root: Path, port: int) -> list[str]:
     """The arguments of all servers."""
     return [
-        *("--vua-path", str(root)),
+        *(str(llama()), "--vua-path", str(root)),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
         *("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048"),
         *("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"),
