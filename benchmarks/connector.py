@@ -20,6 +20,7 @@ was loaded with what could be: the program fails when something is not as expect
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -79,10 +80,11 @@ class Size:
     turns: int
     turn_tokens: int
     max_model_len: int
+    cache_mib: int
 
 
-FULL = Size(9, 30, 2, 540, (16, 46, 128), 4, 6, 150, 8704)
-QUICK = Size(2, 2, 2, 200, (4,), 2, 4, 100, 1024)
+FULL = Size(9, 30, 2, 540, (16, 46, 128), 4, 6, 150, 8704, 1024)
+QUICK = Size(2, 2, 2, 200, (4,), 2, 4, 100, 1024, 32)
 
 
 class Arm:
@@ -91,7 +93,7 @@ class Arm:
     def __init__(
         self, name: str, model: Path, size: Size, root: Path | None, role: str, **extra: Any
     ) -> None:
-        """Start it; `root` is the connector's directory, None: without; `extra`: its settings."""
+        """Begin to start it; `root`: the connector's directory, or none; `extra`: its settings."""
         self.name, self.root = name, root
         settings: dict[str, Any] = {
             "model": str(model),
@@ -100,7 +102,7 @@ class Arm:
             "dtype": "float32",  # bfloat16 tokens depend on how vLLM cuts a prompt
             "enable_prefix_caching": True,
             "enforce_eager": True,
-            "kv_cache_memory_bytes": 1 << 30,
+            "kv_cache_memory_bytes": size.cache_mib << 20,
             "max_model_len": size.max_model_len,
             "max_num_batched_tokens": STEP_TOKENS,
             "skip_tokenizer_init": True,
@@ -129,6 +131,9 @@ class Arm:
         self._process = fork.Process(target=serve, args=(theirs, settings, self._log), daemon=True)
         self._process.start()
         theirs.close()
+
+    def wait_until_ready(self) -> None:
+        """Wait until it has started; nothing may be measured before all have."""
         self._answer()
 
     def ask(self, prompts: Sequence[Sequence[int]], *, forget: bool = False) -> dict[str, Any]:
@@ -207,6 +212,13 @@ def expect_tokens(who: str, expected: Mapping[str, Any], found: Mapping[str, Any
     for at, (one, other) in enumerate(zip(expected["tokens"], found["tokens"], strict=True)):
         count = min(expected["certain"][at], found["certain"][at])
         expect(f"{who}: tokens of prompt {at}", one[:count], other[:count])
+
+
+def all_ready(arms: dict[str, Arm]) -> dict[str, Arm]:
+    """The same arms when the last of them has started."""
+    for arm in arms.values():
+        arm.wait_until_ready()
+    return arms
 
 
 def expect(what: str, expected: object, found: object) -> None:
@@ -298,13 +310,13 @@ def recovered(
     past: list[list[int]] = [[] for _ in users]
     before = [0] * len(users)
     plain.ask([[1]], forget=True)
-    arms = {name: start() for name, start in starts.items()}
+    arms = all_ready({name: start() for name, start in starts.items()})
     own, prompted, could, loaded = 0, 0, 0, dict.fromkeys(starts, 0)
     for turn in range(size.turns):
         if turn == size.turns // 2:
             for arm in arms.values():
                 arm.close()
-            arms = {name: start() for name, start in starts.items()}
+            arms = all_ready({name: start() for name, start in starts.items()})
         for who, said in enumerate(users):
             prompt = past[who] + said[turn]
             kept = plain.ask([prompt])
@@ -349,6 +361,7 @@ def measure(root: Path, model: Path, size: Size) -> dict[str, dict[str, dict[str
             "stores": start("stores", "kv"),
             EXAMPLE: start(EXAMPLE, "example", EXAMPLE),
         }
+        all_ready(arms)
         stack.callback(arms["vLLM"].close)
         results = {"overhead": told(overhead(arms, size, chance))}
         arms["lookups"].close()
@@ -374,6 +387,9 @@ def main() -> int:
     import vllm.entrypoints.llm
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # once, for all arms
+
+    gc.freeze()  # what is here now no collection of an arm looks at
+    gc.unfreeze = lambda: None  # which vLLM calls at its end, and collects for seconds
 
     from vua import __version__
     from vua.testing.models import make_demo_model, make_model

@@ -50,28 +50,39 @@ class EngineFieldsTest(unittest.TestCase):
         self, *, model: Path | None = None, vua: dict[str, Any] | None = None, **engine: Any
     ) -> str:
         """The namespace of an engine with these arguments."""
-        import torch
+        made = self.configure(model=str(model or self.model), **engine)
+        return self.described(made, **(vua or {})).identity.namespace
+
+    def configure(self, *, hub_name: str = "", **engine: Any) -> Any:
+        """What vLLM makes of these arguments; ``hub_name``: the model, as vLLM has it online."""
         from vllm.engine.arg_utils import EngineArgs
+
+        arguments = EngineArgs(
+            **{"dtype": "float32", "max_model_len": 2048, "skip_tokenizer_init": True} | engine
+        )
+        arguments.model = hub_name or arguments.model
+        return arguments.create_engine_config()
+
+    def described(self, made: Any, **vua: Any) -> Any:
+        """How the connector describes an engine of this configuration."""
+        import torch
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from vua.vllm.model import describe
 
-        arguments: dict[str, Any] = {
-            "dtype": "float32",
-            "max_model_len": 2048,
-            "skip_tokenizer_init": True,
-            **engine,
-        }
-        made = EngineArgs(model=str(model or self.model), **arguments).create_engine_config()
-        dtype = torch.uint8 if "kv_cache_dtype" in engine else made.model_config.dtype
+        cache = made.cache_config
+        dtype = torch.uint8 if cache.cache_dtype == "fp8" else made.model_config.dtype
+        tp_size = made.parallel_config.tensor_parallel_size
         spec = FullAttentionSpec(
-            block_size=engine.get("block_size", 32), num_kv_heads=2, head_size=32, dtype=dtype
+            block_size=cache.block_size or 32,
+            num_kv_heads=2 // tp_size,
+            head_size=32,
+            dtype=dtype,
         )
         names = [f"model.layers.{layer}.attn" for layer in range(2)]
         group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
-        config = ConnectorConfig(shared_storage_path=str(self.root), **(vua or {}))
-        described = describe(made, SimpleNamespace(kv_cache_groups=[group]), config)
-        return described.identity.namespace
+        config = ConnectorConfig(shared_storage_path=str(self.root), **vua)
+        return describe(made, SimpleNamespace(kv_cache_groups=[group]), config)
 
     def edit_config(self, **values: Any) -> Callable[[], None]:
         """Change the checkpoint's config.json; return what restores it."""
@@ -133,6 +144,75 @@ class EngineFieldsTest(unittest.TestCase):
         ):
             with self.subTest(**given):
                 self.assertEqual(usual, self.namespace(**given))
+
+    def test_replicas(self) -> None:
+        """All replicas of data parallelism have one namespace, and the same parts of files."""
+        for tp_size in (1, 2):
+            engine = {"model": str(self.model), "tensor_parallel_size": tp_size}
+            alone = self.described(self.configure(**engine))
+            for rank in range(2):
+                # as vLLM's `EngineCoreProc.run_engine_core` does it: experts' ranks know each other
+                experts = self.configure(**engine, data_parallel_size=2)
+                experts.parallel_config.data_parallel_rank = rank
+                dense = self.configure(**engine, data_parallel_size=2)
+                dense.parallel_config.reconfigure_for_independent_dp_rank()
+                for made in (experts, dense):
+                    made.parallel_config.data_parallel_index = rank
+                    made.parallel_config.data_parallel_rank_local = rank
+                    with self.subTest(made.parallel_config):
+                        self.assertEqual(alone, self.described(made))
+
+    def put_in_hub(self, **branches: Path) -> dict[str, str]:
+        """Make the hub's cache of "some/model" with these branches; return their commits.
+
+        As a download of some of its files leaves it: the listing of a commit names others too.
+        """
+        from huggingface_hub import constants
+
+        repo = self.root / "hub" / "models--some--model"
+        for folder in ("refs", "snapshots", "trees"):
+            (repo / folder).mkdir(parents=True)
+        commits = {branch: f"{at:040x}" for at, branch in enumerate(branches, 10)}
+        left_out = {"README.md": {"size": 1, "blob_id": "0" * 40}}
+        for branch, commit in commits.items():
+            (repo / "refs" / branch).write_text(commit)
+            (repo / "snapshots" / commit).symlink_to(branches[branch])
+            listing = json.dumps({"format_version": 1, "files": left_out})
+            (repo / "trees" / f"{commit}.json").write_text(listing)
+        cache = {"HF_HUB_CACHE": str(repo.parent), "HF_HUB_OFFLINE": True}
+        self.enterContext(mock.patch.multiple(constants, **cache))
+        return commits
+
+    def test_revisions(self) -> None:
+        """Weights of another revision have another namespace; branch and commit have the same."""
+        tuned = make_model(self.root / "tuned", layers=2, seed=5)
+        commits = self.put_in_hub(main=self.model, tuned=tuned)
+        expected = {"main": self.namespace(), "tuned": self.namespace(model=tuned)}
+        self.assertNotEqual(expected["main"], expected["tuned"])
+        some: dict[str, Any] = {"model": "some/model"}
+        for name in ({}, {"hub_name": "some/model"}):  # offline it becomes a path
+            for branch in ("main", "tuned", "main"):
+                for revision in (branch, commits[branch]):
+                    with self.subTest(revision=revision, **name):
+                        found = self.described(self.configure(**some, revision=revision, **name))
+                        self.assertEqual(expected[branch], found.identity.namespace)
+                        self.assertEqual("model", found.identity.name)
+            with self.subTest("none given", **name):
+                found = self.described(self.configure(**some, **name))
+                self.assertEqual(expected["main"], found.identity.namespace)
+
+    def test_branch_that_moves(self) -> None:
+        """What counts is the commit that a branch led to when vLLM asked, for it loads that."""
+        tuned = make_model(self.root / "tuned", layers=2, seed=5)
+        commits = self.put_in_hub(main=self.model, tuned=tuned)
+        some = {"model": "some/model", "hub_name": "some/model"}
+        before = self.configure(**some)
+        (self.root / "hub" / "models--some--model" / "refs" / "main").write_text(commits["tuned"])
+
+        after = self.configure(**some)
+
+        self.assertEqual(self.namespace(), self.described(before).identity.namespace)
+        self.assertEqual(self.namespace(model=tuned), self.described(after).identity.namespace)
 
     def test_what_is_not_cached(self) -> None:
         """A cache in a type that VUA does not know, and weights that cannot be read."""

@@ -14,6 +14,7 @@ built for that: this shows that the program works, its times mean nothing.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -218,6 +219,9 @@ def main() -> None:
         import vllm.entrypoints.llm
         import vllm.v1.engine.core
         import vllm.v1.worker.cpu_worker  # noqa: F401
+
+        gc.freeze()  # what is here now no collection of an engine looks at
+        gc.unfreeze = lambda: None  # which vLLM calls at its end, and collects for seconds
     with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=arguments.dir) as name:
         compared = Comparison(arguments, Path(name))
         for length in compared.lengths:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_e2e.damage import CHUNK
+from vllm_e2e.damage import CHUNK, chunk_files
 from vua.directory import create_stores, namespaces
 from vua.keys import KeyChain, token_ids
 from vua.slab import Slab
@@ -21,13 +21,25 @@ def store_noise(root: Path, other: Path, prompts: Iterable[Sequence[int]]) -> No
         other: the new directory.
         prompts: token ids.
     """
+    other.mkdir()
+    for prompt in prompts:
+        _store_noise(root, other, prompt)
+
+
+def exchange_for_noise(root: Path, prompt: Sequence[int]) -> None:
+    """Put noise (float32) in the place of each chunk of a prompt, in the directory itself."""
+    for at in range(len(prompt) // CHUNK):
+        for path in chunk_files(root, prompt, at):
+            path.unlink()
+    _store_noise(root, root, prompt)
+
+
+def _store_noise(root: Path, other: Path, prompt: Sequence[int]) -> None:
     (found,) = namespaces(root)
     assert found.identity is not None
-    other.mkdir()
     rng = np.random.default_rng(0)
     for store in create_stores(other, found.identity, found.layouts):
         slab = Slab(store.layout, store.layout.full, 1)
         slab.bytes[:] = rng.normal(size=len(slab.bytes) // 4).astype(np.float32).view(np.uint8)
-        for prompt in prompts:
-            for key in KeyChain(token_ids(prompt), CHUNK).first(len(prompt) // CHUNK):
-                store.save(key, slab.memory)
+        for key in KeyChain(token_ids(prompt), CHUNK).first(len(prompt) // CHUNK):
+            store.save(key, slab.memory)

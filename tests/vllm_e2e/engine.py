@@ -28,6 +28,7 @@ from typing import Any
 from unittest import mock
 
 from vllm_e2e.aborts import generate_and_abort
+from vllm_e2e.ahead import running_ahead
 from vllm_e2e.damage import strike
 from vllm_e2e.snapshots import snapshots
 from vllm_e2e.trouble import trouble
@@ -54,6 +55,8 @@ MODULES = (
     "vua.vllm.kv_connector_v1",
 )
 """Imported once, for all jobs."""
+SERVER_MODULES = ("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vua.vllm.serve")
+"""Likewise, as soon as there is one."""
 
 
 def main() -> None:
@@ -65,7 +68,35 @@ def main() -> None:
     gc.unfreeze = lambda: None  # ...also after an engine's shutdown: 2 s for each otherwise
     tell({"ready": True})
     for line in sys.stdin:
-        tell(in_process_of_its_own(json.loads(line)))
+        job = json.loads(line)
+        if "serve" in job:
+            tell({"pid": start_server(job["serve"], Path(job["log"]), job["timeout_s"])})
+        elif "end" in job:
+            tell({"end": wait_for(job["end"], job["timeout_s"])})
+        else:
+            tell(in_process_of_its_own(job))
+
+
+def start_server(arguments: list[str], log: Path, timeout_s: float) -> int:
+    """Start `vua-vllm serve`, whose processes are forks and need not import vLLM; return its pid.
+
+    It lives until it is told to end, which another job waits for, or until this process is dead.
+    """
+    for module in SERVER_MODULES:
+        importlib.import_module(module)
+    child = os.fork()
+    if child == 0:
+        become_worker(log, timeout_s)
+        try:
+            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
+            fork = multiprocessing.get_context("fork")
+            with mock.patch.object(multiprocessing, "get_context", return_value=fork):
+                importlib.import_module("vua.vllm.serve").main(["serve", *arguments])
+        except BaseException:  # noqa: BLE001 - whoever waits for the server shows the log
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    return child
 
 
 def tell(answer: Any) -> None:
@@ -137,7 +168,8 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
     counts: dict[str, int] = {}
     troubled = trouble(phase.get("trouble"), counts)
     blocks: list[dict[str, list[str]]] | None = [] if phase.get("snapshots") else None
-    with faults(phase), troubled, forked_workers(), counted(counts), snapshots(blocks):
+    ahead = running_ahead(settings, counts)
+    with faults(phase), troubled, forked_workers(), counted(counts), snapshots(blocks), ahead:
         try:
             llm = LLM(**settings)
         except Exception as problem:  # noqa: BLE001 - the test decides what it should have been

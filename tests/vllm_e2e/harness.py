@@ -264,13 +264,15 @@ class Driver:
         self._answer(START_TIMEOUT_S)
 
     def ask(self, phases: list[dict[str, Any]]) -> dict[str, Any]:
-        """Run a job and return its answer."""
-        timeout_s = JOB_TIMEOUT_S * len(phases)
-        job = {"phases": phases, "timeout_s": timeout_s}
+        """Run phases and return the answer."""
+        return self.do({"phases": phases, "timeout_s": JOB_TIMEOUT_S * len(phases)})
+
+    def do(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Give a job and return its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
         self._process.stdin.flush()
-        return self._answer(timeout_s + 30)
+        return self._answer(job["timeout_s"] + 30)
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None

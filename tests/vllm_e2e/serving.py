@@ -11,47 +11,100 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from subprocess import Popen
 from typing import IO, Any
 from urllib.error import URLError
 
 from vllm_e2e.engine import ENVIRONMENT
-from vllm_e2e.harness import MAX_TOKENS, PROMPT, SOURCE, llama
+from vllm_e2e.harness import MAX_TOKENS, PROMPT, SOURCE, driver, llama
 
 START_TIMEOUT_S = 180.0
 
 
+class Fork:
+    """A server that the engines' driver forks: in a third of the time that a new process takes."""
+
+    def __init__(self, arguments: Sequence[str], log: str) -> None:
+        """Start it; its words go to the file ``log``."""
+        job = {"serve": arguments, "log": log, "timeout_s": 2 * START_TIMEOUT_S}
+        self.pid: int = driver().do(job)["pid"]
+
+    def poll(self) -> int | None:
+        """Not None when it has ended; the driver's child it is until somebody waits for it."""
+        with suppress(FileNotFoundError):
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
+            return 0 if state == "Z" else None
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float = 10.0) -> None:
+        """Wait until it has ended, or has to."""
+        if Path(f"/proc/{self.pid}").exists():
+            driver().do({"end": self.pid, "timeout_s": timeout_s})
+
+
+def begin(arguments: Sequence[str], log: IO[bytes]) -> Popen[bytes]:
+    """Start a server as a user does."""
+    return Popen(
+        [*command(), *arguments],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
 @contextmanager
-def servers(root: Path, *extra: Sequence[str]) -> Iterator[list[str]]:
-    """Running servers, each with further arguments, on one directory; yields their addresses."""
+def starting(
+    root: Path, *extra: Sequence[str], forked: bool = False
+) -> Iterator[Callable[[], list[str]]]:
+    """Starting servers, each with further arguments, on one directory.
+
+    Yields what waits until all of them are there and returns their addresses. ``forked``: not as a
+    user starts them, but sooner: see `Fork`.
+    """
     with ExitStack() as stack:
-        started = []
-        for arguments in extra:
-            port = free_port()
-            log = stack.enter_context(tempfile.TemporaryFile())
-            process = subprocess.Popen(
-                [*command(), *settings(root, port), *arguments],
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        started: list[tuple[Popen[bytes] | Fork, str, IO[bytes]]] = []
+        for more in extra:
+            port, log = free_port(), stack.enter_context(tempfile.NamedTemporaryFile())
+            arguments = [*settings(root, port), *more]
+            process = Fork(arguments, log.name) if forked else begin(arguments, log)
             stack.callback(kill, process)
             started.append((process, f"http://127.0.0.1:{port}", log))
-        for process, address, log in started:
-            if not wait_until_healthy(process, address):
-                raise AssertionError(f"no server:\n{tail(log)}")
-        yield [address for _, address, _ in started]
+
+        def ready() -> list[str]:
+            for process, address, log in started:
+                if not wait_until_healthy(process, address):
+                    raise AssertionError(f"no server:\n{tail(log)}")
+            return [address for _, address, _ in started]
+
+        try:
+            yield ready
+        except BaseException:
+            for _, _, log in started:  # pytest shows it with the failure
+                sys.stderr.write(tail(log))
+            raise
         for process, _, _ in started:
             process.send_signal(signal.SIGINT)
         for process, _, _ in started:
             process.wait(60)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+@contextmanager
+def servers(root: Path, *extra: Sequence[str]) -> Iterator[list[str]]:
+    """Running servers, see `starting`; yields their addresses."""
+    with starting(root, *extra) as ready:
+        yield ready()
+
+
+def kill(process: Popen[bytes] | Fork) -> None:
     """End a process and all that it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -83,6 +136,12 @@ def settings(root: Path, port: int) -> list[str]:
     ]
 
 
+def transfer(**settings: str) -> list[str]:
+    """Arguments of servers that load whatever a busy machine makes of it; with other settings."""
+    extra = {"kv_connector_extra_config": {"load_policy": "always"}}
+    return ["--kv-transfer-config", json.dumps(extra | settings)]
+
+
 def command() -> list[str]:
     """The command as a checkout has it, or the same module."""
     script = SOURCE.parent / "bin" / "vua-vllm"
@@ -97,7 +156,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, **kept, "PYTHON": sys.executable, "PYTHONPATH": path}
 
 
-def wait_until_healthy(process: subprocess.Popen[bytes], address: str) -> bool:
+def wait_until_healthy(process: Popen[bytes] | Fork, address: str) -> bool:
     """Wait until the server answers; False if it ends or takes too long."""
     until = time.monotonic() + START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < until:
@@ -109,8 +168,17 @@ def wait_until_healthy(process: subprocess.Popen[bytes], address: str) -> bool:
     return False
 
 
-def complete(address: str, prompt: Sequence[int] = PROMPT, **asked: Any) -> list[int]:
-    """The tokens that complete a prompt; with ``asked`` as further words of the request."""
+def complete(
+    address: str, prompt: Sequence[int] = PROMPT, *, replica: int = 0, **asked: Any
+) -> list[int]:
+    """The tokens that complete a prompt.
+
+    Args:
+        address: of the server.
+        prompt: token ids.
+        replica: which one of the server's data parallel engines is to do it.
+        asked: further words of the request.
+    """
     body = {
         **asked,
         "model": "tiny",
@@ -123,7 +191,7 @@ def complete(address: str, prompt: Sequence[int] = PROMPT, **asked: Any) -> list
     request = urllib.request.Request(
         f"{address}/v1/completions",
         data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
+        headers={"Content-Type": "application/json", "X-data-parallel-rank": str(replica)},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]

@@ -17,18 +17,24 @@ from typing import Any
 import pytest
 
 from helpers import soak
+from vllm_e2e.controls import exchange_for_noise
 from vllm_e2e.damage import stored
 from vllm_e2e.harness import PROMPT, SOURCE, Batch, EngineTest
-from vllm_e2e.serving import complete, free_port, kill, metric, servers, wait_until_healthy
+from vllm_e2e.serving import (
+    complete,
+    free_port,
+    kill,
+    metric,
+    servers,
+    starting,
+    transfer,
+    wait_until_healthy,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 PROXY = SOURCE.parent / "examples" / "disaggregated" / "proxy.py"
-
-
-def role(name: str) -> list[str]:
-    """The arguments of a server in a role."""
-    return ["--kv-transfer-config", json.dumps({"kv_role": name})]
+ROLES = transfer(kv_role="kv_producer"), transfer(kv_role="kv_consumer")
 
 
 @contextmanager
@@ -63,13 +69,30 @@ class DisaggregatedTest(EngineTest):
         except PackageNotFoundError:
             self.skipTest("no distribution is called vllm, and its server asks for its version")
 
+    def test_two_requests(self) -> None:
+        """What one computes and stores the other loads, of each prompt; with noise it shows."""
+        prompts = [PROMPT, PROMPT[::-1]]
+        with starting(self.root, *ROLES, forked=True) as ready:
+            expected = self.baseline(Batch(prompts[:1]), Batch(prompts[1:]))
+            prefill, decode = ready()
+            with proxy(prefill, decode) as address:
+                found = [complete(address, prompt) for prompt in prompts]
+            for at, prompt in enumerate(prompts, 1):
+                exchange_for_noise(self.root, prompt)
+                self.assertNotEqual(expected[at - 1], complete(decode, prompt))
+            loaded = [metric(one, "vua_loaded_tokens_total") for one in (prefill, decode)]
+            saved = metric(decode, "vua_chunks_saved_total")
+
+        self.assertEqual(expected, found)
+        self.assertEqual([0, 4 * 640, 0], [*loaded, saved])
+        self.assertEqual(20, len(stored(self.root)))
+
     @soak
     def test_prefill_and_decode(self) -> None:
         """One computes and stores the prompt, the other loads it; the tokens are those of one."""
         expected = self.baseline(Batch([PROMPT]))[0]
-        roles = role("kv_producer"), role("kv_consumer")
         with (
-            servers(self.root, *roles) as (prefill, decode),
+            servers(self.root, *ROLES) as (prefill, decode),
             proxy(prefill, decode) as address,
         ):
             self.assertEqual(expected, complete(address))

@@ -11,7 +11,7 @@ import pytest
 from helpers import soak
 from vllm_e2e.damage import stored
 from vllm_e2e.harness import PROMPT, Batch, EngineTest, llama
-from vllm_e2e.serving import command, complete, environment, metric, scraped, servers
+from vllm_e2e.serving import command, complete, environment, metric, scraped, servers, starting
 
 pytestmark = pytest.mark.vllm
 
@@ -31,9 +31,9 @@ class ServeTest(EngineTest):
     @pytest.mark.thorough
     def test_server(self) -> None:
         """A server loads what another engine stored, and gives the tokens of one without VUA."""
-        batch = Batch([PROMPT])
-        (expected,) = self.fill(batch)
-        with servers(self.root, []) as (address,):
+        with starting(self.root, []) as ready:
+            (expected,) = self.fill(Batch([PROMPT]))
+            (address,) = ready()
             self.assertEqual(expected, complete(address))
             self.assertEqual(640, metric(address, HITS))
             self.metrics(address)

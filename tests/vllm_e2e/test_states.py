@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import soak
 from vllm_e2e.damage import CHUNK, chunk_files, flip, stored
 from vllm_e2e.harness import (
     PROMPT,
@@ -27,12 +28,15 @@ from vllm_e2e.harness import (
 )
 from vua.directory import create_stores, namespaces
 from vua.keys import KeyChain, token_ids
+from vua.layout import Shard
 from vua.slab import Slab
 
 pytestmark = pytest.mark.vllm
 
 BATCH = Batch([PROMPT[:642]])
 """Two tokens are left to compute: states fade, and here they cannot."""
+TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+ASYNC: dict[str, Any] = {"async_scheduling": True}
 UNCACHED = "served without a stored KV cache"
 
 
@@ -127,20 +131,55 @@ class StatesTest(EngineTest):
     def test_negative_control(self) -> None:
         """The state's bytes matter: with noise in their place other tokens come out."""
         expected = self.fill(BATCH, engine=engine())
+
+        self.check_noise(expected, engine())
+
+    def check_noise(self, expected: list[list[int]], settings: dict[str, Any]) -> None:
+        """Put noise in place of the state, of each part of it, and restart the engine."""
         (found,) = namespaces(self.root)
         assert found.identity is not None
         _, states = create_stores(self.root, found.identity, found.layouts)
-        slab = Slab(states.layout, states.layout.full, 1)
-        noise = torch.randn(len(slab.bytes) // 2, generator=torch.Generator().manual_seed(0)) * 8
-        slab.bytes[:] = noise.bfloat16().view(torch.uint8).numpy()  # as float32 finite as well
         key = KeyChain(token_ids(PROMPT), CHUNK)[640 // CHUNK - 1]
-        states.storage.remove(key.name, states.layout.full)
-        states.save(key, slab.memory)
+        chance = torch.Generator().manual_seed(0)
+        for path in self.states():
+            shard = Shard.parse(path.stem)
+            slab = Slab(states.layout, shard, 1)
+            noise = torch.randn(len(slab.bytes) // 2, generator=chance) * 8
+            slab.bytes[:] = noise.bfloat16().view(torch.uint8).numpy()  # as float32 finite as well
+            states.storage.remove(key.name, shard)
+            self.assertTrue(states.save(key, slab.memory, shard=shard))
 
-        warm = self.serve(BATCH, engine=engine())
+        warm = self.serve(BATCH, engine=settings)
 
         self.assertEqual([640], warm.cached)
         self.assertNotEqual(expected, warm.tokens)
+
+    def check_restart(self, settings: dict[str, Any]) -> None:
+        """The tokens of a restarted engine, with the right states and with noise."""
+        self.setUp()
+        expected = self.fill(BATCH, engine=settings)
+        self.assertEqual(settings.get("tensor_parallel_size", 1), len(self.states()))
+
+        warm = self.serve(BATCH, engine=settings)
+
+        self.assertEqual([expected, [640]], [warm.tokens, warm.cached])
+        ahead = settings.get("async_scheduling", False)
+        self.assertEqual(ahead, warm.counts.get("steps_ahead", 0) > 8)
+        self.check_noise(expected, settings)
+
+    @pytest.mark.thorough
+    def test_two_workers_running_ahead(self) -> None:
+        """Two workers, each with a part of the state, and a step scheduled before the last ends."""
+        self.check_restart(engine(**TP2, **ASYNC))
+
+    @soak
+    def test_modes(self) -> None:
+        """Either kind of state with two workers, with asynchronous scheduling, and with both."""
+        short = {"model": str(lfm2()), "enable_prefix_caching": True}
+        for name, settings in (("qwen3-next", engine()), ("lfm2", short)):
+            for mode in (TP2, ASYNC, TP2 | ASYNC):
+                with self.subTest(name, **mode):
+                    self.check_restart(settings | mode)
 
     @pytest.mark.thorough
     def test_branches(self) -> None:

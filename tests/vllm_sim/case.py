@@ -102,9 +102,7 @@ def draw(seed: int) -> Case:
 
 def with_states(case: Case) -> Case:
     """The same for a model with states; vLLM has them with prefix caching, VUA without drafts."""
-    return dataclasses.replace(
-        case, model="states", prefix_caching=True, drafts=0, asynchronous=False
-    )
+    return dataclasses.replace(case, model="states", prefix_caching=True, drafts=0)
 
 
 def play(case: Case) -> Counter[str]:

@@ -7,7 +7,6 @@ the configuration alone. What cannot be told apart for certain is not cached.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -296,11 +295,18 @@ def _identity(
             rope=rope,
             epoch=config.epoch,
             chunk_tokens=config.chunk_tokens,
-            name=os.path.basename(str(model_config.model).rstrip("/")),  # noqa: PTH119
+            name=_name(str(model_config.model)),
         )
     except ConfigError as problem:
         msg = f"the model cannot be identified: {problem}"
         raise UncachedError(msg) from problem
+
+
+def _name(model: str) -> str:
+    """What people call it; not the commit, by whose directory an offline vLLM has a hub's model."""
+    path = Path(model)
+    in_hub = path.parent.name == "snapshots"
+    return path.parent.parent.name.rpartition("--")[2] if in_hub else path.name
 
 
 def _weights(vllm_config: Any) -> str:  # noqa: ANN401
@@ -324,14 +330,17 @@ def local_directory(model: str, revision: str | None, download_dir: str | None) 
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(
-                model, revision=revision, cache_dir=download_dir, local_files_only=True
-            )
+        found = snapshot_download(  # of any file, for engines leave some out
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            local_files_only=True,
+            ignore_patterns="*",
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, ValueError) as problem:
         msg = f"no local files of {model!r} to fingerprint: {problem}"
         raise UncachedError(msg) from problem
+    return Path(found)
 
 
 def fingerprint(path: str) -> bytes:
