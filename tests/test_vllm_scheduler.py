@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -284,6 +285,30 @@ class SchedulerTest(unittest.TestCase):
         store(side, 1, 4)
 
         self.assertEqual((48, True), answer(side, waiting))
+
+    def test_prompts_that_come_together(self) -> None:
+        """An idle engine waits for the lookups of both; one that computes does not wait so long."""
+        side, go = self.side(), threading.Event()
+        look_up = side._lookups._look_up
+
+        def slowly(lookup: Any) -> Any:
+            go.wait(0.02 if lookup.request.request_id != "third" else 30)
+            return look_up(lookup)
+
+        side._lookups._look_up = slowly
+        both = [request_of(name, num_computed_tokens=0) for name in ("one", "other")]
+        with mock.patch("vua.vllm.scheduler._IDLE_STEP_WAIT_S", 30):
+            for request in both:
+                self.assertEqual((0, False), side.matched_tokens(request, 0))
+                side.allocated(request, None, 0)
+            side.take_loads()
+            third = request_of("third")
+            self.assertEqual((None, False), side.matched_tokens(third, 0))
+            side.take_loads()
+            for request in both:
+                side.finished(request)
+            threading.Timer(0.05, go.set).start()
+            self.assertEqual((0, False), side.matched_tokens(third, 0))
 
     def test_waiting_in_vain(self) -> None:
         """A request that waits for what never comes takes what there is."""
