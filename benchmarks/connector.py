@@ -49,6 +49,8 @@ STEP_TOKENS = 4096
 and stops the engine (0.32: shape mismatch) when it loads a longer one: it is not asked to."""
 EXAMPLE = "ExampleConnector"
 """vLLM's own connector that stores whole prompts in a directory, for comparison."""
+AGAIN = "vLLM again"
+"""A second process of the plain engine: what else differs between two arms."""
 TALKERS = ("default", "save_generated")
 VOCABULARY = 4096
 ENVIRONMENT = {
@@ -237,16 +239,16 @@ def overhead(
     arms: dict[str, Arm], size: Size, chance: random.Random
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Measure the first comparison."""
-    order = [*arms, "vLLM again"]
+    order = [*arms]
     times: dict[str, list[float]] = {name: [] for name in order}
     stored = 0
-    for at in range(size.overhead_rounds):
+    for _ in range(size.overhead_rounds):
         prompts = [
             chance.choices(range(10, VOCABULARY), k=size.prompt_tokens) for _ in range(size.prompts)
         ]
         expected = None
-        for name in order[at % len(order) :] + order[: at % len(order)]:
-            arm = arms.get(name, arms["vLLM"])
+        for name in random.sample(order, len(order)):
+            arm = arms[name]
             answer = arm.ask(prompts, forget=True)
             times[name].append(answer["seconds"])
             expected = expected or answer
@@ -255,7 +257,7 @@ def overhead(
             if name == "stores":  # beside no other arm
                 stored += size.prompts * (size.prompt_tokens // CHUNK)
                 arm.wait_until_stored(stored)
-    for name in order[1:]:
+    for name in [name for name in order if name != "vLLM"]:
         pairs = zip(times[name], times["vLLM"], strict=True)
         yield f"{name} / vLLM", summary([ours / plain for ours, plain in pairs])
     yield "vLLM, s", summary(times["vLLM"])
@@ -360,11 +362,13 @@ def measure(root: Path, model: Path, size: Size) -> dict[str, dict[str, dict[str
             "lookups": start("lookups", "empty", "kv_consumer"),
             "stores": start("stores", "kv"),
             EXAMPLE: start(EXAMPLE, "example", EXAMPLE),
+            AGAIN: start(AGAIN, None),
         }
         all_ready(arms)
         stack.callback(arms["vLLM"].close)
         results = {"overhead": told(overhead(arms, size, chance))}
         arms["lookups"].close()
+        arms[AGAIN].close()
         plain, ours, example = arms["vLLM"], arms["stores"], arms[EXAMPLE]
         results["time to first token"] = told(first_token(plain, ours, example, size, chance))
         ours.close()
