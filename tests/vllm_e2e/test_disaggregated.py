@@ -10,7 +10,6 @@ import unittest
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
@@ -19,8 +18,9 @@ import pytest
 from helpers import soak
 from vllm_e2e.controls import exchange_for_noise
 from vllm_e2e.damage import stored
-from vllm_e2e.harness import PROMPT, SOURCE, Batch, EngineTest
+from vllm_e2e.harness import PROMPT, SOURCE, Batch
 from vllm_e2e.serving import (
+    ServerTest,
     complete,
     free_port,
     kill,
@@ -60,15 +60,7 @@ def proxy(prefill: str, decode: str) -> Iterator[str]:
 
 
 @unittest.skipUnless(PROXY.exists(), "not in a checkout")
-class DisaggregatedTest(EngineTest):
-    def setUp(self) -> None:
-        """Skip where vLLM's server cannot start at all."""
-        super().setUp()
-        try:
-            version("vllm")
-        except PackageNotFoundError:
-            self.skipTest("no distribution is called vllm, and its server asks for its version")
-
+class DisaggregatedTest(ServerTest):
     def test_two_requests(self) -> None:
         """What one computes and stores the other loads, of each prompt; with noise it shows."""
         prompts = [PROMPT, PROMPT[::-1]]

@@ -7,14 +7,12 @@ same files too is in test_vllm_identity.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 import pytest
 
 from vllm_e2e.controls import exchange_for_noise
 from vllm_e2e.damage import stored
-from vllm_e2e.harness import PROMPT, Batch, EngineTest
-from vllm_e2e.serving import complete, scraped, starting, transfer
+from vllm_e2e.harness import PROMPT, Batch
+from vllm_e2e.serving import ServerTest, complete, scraped, starting, transfer
 from vua.directory import namespaces
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
@@ -25,15 +23,7 @@ OTHER = PROMPT[::-1]
 UNTIL_STORED = {"vua": {"wait_s": 20}}
 
 
-class ReplicasTest(EngineTest):
-    def setUp(self) -> None:
-        """Skip where vLLM's server cannot start at all."""
-        super().setUp()
-        try:
-            version("vllm")
-        except PackageNotFoundError:
-            self.skipTest("no distribution is called vllm, and its server asks for its version")
-
+class ReplicasTest(ServerTest):
     def test_two_replicas(self) -> None:
         """Each replica loads what the other one stored: the same tokens, and others of noise."""
         with starting(self.root, REPLICAS, forked=True) as ready:

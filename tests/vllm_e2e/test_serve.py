@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
 from helpers import soak
 from vllm_e2e.damage import stored
-from vllm_e2e.harness import PROMPT, Batch, EngineTest, llama
-from vllm_e2e.serving import command, complete, environment, metric, scraped, servers, starting
+from vllm_e2e.harness import PROMPT, Batch, llama
+from vllm_e2e.serving import (
+    ServerTest,
+    command,
+    complete,
+    environment,
+    metric,
+    scraped,
+    servers,
+    starting,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -19,15 +27,7 @@ CHUNK_NBYTES = 2 * 2 * 2 * 32 * 4 * 64  # layers, K and V, heads, head size, flo
 HITS = "vllm:external_prefix_cache_hits_total"
 
 
-class ServeTest(EngineTest):
-    def setUp(self) -> None:
-        """Skip where vLLM's server cannot start at all."""
-        super().setUp()
-        try:
-            version("vllm")
-        except PackageNotFoundError:
-            self.skipTest("no distribution is called vllm, and its server asks for its version")
-
+class ServeTest(ServerTest):
     @pytest.mark.thorough
     def test_server(self) -> None:
         """A server loads what another engine stored, and gives the tokens of one without VUA."""
