@@ -38,7 +38,7 @@ _STEP_WAIT_S: Final = 0.001
 nothing else to do would otherwise spin, and starve the lookup's thread of the GIL."""
 _IDLE_STEP_WAIT_S: Final = 0.01
 """The same where no request computes or loads: nobody else waits then, and prompts that came
-together are computed in one step, not the first one alone (which costs 2 % of two such prompts)."""
+together are computed in one step, not the first one alone."""
 
 _LOOK_AGAIN_S: Final = 0.02
 """How often chunks are looked up that another engine is still writing."""
