@@ -183,10 +183,11 @@ def serve(pipe: Connection, settings: dict[str, Any], log: IO[bytes]) -> None:
         if forget and not llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset")
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         outputs = llm.generate(asked, sampling, use_tqdm=False)
         answer = {
             "seconds": time.perf_counter() - start,
+            "cpu_s": time.process_time() - start_cpu,
             "first_token_s": outputs[0].metrics.first_token_latency,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "certain": [certain(output.outputs[0].logprobs) for output in outputs],
@@ -241,6 +242,7 @@ def overhead(
     """Measure the first comparison."""
     order = [*arms]
     times: dict[str, list[float]] = {name: [] for name in order}
+    cpu: dict[str, list[float]] = {name: [] for name in order}
     stored = 0
     for _ in range(size.overhead_rounds):
         prompts = [
@@ -251,15 +253,17 @@ def overhead(
             arm = arms[name]
             answer = arm.ask(prompts, forget=True)
             times[name].append(answer["seconds"])
+            cpu[name].append(answer["cpu_s"])
             expected = expected or answer
             expect_tokens(name, expected, answer)
             expect(f"{name}: loaded", [0] * size.prompts, answer["cached"])
             if name == "stores":  # beside no other arm
                 stored += size.prompts * (size.prompt_tokens // CHUNK)
                 arm.wait_until_stored(stored)
-    for name in [name for name in order if name != "vLLM"]:
-        pairs = zip(times[name], times["vLLM"], strict=True)
-        yield f"{name} / vLLM", summary([ours / plain for ours, plain in pairs])
+    for what, found in (("", times), (", CPU time", cpu)):
+        for name in [name for name in order if name != "vLLM"]:
+            pairs = zip(found[name], found["vLLM"], strict=True)
+            yield f"{name} / vLLM{what}", summary([ours / plain for ours, plain in pairs])
     yield "vLLM, s", summary(times["vLLM"])
 
 

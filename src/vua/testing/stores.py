@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -218,8 +219,11 @@ class VuaSubject(StoreSubject):
     def sweep(self) -> None:
         """Age what writers have left, then do what `vua gc` does."""
         old_s = time.time() - 2 * GRACE_S
-        for path in self.root.rglob(TEMPORARY + "*"):
-            os.utime(path, (old_s, old_s))
+        for directory, _, names in os.walk(self.root):  # unlike rglob, skips what is deleted
+            for name in names:
+                if name.startswith(TEMPORARY):
+                    with contextlib.suppress(FileNotFoundError):  # stored or deleted by now
+                        os.utime(f"{directory}/{name}", (old_s, old_s))
         collect(self.root, Limits.of(self.root, self._bounds))
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -26,6 +27,17 @@ class _Board:
     def __init__(self, keys: int, processes: int) -> None:
         self.marks = mmap.mmap(-1, keys)
         self.counts = mmap.mmap(-1, 8 * len(_KINDS) * processes)
+        self.problem = mmap.mmap(-1, 4096)
+
+    def raised(self, process: int, doing: str) -> None:
+        """Count the exception that is being handled; the last one of all processes is kept."""
+        self.add(process, "raised")
+        told = f"{doing}: {traceback.format_exc()}".encode()[-len(self.problem) :]
+        self.problem[: len(told)] = told
+
+    def last_problem(self) -> str:
+        """Return the traceback that :meth:`raised` kept, empty for none."""
+        return self.problem[:].rstrip(b"\0").decode(errors="replace")
 
     def add(self, process: int, kind: str) -> None:
         at = 8 * (process * len(_KINDS) + _KINDS.index(kind))
@@ -45,7 +57,7 @@ def _writer(subject: Subject, trial: Trial, board: _Board, process: int, key: Ke
             board.marks[key.number] = 1
             board.add(process, "stored")
     except Exception:  # noqa: BLE001 - whatever reaches the caller counts
-        board.add(process, "raised")
+        board.raised(process, "put")
 
 
 def _reader(subject: Subject, trial: Trial, board: _Board, process: int, key: Key) -> None:
@@ -61,7 +73,7 @@ def _sweeper(subject: Subject, trial: Trial, board: _Board, process: int, key: K
     try:
         subject.sweep()
     except Exception:  # noqa: BLE001 - whatever reaches the caller counts
-        board.add(process, "raised")
+        board.raised(process, "sweep")
     time.sleep(0.2)
 
 
@@ -173,7 +185,8 @@ def races(trial: Trial) -> None:
 def _judge(trial: Trial, board: _Board, name: str) -> None:
     counts = {kind: board.total(kind) for kind in _KINDS}
     trial.must(f"{name}: no wrong bytes", counts["wrong"] == 0, counts)
-    trial.should(f"{name}: no exception", counts["raised"] == 0, counts["raised"])
+    found = f"{counts['raised']}; {board.last_problem()}"
+    trial.should(f"{name}: no exception", counts["raised"] == 0, found)
     trial.must(
         f"{name}: control: there are hits and puts", min(counts["hit"], counts["stored"]) > 0
     )
