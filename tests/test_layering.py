@@ -60,6 +60,7 @@ CORE = (
     "vua.seal",
     "vua.keyring",
     "vua.aim",
+    "vua.misses",
     "vua.store",
     "vua.directory",
     "vua.buffers",

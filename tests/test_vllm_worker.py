@@ -95,7 +95,7 @@ class HangingTest(DirectoryTest):
         self.side.register(self.layers, layer_of, dict.fromkeys(self.layers, 0))
         self.keys = keys_of(range(48), 16)
         self.save(self.keys)
-        soon(lambda: len(self.files()) == 3 and self.side._pending_saves == 0)
+        soon(lambda: len(self.files()) == 3 and self.side.pending_saves == 0)
         self.side.stats.take()
         store = self.side._groups[0].store
         self.storage = Hanging(store.storage)
@@ -200,7 +200,7 @@ class HangingTest(DirectoryTest):
 
         def given_up() -> bool:
             self.save([])
-            return not self.side._saves_guard._breaker.closed
+            return not self.side._saves._guard._breaker.closed
 
         soon(given_up)
         self.save(keys)
@@ -232,11 +232,11 @@ class HangingTest(DirectoryTest):
         stats = side.stats.take()
         assert stats is not None
         self.assertEqual({"dropped": 5}, stats.data["vua_chunks_saved_total"])
-        self.assertEqual(room, side._pending_saves)
+        self.assertEqual(room, side.pending_saves)
         self.storage.go.set()
-        soon(lambda: side._pending_saves == 0)
+        soon(lambda: side.pending_saves == 0)
         side.save(order)
-        soon(lambda: side._pending_saves == 0)
+        soon(lambda: side.pending_saves == 0)
         self.assertEqual(3 + len(keys), len(self.files()))
 
     def test_failing_saves(self) -> None:
@@ -245,7 +245,7 @@ class HangingTest(DirectoryTest):
         self.storage.go.set()
         for at in range(20):
             self.save(keys_of(range(1000 * at, 1000 * at + 48), 16))
-            soon(lambda: self.side._pending_saves == 0)
+            soon(lambda: self.side.pending_saves == 0)
 
         self.assertLessEqual(self.storage.calls, 4)
 
@@ -255,7 +255,7 @@ class HangingTest(DirectoryTest):
         keys = keys_of(range(100, 148), 16)
         hints = SaveHints(pin=True)
         self.side.save(Orders(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
-        soon(lambda: self.side._pending_saves == 0)
+        soon(lambda: self.side.pending_saves == 0)
 
         pins = sorted(path.parent.name for path in self.root.rglob("pin-*"))
         self.assertEqual(sorted(key.name for key in keys), pins)
@@ -266,7 +266,7 @@ class HangingTest(DirectoryTest):
         hinted, plain = keys_of(range(100, 148), 16), keys_of(range(200, 248), 16)
         for keys, hints in ((hinted, SaveHints(ttl_s=60)), (plain, SaveHints())):
             self.side.save(Orders(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
-            soon(lambda: self.side._pending_saves == 0)
+            soon(lambda: self.side.pending_saves == 0)
 
         marks = {path.name: path.read_text() for path in self.root.glob("*/ttl/*")}
         self.assertEqual({key.name: "0000000060" for key in hinted}, marks)

@@ -1,18 +1,14 @@
-"""Chunks of one namespace: save, look up, load. The only place where damage becomes a miss.
+"""Chunks of one namespace: save, look up, load.
 
 A :class:`Store` joins names (`keys`), coordinates (`layout`), bytes (`entry`) and a place
 (`storage`). It hands out nothing that it has not verified: header, identity, position and every
-run's checksum. Whatever is damaged, foreign or gone is a miss: counted by reason, logged, taken out
-of sight, and written anew by the next save.
+run's checksum. Whatever is damaged, foreign or gone is a miss (`misses`).
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import socket
-import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,14 +20,15 @@ from vua import native
 from vua.aim import Aim
 from vua.claims import PLAIN
 from vua.entry import EntryCodec
-from vua.errors import EntryError, ForeignEntryError, InputError, UntrustedError
+from vua.errors import EntryError, InputError, UntrustedError
 from vua.keeper import Keeper
 from vua.keyring import Keyring, NoKeyError
 from vua.keys import ChunkKey, Keys
 from vua.layout import KVLayout, MemoryMap, Shard, cover
+from vua.misses import Misses
 from vua.plan import Plan, Recipe
 from vua.security import Security
-from vua.storage import Reader, Storage
+from vua.storage import Storage
 
 if TYPE_CHECKING:
     from vua.seal import Seal  # needs an optional package
@@ -41,10 +38,6 @@ __all__ = ["Keys", "Loaded", "Loader", "Saver", "Store"]
 log = logging.getLogger(__name__)
 
 _WRITER: Final = f"vua {socket.gethostname()}"
-_WARN_INTERVAL_S: Final = 60.0
-_FAILURES: Final = 3
-"""Reads that fail with EIO, none in between that works, until a file is taken out of sight."""
-_MAX_FAILED: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +74,8 @@ class Store:
         self._codecs: dict[tuple[Shard, str], EntryCodec] = {}
         self._recipes: dict[tuple[Shard, Shard, Shard, int, str], Recipe] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
-        self._lock = threading.Lock()
-        self._failed: dict[str, int] = {}
-        self._warned_s = -_WARN_INTERVAL_S
-        self.counts: Counter[str] = Counter()
+        self.misses = Misses(storage)
+        self.counts: Counter[str] = self.misses.counts
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
         corrupt, foreign, locked, error."""
 
@@ -111,10 +102,6 @@ class Store:
             recipe = Recipe(self.codec(stored, kind), taken, target, memory.piece_tokens)
             recipe = self._recipes.setdefault(which, recipe)
         return Plan(recipe, memory)
-
-    def _count(self, event: str, by: int = 1) -> None:
-        with self._lock:
-            self.counts[event] += by
 
     # -- lookup -------------------------------------------------------------------------------
 
@@ -169,41 +156,6 @@ class Store:
         """Read chunks straight into memory once; see :meth:`loader` and :meth:`Loader.load`."""
         return self.loader(memory, target=target).load(keys)
 
-    def _cover(self, chunk: str, target: Shard) -> list[tuple[Shard, Shard]] | None:
-        found = cover(target, self.storage.shards(chunk))
-        if found is not None:
-            self._last_cover[target] = found
-        return found
-
-    def _reject(self, key: ChunkKey, shard: Shard, reader: Reader, problem: EntryError) -> str:
-        reason = "foreign" if isinstance(problem, ForeignEntryError) else "corrupt"
-        if isinstance(problem, ForeignEntryError) and not problem.misplaced:
-            fate = "; it may be right and this reader wrong, so it stays"
-        elif self.storage.remove(key.name, shard, reader):
-            fate = " and was taken out of sight"
-        else:
-            fate = "; it could not be removed"
-        name = key.name[:12]
-        log.warning("%s entry %s/%s is a miss%s: %s", reason, name, shard.name, fate, problem)
-        return reason
-
-    def _read_failed(self, key: ChunkKey, shard: Shard, reader: Reader, problem: OSError) -> None:
-        """Take a file with a bad sector out of sight, so that it can be stored anew."""
-        with self._lock:
-            self._failed = {} if len(self._failed) > _MAX_FAILED else self._failed
-            times = self._failed.get(key.name, 0) + (problem.errno == errno.EIO)
-            self._failed[key.name] = times
-        if times >= _FAILURES and self.storage.remove(key.name, shard, reader):
-            log.warning("chunk %s failed %d reads and was taken out of sight", key.name[:12], times)
-
-    def _unreadable(self, key: ChunkKey, problem: OSError) -> None:
-        """Log a read that failed, once a minute as a warning: a lost mount fails all of them."""
-        now_s = time.monotonic()
-        often = now_s - self._warned_s < _WARN_INTERVAL_S
-        self._warned_s = self._warned_s if often else now_s
-        level = logging.DEBUG if often else logging.WARNING
-        log.log(level, "chunk %s could not be read, a miss: %s", key.name[:12], problem)
-
     # -- save ---------------------------------------------------------------------------------
 
     def save(
@@ -237,12 +189,12 @@ class Store:
         try:
             seal = self.keyring.seal(key.tenant)
         except NoKeyError as problem:
-            self._count("chunks_refused")
+            self.misses.count("chunks_refused")
             log.warning("chunk %s is not stored: %s", key.name[:12], problem)
             return False
         codec = self.codec(shard, seal.kind if seal else "")
         if self.storage.exists(key.name, shard, codec.file_nbytes):
-            self._count("chunks_present")
+            self.misses.count("chunks_present")
             return False
         plan = saver.plan(codec.kind)
         header = np.empty((1, codec.header_nbytes), dtype=np.uint8)
@@ -260,10 +212,10 @@ class Store:
         if self.keeper is None:
             self.storage.publish(key.name, shard, iovecs)
         elif not self.keeper.publish(key, shard, iovecs, saver.ttl_s):
-            self._count("chunks_refused")
+            self.misses.count("chunks_refused")
             saver.refused = True
             return False
-        self._count("chunks_saved")
+        self.misses.count("chunks_saved")
         log.debug("saved chunk %s/%s", key.name[:12], shard.name)
         return True
 
@@ -321,21 +273,18 @@ class Loader:
         try:
             self._unlock(keys[0].tenant if len(keys) else "")
         except NoKeyError as problem:
-            store._count("locked")
+            store.misses.count("locked")
             log.warning("nothing is loaded: %s", problem)
             return Loaded(0, 0, "locked")
         chunks = self._load_many(keys, 0)
         while chunks < len(keys):
             reason = self._try(keys[chunks], chunks, len(keys))
             if reason is not None:
-                store._count(reason)
+                store.misses.count(reason)
                 break
             chunks += 1
             chunks += self._load_many(keys, chunks)
-        store._count("chunks_loaded", chunks)
-        if store._failed:  # only failures in a row count
-            for place in range(chunks):
-                store._failed.pop(keys[place].name, None)
+        store.misses.loaded(keys, chunks)
         log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
         return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
 
@@ -359,9 +308,10 @@ class Loader:
             try:
                 return self._load(key, place, stop)
             except FileNotFoundError:
-                found = self._store._cover(key.name, self._target)
+                found = cover(self._target, self._store.storage.shards(key.name))
                 if found is None or found == self._cover:
                     return "missing"
+                self._store._last_cover[self._target] = found
                 self._follow(found)
                 return self._load(key, place, stop)
         except FileNotFoundError:
@@ -370,7 +320,7 @@ class Loader:
             log.warning("chunk %s is not believed, a miss: %s", key.name[:12], problem)
             return "foreign"
         except OSError as problem:
-            self._store._unreadable(key, problem)
+            self._store.misses.unreadable(key, problem)
             return "error"
 
     def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
@@ -389,9 +339,9 @@ class Loader:
             try:
                 aim.read(reader, key, place, stop, self._seal)
             except EntryError as problem:
-                return self._store._reject(key, stored, reader, problem)
+                return self._store.misses.reject(key, stored, reader, problem)
             except OSError as problem:
-                self._store._read_failed(key, stored, reader, problem)
+                self._store.misses.read_failed(key, stored, reader, problem)
                 raise
             finally:
                 reader.close()

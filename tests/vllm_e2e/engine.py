@@ -235,7 +235,7 @@ def wait_for_saves(patience_s: float = 5.0) -> None:
 
     worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
     until = time.monotonic() + patience_s
-    while worker is not None and worker._pending_saves and time.monotonic() < until:
+    while worker is not None and worker.pending_saves and time.monotonic() < until:
         time.sleep(0.01)
 
 
@@ -246,7 +246,7 @@ def settle(llm: Any) -> None:
 
     worker = get_kv_transfer_group()._worker
     until = time.monotonic() + 30
-    while worker._pending_saves:
+    while worker.pending_saves:
         if time.monotonic() > until:
             raise TimeoutError("chunks are still not stored")
         time.sleep(0.01)

@@ -59,7 +59,7 @@ class GroupSide:
         stats: Recorder,
     ) -> None:
         """Use ``store`` for group ``number`` of the model; record into ``stats``."""
-        self._stats = stats
+        self.number, self._stats = number, stats
         self.watch: FileWatch | None = None
         """Told of chunks that cannot be loaded."""
         self.group, self._model = model.groups[number], model

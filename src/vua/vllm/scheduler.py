@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,13 +18,14 @@ from vua.directory import create_stores
 from vua.keys import token_ids
 from vua.vllm.accounts import Accounts
 from vua.vllm.config import ConnectorConfig
-from vua.vllm.decision import NOTHING_STORED, Choice, LoadOrCompute
+from vua.vllm.decision import NOTHING_STORED, LoadOrCompute
 from vua.vllm.events import Announcer
 from vua.vllm.lookup import Lookup, Lookups
 from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Model
 from vua.vllm.prefix import Found
-from vua.vllm.request import OptionReader, RequestOptions
+from vua.vllm.request import OptionReader
+from vua.vllm.request_state import RequestState
 from vua.vllm.saving import Step, to_save
 from vua.vllm.speed import prompt_work
 from vua.vllm.stats import Recorder, VUAStats
@@ -44,32 +43,6 @@ _LOOK_AGAIN_S: Final = 0.02
 """How often chunks are looked up that another engine is still writing."""
 
 log = logging.getLogger("vllm.vua.scheduler")
-
-
-@dataclass(slots=True)
-class _State:
-    """One request, from its first lookup to its end."""
-
-    request: Any
-    options: RequestOptions
-    lookup: Lookup
-    arrived_s: float
-    local_tokens: int = 0
-    """vLLM's own prefix-cache hit when it last asked."""
-    choice: Choice = NOTHING_STORED
-    """What was decided then."""
-    admitted: bool = False
-    """It has blocks: it computes, or loads."""
-    failed: bool = False
-    """A load for it failed: it is computed, not looked up again."""
-    outdated: bool = False
-    """It began before a reset."""
-    loading: list[int] = field(default_factory=list)
-    """Blocks that a running load fills; empty where a load fails as a whole."""
-    block_ids: list[list[int]] = field(default_factory=list)
-    """Its block table, per vLLM cache group."""
-    next_save: int | None = None
-    """First chunk not yet ordered to be saved; None until the lookup's answer is known."""
 
 
 class SchedulerSide:
@@ -99,7 +72,7 @@ class SchedulerSide:
         self._may_load, self._may_save = loads, saves
         self._open(model)
         self._options = OptionReader()
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, RequestState] = {}
         self._loads: list[LoadOrder] = []
         self._patience_s: float | None = None
         """How long lookups may still be waited for in this step; None before the first."""
@@ -208,7 +181,7 @@ class SchedulerSide:
             wait_for([lookup.answer], timeout=self._patience_s)
             self._patience_s -= time.monotonic() - began
 
-    def _waits(self, state: _State, found: Found) -> bool:
+    def _waits(self, state: RequestState, found: Found) -> bool:
         """Whether to look again later: the client said that the prompt is being written."""
         now, wait_s = time.monotonic(), state.options.wait_s
         if found.stored >= len(found.keys) or now - state.arrived_s >= wait_s:
@@ -220,16 +193,16 @@ class SchedulerSide:
             self._patience_s = 0.0
         return True
 
-    def _account(self, state: _State, outcome: str) -> None:
+    def _account(self, state: RequestState, outcome: str) -> None:
         request, seconds = state.request, time.monotonic() - state.arrived_s
         self.accounts.answered(request.request_id, outcome, request.num_tokens, seconds)
 
-    def _state(self, request: Any) -> _State:  # noqa: ANN401
+    def _state(self, request: Any) -> RequestState:  # noqa: ANN401
         state = self._states.get(request.request_id)
         if state is None:
             options = self._options.read(request.kv_transfer_params)
             lookup = self._lookups.ask(request, options)
-            state = _State(request, options, lookup, lookup.asked_s)
+            state = RequestState(request, options, lookup, lookup.asked_s)
             self._states[request.request_id] = state
         return state
 
@@ -323,19 +296,10 @@ class SchedulerSide:
             state = self._states.get(request_id)
             if state is None:
                 continue
-            self._extend(state, cached.new_block_ids[at], request_id in cached.resumed_req_ids)
+            state.extend(cached.new_block_ids[at], resumed=request_id in cached.resumed_req_ids)
             self._save(orders, state, cached.num_computed_tokens[at], output)
 
-    @staticmethod
-    def _extend(state: _State, new: Sequence[Sequence[int]] | None, resumed: bool) -> None:  # noqa: FBT001
-        if resumed:
-            state.block_ids = []
-        for number, table in enumerate(new or ()):
-            if number == len(state.block_ids):
-                state.block_ids.append([])
-            state.block_ids[number] += table
-
-    def _first_chunk(self, state: _State, found: Found, computed: int) -> tuple[range, int]:
+    def _first_chunk(self, state: RequestState, found: Found, computed: int) -> tuple[range, int]:
         """Return the chunks to look at again (see `Step.reused`), and the first one to save."""
         if state.next_save is not None or self._model.plain:
             return range(0), found.stored if state.next_save is None else state.next_save
@@ -345,7 +309,7 @@ class SchedulerSide:
         # vLLM's own prefix cache may have more than is stored
         return range(first if computed > found.tokens else 0), first
 
-    def _save(self, orders: Orders, state: _State, computed: int, output: Any) -> None:  # noqa: ANN401
+    def _save(self, orders: Orders, state: RequestState, computed: int, output: Any) -> None:  # noqa: ANN401
         if not state.options.store or state.outdated or not state.lookup:
             return
         if (found := state.lookup.answer.result()) is None:

@@ -13,25 +13,24 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from vua.device import Fence, Gds
 from vua.directory import create_stores
-from vua.errors import ConfigError, StorageError
-from vua.keys import ChunkKey
-from vua.store import Saver, Store
+from vua.errors import ConfigError
+from vua.store import Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.device_side import DeviceGroupSide, lies_on_device, open_gds
 from vua.vllm.events import FileEvents, FileWatch
 from vua.vllm.group_side import GroupSide, Rank, Tables
-from vua.vllm.messages import LoadOrder, LoadTimes, Orders, SaveOrder
+from vua.vllm.messages import LoadOrder, LoadTimes, Orders
 from vua.vllm.model import Model
 from vua.vllm.notes import WorkerNotes
+from vua.vllm.saves import Saves
 from vua.vllm.stats import Recorder, VUAStats
 from vua.vllm.storage_guard import StorageGuard
 from vua.workers import Attempt, Workers
@@ -42,21 +41,6 @@ log = logging.getLogger("vllm.vua.worker")
 
 _IDLE_WAIT_S: Final = 0.005
 """How long a step without a forward pass waits for a load to end, see take_received()."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Save:
-    """One chunk on its way to storage."""
-
-    group: GroupSide
-    saver: Saver
-    """Taken when it is copied: after a reset it must not get into the new epoch."""
-    key: ChunkKey
-    slab: Any
-    pin: bool = False
-    """Whether it, and so all of its prefix, is to stay."""
-    ttl_s: float | None = None
-    """See :class:`vua.vllm.request.SaveHints`."""
 
 
 class WorkerSide:
@@ -80,15 +64,11 @@ class WorkerSide:
             for group in self._groups:
                 group.watch = watch
             self._watch(stores)
-        limit_s = config.io_timeout_s
         self._loaders: Workers[LoadOrder] = Workers(
-            config.load_threads, timeout_s=limit_s, name="vua-load"
+            config.load_threads, timeout_s=config.io_timeout_s, name="vua-load"
         )
-        self._savers: Workers[_Save] = Workers(
-            config.save_threads, timeout_s=limit_s, name="vua-save"
-        )
-        self._loads_guard, self._saves_guard = StorageGuard("loads"), StorageGuard("saves")
-        self._pending_saves = 0
+        self._loads_guard = StorageGuard("loads")
+        self._saves = Saves(config, self._rank, self.stats, watch)
         self._lock = threading.Condition()
         self._running = self._in_step = 0
         self._received: set[str] = set()
@@ -100,7 +80,6 @@ class WorkerSide:
         depends on them is stored."""
         self._registered = False
         self._gds: Gds | None = None
-        self._warned: set[str] = set()
 
     def _open(self, model: Model) -> list[Store]:
         return create_stores(
@@ -156,7 +135,7 @@ class WorkerSide:
     def shutdown(self) -> None:
         """Finish what was ordered: all loads, and the saves that are waiting; unless I/O hangs."""
         self._loaders.close()
-        if not self._savers.close():
+        if not self._saves.close():
             log.warning("VUA: the storage does not answer; some chunks are not stored")
         for group in self._groups:
             group.close()
@@ -294,7 +273,7 @@ class WorkerSide:
 
     def save(self, orders: Orders) -> None:
         """Copy this step's complete chunks out of the cache; they are written in the background."""
-        self._give_up_saves()
+        self._saves.give_up()
         if not self._registered or not orders.saves:
             return
         self._follow(orders.epoch)
@@ -302,75 +281,12 @@ class WorkerSide:
             if self._spoilt and not self._spoilt.isdisjoint(order.block_ids[0]):
                 continue
             for number, keys in order.parts:
-                self._copy_out(self._groups[number], keys, order)
+                self._saves.copy_out(self._groups[number], keys, order)
 
-    def _copy_out(self, group: GroupSide, keys: Sequence[ChunkKey], order: SaveOrder) -> None:
-        for at, key in enumerate(keys if group.writes else ()):
-            if not self._saves_guard.allows():
-                self.stats.add("vua_chunks_saved_total", len(keys) - at, "paused")
-                return
-            slab = group.save_slabs.take()
-            if slab is None:
-                self.stats.add("vua_chunks_saved_total", len(keys) - at, "dropped")
-                self._warn_once("full", "storage is slower than the engine: chunks are not stored")
-                return  # a later chunk without its prefix would never be found
-            group.gather(slab, key, order.block_ids)
-            self._count_pending(1)
-            pin = order.hints.pin and at == len(keys) - 1  # holds those before it too
-            save = _Save(group, group.saver(slab), key, slab, pin, order.hints.ttl_s)
-            self._savers.submit(self._write, save)
-
-    def _write(self, attempt: Attempt[_Save]) -> None:
-        save = attempt.what
-        outcome, began = "error", time.monotonic()
-        try:
-            save.group.copied(save.slab)
-            save.saver.ttl_s = save.ttl_s
-            written = save.saver.save(save.key)
-            outcome = "written" if written else "refused" if save.saver.refused else "present"
-            keeper = save.saver.store.keeper
-            if save.pin and keeper is not None:
-                keeper.pin(save.key.name)
-        except StorageError as problem:
-            self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
-        except Exception:
-            log.exception("chunk %s was not stored", save.key.name[:12])
-        finally:
-            save.group.save_slabs.give_back(save.slab)  # not earlier: a write may still read it
-            if attempt.settle():
-                self._saves_guard.went(well=outcome != "error")
-                self._count_save(save, outcome, time.monotonic() - began)
-
-    def _give_up_saves(self) -> None:
-        for attempt in self._savers.overdue():
-            if not attempt.started:
-                attempt.what.group.save_slabs.give_back(attempt.what.slab)
-            self._saves_guard.went(well=False)
-            self._count_save(attempt.what, "timeout", 0.0)
-
-    def _count_save(self, save: _Save, outcome: str, seconds: float) -> None:
-        self._count_pending(-1)
-        self.stats.add("vua_chunks_saved_total", label=outcome)
-        current = save.saver.store is save.group.store  # not of an epoch that was left
-        if self.watch is not None and current and outcome in ("written", "present"):
-            self.watch.stored(save.key, save.group.shard)
-        if outcome == "written":
-            group = save.group
-            self.stats.observe("vua_save_seconds", seconds)
-            nbytes = group.shard.payload_nbytes(group.group.layout)
-            self.stats.add("vua_stored_bytes_total", nbytes)
-            if self._rank == 0 and group is self._groups[0]:
-                self.stats.add("vua_stored_tokens_total", save.key.stop - save.key.start)
-
-    def _count_pending(self, by: int) -> None:
-        with self._lock:
-            self._pending_saves += by
-            self.stats.set("vua_pending_saves", self._pending_saves, str(self._rank))
-
-    def _warn_once(self, cause: str, text: str) -> None:
-        if cause not in self._warned:
-            self._warned.add(cause)
-            log.warning("VUA: %s", text)
+    @property
+    def pending_saves(self) -> int:
+        """How many chunks are copied out and not yet written."""
+        return self._saves.pending
 
     def take_stats(self) -> VUAStats | None:
         """Return what was recorded since the last step."""
