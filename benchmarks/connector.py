@@ -2,16 +2,17 @@
 
     python benchmarks/connector.py [--quick] [--json FILE] [--dir DIRECTORY] [--rounds N]
 
-Each arm is a process of its own with the same model; all arms of a comparison live at the same time
-and take turns in every round, and only one works at a time. Ratios are formed within a round; shown
-are their median and quartiles. Every arm's tokens are compared with those of vLLM alone, and what
-was loaded with what could be: the program fails when something is not as expected.
+The arms of a comparison take turns in every round, and only one works at a time. Ratios are formed
+within a round; shown are their median and quartiles. Every arm's tokens are compared with those of
+vLLM alone, and what was loaded with what could be: the program fails when something is not as
+expected.
 
-1. Overhead: prompts that nobody has seen, total time over that of vLLM alone. "lookups" finds
-   nothing in an empty directory, "stores" writes every prompt, "vLLM again" shows the noise. vLLM's
-   ExampleConnector, which stores too, takes its turns here and in 2.
-2. Time to the first token with a prompt that is stored, over that with a prompt in vLLM's own
-   prefix cache.
+1. Overhead: prompts that nobody has seen, total time over that of vLLM alone: the same engine in
+   the same process, its connector taken away for the turn. "lookups" finds nothing, "stores" looks
+   up and writes every prompt, "vLLM again" shows the noise. vLLM's ExampleConnector, which stores
+   too, takes its turns here and in 2, in an engine of its own.
+2. Time to the first token with a prompt that is stored, over that with the prompt in the same
+   engine's own prefix cache.
 3. Conversations, half of their turns before a restart: tokens loaded afterwards over those that
    vLLM's own prefix cache holds when it is not restarted, by default (whole chunks of prompts are
    stored: the row "of what can be loaded" is 1) and with answers stored, too.
@@ -22,7 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing
 import os
 import platform
 import random
@@ -30,40 +30,31 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
+from engines import (
+    CHUNK,
+    ENVIRONMENT,
+    EXAMPLE,
+    STEP_TOKENS,
+    Engine,
+    all_ready,
+    expect,
+    expect_tokens,
+)
 
-CHUNK = 64
-NEW_TOKENS = 16
-TIE = 1e-3
-"""Tokens whose log probabilities are closer than this are as good as each other."""
-STEP_TOKENS = 4096
-"""What vLLM computes at most in one step. ExampleConnector stores the last step of a prompt only,
-and stops the engine (0.32: shape mismatch) when it loads a longer one: it is not asked to."""
-EXAMPLE = "ExampleConnector"
-"""vLLM's own connector that stores whole prompts in a directory, for comparison."""
 AGAIN = "vLLM again"
-"""A second process of the plain engine: what else differs between two arms."""
+"""What differs between two turns of the same."""
+PLAIN_EXAMPLE = "vLLM, in ExampleConnector's engine"
+OVERHEAD = {"vLLM": "alone", AGAIN: "alone", "lookups": "lookups", "stores": "all"}
+"""The turns of VUA's engine in the first comparison, and what each asks for."""
 TALKERS = ("default", "save_generated")
 VOCABULARY = 4096
-ENVIRONMENT = {
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -72,7 +63,7 @@ class Size:
 
     rounds: int
     overhead_rounds: int
-    """Short and many: two arms of a round that lie a minute apart differ by some percent."""
+    """Short and many: turns of a round that lie a minute apart differ by some percent."""
     prompts: int
     """Prompts per round, and their length in tokens, of the overhead's workload."""
     prompt_tokens: int
@@ -85,149 +76,8 @@ class Size:
     cache_mib: int
 
 
-FULL = Size(9, 30, 2, 540, (16, 46, 128), 4, 6, 150, 8704, 1024)
+FULL = Size(9, 40, 2, 280, (16, 46, 128), 4, 6, 150, 8704, 1024)
 QUICK = Size(2, 2, 2, 200, (4,), 2, 4, 100, 1024, 32)
-
-
-class Arm:
-    """One vLLM in a forked process."""
-
-    def __init__(
-        self, name: str, model: Path, size: Size, root: Path | None, role: str, **extra: Any
-    ) -> None:
-        """Begin to start it; `root`: the connector's directory, or none; `extra`: its settings."""
-        self.name, self.root = name, root
-        settings: dict[str, Any] = {
-            "model": str(model),
-            "block_size": 32,
-            "disable_log_stats": False,  # for the time to the first token
-            "dtype": "float32",  # bfloat16 tokens depend on how vLLM cuts a prompt
-            "enable_prefix_caching": True,
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": size.cache_mib << 20,
-            "max_model_len": size.max_model_len,
-            "max_num_batched_tokens": STEP_TOKENS,
-            "skip_tokenizer_init": True,
-        }
-        if role == EXAMPLE:
-            settings["kv_transfer_config"] = {
-                "kv_connector": EXAMPLE,
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"shared_storage_path": str(root)},
-            }
-        elif root is not None:
-            settings["kv_transfer_config"] = {
-                "kv_connector": "VUAStorageConnector_V1",
-                "kv_connector_module_path": "vua.vllm.kv_connector_v1",
-                "kv_role": role,
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {
-                    "shared_storage_path": str(root),
-                    "load_policy": "always",
-                    **extra,
-                },
-            }
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        fork = multiprocessing.get_context("fork")  # importing vLLM once is enough
-        self._pipe, theirs = fork.Pipe()
-        self._process = fork.Process(target=serve, args=(theirs, settings, self._log), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def wait_until_ready(self) -> None:
-        """Wait until it has started; nothing may be measured before all have."""
-        self._answer()
-
-    def ask(self, prompts: Sequence[Sequence[int]], *, forget: bool = False) -> dict[str, Any]:
-        """Serve prompts at once; `forget`: without what is in vLLM's own prefix cache."""
-        self._pipe.send((prompts, forget))
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        try:
-            answer: dict[str, Any] = self._pipe.recv()
-        except EOFError:
-            self._log.seek(0)
-            said = self._log.read().decode(errors="replace")[-4000:]
-            sys.exit(f"{self.name}: vLLM ended; it said:\n{said}")
-        return answer
-
-    def close(self) -> None:
-        """Shut vLLM down, which finishes what it stores."""
-        self._pipe.send(None)
-        self._process.join()
-
-    def wait_until_stored(self, chunks: int) -> None:
-        """Wait for what is written in the background."""
-        until = time.monotonic() + 60
-        while (count := len(list(self.root.glob("*/??/*/*.safetensors")))) < chunks:  # type: ignore[union-attr]
-            if time.monotonic() > until:
-                sys.exit(f"{self.name}: {count} of {chunks} chunks were stored")
-            time.sleep(0.02)
-
-
-def serve(pipe: Connection, settings: dict[str, Any], log: IO[bytes]) -> None:
-    """An arm's process: answers until it is told to end."""
-    from vllm import LLM, SamplingParams
-
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    llm = LLM(**settings)
-    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2)
-    # as many tokens as a long prompt has, in pieces shorter than a chunk: nothing is stored
-    warm_up = [{"prompt_token_ids": [at + 1] * (CHUNK - 1)} for at in range(32)]
-    llm.generate(warm_up, sampling, use_tqdm=False)
-    pipe.send({})
-    while (job := pipe.recv()) is not None:
-        prompts, forget = job
-        if forget and not llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be reset")
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        start, start_cpu = time.perf_counter(), time.process_time()
-        outputs = llm.generate(asked, sampling, use_tqdm=False)
-        answer = {
-            "seconds": time.perf_counter() - start,
-            "cpu_s": time.process_time() - start_cpu,
-            "first_token_s": outputs[0].metrics.first_token_latency,
-            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-            "certain": [certain(output.outputs[0].logprobs) for output in outputs],
-            "cached": [output.num_cached_tokens for output in outputs],
-        }
-        pipe.send(answer)
-    llm.llm_engine.engine_core.shutdown()
-
-
-def certain(logprobs: Sequence[Mapping[int, Any]]) -> int:
-    """Return how many tokens come before one that is as good as another.
-
-    Which of these is taken depends on what else a step computes: by float32's rounding the two
-    best candidates of a random-weight model moved by some 5e-5 against each other.
-    """
-    for at, found in enumerate(logprobs):
-        first, second = sorted((one.logprob for one in found.values()), reverse=True)[:2]
-        if first - second < TIE:
-            return at
-    return len(logprobs)
-
-
-def expect_tokens(who: str, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """End with an error where tokens differ before both have come to a tie."""
-    for at, (one, other) in enumerate(zip(expected["tokens"], found["tokens"], strict=True)):
-        count = min(expected["certain"][at], found["certain"][at])
-        expect(f"{who}: tokens of prompt {at}", one[:count], other[:count])
-
-
-def all_ready(arms: dict[str, Arm]) -> dict[str, Arm]:
-    """The same arms when the last of them has started."""
-    for arm in arms.values():
-        arm.wait_until_ready()
-    return arms
-
-
-def expect(what: str, expected: object, found: object) -> None:
-    """End with an error where something is not as it must be."""
-    if expected != found:
-        sys.exit(f"{what}: expected {expected}, found {found}")
 
 
 def summary(ratios: Sequence[float]) -> dict[str, float]:
@@ -237,64 +87,66 @@ def summary(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def overhead(
-    arms: dict[str, Arm], size: Size, chance: random.Random
+    engine: Engine, example: Engine, size: Size, chance: random.Random
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Measure the first comparison."""
-    order = [*arms]
-    times: dict[str, list[float]] = {name: [] for name in order}
-    cpu: dict[str, list[float]] = {name: [] for name in order}
-    stored = 0
+    turns = [(engine, name, mode) for name, mode in OVERHEAD.items()]
+    turns += [(example, EXAMPLE, "all"), (example, PLAIN_EXAMPLE, "alone")]
+    times: dict[str, list[float]] = {name: [] for _, name, _ in turns}
+    stored = engine.stored()
     for _ in range(size.overhead_rounds):
         prompts = [
             chance.choices(range(10, VOCABULARY), k=size.prompt_tokens) for _ in range(size.prompts)
         ]
         expected = None
-        for name in random.sample(order, len(order)):
-            arm = arms[name]
-            answer = arm.ask(prompts, forget=True)
+        for which, name, mode in random.sample(turns, len(turns)):
+            answer = which.ask(prompts, mode, forget=True)
             times[name].append(answer["seconds"])
-            cpu[name].append(answer["cpu_s"])
             expected = expected or answer
             expect_tokens(name, expected, answer)
             expect(f"{name}: loaded", [0] * size.prompts, answer["cached"])
             if name == "stores":  # beside no other arm
                 stored += size.prompts * (size.prompt_tokens // CHUNK)
-                arm.wait_until_stored(stored)
-    for what, found in (("", times), (", CPU time", cpu)):
-        for name in [name for name in order if name != "vLLM"]:
-            pairs = zip(found[name], found["vLLM"], strict=True)
-            yield f"{name} / vLLM{what}", summary([ours / plain for ours, plain in pairs])
+                engine.wait_until_stored(stored)
+        expect("chunks stored, by the arm that stores alone", stored, engine.stored())
+    for name, of in [*((name, "vLLM") for name in list(OVERHEAD)[1:]), (EXAMPLE, PLAIN_EXAMPLE)]:
+        pairs = zip(times[name], times[of], strict=True)
+        yield f"{name} / vLLM", summary([ours / plain for ours, plain in pairs])
     yield "vLLM, s", summary(times["vLLM"])
 
 
 def first_token(
-    plain: Arm, ours: Arm, example: Arm, size: Size, chance: random.Random
+    engine: Engine, example: Engine, size: Size, chance: random.Random
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Measure the second comparison."""
     for chunks in size.hits:
         prompt = chance.choices(range(10, VOCABULARY), k=chunks * CHUNK + CHUNK // 4)
-        before = len(list(ours.root.glob("*/??/*/*.safetensors")))  # type: ignore[union-attr]
-        cold = plain.ask([prompt], forget=True)
-        ours.ask([prompt])
-        ours.wait_until_stored(before + chunks)
-        arms = {"own": plain, "loaded": ours}
+        before, cold = engine.stored(), engine.ask([prompt], "alone", forget=True)
+        expect("alone: nothing is stored", before, engine.stored())
+        engine.ask([prompt], forget=True)
+        engine.wait_until_stored(before + chunks)
+        engines = {"loaded": engine}
         if len(prompt) <= STEP_TOKENS:
-            arms[EXAMPLE] = example
+            engines[EXAMPLE] = example
             example.ask([prompt])
-        times: dict[str, list[float]] = {arm: [] for arm in arms}
+        ratios: dict[str, list[float]] = {name: [] for name in engines}
+        times: dict[str, list[float]] = {"loaded": [], "own hit": []}
         for _ in range(size.rounds):
-            for name, arm in arms.items():
-                answer = arm.ask([prompt], forget=arm is not plain)
-                expect_tokens(name, cold, answer)
-                expect(f"{name}: not computed", [chunks * CHUNK], answer["cached"])
-                times[name].append(answer["first_token_s"])
-        name = f"{chunks * CHUNK} tokens"
-        for who in list(arms)[1:]:
-            pairs = zip(times[who], times["own"], strict=True)
-            yield f"{name}: {who} / own hit", summary([one / other for one, other in pairs])
-        yield f"{name}: loaded, s", summary(times["loaded"])
-        yield f"{name}: own hit, s", summary(times["own"])
-        yield f"{name}: computed, s", summary([cold["first_token_s"]])
+            for name, which in engines.items():
+                loaded = which.ask([prompt], forget=True)
+                own = which.ask([prompt], "alone")  # what was loaded is in its cache now
+                for answer in (loaded, own):
+                    expect_tokens(name, cold, answer)
+                    expect(f"{name}: not computed", [chunks * CHUNK], answer["cached"])
+                ratios[name].append(loaded["first_token_s"] / own["first_token_s"])
+                if which is engine:
+                    times["loaded"].append(loaded["first_token_s"])
+                    times["own hit"].append(own["first_token_s"])
+        for name, found in ratios.items():
+            yield f"{chunks * CHUNK} tokens: {name} / own hit", summary(found)
+        for name, found in times.items():
+            yield f"{chunks * CHUNK} tokens: {name}, s", summary(found)
+        yield f"{chunks * CHUNK} tokens: computed, s", summary([cold["first_token_s"]])
 
 
 def conversations(size: Size, chance: random.Random) -> Iterator[list[list[int]]]:
@@ -309,25 +161,25 @@ def conversations(size: Size, chance: random.Random) -> Iterator[list[list[int]]
 
 
 def recovered(
-    plain: Arm, starts: Mapping[str, Callable[[], Arm]], size: Size, chance: random.Random
+    plain: Engine, starts: Mapping[str, Callable[[], Engine]], size: Size, chance: random.Random
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Measure the third comparison; `starts` start each engine, on a directory of its own."""
     users = list(conversations(size, chance))
     past: list[list[int]] = [[] for _ in users]
     before = [0] * len(users)
     plain.ask([[1]], forget=True)
-    arms = all_ready({name: start() for name, start in starts.items()})
+    engines = all_ready({name: start() for name, start in starts.items()})
     own, prompted, could, loaded = 0, 0, 0, dict.fromkeys(starts, 0)
     for turn in range(size.turns):
         if turn == size.turns // 2:
-            for arm in arms.values():
-                arm.close()
-            arms = all_ready({name: start() for name, start in starts.items()})
+            for engine in engines.values():
+                engine.close()
+            engines = all_ready({name: start() for name, start in starts.items()})
         for who, said in enumerate(users):
             prompt = past[who] + said[turn]
             kept = plain.ask([prompt])
-            for name, arm in arms.items():
-                answer = arm.ask([prompt], forget=True)
+            for name, engine in engines.items():
+                answer = engine.ask([prompt], forget=True)
                 expect_tokens(name, kept, answer)
                 if turn >= size.turns // 2:
                     loaded[name] += answer["cached"][0]
@@ -336,8 +188,8 @@ def recovered(
                 prompted += len(prompt)
                 could += before[who] // CHUNK * CHUNK
             before[who], past[who] = len(prompt), prompt + kept["tokens"][0]
-    for name, arm in arms.items():
-        arm.close()
+    for name, engine in engines.items():
+        engine.close()
         yield f"{name}: tokens loaded / in vLLM's own cache", summary([loaded[name] / own])
     yield "default: tokens loaded of what can be loaded", summary([loaded["default"] / could])
     yield "tokens in vLLM's own cache / prompted", summary([own / prompted])
@@ -355,30 +207,23 @@ def told(rows: Iterator[tuple[str, dict[str, float]]]) -> dict[str, dict[str, fl
 def measure(root: Path, model: Path, size: Size) -> dict[str, dict[str, dict[str, float]]]:
     """Run all three comparisons."""
     chance = random.Random(5)
-    with ExitStack() as stack:
 
-        def start(name: str, folder: str | None, role: str = "kv_both", **extra: Any) -> Arm:
-            print(f"starting {name}", file=sys.stderr, flush=True)
-            return Arm(name, model, size, root / folder if folder else None, role, **extra)
+    def start(name: str, folder: str | None, **extra: Any) -> Engine:
+        print(f"starting {name}", file=sys.stderr, flush=True)
+        place = root / folder if folder else None
+        sizes = {"max_model_len": size.max_model_len, "cache_mib": size.cache_mib}
+        return Engine(name, model, place, **sizes, **extra)
 
-        arms = {
-            "vLLM": start("vLLM", None),
-            "lookups": start("lookups", "empty", "kv_consumer"),
-            "stores": start("stores", "kv"),
-            EXAMPLE: start(EXAMPLE, "example", EXAMPLE),
-            AGAIN: start(AGAIN, None),
-        }
-        all_ready(arms)
-        stack.callback(arms["vLLM"].close)
-        results = {"overhead": told(overhead(arms, size, chance))}
-        arms["lookups"].close()
-        arms[AGAIN].close()
-        plain, ours, example = arms["vLLM"], arms["stores"], arms[EXAMPLE]
-        results["time to first token"] = told(first_token(plain, ours, example, size, chance))
-        ours.close()
-        example.close()
-        talkers = {n: partial(start, n, n, save_generated=n != "default") for n in TALKERS}
-        results["after a restart"] = told(recovered(plain, talkers, size, chance))
+    engines = all_ready({"VUA": start("VUA", "kv"), EXAMPLE: start(EXAMPLE, "example")})
+    both = engines["VUA"], engines[EXAMPLE]
+    results = {"overhead": told(overhead(*both, size, chance))}
+    results["time to first token"] = told(first_token(*both, size, chance))
+    for engine in both:
+        engine.close()
+    talkers = {n: partial(start, n, n, save_generated=n != "default") for n in TALKERS}
+    plain = all_ready({"vLLM": start("vLLM", None)})["vLLM"]
+    results["after a restart"] = told(recovered(plain, talkers, size, chance))
+    plain.close()
     return results
 
 
@@ -394,7 +239,7 @@ def main() -> int:
     os.environ.update(ENVIRONMENT)
     import vllm.entrypoints.llm
     import vllm.v1.engine.core
-    import vllm.v1.worker.cpu_worker  # once, for all arms
+    import vllm.v1.worker.cpu_worker  # once, for all engines
 
     gc.freeze()  # what is here now no collection of an arm looks at
     gc.unfreeze = lambda: None  # which vLLM calls at its end, and collects for seconds
