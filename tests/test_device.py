@@ -11,15 +11,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 import vua.device
-from helpers import bits, noise
-from vua.device import PagedCache, PagedLayout, choose, gather, moves, pages, scatter, slots_of
+from helpers import bits, has_native, noise
+from vua.device import (
+    PagedCache,
+    PagedLayout,
+    choose,
+    gather,
+    host,
+    moves,
+    pages,
+    scatter,
+    slots_of,
+)
 from vua.device.copies import proves
 from vua.device.moves import Job, Move, plan
 from vua.errors import InputError, LayoutError
@@ -317,6 +327,61 @@ class RunsTest(MovesTest):
         self.assertEqual([*expected, (1, 3, 2, 2)], runs)
 
 
+@unittest.skipUnless(has_native(), "no C compiler here")
+class HostTest(MovesTest):
+    """What is chosen on a CPU: the loop in C."""
+
+    move = staticmethod(host.move)
+
+    def setUp(self) -> None:
+        """Never fall back to PyTorch."""
+        never = SimpleNamespace(runs=moves.runs, move=mock.Mock(side_effect=AssertionError))
+        patch = mock.patch.object(host, "moves", never)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def test_blocks(self) -> None:
+        """Slots as a request's blocks give them, cut by chunks and by what is wanted."""
+        for make in ENGINES:
+            slots = slots_of([3, 1, 2, 4, 0], SLOTS, 0, 20, wanted=(1, 18)).view(2, 10)
+            with self.subTest(make=make.__name__):
+                self.assert_moves(make, torch.bfloat16, slots)
+
+    def test_two_threads(self) -> None:
+        """What is large enough for a second thread comes out the same."""
+        pages = noise(8, 600, 2, SLOTS, 2 * 64, dtype=torch.float32)
+        slots = torch.randperm(600 * SLOTS, generator=torch.Generator().manual_seed(1))[:2000]
+        chunks = noise(2, 1, 2, 8, 2000, 64, dtype=torch.float32)
+        copies = []
+        for move in (host.move, moves.move):
+            memory, taken = pages.clone(), chunks.clone()
+            paged = PagedCache.of(memory, "LBHNC")
+            gather(paged, slots.flip(0), *taken, move=move)
+            scatter(paged, slots, *taken, move=move)
+            copies.append((memory, taken))
+
+        self.assertTrue(all(map(torch.equal, *copies)))
+        self.assertFalse(torch.equal(pages, copies[0][0]))
+
+    def test_repeated_slots(self) -> None:
+        """Where two tokens share a slot one of them is there, whole: PyTorch copies these."""
+        paged = PagedCache.of(torch.zeros(1, 2, 1, SLOTS, 2 * 64, dtype=torch.int16), "LBHNC")
+        k, v = torch.stack([torch.arange(1.0, 4)] * 64, 1).to(torch.int16).expand(2, 1, 1, 3, 64)
+        never = mock.patch.object(host.native, "move", side_effect=AssertionError)
+        with mock.patch.object(host, "moves", moves), never:
+            scatter(paged, torch.tensor([1, 2, 1]), k, v)
+
+        rows = paged.arrays[0][0][0, :, 0]
+        self.assertEqual({2}, set(rows[2].tolist()))
+        self.assertIn(set(rows[1].tolist()), ({1}, {3}))
+
+    def test_without_native(self) -> None:
+        """Without the loop in C PyTorch makes the move."""
+        never = mock.patch.object(host.native, "move", return_value=False)
+        with mock.patch.object(host, "moves", moves), never:
+            self.test_blocks()
+
+
 @unittest.skipUnless(HAS_TRITON, "needs Triton (pip install triton), x86-64 or Arm Linux alone")
 class InterpretedKernelTest(MovesTest):
     """The Triton kernel, run by Triton's interpreter on the CPU."""
@@ -516,8 +581,8 @@ class PagesTest(unittest.TestCase):
         self.assertEqual([128, 132], [rows.offset for rows in layout.arrays])
 
     def test_choice_on_a_cpu(self) -> None:
-        """On the CPU PyTorch moves the rows."""
-        self.assertEqual(("torch", moves.move), choose(CPU)[:2])
+        """On the CPU the loop in C moves the rows."""
+        self.assertEqual(("host", host.move), choose(CPU)[:2])
 
 
 class DocumentationTest(unittest.TestCase):

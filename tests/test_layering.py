@@ -49,6 +49,7 @@ CORE = (
     "vua.device.pages",
     "vua.device.moves",
     "vua.device.kernels",
+    "vua.device.host",
     "vua.device.copies",
     "vua.device.staging",
     "vua.device.xxh3_kernel",

@@ -1,7 +1,7 @@
 """Other stores for `vua bench --peers`: `PYTHON benchmarks/peers/worker.py [NAME...] DIRECTORY`.
 
 Speaks JSON lines, one answer per question, and does nothing between them, so that its arms take
-turns with all others. With names (`raw`, `safetensors`: how they begin) only those stores. See
+turns with all others. Each set of chunks has a process of its own, whose memory ends with it. With names (`raw`, `safetensors`: how they begin) only those stores. See
 vua/bench/peers.py for the questions.
 """
 
@@ -14,8 +14,10 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import stores
@@ -24,43 +26,31 @@ import stores
 class Worker:
     """Keeps every store with the same chunks."""
 
-    def __init__(self, root: Path, only: tuple[str, ...]) -> None:
-        """Find out which stores work here, with small chunks."""
-        self.root, self.made = root, 0
-        known = (one for one in stores.known(lmcache=not only) if one[0].startswith(only or ""))
-        self.classes = dict(known)
-        self.missing: dict[str, str] = {}
+    def __init__(self, root: Path, classes: dict[str, Any]) -> None:
+        """Prepare nothing yet."""
+        self.root, self.classes = root, classes
         self.stores: dict[str, stores.Store] = {}
         self.synced: set[str] = set()
-        self.prepare(nbytes=65536, chunks=2, layers=2, trial=True)
 
-    def prepare(self, *, nbytes: int, chunks: int, layers: int, trial: bool = False) -> None:
-        """Write chunks with every store, and compare what each loads with what was written."""
-        self.close()
-        self.made += 1
-        source = stores.aligned((chunks, nbytes))
-        source[:] = np.random.default_rng(self.made).integers(0, 256, source.shape, dtype=np.uint8)
-        for name, kind in list(self.classes.items()):
+    def try_out(self) -> dict[str, str]:
+        """Find out which stores do not work here, with small chunks, and why."""
+        missing = {}
+        for name in self.classes:
             try:
-                store = kind(self.root / f"{self.made}-{len(self.stores)}", source, layers)
-                check(store)
-            except (
-                Exception
-            ) as problem:  # a peer that does not run here is left out, with its reason
-                if not trial:
-                    raise
-                self.missing[name] = f"{type(problem).__name__}: {problem}"[:300]
-                del self.classes[name]
-                continue
-            self.stores[name] = store
+                self.prepare(nbytes=65536, chunks=2, layers=2, only=name)
+            except Exception as problem:  # noqa: BLE001 - such a peer is left out, with its reason
+                missing[name] = f"{type(problem).__name__}: {problem}"[:300]
+        return missing
 
-    def close(self) -> None:
-        """Drop the stores and their files."""
-        for store in self.stores.values():
-            store.close()
-        self.stores.clear()
-        for path in self.root.iterdir():
-            shutil.rmtree(path)
+    def prepare(self, *, nbytes: int, chunks: int, layers: int, only: str = "") -> None:
+        """Write chunks with every store, and compare what each loads with what was written."""
+        source = stores.aligned((chunks, nbytes))
+        source[:] = np.random.default_rng(1).integers(0, 256, source.shape, dtype=np.uint8)
+        for name, kind in self.classes.items():
+            if only in ("", name):
+                store = kind(self.root / f"{len(self.stores)}", source, layers)
+                check(store)
+                self.stores[name] = store
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Do what is asked."""
@@ -94,25 +84,64 @@ def check(store: stores.Store) -> None:
         raise RuntimeError("it loaded other bytes than were saved")
 
 
+def apart(root: Path, work: Callable[[], str]) -> str:
+    """Return what `work` returns in a process of its own, and delete the files it leaves.
+
+    Some stores do not give back their memory, or leave threads that would not end.
+    """
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(theirs, work().encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with open(ours) as pipe:
+        found = pipe.read()
+    os.waitpid(child, 0)
+    for path in root.iterdir():
+        shutil.rmtree(path)
+    return found
+
+
+def serve(worker: Worker, first: str, answers: IO[str]) -> str:
+    """Answer questions about one set of chunks; return the next one that is not about it."""
+    line = first
+    while line == first or (line and json.loads(line)["op"] not in ("prepare", "rest")):
+        try:
+            found = worker.answer(json.loads(line))
+        except Exception as problem:  # noqa: BLE001 - the other side decides what it means
+            found = {"error": f"{type(problem).__name__}: {problem}"}
+        print(json.dumps(found), file=answers, flush=True)
+        line = sys.stdin.readline()
+    return line
+
+
 def main() -> int:
     """Answer until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side closes the input then
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a peer prints goes to the error output
+    *only, root = sys.argv[1:]
     with contextlib.redirect_stdout(sys.stderr):
-        worker = Worker(Path(sys.argv[-1]), tuple(sys.argv[1:-1]))
-        hello = {"arms": list(worker.classes), "missing": worker.missing}
+        known = stores.known(lmcache=not only)
+        classes = {name: kind for name, kind in known if name.startswith(tuple(only) or "")}
+        worker = Worker(Path(root), classes)
+        missing = json.loads(apart(worker.root, lambda: json.dumps(worker.try_out())))
+        for name in missing:
+            del classes[name]
+        hello = {"arms": list(classes), "missing": missing}
         print(json.dumps(hello), file=answers, flush=True)
-        for line in sys.stdin:
-            try:
-                found = worker.answer(json.loads(line))
-            except Exception as problem:  # noqa: BLE001 - the other side decides what it means
-                found = {"error": f"{type(problem).__name__}: {problem}"}
-            print(json.dumps(found), file=answers, flush=True)
-        worker.close()
+        line = sys.stdin.readline()
+        while line:
+            if json.loads(line)["op"] == "rest":
+                print("{}", file=answers, flush=True)
+                line = sys.stdin.readline()
+            else:
+                line = apart(worker.root, partial(serve, worker, line, answers))
     return 0
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # peers leave threads behind that would not end

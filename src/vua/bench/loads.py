@@ -24,7 +24,7 @@ from vua.keys import ChunkKey
 from vua.native import batches
 from vua.store import Store
 
-__all__ = ["Stored", "cold", "warm"]
+__all__ = ["Stored", "cold", "one_thread", "warm"]
 
 _THREADS: Final = 4
 _COOLING_TRIES: Final = 5
@@ -102,6 +102,8 @@ def _idle(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
         arms |= {f"peer: {arm}": Arm(partial(peers.load, arm)) for arm in peers.arms}
     name = f"{case.name}, {memory.place}"
     timings = measure(arms, "raw preadv", bench.rounds(9))
+    if peers:
+        peers.rest()
     row = partial(timings.row, "C1", name, nbytes=case.nbytes)
     yield row("load", "raw preadv", target=0.9)
     yield row("load", "memcpy", target=0.6)
@@ -243,6 +245,8 @@ def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:
                 partial(bench.peers.load, arm), partial(bench.peers.cool, arm)
             )
     timings = measure(arms, limit, bench.rounds(5))
+    if bench.peers:
+        bench.peers.rest()
     for arm in arms:
         if arm != limit:
             target = 0.9 if arm == "load" else None

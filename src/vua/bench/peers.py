@@ -39,6 +39,10 @@ class Peers:
         """
         self._ask(op="prepare", nbytes=nbytes, chunks=chunks, layers=layers)
 
+    def rest(self) -> None:
+        """Give up what was prepared: some stores hold several times its memory."""
+        self._ask(op="rest")
+
     def load(self, arm: str) -> float:
         """Load all chunks into memory that is used again; return the seconds it took."""
         return float(self._ask(op="load", arm=arm)["seconds"])

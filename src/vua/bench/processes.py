@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from vua.bench.loads import Stored
+from vua.bench.loads import Stored, one_thread
 from vua.bench.measure import Arm, Row, expect, measure, percentile
 from vua.bench.prompts import CASES, TINY, Case, keys_of, make, staged
 from vua.bench.suite import Bench
@@ -78,7 +78,7 @@ def sharing(bench: Bench) -> Iterator[Row]:
     memory = make("staged", case)
     load = stored.loader(memory)
     stored.check(memory, load)
-    files = stored.raw_files(memory)
+    files, alone = stored.raw_files(memory), partial(one_thread, load)
 
     def raw() -> None:
         for file in files:
@@ -97,6 +97,8 @@ def sharing(bench: Bench) -> Iterator[Row]:
         arms = {
             "load alone": Arm(lambda: median_s(load, count)),
             "load beside a writer": Arm(partial(beside, load)),
+            "load alone, one thread": Arm(lambda: median_s(alone, count)),
+            "load beside a writer, one thread": Arm(partial(beside, alone)),
             "raw preadv alone": Arm(lambda: median_s(raw, count)),
             "raw preadv beside a writer": Arm(partial(beside, raw)),
         }
@@ -105,6 +107,7 @@ def sharing(bench: Bench) -> Iterator[Row]:
         time.sleep(0.05)
     row = partial(timings.row, "C13", case.name, nbytes=case.nbytes)
     yield row("load beside a writer", "load alone", target=0.7)
+    yield row("load beside a writer, one thread", "load alone, one thread")
     yield row("raw preadv beside a writer", "raw preadv alone")
     stored.check(memory, load)
     kills = 1 if bench.tiny else 5

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,8 @@ from vua.keys import ChunkKey
 from vua.store import Store
 
 __all__ = ["saves"]
+
+_COPIES = "the copies alone"
 
 
 class Saving:
@@ -114,9 +117,12 @@ def saves(bench: Bench) -> Iterator[Row]:
         for arm in arms:
             if arm == "save, caller blocked":
                 yield row(arm=arm, target=0.05, better="lower")
-            elif arm != "raw pwritev":
+                yield timings.row("C3", case.name, arm, _COPIES, better="lower")
+            elif arm not in ("raw pwritev", _COPIES):
                 target = 0.9 if arm in ("save", "save, from paged blocks") else None
                 yield row(arm=arm, nbytes=case.nbytes, target=target)
+        if bench.peers:
+            bench.peers.rest()
         bench.drop(root)
 
 
@@ -127,8 +133,11 @@ def _arms(bench: Bench, saving: Saving, pool: ThreadPoolExecutor) -> dict[str, A
         "save": Arm(partial(saving.save, "staged"), fresh),
         "save, from paged blocks": Arm(partial(saving.save, "paged"), fresh),
         "save, nothing kept": Arm(saving.save_alone, fresh),
-        "save, caller blocked": Arm(_blocked(saving, pool), fresh),
     }
+    if find_spec("torch") is None:
+        bench.skip("C3", "how long the caller is blocked", "torch is not installed")
+    else:
+        arms |= _blocked(saving, pool)
     why_not = direct_works(saving.root)
     if why_not is None:
         size = saving.store.codec(saving.store.layout.full).file_nbytes
@@ -152,16 +161,30 @@ def _arms(bench: Bench, saving: Saving, pool: ThreadPoolExecutor) -> dict[str, A
     return arms
 
 
-def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> Callable[[], float]:
+def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> dict[str, Arm]:
     """How adapters save: blocks are copied into a buffer, which is written in the background.
 
-    Times the copies and the hand-over alone, and waits for the writes afterwards.
+    Times the copies and the hand-over alone, and waits for the writes afterwards; and the copies
+    without any writes.
     """
+    import torch
+
+    from vua.device import PagedCache, gather, slots_of
+
     layout, chunks = saving.case.layout, saving.case.chunks
     buffers = [staged(layout, 1) for _ in range(chunks)]
     savers = [saving.store.saver(buffer.map) for buffer in buffers]
-    blocks, tables = saving.paged.words, _tables(saving)
-    _gather(blocks, tables[0], buffers[0].words[0])
+    paged, size = saving.paged, saving.paged.map.piece_tokens
+    words = torch.from_numpy(paged.words.view(np.int16))  # [array, layer, block, head, token, dim]
+    cache = PagedCache.of(list(zip(words[0], words[1], strict=True)), "BHND")
+    blocks = (paged.map.piece_offset[0] // np.uint64(paged.words.strides[2])).tolist()
+    slots = slots_of(blocks, size, 0, chunks * layout.chunk_tokens).view(chunks, -1)
+    targets = [torch.from_numpy(buffer.words[0].view(np.int16)) for buffer in buffers]
+
+    def copy(place: int) -> None:
+        gather(cache, slots[place], *targets[place])
+
+    copy(0)
     same = np.array_equal(buffers[0].words[0], saving.staged.words[0])
     expect("the gathered bytes", holds=same)
 
@@ -169,31 +192,14 @@ def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> Callable[[], float]:
         start = time.perf_counter()
         writes = []
         for place, key in enumerate(saving.keys):
-            target = buffers[place].words[0]  # [array, head, layer, token, dim]
-            _gather(blocks, tables[place], target)
+            copy(place)
             writes.append(pool.submit(savers[place].save, key))
         took = time.perf_counter() - start
         wait(writes)
         expect("save", holds=all(write.result() for write in writes))
         return took
 
-    return save
-
-
-def _tables(saving: Saving) -> list[list[int]]:
-    memory, layout = saving.paged, saving.case.layout
-    blocks = (memory.map.piece_offset[0] // np.uint64(memory.words.strides[2])).tolist()
-    per = layout.chunk_tokens // memory.map.piece_tokens
-    return [blocks[n * per : (n + 1) * per] for n in range(saving.case.chunks)]
-
-
-def _gather(
-    blocks: np.ndarray[tuple[int, ...], np.dtype[np.uint16]],
-    table: list[int],
-    out: np.ndarray[tuple[int, ...], np.dtype[np.uint16]],
-) -> None:
-    """Copy blocks ``[array, layer, block, head, token, dim]`` into one chunk of a buffer."""
-    tokens = blocks.shape[4]
-    for at, block in enumerate(table):
-        part = out[:, :, :, at * tokens : (at + 1) * tokens]
-        np.copyto(part, blocks[:, :, block].transpose(0, 2, 1, 3, 4))
+    return {
+        "save, caller blocked": Arm(save, saving.fresh),
+        _COPIES: Arm(lambda: [copy(place) for place in range(chunks)], saving.fresh),
+    }

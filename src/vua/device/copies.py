@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vua.device import moves
+from vua.device import host, moves
 from vua.device.moves import Move, plan
 from vua.device.pages import PagedCache
 
@@ -19,7 +19,7 @@ class Choice(NamedTuple):
     """How rows are moved on some device."""
 
     name: str
-    """``triton`` or ``torch``."""
+    """``triton``; ``host``: in C where that works, else as ``torch``; or ``torch``."""
     move: Move
     reason: str
     """Why not ``triton``; empty if it is."""
@@ -28,6 +28,8 @@ class Choice(NamedTuple):
 @cache
 def choose(device: torch.device) -> Choice:
     """Return how rows are moved on a device: by Triton where that works, proved once by a trial."""
+    if device.type == "cpu":
+        return Choice("host", host.move, "the cache lies in CPU memory")
     if device.type != "cuda":
         return Choice("torch", moves.move, f"the cache lies on the device {device.type}")
     try:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from vua.device.pages import WORDS, PagedCache
 from vua.errors import InputError, LayoutError
 
-__all__ = ["Job", "Move", "check_slots", "move", "plan"]
+__all__ = ["Job", "Move", "Runs", "check_slots", "move", "plan", "runs"]
 
 _RUN_TOKENS: Final = 4
 """The mean length of runs from which a call per run is quicker than indexing, on a CPU."""
@@ -39,6 +40,16 @@ class Job:
     def word(self) -> torch.dtype:
         """The integer type that is moved."""
         return self.chunks[0].dtype
+
+
+class Runs(NamedTuple):
+    """Tokens in a row, each a place that counts through all chunks."""
+
+    first: npt.NDArray[np.int64]
+    """The first token of each run."""
+    slot: npt.NDArray[np.int64]
+    """Its slot."""
+    tokens: npt.NDArray[np.int64]
 
 
 class Move(Protocol):
@@ -114,24 +125,28 @@ def move(job: Job, *, store: bool) -> None:
             _move_runs(job, runs, store=store)
 
 
-def _runs(job: Job) -> list[tuple[int, int, int, int]] | None:
-    """Cut the tokens into runs of neighbours on both sides: (chunk, token, slot, tokens).
+def runs(slots: npt.NDArray[np.int64], block_size: int) -> Runs:
+    """Cut the tokens of ``slots`` [chunks, tokens] into runs of neighbours on both sides.
 
-    None where they are too short to be worth a call each.
+    A run ends where a chunk or a block does. Tokens whose slot is negative are in none.
     """
-    slots = job.slots.numpy()
-    tokens = max(1, slots.shape[1])
     flat = slots.ravel()
-    at = np.arange(len(flat))
-    begins = (np.diff(flat, prepend=-2) != 1) | (flat % job.cache.layout.block_size == 0)
-    begins |= (at % tokens == 0) | (flat < 0)
+    begins = (np.diff(flat, prepend=-2) != 1) | (flat % block_size == 0)
+    begins |= (np.arange(len(flat)) % max(1, slots.shape[1]) == 0) | (flat < 0)
     first = np.flatnonzero(begins)
     counts = np.diff(first, append=len(flat))
     wanted = flat[first] >= 0
     first, counts = first[wanted], counts[wanted]
+    return Runs(first, flat[first], counts)
+
+
+def _runs(job: Job) -> list[tuple[int, int, int, int]] | None:
+    """List the runs as (chunk, token, slot, tokens); None where they are too short for calls."""
+    tokens = max(1, job.slots.shape[1])
+    first, slot, counts = runs(job.slots.numpy(), job.cache.layout.block_size)
     if len(first) * _RUN_TOKENS > counts.sum():
         return None if len(first) else []
-    parts = (first // tokens, first % tokens, flat[first], counts)
+    parts = (first // tokens, first % tokens, slot, counts)
     return list(zip(*(part.tolist() for part in parts), strict=True))
 
 
