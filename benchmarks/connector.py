@@ -9,7 +9,7 @@ expected.
 
 1. Overhead: prompts that nobody has seen, total time over that of vLLM alone: the same engine in
    the same process, its connector taken away for the turn. "lookups" finds nothing, "stores" looks
-   up and writes every prompt, "vLLM again" shows the noise. vLLM's ExampleConnector, which stores
+   up and writes every prompt ("direct": with `direct_writes`), "vLLM again" shows the noise. vLLM's ExampleConnector, which stores
    too, takes its turns here and in 2, in an engine of its own.
 2. Time to the first token with a prompt that is stored, over that with the prompt in the same
    engine's own prefix cache.
@@ -51,7 +51,13 @@ from engines import (
 AGAIN = "vLLM again"
 """What differs between two turns of the same."""
 PLAIN_EXAMPLE = "vLLM, in ExampleConnector's engine"
-OVERHEAD = {"vLLM": "alone", AGAIN: "alone", "lookups": "lookups", "stores": "all"}
+OVERHEAD = {
+    "vLLM": "alone",
+    AGAIN: "alone",
+    "lookups": "lookups",
+    "stores": "all",
+    "stores, direct": "direct",
+}
 """The turns of VUA's engine in the first comparison, and what each asks for."""
 TALKERS = ("default", "save_generated")
 VOCABULARY = 4096
@@ -105,7 +111,7 @@ def overhead(
             expected = expected or answer
             expect_tokens(name, expected, answer)
             expect(f"{name}: loaded", [0] * size.prompts, answer["cached"])
-            if name == "stores":  # beside no other arm
+            if name.startswith("stores"):  # beside no other arm
                 stored += size.prompts * (size.prompt_tokens // CHUNK)
                 engine.wait_until_stored(stored)
         expect("chunks stored, by the arm that stores alone", stored, engine.stored())

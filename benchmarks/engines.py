@@ -98,8 +98,9 @@ class Engine:
 
         Args:
             prompts: their tokens.
-            mode: "all"; "alone": as if there were no connector; "lookups": under a salt of which
-                nothing is found, nor stored.
+            mode: "all"; "alone": as if there were no connector; and, each under a salt of its own:
+                "lookups", so that nothing is found, nor stored; "direct": VUA writes past the page
+                cache.
             forget: without what is in vLLM's own prefix cache.
         """
         self._pipe.send((prompts, mode, forget))
@@ -153,8 +154,9 @@ def serve(pipe: Connection, settings: dict[str, Any], log: IO[bytes]) -> None:
         if forget and not llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset")
         asked: list[dict[str, Any]] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        if mode == "lookups":
+        if mode in ("lookups", "direct"):
             asked = [one | {"cache_salt": mode} for one in asked]
+        how_it_writes(direct=mode == "direct")
         with without_connector(llm) if mode == "alone" else nullcontext():
             start = time.perf_counter()
             how = only_lookups if mode == "lookups" else sampling
@@ -187,6 +189,15 @@ def without_connector(llm: Any) -> Iterator[None]:
         yield
     finally:
         scheduler.connector, worker._KV_CONNECTOR_AGENT = kept
+
+
+def how_it_writes(*, direct: bool) -> None:
+    """Set VUA's `direct_writes` in a running engine."""
+    from vllm.distributed.kv_transfer import kv_transfer_state as worker
+
+    side = getattr(worker._KV_CONNECTOR_AGENT, "_worker", None)
+    for group in side._groups if side is not None else ():
+        group.store.storage.direct = direct
 
 
 def certain(logprobs: Sequence[Mapping[int, Any]]) -> int:

@@ -349,9 +349,9 @@ class HostTest(MovesTest):
 
     def test_two_threads(self) -> None:
         """What is large enough for a second thread comes out the same."""
-        pages = noise(8, 600, 2, SLOTS, 2 * 64, dtype=torch.float32)
+        pages = noise(8, 600, 2, SLOTS, 2 * 64, dtype=torch.int32)
         slots = torch.randperm(600 * SLOTS, generator=torch.Generator().manual_seed(1))[:2000]
-        chunks = noise(2, 1, 2, 8, 2000, 64, dtype=torch.float32)
+        chunks = noise(2, 1, 2, 8, 2000, 64, dtype=torch.int32)
         copies = []
         for move in (host.move, moves.move):
             memory, taken = pages.clone(), chunks.clone()

@@ -32,6 +32,7 @@ CORE = (
     "vua.claims",
     "vua.entry",
     "vua.serdes",
+    "vua.storage.direct",
     "vua.storage",
     "vua.recency",
     "vua.bounds",

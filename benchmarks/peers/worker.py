@@ -1,8 +1,9 @@
 """Other stores for `vua bench --peers`: `PYTHON benchmarks/peers/worker.py [NAME...] DIRECTORY`.
 
 Speaks JSON lines, one answer per question, and does nothing between them, so that its arms take
-turns with all others. Each set of chunks has a process of its own, whose memory ends with it. With names (`raw`, `safetensors`: how they begin) only those stores. See
-vua/bench/peers.py for the questions.
+turns with all others. Each set of chunks has a process of its own, whose memory ends with it. With
+names (`raw`, `safetensors`: how they begin) only those stores. See vua/bench/peers.py for the
+questions.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def apart(root: Path, work: Callable[[], str]) -> str:
         finally:
             os._exit(0)
     os.close(theirs)
-    with open(ours) as pipe:
+    with os.fdopen(ours) as pipe:
         found = pipe.read()
     os.waitpid(child, 0)
     for path in root.iterdir():

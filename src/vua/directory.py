@@ -176,6 +176,7 @@ def create_store(
     layout: KVLayout,
     *,
     durable: bool = False,
+    direct_writes: bool = False,
     bounds: Bounds | None = None,
     security: Security | None = None,
 ) -> Store:
@@ -189,7 +190,13 @@ def create_store(
         NotWritableError, StorageFullError, StorageError: it cannot be created.
     """
     return create_stores(
-        root, identity, [layout], durable=durable, bounds=bounds, security=security
+        root,
+        identity,
+        [layout],
+        durable=durable,
+        direct_writes=direct_writes,
+        bounds=bounds,
+        security=security,
     )[0]
 
 
@@ -199,6 +206,7 @@ def create_stores(
     layouts: Sequence[KVLayout],
     *,
     durable: bool = False,
+    direct_writes: bool = False,
     bounds: Bounds | None = None,
     security: Security | None = None,
 ) -> list[Store]:
@@ -210,7 +218,9 @@ def create_stores(
         if not found.layouts:
             make()
             found = read_namespace(path)
-        storage = LocalStorage(path, durable=durable, renew=make, security=security)
+        storage = LocalStorage(
+            path, durable=durable, direct=direct_writes, renew=make, security=security
+        )
     except StorageError:
         raise
     except OSError as problem:

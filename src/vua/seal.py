@@ -33,6 +33,7 @@ from vua.entry import EntryCodec
 from vua.errors import CorruptEntryError
 from vua.keys import ChunkKey
 from vua.plan import Digest, Plan
+from vua.slab import page_aligned
 
 __all__ = ["Seal", "Sealed"]
 
@@ -100,7 +101,7 @@ class Seal:
             window: where it lies, of :meth:`vua.plan.Plan.windows`.
         """
         mark, codec = Mark(self.key_id, new_nonce()), plan.codec
-        stored = np.empty(plan.recipe.nbytes, dtype=np.uint8) if self.kind == ENCRYPTED else None
+        stored = page_aligned(plan.recipe.nbytes) if self.kind == ENCRYPTED else None
         room = None if stored is None else memoryview(stored.data)
         closing = partial(next, self._closings(plan, key, mark.nonce, room))
         tags = plan.checksums(window, 0, codec.units, closing)

@@ -15,9 +15,16 @@ import numpy.typing as npt
 
 from vua.layout import KVLayout, MemoryMap, Shard
 
-__all__ = ["Slab", "SlabPool"]
+__all__ = ["Slab", "SlabPool", "page_aligned"]
 
 _ALIGNMENT: Final = 4096
+
+
+def page_aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return uninitialised memory that begins with a page, as direct I/O wants it."""
+    raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+    skip = -raw.ctypes.data % _ALIGNMENT
+    return raw[skip : skip + nbytes]
 
 
 class Slab:
@@ -26,9 +33,7 @@ class Slab:
     def __init__(self, layout: KVLayout, shard: Shard, chunks: int) -> None:
         """Allocate and touch ``chunks`` times the shard's payload."""
         payload = shard.payload_nbytes(layout)
-        raw = np.empty(chunks * payload + _ALIGNMENT, dtype=np.uint8)
-        skip = -raw.ctypes.data % _ALIGNMENT
-        self.bytes: npt.NDArray[np.uint8] = raw[skip : skip + chunks * payload]
+        self.bytes = page_aligned(chunks * payload)
         self.bytes[::_ALIGNMENT] = 0
         self.chunks = chunks
         address = np.uint64(self.bytes.ctypes.data)

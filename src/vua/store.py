@@ -28,6 +28,7 @@ from vua.layout import KVLayout, MemoryMap, Shard, cover
 from vua.misses import Misses
 from vua.plan import Plan, Recipe
 from vua.security import Security
+from vua.slab import page_aligned
 from vua.storage import Storage
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ class Store:
             self.misses.count("chunks_present")
             return False
         plan = saver.plan(codec.kind)
-        header = np.empty((1, codec.header_nbytes), dtype=np.uint8)
+        header = page_aligned(codec.header_nbytes)[None]
         iovecs = plan.iovecs(range(place, place + 1), header)[0]
         windows = plan.windows(range(place, place + 1))[0]
         mark, tags, stored = seal.close(plan, key, windows) if seal else (PLAIN, b"", None)

@@ -17,13 +17,19 @@ from vua.bench.suite import Bench
 __all__ = ["miss_overhead", "recovered"]
 
 _TIMEOUT_S = 1800
+_MISSES = (
+    ("lookups", 1.01),
+    ("stores", 1.03),
+    ("stores, direct", 1.03),
+    ("ExampleConnector", None),
+)
 _REASON = "no --engine; benchmarks/connector.py measures it with vLLM in minutes"
 
 
 def miss_overhead(bench: Bench) -> Iterator[Row]:
     """C5: the time of prompts that no store has seen, with lookups only and with saves."""
     found = _ask(bench, "C5").get("overhead", {})
-    for arm, target in (("lookups", 1.01), ("stores", 1.03), ("ExampleConnector", None)):
+    for arm, target in _MISSES:
         if f"{arm} / vLLM" in found:
             one, again = found[f"{arm} / vLLM"], found["vLLM again / vLLM"]["median"]
             yield _row("C5", "prompts never seen", arm, "vLLM", one, noop=again, target=target)

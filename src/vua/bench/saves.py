@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from importlib.util import find_spec
@@ -201,5 +201,5 @@ def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> dict[str, Arm]:
 
     return {
         "save, caller blocked": Arm(save, saving.fresh),
-        _COPIES: Arm(lambda: [copy(place) for place in range(chunks)], saving.fresh),
+        _COPIES: Arm(lambda: list(map(copy, range(chunks))), saving.fresh),
     }

@@ -1,4 +1,4 @@
-"""How rows are moved in a CPU's memory: by one call of `move.c` where that is there, else PyTorch."""
+"""How rows are moved in a CPU's memory: by one call of `move.c`, else by PyTorch."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from vua.errors import NotWritableError, StorageError, StorageFullError, Untrust
 from vua.layout import Shard
 from vua.native import Batch
 from vua.security import Security, make_directory, open_directory
+from vua.storage.direct import write_past_cache
 
 __all__ = ["FileReader", "LocalStorage"]
 
@@ -115,6 +116,7 @@ class LocalStorage:
         directory: str | os.PathLike[str],
         *,
         durable: bool = False,
+        direct: bool = False,
         renew: Callable[[], None] | None = None,
         security: Security | None = None,
     ) -> None:
@@ -124,13 +126,14 @@ class LocalStorage:
             directory: the namespace directory.
             durable: fsync each file and its directory before it counts as stored. Without it a
                 power cut may damage recent files, which are then misses.
+            direct: write files past the page cache where that is possible.
             renew: makes the directory anew when somebody has deleted it under a running process.
             security: whose files are read, and the modes of what is written.
 
         Raises OSError; StorageError when the directory belongs to a user who is not trusted.
         """
         self.directory = Path(directory)
-        self._durable = durable
+        self._durable, self.direct = durable, direct
         self._renew = renew
         self._lock = threading.Lock()
         self._security = security or Security()
@@ -271,7 +274,8 @@ class LocalStorage:
             try:
                 if stat.S_IMODE(os.fstat(fd).st_mode) != self._security.file_mode:
                     os.fchmod(fd, self._security.file_mode)  # an unusual umask
-                _linux.pwritev_all(fd, iovecs, 0)
+                if not (self.direct and write_past_cache(fd, iovecs)):
+                    _linux.pwritev_all(fd, iovecs, 0)
                 if self._durable:
                     os.fsync(fd)
             finally:

@@ -35,6 +35,9 @@ class ConnectorConfig:
     """Change it to leave everything stored so far unused."""
     durable: bool = False
     """fsync each file; without it a power cut may cost recent chunks, never wrong bytes."""
+    direct_writes: bool = False
+    """Write files past the page cache (O_DIRECT) where the file system can: less CPU time, and no
+    memory, on the engine's host; but the first load of a file then reads the disk."""
     load_policy: str = "faster"
     """``faster``: what is stored is loaded where that is predicted to be faster than computing it;
     ``always``: whenever it is stored."""

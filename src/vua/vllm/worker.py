@@ -87,6 +87,7 @@ class WorkerSide:
             model.identity,
             [group.layout for group in model.groups],
             durable=self._config.durable,
+            direct_writes=self._config.direct_writes,
             bounds=self._config.bounds,
             security=self._config.security,
         )
