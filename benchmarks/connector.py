@@ -9,8 +9,8 @@ expected.
 
 1. Overhead: prompts that nobody has seen, total time over that of vLLM alone: the same engine in
    the same process, its connector taken away for the turn. "lookups" finds nothing, "stores" looks
-   up and writes every prompt ("direct": with `direct_writes`), "vLLM again" shows the noise. vLLM's ExampleConnector, which stores
-   too, takes its turns here and in 2, in an engine of its own.
+   up and writes every prompt ("direct": with `direct_writes`), "vLLM again" shows the noise.
+   vLLM's ExampleConnector, which stores too, takes turns here and in 2 in an engine of its own.
 2. Time to the first token with a prompt that is stored, over that with the prompt in the same
    engine's own prefix cache.
 3. Conversations, half of their turns before a restart: tokens loaded afterwards over those that
