@@ -189,6 +189,8 @@ class TestPath(DirectoryTest):
         ways = {speed["what"] for speed in report["bandwidth"]}  # type: ignore[attr-defined]
 
         self.assertLessEqual({"write", "read, warm"}, ways)
+        costs = report["write_cpu_ms_per_mib"]
+        self.assertLessEqual({"new files", "written again"}, costs.keys())  # type: ignore[attr-defined]
         self.assertEqual([], list(self.root.iterdir()))
 
     def test_worth_loading(self) -> None:

@@ -89,6 +89,8 @@ def probe(
     home = Path(tempfile.mkdtemp(prefix=".vua-bench-", dir=directory))
     try:
         why_not = direct_works(home)
+        show("writes")
+        costs = _write_cost(home, 4 if tiny else 64, direct=why_not is None)
         show("metadata")
         rates = _metadata(home, 32 if tiny else _NAMES)
         speeds: list[Speed] = []
@@ -105,6 +107,7 @@ def probe(
             "machine": describe_machine(home),
             "o_direct": why_not is None,
             "gpu_direct": gds,
+            "write_cpu_ms_per_mib": costs,
             "metadata_us": rates,
             "bandwidth": [asdict(speed) for speed in speeds],
             "unmeasured": unmeasured,
@@ -123,6 +126,36 @@ def gpu_direct() -> str:
     if find_spec("cuda") is None and find_spec("kvikio") is None:
         return "no: neither cuda.bindings nor kvikio is installed"
     return "perhaps: nvidia-fs is loaded and a library is installed"
+
+
+def _write_cost(home: Path, count: int, *, direct: bool) -> dict[str, float]:
+    """CPU milliseconds per MiB written, medians: what a write costs the engine on the same cores.
+
+    New files first, all kept, so that the system has to find memory for them, then the same ones
+    again, into memory that it has; and past the page cache.
+    """
+    nbytes = 4 << 20
+    buffer = Buffer(nbytes)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+
+    def cost(name: str, flag: int = 0) -> float:
+        fd = os.open(home / name, flags | flag, 0o600)
+        try:
+            start = time.thread_time()
+            done = os.pwrite(fd, buffer.bytes.data, 0)
+            took = time.thread_time() - start
+        finally:
+            os.close(fd)
+        return took * 1e3 / (done / 2**20)
+
+    names = [f"cost-{n}" for n in range(count)]
+    costs = {"new files": [cost(name) for name in names]}
+    costs["written again"] = [cost(names[0]) for _ in names]
+    if direct:
+        costs["past the page cache"] = [cost(f"{name}-direct", os.O_DIRECT) for name in names]
+    for path in home.iterdir():
+        path.unlink()
+    return {what: statistics.median(found) for what, found in costs.items()}
 
 
 def _metadata(home: Path, count: int) -> dict[str, float]:

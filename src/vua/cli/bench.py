@@ -148,6 +148,9 @@ def _print_path(report: dict[str, Any]) -> None:
     rows = [[*way, *(f"{rates[(*way, size)]:.2f}" for size in sizes)] for way in ways]
     table(["GB/s", " threads", *(f" {size >> 10} KiB" for size in sizes)], rows)
     print()
+    costs = report["write_cpu_ms_per_mib"]
+    table(["CPU ms per MiB written", " median"], [[k, f"{v:.2f}"] for k, v in costs.items()])
+    print()
     table(["us", " median"], [[k, f"{v:.1f}"] for k, v in report["metadata_us"].items()])
     for one in report["unmeasured"]:
         print(f"\nunmeasured: {one['what']}: {one['reason']}")
