@@ -33,6 +33,7 @@ CORE = (
     "vua.entry",
     "vua.serdes",
     "vua.storage.direct",
+    "vua.storage.reader",
     "vua.storage",
     "vua.recency",
     "vua.bounds",
