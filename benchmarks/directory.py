@@ -242,6 +242,8 @@ def main() -> None:
         kind, seed, seconds, most, prompts = options.work
         work(options.directory, kind, int(seed), float(seconds), int(most), int(prompts))
         return
+    if not options.use and options.directory.exists():
+        parser.error(f"{options.directory} exists; give the name of a new directory, or --use")
     try:
         report = run(options.directory, options)
         if options.out:
