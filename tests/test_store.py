@@ -433,6 +433,25 @@ class TestDamage(StoreTest):
         self.assertTrue(kept[0].name.startswith(f"{self.keys[0].name}.{SMALL.full.name}."))
         self.assertFalse(self.file(0).exists())
 
+    def test_directories_in_the_way(self) -> None:
+        """However many directories lie in files' places, the next save puts things right."""
+        self.save_whole()
+        for turn in range(MAX_QUARANTINED + 4):
+            self.file(0).unlink()
+            self.file(0).mkdir()
+            if turn % 2:
+                (self.file(0) / "something").touch()
+            self.assertEqual(0, self.load().chunks)
+            self.save_whole()
+            self.assertEqual(CHUNKS, self.load().chunks, turn)
+
+    def test_close_fails(self) -> None:
+        """What a server says to the end of a descriptor is no error of anybody's."""
+        storage = LocalStorage(self.root / NAMESPACE)
+        os.close(storage.fileno())
+
+        storage.close()
+
     def test_replaced_meanwhile(self) -> None:
         """A damaged file that somebody wrote anew meanwhile is left alone."""
         self.save_whole()

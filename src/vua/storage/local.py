@@ -86,7 +86,7 @@ class LocalStorage:
         self._uid_array = None if self._uids is None else np.array([*self._uids], dtype=np.uint32)
         self._fd = open_directory(self.directory, self._security)
         self._local = _linux.is_local(self._fd)
-        self._release = weakref.finalize(self, os.close, self._fd)
+        self._release = weakref.finalize(self, _close, self._fd)
         self._serial = itertools.count()
         self._tag = f"{socket.gethostname()[:32]}-{secrets.token_hex(4)}".replace("/", "_")
 
@@ -280,9 +280,8 @@ class LocalStorage:
                         return True  # already replaced by somebody who wrote it anew
                 aside = make_directory(self._fd, QUARANTINE, self._security)
                 stack.callback(os.close, aside)
-                if len(os.listdir(aside)) >= MAX_QUARANTINED:
-                    os.unlink(name, dir_fd=directory)
-                else:
+                full = len(os.listdir(aside)) >= MAX_QUARANTINED
+                if not (full and _deleted(name, directory)):
                     kept = f"{chunk}.{shard.name}.{secrets.token_hex(3)}"
                     os.replace(name, kept, src_dir_fd=directory, dst_dir_fd=aside)
             except FileNotFoundError:
@@ -290,6 +289,27 @@ class LocalStorage:
             except OSError:
                 return False
         return True
+
+
+def _deleted(name: str, directory: int) -> bool:
+    """Delete a file, or an empty directory in a file's place; False for one with something in it.
+
+    Raises OSError.
+    """
+    try:
+        os.unlink(name, dir_fd=directory)
+    except IsADirectoryError:
+        try:
+            os.rmdir(name, dir_fd=directory)
+        except OSError:
+            return False
+    return True
+
+
+def _close(fd: int) -> None:
+    """Close a directory; what a server says to that changes nothing."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def explained(problem: OSError, where: str) -> StorageError:

@@ -7,10 +7,12 @@ thread, so call n of a name is the same one in every run of the same operation.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import traceback
@@ -29,6 +31,8 @@ _CALL: Final = re.compile(r"^(\w+)\(")
 _LIMIT_S: Final = 60
 _GO: Final = (signal.SIGUSR1,)
 _DONE: Final = "done"
+_END: Final = "/vua-operation-ended"
+"""Asked for at the end of an operation, so that strace's log shows where that is."""
 
 
 class Outcome(NamedTuple):
@@ -61,13 +65,13 @@ def run_tampered(operation: Callable[[], object], inject: str | None = None) -> 
 
     Raises OSError where strace does not attach.
     """
-    said, say = os.pipe()
+    said, say = socket.socketpair()  # no operation sends: what is said is never tampered with
     signal.pthread_sigmask(signal.SIG_BLOCK, _GO)
     child = os.fork()
     if child == 0:
         _be_child(operation, say)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _GO)
-    os.close(say)
+    say.close()
     with tempfile.NamedTemporaryFile("r", prefix="vua-strace-") as log:
         command = ["strace", "-o", log.name, "-p", str(child), "-e", f"trace={_TRACED}"]
         command += ["-e", f"inject={inject}"] if inject else []
@@ -80,15 +84,15 @@ def run_tampered(operation: Callable[[], object], inject: str | None = None) -> 
                     os.kill(child, signal.SIGKILL)
                     raise OSError(line.strip() or "strace said nothing")
                 os.kill(child, signal.SIGUSR1)
-                text = b"".join(iter(lambda: os.read(said, 1 << 16), b"")).decode()
+                text = b"".join(iter(lambda: said.recv(1 << 16), b"")).decode()
             finally:
                 _, status = os.waitpid(child, 0)
-                os.close(said)
+                said.close()
             tracer.communicate(timeout=_LIMIT_S)
         return Outcome(os.WIFSIGNALED(status), text, log.read())
 
 
-def _be_child(operation: Callable[[], object], say: int) -> None:
+def _be_child(operation: Callable[[], object], say: socket.socket) -> None:
     try:
         signal.alarm(_LIMIT_S)
         signal.sigwait(_GO)
@@ -101,7 +105,9 @@ def _be_child(operation: Callable[[], object], say: int) -> None:
             text = f"{type(problem).__name__}: {traceback.format_exc()}"
         except BaseException:  # noqa: BLE001 - whatever it is, the parent shall hear of it
             text = traceback.format_exc()
-        os.write(say, text.encode())
+        with contextlib.suppress(OSError):
+            Path(_END).stat()
+        say.sendall(text.encode())
     finally:
         os._exit(0)
 
@@ -115,7 +121,7 @@ def calls_of(operation: Callable[[], object]) -> Counter[str]:
     if outcome.text != _DONE:
         raise AssertionError(f"the operation fails by itself: {outcome.text}")
     lines = outcome.log.splitlines()
-    own = next(n for n, line in enumerate(lines) if line.startswith("write(") and _DONE in line)
+    own = next(n for n, line in enumerate(lines) if _END in line)
     found = (_CALL.match(line) for line in lines[:own])  # the rest is how the child ends
     return Counter(match[1] for match in found if match)
 
