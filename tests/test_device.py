@@ -298,7 +298,18 @@ def chunks_of(engine: Engine, dtype: torch.dtype, count: int, tokens: int) -> li
     return [noise(*shape, dim, dtype=dtype, seed=dim)[..., 1:, :] for dim in engine.dims]
 
 
-class RunsTest(MovesTest):
+class BlocksTest(MovesTest):
+    """Moves of neighbours at once."""
+
+    def test_blocks(self) -> None:
+        """Slots as a request's blocks give them, cut by chunks and by what is wanted."""
+        for make in ENGINES:
+            slots = slots_of([3, 1, 2, 4, 0], SLOTS, 0, 20, wanted=(1, 18)).view(2, 10)
+            with self.subTest(make=make.__name__):
+                self.assert_moves(make, torch.bfloat16, slots)
+
+
+class RunsTest(BlocksTest):
     """PyTorch's other way: neighbours copied by one call, here however short the runs are."""
 
     def setUp(self) -> None:
@@ -307,13 +318,6 @@ class RunsTest(MovesTest):
         for patch in (mock.patch.object(moves, "_RUN_TOKENS", 1), indexed):
             patch.start()
             self.addCleanup(patch.stop)
-
-    def test_blocks(self) -> None:
-        """Slots as a request's blocks give them, cut by chunks and by what is wanted."""
-        for make in ENGINES:
-            slots = slots_of([3, 1, 2, 4, 0], SLOTS, 0, 20, wanted=(1, 18)).view(2, 10)
-            with self.subTest(make=make.__name__):
-                self.assert_moves(make, torch.bfloat16, slots)
 
     def test_runs(self) -> None:
         """Runs end with blocks, chunks and wherever a slot is not the next one."""
@@ -328,7 +332,7 @@ class RunsTest(MovesTest):
 
 
 @unittest.skipUnless(has_native(), "no C compiler here")
-class HostTest(MovesTest):
+class HostTest(BlocksTest):
     """What is chosen on a CPU: the loop in C."""
 
     move = staticmethod(host.move)
@@ -339,13 +343,6 @@ class HostTest(MovesTest):
         patch = mock.patch.object(host, "moves", never)
         patch.start()
         self.addCleanup(patch.stop)
-
-    def test_blocks(self) -> None:
-        """Slots as a request's blocks give them, cut by chunks and by what is wanted."""
-        for make in ENGINES:
-            slots = slots_of([3, 1, 2, 4, 0], SLOTS, 0, 20, wanted=(1, 18)).view(2, 10)
-            with self.subTest(make=make.__name__):
-                self.assert_moves(make, torch.bfloat16, slots)
 
     def test_two_threads(self) -> None:
         """What is large enough for a second thread comes out the same."""
