@@ -177,8 +177,7 @@ def serve(pipe: Connection, settings: dict[str, Any], log: IO[bytes]) -> None:
 def without_connector(llm: Any) -> Iterator[None]:
     """Serve as an engine that has none: vLLM asks these two whether there is a connector.
 
-    Two processes of the same engine differ by some percent, for where their memory lies; one
-    process with and without its connector does not.
+    Two processes of the same engine were seen to differ by some percent, in CPU time too.
     """
     from vllm.distributed.kv_transfer import kv_transfer_state as worker
 
@@ -195,9 +194,12 @@ def how_it_writes(*, direct: bool) -> None:
     """Set VUA's `direct_writes` in a running engine."""
     from vllm.distributed.kv_transfer import kv_transfer_state as worker
 
-    side = getattr(worker._KV_CONNECTOR_AGENT, "_worker", None)
-    for group in side._groups if side is not None else ():
-        group.store.storage.direct = direct
+    connector = worker._KV_CONNECTOR_AGENT
+    if type(connector).__name__ == "VUAStorageConnector_V1":
+        for group in connector._worker._groups:
+            group.store.storage.direct = direct
+    elif direct:
+        raise RuntimeError("only VUA's connector can write past the page cache")
 
 
 def certain(logprobs: Sequence[Mapping[int, Any]]) -> int:

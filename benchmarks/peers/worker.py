@@ -109,14 +109,17 @@ def apart(root: Path, work: Callable[[], str]) -> str:
 def serve(worker: Worker, first: str, answers: IO[str]) -> str:
     """Answer questions about one set of chunks; return the next one that is not about it."""
     line = first
-    while line == first or (line and json.loads(line)["op"] not in ("prepare", "rest")):
+    while True:
         try:
             found = worker.answer(json.loads(line))
         except Exception as problem:  # noqa: BLE001 - the other side decides what it means
             found = {"error": f"{type(problem).__name__}: {problem}"}
         print(json.dumps(found), file=answers, flush=True)
         line = sys.stdin.readline()
-    return line
+        if not line or json.loads(line)["op"] in ("prepare", "rest"):
+            for store in worker.stores.values():
+                store.close()
+            return line
 
 
 def main() -> int:

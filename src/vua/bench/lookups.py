@@ -29,8 +29,8 @@ __all__ = ["beside_work", "by_length", "by_store_size"]
 CHUNK = 64
 _SMALL = KVLayout(1, 1, 8, 8, "BF16", CHUNK)
 _LONGEST_S = 0.002
-_OTHERS = "2 processes compute"
 """A prompt of 131,072 tokens has to be looked up in this time."""
+_OTHERS = "2 processes compute"
 
 Ids = npt.NDArray[np.int32]
 
