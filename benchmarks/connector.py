@@ -1,6 +1,7 @@
 """Real vLLM on the CPU: what the connector costs, how fast a hit is, how much of hits is kept.
 
     python benchmarks/connector.py [--quick] [--json FILE] [--dir DIRECTORY] [--rounds N]
+    python benchmarks/connector.py --shape llama-3.2-1b [--overhead N]      # only 1, only VUA
 
 The arms of a comparison take turns in every round, and only one works at a time. Ratios are formed
 within a round; shown are their median and quartiles. Every arm's tokens are compared with those of
@@ -12,6 +13,8 @@ expected.
    up and writes every prompt ("direct": with `direct_writes`). vLLM alone has two turns in each
    round, whose mean is what the others are compared with; "vLLM again" is one over the other.
    vLLM's ExampleConnector, which stores too, takes turns here and in 2 in an engine of its own.
+   The demo's model has 173 KiB of K and V per GFLOP, models that people run 10 to 130: `--shape`
+   takes the sizes of one of these, with random weights.
 2. Time to the first token with a prompt that is stored, over that with the prompt in the same
    engine's own prefix cache.
 3. Conversations, half of their turns before a restart: tokens loaded afterwards over those that
@@ -60,6 +63,32 @@ OVERHEAD = {
     "stores, direct": "direct",
 }
 """The turns of VUA's engine in the first comparison, and what each asks for."""
+SHAPES = {
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "layers": 16,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "initializer_range": 0.04,
+        "tie": True,
+    },
+    "qwen3-0.6b": {
+        "family": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "layers": 28,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "initializer_range": 0.06,
+        "tie": True,
+    },
+}
+"""Sizes of models by their published configurations."""
 TALKERS = ("default", "save_generated")
 VOCABULARY = 4096
 
@@ -94,11 +123,12 @@ def summary(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def overhead(
-    engine: Engine, example: Engine, size: Size, chance: random.Random
+    engine: Engine, example: Engine | None, size: Size, chance: random.Random
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Measure the first comparison."""
     turns = [(engine, name, mode) for name, mode in OVERHEAD.items()]
-    turns += [(example, EXAMPLE, "all"), (example, PLAIN_EXAMPLE, "alone")]
+    if example is not None:
+        turns += [(example, EXAMPLE, "all"), (example, PLAIN_EXAMPLE, "alone")]
     times: dict[str, list[float]] = {name: [] for _, name, _ in turns}
     stored = engine.stored()
     for _ in range(size.overhead_rounds):
@@ -117,8 +147,10 @@ def overhead(
                 engine.wait_until_stored(stored)
         expect("chunks stored, by the arm that stores alone", stored, engine.stored())
     both = [sum(pair) / 2 for pair in zip(times["vLLM"], times[AGAIN], strict=True)]
-    of = dict.fromkeys(OVERHEAD, both) | {AGAIN: times["vLLM"], EXAMPLE: times[PLAIN_EXAMPLE]}
-    for name in [*list(OVERHEAD)[1:], EXAMPLE]:
+    of = dict.fromkeys(OVERHEAD, both) | {AGAIN: times["vLLM"]}
+    if example is not None:
+        of[EXAMPLE] = times[PLAIN_EXAMPLE]
+    for name in list(of)[1:]:
         pairs = zip(times[name], of[name], strict=True)
         yield f"{name} / vLLM", summary([ours / plain for ours, plain in pairs])
     yield "vLLM, s", summary(times["vLLM"])
@@ -213,8 +245,10 @@ def told(rows: Iterator[tuple[str, dict[str, float]]]) -> dict[str, dict[str, fl
     return found
 
 
-def measure(root: Path, model: Path, size: Size) -> dict[str, dict[str, dict[str, float]]]:
-    """Run all three comparisons."""
+def measure(
+    root: Path, model: Path, size: Size, *, only_overhead: bool
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Run all three comparisons, or the first without ExampleConnector."""
     chance = random.Random(5)
 
     def start(name: str, folder: str | None, **extra: Any) -> Engine:
@@ -223,6 +257,11 @@ def measure(root: Path, model: Path, size: Size) -> dict[str, dict[str, dict[str
         sizes = {"max_model_len": size.max_model_len, "cache_mib": size.cache_mib}
         return Engine(name, model, place, **sizes, **extra)
 
+    if only_overhead:
+        engine = all_ready({"VUA": start("VUA", "kv")})["VUA"]
+        results = {"overhead": told(overhead(engine, None, size, chance))}
+        engine.close()
+        return results
     engines = all_ready({"VUA": start("VUA", "kv"), EXAMPLE: start(EXAMPLE, "example")})
     both = engines["VUA"], engines[EXAMPLE]
     results = {"overhead": told(overhead(*both, size, chance))}
@@ -244,6 +283,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, help="a directory on the file system to measure")
     parser.add_argument("--rounds", type=int, help="of the time to the first token")
     parser.add_argument("--overhead", type=int, metavar="ROUNDS", help="rounds of the overhead")
+    parser.add_argument("--shape", choices=SHAPES, help="of this model, and only the overhead")
     arguments, began_s = parser.parse_args(), time.monotonic()
     os.environ.update(ENVIRONMENT)
     import vllm.entrypoints.llm
@@ -263,7 +303,11 @@ def main() -> int:
         size = replace(size, overhead_rounds=arguments.overhead)
     with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=arguments.dir) as name:
         make = partial(make_model, vocab_size=VOCABULARY) if arguments.quick else make_demo_model
-        results = measure(Path(name), make(Path(name, "model")), size)
+        if arguments.shape:
+            sizes: dict[str, Any] = {"dtype": "bfloat16", "max_position_embeddings": 32768}
+            make = partial(make_model, **sizes, **SHAPES[arguments.shape])
+        model = make(Path(name, "model"))
+        results = measure(Path(name), model, size, only_overhead=bool(arguments.shape))
     about = {
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
         "python": platform.python_version(),
@@ -273,7 +317,7 @@ def main() -> int:
         "rounds": size.rounds,
         "rounds_of_overhead": size.overhead_rounds,
         "minutes": round((time.monotonic() - began_s) / 60, 1),
-        "model": "tiny" if arguments.quick else "demo",
+        "model": arguments.shape or ("tiny" if arguments.quick else "demo"),
     }
     print(", ".join(f"{key}: {value}" for key, value in about.items()) + "\n")
     print("| | | median | quartiles |\n|---|---|---|---|")

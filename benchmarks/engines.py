@@ -197,7 +197,7 @@ def how_it_writes(*, direct: bool) -> None:
     connector = worker._KV_CONNECTOR_AGENT
     if type(connector).__name__ == "VUAStorageConnector_V1":
         for group in connector._worker._groups:
-            group.store.storage.direct = direct
+            group.store.storage.direct_writes = direct
     elif direct:
         raise RuntimeError("only VUA's connector can write past the page cache")
 

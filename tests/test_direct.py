@@ -6,21 +6,20 @@ import errno
 import itertools
 import os
 import unittest
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 
-from helpers import DirectoryTest, keys_of
+from helpers import DirectoryTest, Memory, has_native, keys_of, model_arrays
 from vua import _linux
-from vua._linux import Iovecs
-from vua.bench.files import direct_works
+from vua._linux import Iovecs, page_aligned
+from vua.bench.files import cool, direct_works, is_cold
 from vua.directory import create_store
 from vua.identity import Identity
 from vua.layout import KVLayout
-from vua.slab import Slab, page_aligned
+from vua.slab import Slab
 from vua.storage import direct
-from vua.storage.direct import write_past_cache
+from vua.storage.direct import ColdReads, write_past_cache
 
 PAGE = 4096
 
@@ -100,21 +99,77 @@ class TestDirect(DirectoryTest):
                 self.assertTrue(store.saver(slab.memory).save(key))
                 [path] = root.rglob("*.safetensors")
 
-                self.assertEqual(not past, self.cached(path))
+                self.assertEqual(past, is_cold(path))
                 slab.bytes[:] = 0
                 self.assertEqual(1, store.load([key], slab.memory).chunks)
                 self.assertEqual(wanted, slab.bytes.tobytes())
             store.close()
 
-    def cached(self, path: Path) -> bool:
-        """Whether a file's payload is in the page cache."""
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            return os.preadv(fd, [bytearray(PAGE)], PAGE, os.RWF_NOWAIT) == PAGE
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(fd)
+
+class TestDirectReads(DirectoryTest):
+    def test_first_and_second_read(self) -> None:
+        """Cold chunks are read past the page cache once; the second time they come into it.
+
+        Sizes that are no multiple of a page, several files a unit, memory of blocks. Control:
+        without direct reads the first load leaves them in the page cache.
+        """
+        if not has_native():
+            self.skipTest("no C compiler here")
+        if (why_not := direct_works(self.root)) is not None:
+            self.skipTest(why_not)
+        layout = KVLayout(layers=7, kv_heads=3, k_dim=40, v_dim=24, dtype="BF16", chunk_tokens=48)
+        keys, arrays = keys_of(range(5 * 48), 48), model_arrays(layout, 5)
+        wanted = Memory(layout, layout.full, 5, block_tokens=16).fill(arrays)
+        for reads, colds in ((True, (5, 0, 0)), (False, (0, 0, 0))):
+            root = self.root / str(reads)
+            identity = Identity(model="m", chunk_tokens=48)
+            store = create_store(root, identity, layout, direct_reads=reads)
+            for place, key in enumerate(keys):
+                store.save(key, wanted.map(), place=place)
+            paths = list(root.rglob("*.safetensors"))
+            cool(paths, sync=True)
+            if not all(map(is_cold, paths)):
+                self.skipTest("the page cache keeps files of this file system")
+            for turn, expected in enumerate(colds):
+                with self.subTest(direct_reads=reads, turn=turn):
+                    memory = Memory(layout, layout.full, 5, block_tokens=16)
+                    self.assertEqual(5, store.load(keys, memory.map()).chunks)
+                    for want, got in zip(wanted.buffers, memory.buffers, strict=True):
+                        np.testing.assert_array_equal(want, got)
+                    self.assertEqual(expected, sum(map(is_cold, paths)))
+            store.close()
+
+    def test_the_faster_way(self) -> None:
+        """Both ways are tried, the better one is taken, and the other one looked at again."""
+        for seconds, better in (((1.0, 1.3), True), ((1.0, 1.1), False), ((1.0, 0.5), False)):
+            with self.subTest(seconds=seconds):
+                ways, taken = ColdReads(), []
+                for number in range(200):
+                    before, way = ways.plan([f"{number:016x}"])
+                    self.assertEqual(0, before)
+                    taken.append(way)
+                    ways.note(direct=way, nbytes=1 << 30, seconds=seconds[not way])
+                self.assertEqual([True, False], taken[:2])
+                self.assertEqual([better] * 61, taken[2:63])
+                self.assertEqual(3, taken[2:].count(not better))
+
+    def test_small_reads_say_nothing(self) -> None:
+        """They take as long as a request, whatever their size."""
+        ways = ColdReads()
+        for _ in range(3):
+            ways.note(direct=True, nbytes=4096, seconds=1e-9)
+            self.assertEqual((0, True), ways.plan([]))
+
+    def test_what_was_read_before(self) -> None:
+        """Chunks of a prompt that lead it are known, up to a number of chunks in all."""
+        ways = ColdReads()
+        names = [f"{number:064x}"[::-1] for number in range(1, 1 << 16)]
+        self.assertEqual(0, ways.plan(names[:100])[0])
+        self.assertEqual(100, ways.plan(names[:300])[0])
+        self.assertEqual(0, ways.plan(names[299:301][::-1])[0])
+        ways.plan(names)
+        ways.plan([f"{number:064x}"[::-1] for number in range(1 << 17, (1 << 17) + 2)])
+        self.assertEqual(0, ways.plan(names[:100])[0])
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ import numpy.typing as npt
 
 from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arrays, rectangle
 from vua import native
+from vua.bench.files import cool, direct_works, is_cold
 from vua.errors import ConfigError
 from vua.layout import KVLayout, Shard
-from vua.native import build
+from vua.native import batches, build
 from vua.storage.local import LocalStorage
 from vua.store import Store
 
@@ -35,7 +36,7 @@ import logging, sys
 from vua import native
 logging.basicConfig(level=logging.INFO)
 library = native.library(wait=True)
-print("built" if library else "none", native.load(0, [], None, 0, 0))
+print("built" if library else "none", native.load(0, [], None, 0, 0)[0])
 """
 
 
@@ -70,9 +71,18 @@ class TestLoad(DirectoryTest):
         shard = LAYOUT.full.name
         paths = [f"{k.name[:2]}/{k.name}/{shard}.safetensors" for k in self.keys[first:stop]]
         headers = self.headers.ctypes.data
-        return native.load(
-            *(self.storage._fd, paths, self.batch, first, headers), uids=whose, threads=threads
-        )
+        self.prepare()
+        with mock.patch.object(batches, "THREADS", threads):
+            return native.load(
+                *(self.storage._fd, paths, self.batch, first, headers),
+                uids=whose,
+                direct=self.direct,
+            )[0]
+
+    direct = False
+
+    def prepare(self) -> None:
+        """Make the files ready for a load."""
 
     def path(self, chunk: int) -> Path:
         """The file of a chunk."""
@@ -181,6 +191,57 @@ class TestLoad(DirectoryTest):
             stop.set()
             thread.join()
         self.assertGreater(max(calls), 0)
+
+
+class TestDirectLoad(TestLoad):
+    """The same with cold files that are read past the page cache, and in smaller parts."""
+
+    direct = True
+
+    def setUp(self) -> None:
+        """Look whether files become cold here."""
+        super().setUp()
+        if (why_not := direct_works(self.root)) is not None:
+            self.skipTest(why_not)
+        self.prepare()
+        if not is_cold(self.path(0)):
+            self.skipTest("the page cache keeps files of this file system")
+
+    def prepare(self) -> None:
+        """Cool them."""
+        cool([path for path in self.files() if path.is_file()], sync=True)
+
+    def test_past_the_page_cache(self) -> None:
+        """What was read is not in the page cache then; control: it is when read through it."""
+        for direct in (True, False):
+            self.direct = direct
+            self.assertEqual(CHUNKS, self.load())
+            cold = sum(is_cold(path) for path in self.files())
+            self.assertEqual(CHUNKS if direct else 0, cold)
+
+    def test_small_parts(self) -> None:
+        """A file larger than the memory it is read through; and one whose units do not fit."""
+        expected = Memory(LAYOUT, LAYOUT.full, CHUNKS, block_tokens=16).fill(self.model)
+        for nbytes, cold in ((272 << 10, CHUNKS), (64 << 10, 0)):
+            self.setUpMemory()
+            with (
+                mock.patch.object(batches, "_BOUNCE_NBYTES", nbytes),
+                mock.patch.object(batches, "_spare_bounces", []),
+            ):
+                self.assertEqual(CHUNKS, self.load())
+            self.assertEqual(cold, sum(is_cold(path) for path in self.files()))
+            for want, got in zip(expected.buffers, self.memory.buffers, strict=True):
+                np.testing.assert_array_equal(want, got)
+
+    def test_counted(self) -> None:
+        """Files that are not cached are counted, however they are read; control: cached ones."""
+        paths = [str(path.relative_to(self.storage.directory)) for path in self.files()]
+        headers = self.headers.ctypes.data
+        for direct, expected in ((True, CHUNKS), (False, CHUNKS), (True, 0)):
+            if expected:
+                self.prepare()
+            found = native.load(self.storage._fd, paths, self.batch, 0, headers, direct=direct)
+            self.assertEqual(expected, found[1])
 
 
 class TestChain(unittest.TestCase):

@@ -29,6 +29,8 @@ Iovecs = npt.NDArray[np.uint64]
 """``[n, 2]`` array of (address, nbytes): byte for byte an array of ``struct iovec`` on 64 bits."""
 
 IOV_MAX: Final = 1024  # limits.h UIO_MAXIOV, Linux and the BSDs
+PAGE: Final = 4096
+"""What direct I/O is aligned to: a multiple of every disk's block."""
 
 _RWF_NOWAIT: Final = 0x8  # linux/fs.h
 _SYS_OPENAT2: Final = 437  # the same number on every architecture (asm-generic/unistd.h)
@@ -48,6 +50,13 @@ _UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, e
 _LINUX64: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 _vector_args: list[Any] = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+
+
+def page_aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return uninitialised memory that begins with a page, as direct I/O wants it."""
+    raw = np.empty(nbytes + PAGE, dtype=np.uint8)
+    skip = -raw.ctypes.data % PAGE
+    return raw[skip : skip + nbytes]
 
 
 class _OpenHow(ctypes.Structure):

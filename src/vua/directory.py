@@ -177,6 +177,7 @@ def create_store(
     *,
     durable: bool = False,
     direct_writes: bool = False,
+    direct_reads: bool = True,
     bounds: Bounds | None = None,
     security: Security | None = None,
 ) -> Store:
@@ -195,6 +196,7 @@ def create_store(
         [layout],
         durable=durable,
         direct_writes=direct_writes,
+        direct_reads=direct_reads,
         bounds=bounds,
         security=security,
     )[0]
@@ -207,6 +209,7 @@ def create_stores(
     *,
     durable: bool = False,
     direct_writes: bool = False,
+    direct_reads: bool = True,
     bounds: Bounds | None = None,
     security: Security | None = None,
 ) -> list[Store]:
@@ -219,7 +222,12 @@ def create_stores(
             make()
             found = read_namespace(path)
         storage = LocalStorage(
-            path, durable=durable, direct=direct_writes, renew=make, security=security
+            path,
+            durable=durable,
+            direct_writes=direct_writes,
+            direct_reads=direct_reads,
+            renew=make,
+            security=security,
         )
     except StorageError:
         raise

@@ -28,12 +28,12 @@ from cryptography.hazmat.primitives.ciphers import Cipher as _Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
+from vua._linux import page_aligned
 from vua.claims import AUTHENTIC, ENCRYPTED, TAG_NBYTES, Mark
 from vua.entry import EntryCodec
 from vua.errors import CorruptEntryError
 from vua.keys import ChunkKey
 from vua.plan import Digest, Plan
-from vua.slab import page_aligned
 
 __all__ = ["Seal", "Sealed"]
 

@@ -8,23 +8,14 @@ verified, then taken apart. Fresh memory costs ten times a copy in page faults, 
 from __future__ import annotations
 
 import threading
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from vua._linux import PAGE, page_aligned
 from vua.layout import KVLayout, MemoryMap, Shard
 
-__all__ = ["Slab", "SlabPool", "page_aligned"]
-
-_ALIGNMENT: Final = 4096
-
-
-def page_aligned(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return uninitialised memory that begins with a page, as direct I/O wants it."""
-    raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
-    skip = -raw.ctypes.data % _ALIGNMENT
-    return raw[skip : skip + nbytes]
+__all__ = ["Slab", "SlabPool"]
 
 
 class Slab:
@@ -34,7 +25,7 @@ class Slab:
         """Allocate and touch ``chunks`` times the shard's payload."""
         payload = shard.payload_nbytes(layout)
         self.bytes = page_aligned(chunks * payload)
-        self.bytes[::_ALIGNMENT] = 0
+        self.bytes[::PAGE] = 0
         self.chunks = chunks
         address = np.uint64(self.bytes.ctypes.data)
         layers = np.arange(shard.layers, dtype=np.uint64)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from vua import native
+from vua._linux import page_aligned
 from vua.aim import Aim
 from vua.claims import PLAIN
 from vua.entry import EntryCodec
@@ -28,7 +29,6 @@ from vua.layout import KVLayout, MemoryMap, Shard, cover
 from vua.misses import Misses
 from vua.plan import Plan, Recipe
 from vua.security import Security
-from vua.slab import page_aligned
 from vua.storage import Storage
 
 if TYPE_CHECKING:

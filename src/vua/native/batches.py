@@ -11,20 +11,25 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from vua._linux import page_aligned
 from vua.native.build import library, xxh3
 
 __all__ = ["ARRAYS_MAX", "THREADS", "Batch", "Recipe", "load"]
 
 ARRAYS_MAX: Final = 2
 """Arrays of a chunk that `load.c` has room for: K and V."""
-_NOWAIT: Final = 1
+_NOWAIT, _DIRECT = 1, 2
 _HELD_NBYTES: Final = 2 << 20
 """A batch up to this size keeps the GIL while the page cache answers, some 300 us: beside a busy
 Python thread winning it back takes up to 5 ms."""
 _SHARED_NBYTES: Final = 4 << 20
 """A batch from this size on is worth a second thread."""
+_BOUNCES: Final = 10
+"""Threads of one call that read cold files past the page cache: 2, and those of COLD_THREADS."""
+_BOUNCE_NBYTES: Final = 1 << 20
+"""What each of them reads at a time."""
 THREADS: Final = min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-"""Threads of one call."""
+"""Threads of one call, if it is a large one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +115,9 @@ def load(
     headers: int,
     *,
     uids: npt.NDArray[np.uint32] | None = None,
-    threads: int | None = None,
     held: bool = True,
-) -> int:
+    direct: bool = False,
+) -> tuple[int, int]:
     """Read files into memory and compare what they hash to with their own tables of checksums.
 
     Args:
@@ -122,38 +127,57 @@ def load(
         place: the chunk place in memory that the first of them goes to.
         headers: address of memory for their headers, ``[files, header_nbytes]`` bytes.
         uids: whose files are read; by default anybody's.
-        threads: at most this many are used, and only for large batches; 2 by default.
         held: whether small batches may keep the GIL while the page cache answers; see
             :func:`vua._linux.is_local` for where they must not.
+        direct: whether files of which the page cache has nothing are read past it.
 
     Returns how many files from the first on are in memory and agree with their own checksums:
     whether they are the files asked for is for the caller to see in their headers. What lies behind
-    them in memory is undefined. 0 where there is no library, or nothing to be had this way.
+    them in memory is undefined. 0 where there is no library, or nothing to be had this way. And how
+    many files were found not to be in the page cache.
     """
     bound = library()
     if bound is None or not paths:
-        return 0
+        return 0, 0
     names = [path.encode() + b"\0" for path in paths]
     whose = (None, 0) if uids is None else (uids.ctypes.data, len(uids))
     at, nbytes, done = ctypes.byref(batch), batch.file_nbytes * len(paths), 0
+    cold, flags = ctypes.c_uint64(0), _DIRECT if direct else 0
     if held and nbytes <= _HELD_NBYTES:
         done = bound.load_held(
             *(at, dir_fd, b"".join(names), len(names[0]), len(names)),
             place,
             headers,
             1,
-            _NOWAIT,
+            _NOWAIT | flags,
             *whose,
+            *(None, 0, 0, ctypes.byref(cold)),
         )
         names, place, headers = names[done:], place + done, headers + done * batch.header_nbytes
     if names:
-        threads = (threads or THREADS) if nbytes >= _SHARED_NBYTES else 1
+        threads = THREADS if nbytes >= _SHARED_NBYTES else 1
+        bounce = _bounce() if direct else None
         done += bound.load(
             *(at, dir_fd, b"".join(names), len(names[0]), len(names)),
             place,
             headers,
             threads,
-            0,
+            flags,
             *whose,
+            *((None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)),
+            ctypes.byref(cold),
         )
-    return done
+        if bounce is not None:
+            _spare_bounces.append(bounce)
+    return done, cold.value
+
+
+_spare_bounces: Final[list[npt.NDArray[np.uint8]]] = []
+
+
+def _bounce() -> npt.NDArray[np.uint8]:
+    """Return memory for direct reads; kept, since fresh memory costs more than the copy from it."""
+    try:
+        return _spare_bounces.pop()
+    except IndexError:
+        return page_aligned(_BOUNCES * _BOUNCE_NBYTES)

@@ -26,7 +26,10 @@ __all__ = ["Library", "library", "sha256", "xxh3"]
 
 log = logging.getLogger(__name__)
 
-_SOURCES: Final = tuple(Path(__file__).with_name(name) for name in ("load.c", "chain.c", "move.c"))
+_SOURCES: Final = tuple(
+    Path(__file__).with_name(name) for name in ("load.c", "direct.c", "chain.c", "move.c")
+)
+_HEADERS: Final = (Path(__file__).with_name("load.h"),)
 _FLAGS: Final = ("-O2", "-std=c11", "-shared", "-fPIC", "-pthread")
 _COMPILE_TIMEOUT_S: Final = 60
 
@@ -94,6 +97,10 @@ _LOAD: Final = (
     _U64,
     _POINTER,
     _U64,
+    _POINTER,
+    _U64,
+    _U64,
+    _POINTER,
 )
 _CHAIN: Final = (_POINTER, _TEXT, _U64, _POINTER, _U64, _U64, _POINTER)
 _MOVE: Final = (_POINTER, _U64, _U64)
@@ -170,7 +177,7 @@ def _prepare() -> None:
 
 
 def _path() -> Path:
-    text = b"".join(source.read_bytes() for source in _SOURCES)
+    text = b"".join(source.read_bytes() for source in (*_SOURCES, *_HEADERS))
     text += repr((platform.machine(), _FLAGS)).encode()
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vua"
     return home / f"load-{hashlib.sha256(text).hexdigest()[:16]}.so"

@@ -12,73 +12,13 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/openat2.h>
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
-enum { ROWS_MAX = 1024, STATE_NBYTES = 1024, THREADS_MAX = 8, ARRAYS_MAX = 2 };
-enum { COLD_THREADS = 8 }; /* that wait for a device or a server, which want several requests */
-
-/* xxhash.h's streaming interface, found in the xxhash module by the caller. */
-struct xxh3 {
-    int (*reset)(void *state);
-    int (*update)(void *state, const void *data, size_t nbytes);
-    uint64_t (*digest)(const void *state);
-};
-
-/* One head of one layer of K or V, in file order. One of array ARRAYS_MAX goes to the sink: it is
- * read only because a checksum covers it. */
-struct run {
-    uint64_t array, head, layer;
-    uint64_t sink;   /* place in each piece of it */
-    uint64_t nbytes; /* of each of its own pieces */
-};
-
-/* One read: runs [run, run_stop), behind the header where `header` says so. */
-struct slice {
-    uint64_t run, run_stop, header, nbytes, offset, unit, unit_stop;
-};
-
-/* What is the same for all files of a batch. The same fields as vua.native.Batch. */
-struct batch {
-    struct xxh3 hash;
-    uint64_t file_nbytes, header_nbytes;
-    uint64_t table_offset;      /* of the checksums, in the header */
-    const struct slice *slices;
-    uint64_t slice_count;
-    const struct run *runs;
-    const uint64_t *unit_nbytes, *unit_place; /* [units]; place of its checksum in the table */
-    uint64_t pieces;            /* of a chunk in memory */
-    uint64_t sink_nbytes;       /* all pieces of it */
-    /* Where tokens lie: see vua.layout.MemoryMap. */
-    const uint64_t *base[ARRAYS_MAX];         /* [layers] */
-    uint64_t head_stride[ARRAYS_MAX];
-    const uint64_t *piece_offset[ARRAYS_MAX]; /* [pieces of all places] */
-};
-
-enum { NOWAIT = 1 }; /* of flags: touch nothing that is not cached */
-
-struct work {
-    const struct batch *batch;
-    int dir_fd;
-    const char *paths;          /* [files][path_nbytes], each with a final 0 */
-    uint64_t path_nbytes, files;
-    uint64_t place;             /* of the first file's chunk in memory */
-    char *headers;              /* [files][header_nbytes] */
-    uint64_t flags;
-    const uint32_t *uids;       /* whose files are read; NULL: anybody's */
-    uint64_t uid_count;
-    _Atomic uint64_t next, good; /* next file to take; files before the first bad one */
-    _Atomic int cold;           /* whether a file was not in the page cache */
-    pthread_t more[COLD_THREADS];
-    uint64_t more_count;        /* threads started once a file was cold */
-};
+#include "load.h"
 
 static int open_file(const struct work *work, uint64_t file)
 {
@@ -94,11 +34,8 @@ static int open_file(const struct work *work, uint64_t file)
 
 static void start_more(struct work *work);
 
-/* Fill the rows; return whether all bytes came. Goes on after short reads, as network file systems
- * and signals give them. `*how` is how to read: once a file is found cold, its part [offset, stop)
- * is asked for as a whole, more files are read at a time, and reads wait. */
-static int read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t count,
-                     uint64_t nbytes, uint64_t offset, uint64_t stop, int *how)
+int vua_read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t count,
+                  uint64_t nbytes, uint64_t offset, uint64_t stop, int *how)
 {
     struct iovec left[ROWS_MAX];
     for (;;) {
@@ -127,9 +64,8 @@ static int read_rows(struct work *work, int fd, const struct iovec *rows, uint64
     }
 }
 
-/* Write the iovecs of a slice, those that follow each other in memory as one; return how many. */
-static uint64_t aim(struct iovec *rows, const struct batch *batch, const struct slice *slice,
-                    char *header, char *sink, uint64_t place)
+uint64_t vua_aim(struct iovec *rows, const struct batch *batch, const struct slice *slice,
+                 char *header, char *sink, uint64_t place)
 {
     uint64_t count = 0;
     if (slice->header)
@@ -160,12 +96,6 @@ static uint64_t aim(struct iovec *rows, const struct batch *batch, const struct 
     return count;
 }
 
-/* Where a walk over rows stands. */
-struct cursor {
-    const struct iovec *row;
-    uint64_t done; /* bytes of that row */
-};
-
 /* Hash the next bytes. */
 static uint64_t hash_next(const struct xxh3 *hash, struct cursor *at, uint64_t nbytes)
 {
@@ -183,6 +113,18 @@ static uint64_t hash_next(const struct xxh3 *hash, struct cursor *at, uint64_t n
     return hash->digest(state);
 }
 
+int vua_holds(const struct batch *batch, struct cursor at, uint64_t unit, uint64_t stop,
+              const char *header)
+{
+    for (; unit < stop; unit++) {
+        uint64_t expected;
+        memcpy(&expected, header + batch->table_offset + 8 * batch->unit_place[unit], 8);
+        if (hash_next(&batch->hash, &at, batch->unit_nbytes[unit]) != expected)
+            return 0;
+    }
+    return 1;
+}
+
 static int is_trusted(const struct work *work, const struct stat *status)
 {
     if (!S_ISREG(status->st_mode) || status->st_nlink > 1)
@@ -196,31 +138,43 @@ static int is_trusted(const struct work *work, const struct stat *status)
     return 1;
 }
 
-static int load_open_file(struct work *work, int fd, uint64_t file, char *sink)
+/* Load a file through the page cache. Returns whether it is good. */
+static int load_cached(struct work *work, int fd, uint64_t file, char *header, char *sink)
 {
     const struct batch *batch = work->batch;
     struct iovec rows[ROWS_MAX];
-    struct stat status;
     int how = RWF_NOWAIT;
+    const struct slice *last = &batch->slices[batch->slice_count - 1];
+    for (const struct slice *s = batch->slices; s <= last; s++) {
+        uint64_t count = vua_aim(rows, batch, s, header, sink, work->place + file);
+        struct cursor at = {rows + (s->header != 0), 0};
+        if (count == 0 ||
+            !vua_read_rows(work, fd, rows, count, s->nbytes, s->offset,
+                           last->offset + last->nbytes, &how) ||
+            !vua_holds(batch, at, s->unit, s->unit_stop, header))
+            return 0;
+    }
+    return 1;
+}
+
+static int load_open_file(struct work *work, int fd, uint64_t file, char *sink, char *bounce)
+{
+    const struct batch *batch = work->batch;
+    char *header = work->headers + file * batch->header_nbytes;
+    struct stat status;
     if (fstat(fd, &status) < 0 || !is_trusted(work, &status) ||
         (uint64_t)status.st_size != batch->file_nbytes)
         return 0;
-    char *header = work->headers + file * batch->header_nbytes;
-    const struct slice *last = &batch->slices[batch->slice_count - 1];
-    for (const struct slice *s = batch->slices; s <= last; s++) {
-        uint64_t count = aim(rows, batch, s, header, sink, work->place + file);
-        if (count == 0 || !read_rows(work, fd, rows, count, s->nbytes, s->offset,
-                                      last->offset + last->nbytes, &how))
+    if (work->flags & DIRECT && vua_is_cold(fd)) {
+        if (work->flags & NOWAIT)
             return 0;
-        struct cursor at = {rows + (s->header != 0), 0};
-        for (uint64_t unit = s->unit; unit < s->unit_stop; unit++) {
-            uint64_t expected;
-            memcpy(&expected, header + batch->table_offset + 8 * batch->unit_place[unit], 8);
-            if (hash_next(&batch->hash, &at, batch->unit_nbytes[unit]) != expected)
-                return 0;
-        }
+        start_more(work);
+        if (bounce != NULL && fcntl(fd, F_SETFL, O_DIRECT) == 0 &&
+            vua_load_direct(work, fd, file, header, sink, bounce))
+            return 1;
+        fcntl(fd, F_SETFL, 0); /* not to be had there, or damaged */
     }
-    return 1;
+    return load_cached(work, fd, file, header, sink);
 }
 
 static void lower(_Atomic uint64_t *value, uint64_t to)
@@ -234,13 +188,15 @@ static void *run(void *argument)
 {
     struct work *work = argument;
     char *sink = work->batch->sink_nbytes ? malloc(work->batch->sink_nbytes) : NULL;
+    uint64_t part = work->bounce ? atomic_fetch_add(&work->bounces_taken, 1) : 0;
+    char *bounce = part < work->bounces ? work->bounce + part * work->bounce_nbytes : NULL;
     for (;;) {
         uint64_t file = atomic_fetch_add(&work->next, 1);
         if (file >= atomic_load(&work->good))
             break; /* all taken, or behind a bad one */
         int fd = open_file(work, file);
         int good = fd >= 0 && (sink || !work->batch->sink_nbytes) &&
-            load_open_file(work, fd, file, sink);
+            load_open_file(work, fd, file, sink, bounce);
         if (fd >= 0)
             close(fd);
         if (!good)
@@ -258,24 +214,27 @@ static uint64_t start(pthread_t *threads, uint64_t count, struct work *work)
     return begun;
 }
 
-/* Called by whoever finds a cold file; the first one does it. */
+/* Called for each cold file; the first one starts threads. */
 static void start_more(struct work *work)
 {
     uint64_t taken = atomic_load(&work->next);
-    if (taken < work->files && !atomic_exchange(&work->cold, 1)) {
+    if (atomic_fetch_add(&work->cold, 1) == 0 && taken < work->files) {
         uint64_t left = work->files - taken;
         work->more_count = start(work->more, left < COLD_THREADS ? left : COLD_THREADS, work);
     }
 }
 
-/* Return how many files from the first on were read and hashed to what their own tables say. */
+/* Return how many files from the first on were read and hashed to what their own tables say.
+ * Cold ones, which are counted, are read past the page cache where there is a `bounce`: `bounces`
+ * times `bounce_nbytes` of page aligned memory, both in pages. */
 uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint64_t path_nbytes,
                   uint64_t files, uint64_t place, char *headers, uint64_t threads, uint64_t flags,
-                  const uint32_t *uids, uint64_t uid_count)
+                  const uint32_t *uids, uint64_t uid_count, char *bounce, uint64_t bounce_nbytes,
+                  uint64_t bounces, uint64_t *cold)
 {
     struct work work = {
         batch, dir_fd, paths, path_nbytes, files, place, headers, flags, uids, uid_count,
-        .good = files,
+        bounce, bounce_nbytes, bounces, .good = files,
     };
     pthread_t helpers[THREADS_MAX];
     uint64_t started = start(helpers, threads < THREADS_MAX ? threads - 1 : THREADS_MAX, &work);
@@ -284,5 +243,6 @@ uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint
         pthread_join(helpers[--started], NULL);
     while (work.more_count > 0) /* started by one that has ended by now */
         pthread_join(work.more[--work.more_count], NULL);
+    *cold = atomic_load(&work.cold);
     return atomic_load(&work.good);
 }

@@ -17,6 +17,7 @@ import secrets
 import socket
 import stat
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from vua.errors import NotWritableError, StorageError, StorageFullError
 from vua.layout import Shard
 from vua.native import Batch
 from vua.security import Security, make_directory, open_directory
-from vua.storage.direct import write_past_cache
+from vua.storage.direct import ColdReads, write_past_cache
 from vua.storage.reader import FileReader, is_plain
 
 __all__ = ["FileReader", "LocalStorage"]
@@ -61,7 +62,8 @@ class LocalStorage:
         directory: str | os.PathLike[str],
         *,
         durable: bool = False,
-        direct: bool = False,
+        direct_writes: bool = False,
+        direct_reads: bool = True,
         renew: Callable[[], None] | None = None,
         security: Security | None = None,
     ) -> None:
@@ -71,14 +73,17 @@ class LocalStorage:
             directory: the namespace directory.
             durable: fsync each file and its directory before it counts as stored. Without it a
                 power cut may damage recent files, which are then misses.
-            direct: write files past the page cache where that is possible.
+            direct_writes: write files past the page cache where that is possible.
+            direct_reads: read cold files past the page cache the first time, where the directory is
+                on a local disk and that is faster there.
             renew: makes the directory anew when somebody has deleted it under a running process.
             security: whose files are read, and the modes of what is written.
 
         Raises OSError; StorageError when the directory belongs to a user who is not trusted.
         """
         self.directory = Path(directory)
-        self._durable, self.direct = durable, direct
+        self._durable, self.direct_writes = durable, direct_writes
+        self._cold_reads = ColdReads() if direct_reads else None
         self._renew = renew
         self._lock = threading.Lock()
         self._security = security or Security()
@@ -112,11 +117,28 @@ class LocalStorage:
     def read_files(
         self, chunks: Sequence[str], shard: Shard, batch: Batch, place: int, headers: int
     ) -> int:
-        """Read and hash several files by one call, where the native loop is there."""
+        """Read and hash several files by one call or two, where the native loop is there."""
         paths = [f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}" for chunk in chunks]
-        return native.load(
-            *(self._fd, paths, batch, place, headers), uids=self._uid_array, held=self._local
-        )
+        ways = self._cold_reads if self._local else None
+        before, direct = (len(paths), False) if ways is None else ways.plan(paths)
+        done = 0
+        for part, past_cache in ((paths[:before], False), (paths[before:], direct)):
+            if not part:
+                continue
+            start_s = time.perf_counter()
+            got, cold = native.load(
+                *(self._fd, part, batch, place + done, headers + done * batch.header_nbytes),
+                uids=self._uid_array,
+                held=self._local,
+                direct=past_cache,
+            )
+            if ways is not None and got == len(part) <= cold:
+                took_s = time.perf_counter() - start_s
+                ways.note(direct=past_cache, nbytes=got * batch.file_nbytes, seconds=took_s)
+            done += got
+            if got < len(part):
+                break
+        return done
 
     def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
         """Whether the file is there now, one to be read, and of that size if one is given."""
@@ -219,7 +241,7 @@ class LocalStorage:
             try:
                 if stat.S_IMODE(os.fstat(fd).st_mode) != self._security.file_mode:
                     os.fchmod(fd, self._security.file_mode)  # an unusual umask
-                if not (self.direct and write_past_cache(fd, iovecs)):
+                if not (self.direct_writes and write_past_cache(fd, iovecs)):
                     _linux.pwritev_all(fd, iovecs, 0)
                 if self._durable:
                     os.fsync(fd)

@@ -38,6 +38,9 @@ class ConnectorConfig:
     direct_writes: bool = False
     """Write files past the page cache (O_DIRECT) where the file system can: less CPU time, and no
     memory, on the engine's host; but the first load of a file then reads the disk."""
+    direct_reads: bool = True
+    """Read files that are not in the page cache past it when a process wants them for the first
+    time, where the directory is on a local disk and that is measured to be faster there."""
     load_policy: str = "faster"
     """``faster``: what is stored is loaded where that is predicted to be faster than computing it;
     ``always``: whenever it is stored."""

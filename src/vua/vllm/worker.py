@@ -88,6 +88,7 @@ class WorkerSide:
             [group.layout for group in model.groups],
             durable=self._config.durable,
             direct_writes=self._config.direct_writes,
+            direct_reads=self._config.direct_reads,
             bounds=self._config.bounds,
             security=self._config.security,
         )

@@ -1,0 +1,136 @@
+/* Loads of files that the page cache does not have, past it; a part of load.c. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "load.h"
+
+enum { SYS_CACHESTAT = 451 }; /* the same number on every architecture */
+enum { LOOKED_AT = 1 << 16 }; /* bytes of a file that tell whether the page cache has it */
+enum { PAGE = 4096 };         /* what direct reads are aligned to: a multiple of disks' blocks */
+
+int vua_is_cold(int fd)
+{
+    struct { uint64_t offset, nbytes; } range = {0, LOOKED_AT};
+    struct { uint64_t cached, dirty, writeback, evicted, recently_evicted; } found = {1, 0, 0, 0, 0};
+    return syscall(SYS_CACHESTAT, fd, &range, &found, 0) == 0 && found.cached == 0;
+}
+
+/* Some slices that follow each other in a file, and where in it their pages lie. */
+struct part {
+    const struct slice *first, *stop;
+    uint64_t begin, end; /* `end` may lie behind the last page's beginning */
+};
+
+/* The slices from `s` on that fit into a bounce buffer together, and at least one. */
+static struct part next_part(const struct work *work, const struct slice *s)
+{
+    const struct slice *last = &work->batch->slices[work->batch->slice_count - 1];
+    struct part part = {s, s + 1, s->offset / PAGE * PAGE, s->offset + s->nbytes};
+    while (part.stop <= last && part.stop->offset == part.end &&
+           part.end + part.stop->nbytes - part.begin <= work->bounce_nbytes)
+        part.end += part.stop++->nbytes;
+    return part;
+}
+
+/* Write the iovecs of a part, and return how many, if each is whole pages; else 0. */
+static uint64_t aim_pages(struct iovec *rows, const struct work *work, struct part part,
+                          char *header, char *sink, uint64_t place)
+{
+    struct iovec some[ROWS_MAX];
+    uint64_t count = 0;
+    for (const struct slice *s = part.first; s < part.stop; s++) {
+        uint64_t more = vua_aim(some, work->batch, s, header, sink, place);
+        if (more == 0 || count + more > ROWS_MAX)
+            return 0;
+        for (uint64_t row = 0; row < more; row++, count++) {
+            if (((uint64_t)some[row].iov_base | some[row].iov_len) % PAGE != 0)
+                return 0;
+            rows[count] = some[row];
+        }
+    }
+    return part.begin == part.first->offset ? count : 0;
+}
+
+/* Read a part straight to its place. */
+static int load_pages(struct work *work, int fd, struct part part, const struct iovec *rows,
+                      uint64_t count, char *header)
+{
+    const struct slice *first = part.first;
+    const struct batch *batch = work->batch;
+    int how = 0;
+    if (!vua_read_rows(work, fd, rows, count, part.end - part.begin, part.begin, part.end, &how))
+        return 0;
+    if (first->header)
+        memcpy(header, rows->iov_base, batch->header_nbytes);
+    struct cursor at = {rows + (first->header != 0), 0};
+    return vua_holds(batch, at, first->unit, part.stop[-1].unit_stop, header);
+}
+
+/* Read a part into `bounce`, but for what of its last page lies behind the end of the file. */
+static int read_pages(int fd, char *bounce, struct part part, uint64_t file_nbytes)
+{
+    uint64_t nbytes = (part.end - part.begin + PAGE - 1) / PAGE * PAGE, done = 0;
+    uint64_t there = file_nbytes - part.begin < nbytes ? file_nbytes - part.begin : nbytes;
+    while (done < there) {
+        ssize_t got = pread(fd, bounce + done, nbytes - done, (off_t)(part.begin + done));
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0)
+            return 0;
+        done += (uint64_t)got;
+        if (done < there && done % PAGE != 0)
+            return 0;
+    }
+    return 1;
+}
+
+/* Verify a slice that lies at `from`, and copy it to its place. */
+static int take(const struct batch *batch, const struct slice *slice, const char *from,
+                char *header, char *sink, uint64_t place)
+{
+    struct iovec rows[ROWS_MAX];
+    uint64_t count = vua_aim(rows, batch, slice, header, sink, place);
+    if (slice->header) {
+        memcpy(header, from, batch->header_nbytes);
+        from += batch->header_nbytes;
+    }
+    struct iovec bytes = {(char *)from, slice->nbytes};
+    struct cursor at = {&bytes, 0};
+    if (count == 0 || !vua_holds(batch, at, slice->unit, slice->unit_stop, header))
+        return 0;
+    for (uint64_t row = slice->header != 0; row < count; row++) {
+        memcpy(rows[row].iov_base, from, rows[row].iov_len);
+        from += rows[row].iov_len;
+    }
+    return 1;
+}
+
+int vua_load_direct(struct work *work, int fd, uint64_t file, char *header, char *sink,
+                    char *bounce)
+{
+    const struct batch *batch = work->batch;
+    const struct slice *stop = batch->slices + batch->slice_count;
+    const uint64_t place = work->place + file;
+    struct iovec rows[ROWS_MAX];
+    struct part part;
+    for (const struct slice *s = batch->slices; s < stop; s = part.stop) {
+        part = next_part(work, s);
+        if (part.end - part.begin > work->bounce_nbytes)
+            return 0; /* a unit, or a header, that is larger: there are none so far */
+        uint64_t count = aim_pages(rows, work, part, bounce, sink, place);
+        if (count > 0) {
+            if (!load_pages(work, fd, part, rows, count, header))
+                return 0;
+            continue;
+        }
+        if (!read_pages(fd, bounce, part, batch->file_nbytes))
+            return 0;
+        for (; s < part.stop; s++)
+            if (!take(batch, s, bounce + (s->offset - part.begin), header, sink, place))
+                return 0;
+    }
+    return 1;
+}

@@ -1,0 +1,102 @@
+/* What load.c and direct.c share: the batch as vua/native/batches.py makes it, and steps of a load. */
+#ifndef VUA_LOAD_H
+#define VUA_LOAD_H
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <sys/uio.h>
+
+enum { ROWS_MAX = 1024, STATE_NBYTES = 1024, THREADS_MAX = 8, ARRAYS_MAX = 2 };
+enum { COLD_THREADS = 8 }; /* that wait for a device or a server, which want several requests */
+
+/* xxhash.h's streaming interface, found in the xxhash module by the caller. */
+struct xxh3 {
+    int (*reset)(void *state);
+    int (*update)(void *state, const void *data, size_t nbytes);
+    uint64_t (*digest)(const void *state);
+};
+
+/* One head of one layer of K or V, in file order. One of array ARRAYS_MAX goes to the sink: it is
+ * read only because a checksum covers it. */
+struct run {
+    uint64_t array, head, layer;
+    uint64_t sink;   /* place in each piece of it */
+    uint64_t nbytes; /* of each of its own pieces */
+};
+
+/* One read: runs [run, run_stop), behind the header where `header` says so. */
+struct slice {
+    uint64_t run, run_stop, header, nbytes, offset, unit, unit_stop;
+};
+
+/* What is the same for all files of a batch. The same fields as vua.native.Batch. */
+struct batch {
+    struct xxh3 hash;
+    uint64_t file_nbytes, header_nbytes;
+    uint64_t table_offset;      /* of the checksums, in the header */
+    const struct slice *slices;
+    uint64_t slice_count;
+    const struct run *runs;
+    const uint64_t *unit_nbytes, *unit_place; /* [units]; place of its checksum in the table */
+    uint64_t pieces;            /* of a chunk in memory */
+    uint64_t sink_nbytes;       /* all pieces of it */
+    /* Where tokens lie: see vua.layout.MemoryMap. */
+    const uint64_t *base[ARRAYS_MAX];         /* [layers] */
+    uint64_t head_stride[ARRAYS_MAX];
+    const uint64_t *piece_offset[ARRAYS_MAX]; /* [pieces of all places] */
+};
+
+/* Of flags: touch nothing that is not cached; read past the page cache what is not in it. */
+enum { NOWAIT = 1, DIRECT = 2 };
+
+struct work {
+    const struct batch *batch;
+    int dir_fd;
+    const char *paths;          /* [files][path_nbytes], each with a final 0 */
+    uint64_t path_nbytes, files;
+    uint64_t place;             /* of the first file's chunk in memory */
+    char *headers;              /* [files][header_nbytes] */
+    uint64_t flags;
+    const uint32_t *uids;       /* whose files are read; NULL: anybody's */
+    uint64_t uid_count;
+    char *bounce;               /* for direct reads of cold files, page aligned; NULL: none */
+    uint64_t bounce_nbytes;     /* of each thread's part, in pages */
+    uint64_t bounces;           /* parts */
+    _Atomic uint64_t bounces_taken;
+    _Atomic uint64_t next, good; /* next file to take; files before the first bad one */
+    _Atomic uint64_t cold;      /* files that were not in the page cache, or not as a whole */
+    pthread_t more[COLD_THREADS];
+    uint64_t more_count;        /* threads started once a file was cold */
+};
+
+/* Where a walk over rows stands. */
+struct cursor {
+    const struct iovec *row;
+    uint64_t done; /* bytes of that row */
+};
+
+/* Fill the rows; return whether all bytes came. Goes on after short reads, as network file systems
+ * and signals give them. `*how` is how to read: once a file is found cold, its part [offset, stop)
+ * is asked for as a whole, more files are read at a time, and reads wait. */
+int vua_read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t count,
+                  uint64_t nbytes, uint64_t offset, uint64_t stop, int *how);
+
+/* Write the iovecs of a slice, those that follow each other in memory as one; return how many. */
+uint64_t vua_aim(struct iovec *rows, const struct batch *batch, const struct slice *slice,
+                 char *header, char *sink, uint64_t place);
+
+/* Whether units [unit, stop), which begin at the cursor, hash to what the header's table says. */
+int vua_holds(const struct batch *batch, struct cursor at, uint64_t unit, uint64_t stop,
+              const char *header);
+
+/* Whether the page cache has nothing of a file's beginning. A read that does not wait would tell
+ * too, but makes the system fetch the file. No where the system cannot tell (before Linux 6.5, and
+ * for files that this process may not write). */
+int vua_is_cold(int fd);
+
+/* Load a file past the page cache: its pages need not be found memory for, and displace none.
+ * Straight to its place where that is whole pages, else through `bounce`. Returns whether it is
+ * good. */
+int vua_load_direct(struct work *work, int fd, uint64_t file, char *header, char *sink,
+                    char *bounce);
+#endif
