@@ -13,8 +13,8 @@ expected.
    up and writes every prompt ("direct": with `direct_writes`). vLLM alone has two turns in each
    round, whose mean is what the others are compared with; "vLLM again" is one over the other.
    vLLM's ExampleConnector, which stores too, takes turns here and in 2 in an engine of its own.
-   The demo's model has 173 KiB of K and V per GFLOP, models that people run 10 to 130: `--shape`
-   takes the sizes of one of these, with random weights.
+   The demo's model has 182 KiB of K and V per GFLOP (two per weight and token), models that people
+   run in bfloat16 9 to 130: `--shape` takes the sizes of one of these, with random weights.
 2. Time to the first token with a prompt that is stored, over that with the prompt in the same
    engine's own prefix cache.
 3. Conversations, half of their turns before a restart: tokens loaded afterwards over those that

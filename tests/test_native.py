@@ -18,7 +18,16 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arrays, rectangle
+from helpers import (
+    PACKED,
+    DirectoryTest,
+    Memory,
+    flip,
+    has_native,
+    keys_of,
+    model_arrays,
+    rectangle,
+)
 from vua import native
 from vua.bench.files import cool, direct_works, is_cold
 from vua.errors import ConfigError
@@ -191,6 +200,33 @@ class TestLoad(DirectoryTest):
             stop.set()
             thread.join()
         self.assertGreater(max(calls), 0)
+
+
+@unittest.skipUnless(has_native(), "no C compiler here")
+class TestChecksums(DirectoryTest):
+    def test_same_as_in_python(self) -> None:
+        """Of chunks in memory of any kind, of ranks' parts too; another chunk's are others."""
+        store = Store(LocalStorage(self.root), NAMESPACE, LAYOUT)
+        for shard in (LAYOUT.full, Shard(3, 13, 0, 2), Shard(0, 20, 1, 2)):
+            model = rectangle(model_arrays(LAYOUT, 3), shard)
+            for block_tokens in (None, 16, PACKED):
+                with self.subTest(shard=shard.name, block_tokens=block_tokens):
+                    memory = Memory(LAYOUT, shard, 3, block_tokens=block_tokens).fill(model)
+                    plan = store.plan(shard, shard, shard, memory.map())
+                    sums = [native.checksums(plan.batch, place) for place in range(3)]
+                    with mock.patch.dict(os.environ, VUA_NATIVE="off"):
+                        self.assertIsNone(native.checksums(plan.batch, 0))
+                        expected = [plan.sums(place) for place in range(3)]
+                    np.testing.assert_array_equal(expected, sums)
+                    self.assertFalse((sums[0] == sums[1]).any())
+
+    def test_part_of_files(self) -> None:
+        """A plan that takes a part of files has no table of its own."""
+        store, part = Store(LocalStorage(self.root), NAMESPACE, LAYOUT), Shard(3, 13, 0, 2)
+        memory = Memory(LAYOUT, part, 1)
+        self.assertIsNone(
+            native.checksums(store.plan(LAYOUT.full, part, part, memory.map()).batch, 0)
+        )
 
 
 class TestDirectLoad(TestLoad):

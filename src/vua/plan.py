@@ -167,6 +167,15 @@ class Plan:
         """Windows ``[chunk][space][piece]`` for :meth:`checksums`."""
         return self._views.windows(self.recipe.part.piece_offsets(self.memory, chunks))
 
+    def sums(self, place: int) -> npt.NDArray[np.uint64]:
+        """Return the table of checksums of the chunk at ``place``, for a plan of whole files."""
+        table = native.checksums(self.batch, place)
+        if table is None:
+            windows = self.windows(range(place, place + 1))[0]
+            sums = self.checksums(windows, 0, len(self.recipe.units))
+            table = np.array(sums, dtype=np.uint64)
+        return table
+
     def checksums(
         self,
         windows: list[list[memoryview]],

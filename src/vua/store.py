@@ -200,14 +200,15 @@ class Store:
         plan = saver.plan(codec.kind)
         header = page_aligned(codec.header_nbytes)[None]
         iovecs = plan.iovecs(range(place, place + 1), header)[0]
-        windows = plan.windows(range(place, place + 1))[0]
-        mark, tags, stored = seal.close(plan, key, windows) if seal else (PLAIN, b"", None)
+        mark, tags, stored = PLAIN, b"", None
+        if seal is not None:
+            windows = plan.windows(range(place, place + 1))[0]
+            mark, tags, stored = seal.close(plan, key, windows)
         if stored is None:
-            sums = plan.checksums(windows, 0, len(plan.recipe.units))
+            table = plan.sums(place)
         else:
-            sums = codec.checksums(stored)
+            table = np.array(codec.checksums(stored), dtype=np.uint64)
             iovecs = np.array([iovecs[0], (stored.ctypes.data, stored.nbytes)], dtype=np.uint64)
-        table = np.array(sums, dtype=np.uint64)
         text = codec.encode_header(key, table, writer=_WRITER, mark=mark, tags=tags)
         header[0] = np.frombuffer(text, dtype=np.uint8)
         if self.keeper is None:

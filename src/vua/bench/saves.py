@@ -46,6 +46,7 @@ class Saving:
         self.root, self.case, source = root, case, noise(case)
         identity = Identity(model=case.name, chunk_tokens=case.layout.chunk_tokens)
         self.store: Store = create_store(root / "vua", identity, case.layout)
+        self.home = f"{root}/vua/{self.store.namespace}"
         self.staged, self.paged = make("staged", case), make("paged", case)
         first = keys_of(case.layout, case.chunks)
         for place, key in enumerate(first):
@@ -59,6 +60,8 @@ class Saving:
         self.keys: list[ChunkKey] = []
         self.written: list[str] = []
         (root / "raw").mkdir()
+        for fan in range(256):  # as they are in a store of some thousand chunks
+            Path(self.home, f"{fan:02x}").mkdir(0o700, exist_ok=True)
 
     def fresh(self) -> None:
         """Delete what was written last, leave recycled memory, and think of new names.
@@ -66,8 +69,7 @@ class Saving:
         A write into memory that the system has to find first takes several times as long; a write
         and delete of the same size before each timed one puts all arms into the same state.
         """
-        home = f"{self.root}/vua/{self.store.namespace}"
-        saved = [file_path(home, self.store, key) for key in self.keys]
+        saved = [file_path(self.home, self.store, key) for key in self.keys]
         for path in (*saved, *self.written):
             Path(path).unlink(missing_ok=True)
         seed = next(self.seeds)
@@ -190,10 +192,9 @@ def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> dict[str, Arm]:
 
     def save() -> float:
         start = time.perf_counter()
-        writes = []
-        for place, key in enumerate(saving.keys):
+        for place in range(chunks):
             copy(place)
-            writes.append(pool.submit(savers[place].save, key))
+        writes = [pool.submit(savers[place].save, key) for place, key in enumerate(saving.keys)]
         took = time.perf_counter() - start
         wait(writes)
         expect("save", holds=all(write.result() for write in writes))

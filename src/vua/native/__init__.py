@@ -1,7 +1,7 @@
 """Three loops in C, where the machine has a C compiler; everything works without them.
 
 `load.c` reads and hashes a batch of files in one call: one release of the GIL for all of them, and
-a second core where that pays. The Python path of :mod:`vua.store` does the same file by file, is
+a second core where that pays; and hashes what is about to be written. The Python path of :mod:`vua.store` does the same file by file, is
 always there, and is the one that judges whatever `load.c` does not find in order. `chain.c` hashes
 the chunks of a prompt, `move.c` copies between chunks and an engine's pages.
 docs/decisions/0006-native-loops.md says why, and what it brings.
@@ -11,9 +11,20 @@ The library is compiled on first use, in the background, into ``$XDG_CACHE_HOME/
 says whether: ``auto`` (the default), ``off``, or ``require`` (wait for it, fail without it).
 """
 
-from vua.native.batches import ARRAYS_MAX, Batch, Recipe, load
+from vua.native.batches import ARRAYS_MAX, Batch, Recipe, checksums, load
 from vua.native.build import library
 from vua.native.moves import ITEMS, Boxes, move
 from vua.native.prefixes import chain
 
-__all__ = ["ARRAYS_MAX", "ITEMS", "Batch", "Boxes", "Recipe", "chain", "library", "load", "move"]
+__all__ = [
+    "ARRAYS_MAX",
+    "ITEMS",
+    "Batch",
+    "Boxes",
+    "Recipe",
+    "chain",
+    "checksums",
+    "library",
+    "load",
+    "move",
+]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from vua._linux import page_aligned
 from vua.native.build import library, xxh3
 
-__all__ = ["ARRAYS_MAX", "THREADS", "Batch", "Recipe", "load"]
+__all__ = ["ARRAYS_MAX", "THREADS", "Batch", "Recipe", "checksums", "load"]
 
 ARRAYS_MAX: Final = 2
 """Arrays of a chunk that `load.c` has room for: K and V."""
@@ -170,6 +170,23 @@ def load(
         if bounce is not None:
             _spare_bounces.append(bounce)
     return done, cold.value
+
+
+def checksums(batch: Batch, place: int) -> npt.NDArray[np.uint64] | None:
+    """Return the checksums of the chunk at ``place`` in memory, as the table of its file has them.
+
+    Args:
+        batch: of a recipe that takes whole files.
+        place: the chunk place.
+
+    Gives up the GIL. None where there is no library.
+    """
+    bound, recipe = library(), batch.keep[0]
+    if bound is None or recipe.sink_nbytes:
+        return None
+    sums = np.empty(len(recipe.unit_place), dtype=np.uint64)
+    done = bound.hash(ctypes.byref(batch), place, sums.ctypes.data)
+    return sums if done else None
 
 
 _spare_bounces: Final[list[npt.NDArray[np.uint8]]] = []

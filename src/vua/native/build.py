@@ -102,6 +102,7 @@ _LOAD: Final = (
     _U64,
     _POINTER,
 )
+_HASH: Final = (_POINTER, _U64, _POINTER)
 _CHAIN: Final = (_POINTER, _TEXT, _U64, _POINTER, _U64, _U64, _POINTER)
 _MOVE: Final = (_POINTER, _U64, _U64)
 
@@ -114,6 +115,7 @@ class Library:
         releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self.load: Any = _bind(releasing.vua_load, _LOAD, _U64)
         self.load_held: Any = _bind(holding.vua_load, _LOAD, _U64)
+        self.hash: Any = _bind(releasing.vua_hash, _HASH, ctypes.c_int)
         self.chain: Any = _bind(releasing.vua_chain, _CHAIN, None)
         self.chain_held: Any = _bind(holding.vua_chain, _CHAIN, None)
         self.move: Any = _bind(releasing.vua_move, _MOVE, ctypes.c_int)

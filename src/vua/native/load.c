@@ -125,6 +125,23 @@ int vua_holds(const struct batch *batch, struct cursor at, uint64_t unit, uint64
     return 1;
 }
 
+/* Hash the chunk at a place in memory: the checksums that the file of it has. Returns whether it
+ * could be. Of a batch that takes whole files. */
+int vua_hash(const struct batch *batch, uint64_t place, uint64_t *sums)
+{
+    struct iovec rows[ROWS_MAX];
+    char header[1]; /* is not looked at */
+    const struct slice *stop = batch->slices + batch->slice_count;
+    for (const struct slice *s = batch->slices; s < stop; s++) {
+        if (vua_aim(rows, batch, s, header, NULL, place) == 0)
+            return 0;
+        struct cursor at = {rows + (s->header != 0), 0};
+        for (uint64_t unit = s->unit; unit < s->unit_stop; unit++)
+            sums[batch->unit_place[unit]] = hash_next(&batch->hash, &at, batch->unit_nbytes[unit]);
+    }
+    return 1;
+}
+
 static int is_trusted(const struct work *work, const struct stat *status)
 {
     if (!S_ISREG(status->st_mode) || status->st_nlink > 1)

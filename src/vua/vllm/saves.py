@@ -56,6 +56,7 @@ class Saves:
         )
         self._guard = StorageGuard("saves")
         self._lock = threading.Lock()
+        self._copied: list[_Save] = []
         self._pending = 0
         self._warned: set[str] = set()
 
@@ -69,7 +70,7 @@ class Saves:
         return self._threads.close()
 
     def copy_out(self, group: GroupSide, keys: Sequence[ChunkKey], order: SaveOrder) -> None:
-        """Copy chunks of one group out of the cache, and have them written.
+        """Copy chunks of one group out of the cache, to be written after :meth:`hand_over`.
 
         Args:
             group: whose they are.
@@ -89,7 +90,26 @@ class Saves:
             self._count_pending(1)
             pin = order.hints.pin and at == len(keys) - 1  # holds those before it too
             save = _Save(group, group.saver(slab), key, slab, pin, order.hints.ttl_s)
-            self._threads.submit(self._write, save)
+            self._copied.append(save)
+            if len(self._copied) >= group.save_limit // 2:  # buffers have to come back, too
+                self.hand_over()
+
+    def hand_over(self) -> None:
+        """Have what was copied written.
+
+        Only now, since threads that write beside the copies take cores, the memory's bandwidth and
+        the GIL from the engine's thread, which waits for the copies ("caller blocked" in C3).
+        """
+        copied, self._copied = self._copied, []
+        for at, save in enumerate(copied):
+            try:
+                self._threads.submit(self._write, save)
+            except RuntimeError as problem:  # not a single thread can be started
+                self._warn_once("threads", f"chunks are not stored: {problem}")
+                for left in copied[at:]:
+                    left.group.save_slabs.give_back(left.slab)
+                    self._count_save(left, "error", 0.0)
+                return
 
     def _write(self, attempt: Attempt[_Save]) -> None:
         save = attempt.what

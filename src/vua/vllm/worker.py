@@ -279,11 +279,14 @@ class WorkerSide:
         if not self._registered or not orders.saves:
             return
         self._follow(orders.epoch)
-        for order in orders.saves:
-            if self._spoilt and not self._spoilt.isdisjoint(order.block_ids[0]):
-                continue
-            for number, keys in order.parts:
-                self._saves.copy_out(self._groups[number], keys, order)
+        try:
+            for order in orders.saves:
+                if self._spoilt and not self._spoilt.isdisjoint(order.block_ids[0]):
+                    continue
+                for number, keys in order.parts:
+                    self._saves.copy_out(self._groups[number], keys, order)
+        finally:
+            self._saves.hand_over()
 
     @property
     def pending_saves(self) -> int:
