@@ -1,9 +1,10 @@
 """Three loops in C, where the machine has a C compiler; everything works without them.
 
 `load.c` reads and hashes a batch of files in one call: one release of the GIL for all of them, and
-a second core where that pays; and hashes what is about to be written. The Python path of :mod:`vua.store` does the same file by file, is
-always there, and is the one that judges whatever `load.c` does not find in order. `chain.c` hashes
-the chunks of a prompt, `move.c` copies between chunks and an engine's pages.
+a second core where that pays; `direct.c` does so past the page cache. They also hash what is about
+to be written. The Python path of :mod:`vua.store` does the same file by file, is always there, and
+is the one that judges whatever `load.c` does not find in order. `chain.c` hashes the chunks of a
+prompt, `move.c` copies between chunks and an engine's pages.
 docs/decisions/0006-native-loops.md says why, and what it brings.
 
 The library is compiled on first use, in the background, into ``$XDG_CACHE_HOME/vua`` (or
