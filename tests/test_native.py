@@ -29,6 +29,7 @@ from helpers import (
     rectangle,
 )
 from vua import native
+from vua._linux import page_aligned
 from vua.bench.files import cool, direct_works, is_cold
 from vua.errors import ConfigError
 from vua.layout import KVLayout, Shard
@@ -415,6 +416,32 @@ class TestMove(unittest.TestCase):
                 self.assertTrue(native.move([native.Boxes((3, 64, item), *steps, *first, counts)]))
                 self.assertTrue(np.array_equal(expected[0], rows))
                 self.assertTrue(np.array_equal(expected[1], memory))
+
+    def test_past_the_caches(self) -> None:
+        """Rows of whole cache lines and others, heads inside and outside of tokens; K with V."""
+        native.library(wait=True)
+        draw = np.random.default_rng(9)
+        cases = product((64, 48), ("heads", "tokens"), (7, 4), (False, True))
+        for dims, outer, of_v, stream in cases:
+            with self.subTest(dims=dims, outer=outer, of_v=of_v, stream=stream):
+                kinds, pairs = [], []
+                for count in (7, of_v):
+                    shape = (count, 3, 16, dims) if outer == "heads" else (count, 16, 3, dims)
+                    source = draw.integers(0, 1 << 16, shape, dtype=np.uint16)
+                    target = page_aligned(source.nbytes).view(np.uint16).reshape(shape)
+                    target[:] = 0
+                    pairs.append((source, target))
+                    head, token = (1, 2) if outer == "heads" else (2, 1)
+                    steps = [(side.strides[head], side.strides[token], 2) for side in (target,) * 2]
+                    first = (
+                        side.ctypes.data + np.arange(count) * side.strides[0]
+                        for side in (target, source)
+                    )
+                    kinds.append(native.Boxes((3, dims, 2), *steps, *first, np.full(count, 16)))
+                with mock.patch("vua.native.moves._STREAMED_NBYTES", 0):
+                    self.assertTrue(native.move(kinds, stream=stream))
+                for source, target in pairs:
+                    np.testing.assert_array_equal(source, target)
 
     def test_many_at_once(self) -> None:
         """Threads that call it at the same time, each with helpers, get their own copies."""

@@ -104,7 +104,7 @@ _LOAD: Final = (
 )
 _HASH: Final = (_POINTER, _U64, _POINTER)
 _CHAIN: Final = (_POINTER, _TEXT, _U64, _POINTER, _U64, _U64, _POINTER)
-_MOVE: Final = (_POINTER, _U64, _U64)
+_MOVE: Final = (_POINTER, _U64, _U64, ctypes.c_int)
 
 
 class Library:

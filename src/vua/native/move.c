@@ -13,6 +13,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 /* Where one element of a box is, from its first one, in bytes. */
 struct stride {
@@ -29,7 +32,10 @@ struct boxes {
 /* Lives as long as a thread looks at it; `kinds` only until all boxes are done. */
 struct job {
     const struct boxes *kinds; /* K's and V's */
+    uint64_t kind_count;
+    int alike;      /* whether there are as many of each */
     uint64_t count; /* of all of them */
+    int stream;     /* whether what is copied will not be in the caches afterwards anyway */
     _Atomic uint64_t next, done, users;
 };
 
@@ -56,24 +62,55 @@ COPY(uint16_t)
 COPY(uint32_t)
 COPY(uint64_t)
 
-static void copy_rows(char *to, const char *from, const struct boxes *b, uint64_t tokens)
+/* Copy a row past the caches where it is whole lines of them: a line that is written as a whole need
+ * not be read first, which is a third of a large copy's traffic. (The C library does so for one large
+ * copy, but not for many rows.) */
+static void stream_row(char *to, const char *from, uint64_t nbytes)
 {
-    const uint64_t row = b->dims * b->item;
-    if (b->to.token == row && b->from.token == row)
-        memcpy(to, from, tokens * row);
-    else
-        for (uint64_t t = 0; t < tokens; t++)
-            memcpy(to + t * b->to.token, from + t * b->from.token, row);
+#ifdef __SSE2__
+    if (((uint64_t)to | nbytes) % 64 == 0) {
+        for (const char *stop = from + nbytes; from < stop; from += 64, to += 64)
+            for (int part = 0; part < 64; part += 16)
+                _mm_stream_si128((__m128i *)(to + part),
+                                 _mm_loadu_si128((const __m128i *)(from + part)));
+        return;
+    }
+#endif
+    memcpy(to, from, nbytes);
 }
 
-static void copy_box(const struct boxes *b, uint64_t at)
+/* Copy a box of rows without gaps, head by head or, where a token's heads lie side by side on either
+ * side, token by token: what is read then are whole pages, from front to back. */
+static void copy_rows(const struct boxes *b, uint64_t at, int stream)
 {
+    uint64_t row = b->dims * b->item, tokens = b->tokens[at];
+    if (b->to.token == row && b->from.token == row)
+        row *= tokens, tokens = 1;
+    const int by_token = b->to.head < b->to.token || b->from.head < b->from.token;
+    const uint64_t outer = by_token ? tokens : b->heads, inner = by_token ? b->heads : tokens;
+    for (uint64_t i = 0; i < outer; i++)
+        for (uint64_t j = 0; j < inner; j++) {
+            const uint64_t token = by_token ? i : j, head = by_token ? j : i;
+            char *to = (char *)(b->target[at] + head * b->to.head + token * b->to.token);
+            const char *from =
+                (const char *)(b->source[at] + head * b->from.head + token * b->from.token);
+            if (stream)
+                stream_row(to, from, row);
+            else
+                memcpy(to, from, row);
+        }
+}
+
+static void copy_box(const struct boxes *b, uint64_t at, int stream)
+{
+    if (b->to.dim == b->item && b->from.dim == b->item) {
+        copy_rows(b, at, stream);
+        return;
+    }
     for (uint64_t head = 0; head < b->heads; head++) {
         char *to = (char *)(b->target[at] + head * b->to.head);
         const char *from = (const char *)(b->source[at] + head * b->from.head);
-        if (b->to.dim == b->item && b->from.dim == b->item)
-            copy_rows(to, from, b, b->tokens[at]);
-        else if (b->item == 1)
+        if (b->item == 1)
             copy_uint8_t(to, from, b, b->tokens[at]);
         else if (b->item == 2)
             copy_uint16_t(to, from, b, b->tokens[at]);
@@ -88,10 +125,18 @@ static void work(struct job *job)
 {
     uint64_t at;
     while ((at = atomic_fetch_add(&job->next, 1)) < job->count) {
-        const struct boxes *kind = job->kinds;
+        const struct boxes *kind = job->kinds; /* K and V by turns: they share pages */
+        if (job->alike) {
+            kind += at % job->kind_count;
+            at /= job->kind_count;
+        }
         while (at >= kind->count)
             at -= kind++->count;
-        copy_box(kind, at);
+        copy_box(kind, at, job->stream);
+#ifdef __SSE2__
+        if (job->stream)
+            _mm_sfence(); /* whoever sees the box done sees its bytes */
+#endif
         atomic_fetch_add(&job->done, 1);
     }
 }
@@ -123,14 +168,19 @@ static void call_help(struct job *job)
 }
 
 /* Return whether all was copied; it is not where there is no memory for the job. */
-int vua_move(const struct boxes *kinds, uint64_t kind_count, uint64_t threads)
+int vua_move(const struct boxes *kinds, uint64_t kind_count, uint64_t threads, int stream)
 {
     struct job *job = calloc(1, sizeof *job);
     if (job == NULL)
         return 0;
     job->kinds = kinds;
-    for (uint64_t kind = 0; kind < kind_count; kind++)
+    job->kind_count = kind_count;
+    job->stream = stream;
+    job->alike = 1;
+    for (uint64_t kind = 0; kind < kind_count; kind++) {
         job->count += kinds[kind].count;
+        job->alike &= kinds[kind].count == kinds[0].count;
+    }
     job->users = 1;
     while (--threads > 0)
         call_help(job);

@@ -20,6 +20,10 @@ _SHARED_NBYTES: Final = 1 << 20
 """Copies from this size on are worth a second thread."""
 
 
+_STREAMED_NBYTES: Final = 8 << 20
+"""Copies from this size on do not stay in the caches anyway."""
+
+
 class Boxes(ctypes.Structure):
     """Boxes ``[heads, tokens, dims]`` that are to be copied, as `move.c` wants it. Immutable."""
 
@@ -71,10 +75,15 @@ class Boxes(ctypes.Structure):
         return int(self.keep[2].sum() * self.heads * self.dims * self.item)
 
 
-def move(kinds: Sequence[Boxes]) -> bool:
-    """Copy all boxes, with the GIL released; False where it cannot: nothing was done."""
+def move(kinds: Sequence[Boxes], *, stream: bool = False) -> bool:
+    """Copy all boxes, with the GIL released; False where it cannot: nothing was done.
+
+    ``stream``: large copies may go past the caches, as nobody looks at them soon.
+    """
     bound = library()
     if bound is None:
         return False
-    threads = THREADS if sum(kind.nbytes for kind in kinds) >= _SHARED_NBYTES else 1
-    return bool(bound.move((Boxes * len(kinds))(*kinds), len(kinds), threads))
+    nbytes = sum(kind.nbytes for kind in kinds)
+    threads = THREADS if nbytes >= _SHARED_NBYTES else 1
+    stream = stream and nbytes >= _STREAMED_NBYTES
+    return bool(bound.move((Boxes * len(kinds))(*kinds), len(kinds), threads, stream))
