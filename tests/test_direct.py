@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import random
 import unittest
 from unittest import mock
 
 import numpy as np
+import pytest
 
-from helpers import DirectoryTest, Memory, has_native, keys_of, model_arrays
+from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arrays
 from vua import _linux
 from vua._linux import Iovecs, page_aligned
 from vua.bench.files import cool, direct_works, is_cold
@@ -138,6 +140,35 @@ class TestDirectReads(DirectoryTest):
                         np.testing.assert_array_equal(want, got)
                     self.assertEqual(expected, sum(map(is_cold, paths)))
             store.close()
+
+    @pytest.mark.thorough
+    def test_flipped_bits(self) -> None:
+        """A flipped bit of a cold file is a miss wherever it is; control: without one it is not."""
+        if not has_native():
+            self.skipTest("no C compiler here")
+        if (why_not := direct_works(self.root)) is not None:
+            self.skipTest(why_not)
+        layout = KVLayout(layers=5, kv_heads=2, k_dim=64, v_dim=32, dtype="BF16", chunk_tokens=64)
+        [key], arrays = keys_of(range(64), 64), model_arrays(layout, 1)
+        source, draw = Memory(layout, layout.full, 1).fill(arrays).map(), random.Random(3)
+        store = create_store(self.root, Identity(model="m", chunk_tokens=64), layout)
+        outcomes = []
+        for turn in range(150):
+            self.assertTrue(store.save(key, source))
+            [path] = self.files()
+            if turn % 10:
+                flip(path, draw.randrange(path.stat().st_size), 1 << draw.randrange(8))
+            cool([path], sync=True)
+            if not is_cold(path):
+                self.skipTest("the page cache keeps files of this file system")
+            store.storage._cold_reads = ColdReads()  # type: ignore[attr-defined]
+            memory = Memory(layout, layout.full, 1)
+            outcomes.append(store.load([key], memory.map()).chunks)
+            if outcomes[-1]:
+                self.assertTrue(is_cold(path))  # it did go past the page cache
+                path.unlink()
+        self.assertEqual([int(turn % 10 == 0) for turn in range(150)], outcomes)
+        store.close()
 
     def test_the_faster_way(self) -> None:
         """Both ways are tried, the better one is taken, and the other one looked at again."""
