@@ -15,13 +15,14 @@ from unittest import mock
 
 from helpers import DirectoryTest, read_only
 from test_cli import run, run_json
+from vua import _linux
 from vua.bounds import Bounds, write_bounds
 from vua.cli import probes, quota
 from vua.cli.probes import PROBES, Finding, Ground, Mount, mount_of
 
 NAMES = [
-    "file system", "publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT", "permissions",
-    "time stamps", "clock", "visibility", "hard links", "speed", "space", "quota",
+    "file system", "publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT", "cachestat",
+    "permissions", "time stamps", "clock", "visibility", "hard links", "speed", "space", "quota",
     "native loop", "GDS",
 ]  # fmt: skip
 MOUNTS = r"""
@@ -230,6 +231,15 @@ class TestProbes(DirectoryTest):
 
         with mock.patch("os.open", refuse):
             self.assertEqual("note", self.probe("_direct").level)
+
+    def test_cold(self) -> None:
+        """Where the system does not tell cold files there is a note; else it is as it tells."""
+        with (self.root / "file").open("wb+") as file:
+            known = _linux.cached_pages(file.fileno()) is not None
+        self.assertEqual("ok" if known else "note", self.probe("_cold").level)
+        with mock.patch.dict(_linux._calls):
+            _linux._calls.pop("cachestat", None)
+            self.assertEqual("note", self.probe("_cold").level)
 
     def test_modes(self) -> None:
         """Directories that come out wider are bad; files of another owner are noted."""

@@ -189,6 +189,18 @@ class TestTransfer(DirectoryTest):
         )
         self.assertEqual(100_000, _linux.preadv_all(fd, pieces, 0))
 
+    def test_cached_pages(self) -> None:
+        """What was written is in the page cache, page by page; the system may not tell."""
+        fd = self.open()
+        found = [_linux.cached_pages(fd)]
+        os.write(fd, bytes(3 * _linux.PAGE - 1))
+        found.append(_linux.cached_pages(fd))
+        with mock.patch.dict(_linux._calls, {}, clear=True):
+            self.assertIsNone(_linux.cached_pages(fd))
+        if found[0] is None:
+            self.skipTest("before Linux 6.5")
+        self.assertEqual([0, 3], found)
+
 
 class TestOpen(DirectoryTest):
     """Opening below a directory, through no link."""

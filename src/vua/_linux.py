@@ -34,6 +34,7 @@ PAGE: Final = 4096
 
 _RWF_NOWAIT: Final = 0x8  # linux/fs.h
 _SYS_OPENAT2: Final = 437  # the same number on every architecture (asm-generic/unistd.h)
+_SYS_CACHESTAT: Final = 451
 _RESOLVE_NO_SYMLINKS: Final = 0x04  # linux/openat2.h
 _RESOLVE_BENEATH: Final = 0x08
 _RESOLVE_CACHED: Final = 0x20
@@ -100,6 +101,15 @@ def _bind() -> dict[str, ctypes._NamedFuncPointer]:
             ctypes.c_size_t,
         ]
         found[name].restype = ctypes.c_long
+    found["cachestat"] = released["syscall"]
+    found["cachestat"].argtypes = [
+        ctypes.c_long,
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_uint,
+    ]
+    found["cachestat"].restype = ctypes.c_long
     found["fstatfs"] = released["fstatfs"]
     found["fstatfs"].argtypes = [ctypes.c_int, ctypes.c_char_p]
     found["close_cached"] = held["close"]
@@ -175,6 +185,20 @@ def is_local(fd: int) -> bool:
     call = _calls.get("fstatfs")
     buffer = ctypes.create_string_buffer(256)  # struct statfs, f_type is its first long
     return call is not None and call(fd, buffer) == 0 and _LONG.unpack_from(buffer)[0] in _LOCAL
+
+
+def cached_pages(fd: int) -> int | None:
+    """Return how many pages of a file are in the page cache, without touching it.
+
+    None where the system cannot tell: before Linux 6.5, and for files that this process may not
+    write. (A read that does not wait would tell, too, but newer systems fetch the file then.)
+    """
+    call = _calls.get("cachestat")
+    whole, found = ctypes.create_string_buffer(16), ctypes.create_string_buffer(40)
+    if call is None or call(_SYS_CACHESTAT, fd, whole, found, 0) != 0:
+        return None
+    pages: int = _LONG.unpack_from(found)[0]
+    return pages
 
 
 def open_cached(dir_fd: int, path: str) -> int | None:

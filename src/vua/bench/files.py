@@ -20,7 +20,6 @@ from vua.bench.measure import expect
 __all__ = ["Buffer", "RawFile", "cool", "describe_machine", "direct_works", "is_cold"]
 
 PAGE: Final = 4096
-_SYS_CACHESTAT: Final = 451  # Linux 6.5, the same number on every architecture
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 _LIBC: Final = ctypes.CDLL(None)
@@ -101,11 +100,10 @@ def cool(paths: Sequence[str | Path], *, sync: bool) -> None:
 
 def is_cold(path: str | Path) -> bool:
     """Whether a file would have to be read from the device: the page cache has nothing of it."""
-    whole, found = (ctypes.c_uint64 * 2)(0, 0), (ctypes.c_uint64 * 5)(1)
     fd = os.open(path, os.O_RDONLY)
     try:
-        if _LIBC.syscall(_SYS_CACHESTAT, fd, ctypes.byref(whole), ctypes.byref(found), 0) == 0:
-            return found[0] == 0
+        if (pages := _linux.cached_pages(fd)) is not None:
+            return pages == 0
         room = np.zeros(PAGE, dtype=np.uint8)  # an older system: may make it fetch the file
         rows = np.array([[room.ctypes.data, PAGE]], dtype=np.uint64)
         return _linux.preadv_cached(fd, rows.ctypes.data, 1, 0) < 0

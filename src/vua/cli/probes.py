@@ -192,6 +192,21 @@ def _direct(ground: Ground) -> Finding:
     return Finding(name, "ok" if whole else "note", "works" if whole else "reads come back short")
 
 
+def _cold(ground: Ground) -> Finding:
+    name = "cachestat"
+    ground.create("cold", bytes(_PAGE))
+    fd = os.open("cold", os.O_RDONLY, dir_fd=ground.fd)
+    try:
+        os.pread(fd, _PAGE, 0)
+        pages = _linux.cached_pages(fd)
+    finally:
+        os.close(fd)
+    if not pages:
+        text = "not here (Linux 6.5): files that are not cached are read through the page cache"
+        return Finding(name, "note", text)
+    return Finding(name, "ok", "files that are not cached are told, and read past the page cache")
+
+
 def _modes(ground: Ground) -> Finding:
     name = "permissions"
     os.mkdir("private", 0o700, dir_fd=ground.fd)
@@ -289,6 +304,7 @@ PROBES: Final[tuple[Callable[[Ground], Finding], ...]] = (
     _cached_open,
     _cached_read,
     _direct,
+    _cold,
     _modes,
     _stamps,
     _clock,
