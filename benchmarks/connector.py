@@ -1,7 +1,7 @@
 """Real vLLM on the CPU: what the connector costs, how fast a hit is, how much of hits is kept.
 
     python benchmarks/connector.py [--quick] [--json FILE] [--dir DIRECTORY] [--rounds N]
-    python benchmarks/connector.py --shape llama-3.2-1b [--overhead N]      # only 1, only VUA
+    python benchmarks/connector.py --shape qwen3-0.6b --dtype bfloat16      # only 1, only VUA
 
 The arms of a comparison take turns in every round, and only one works at a time. Ratios are formed
 within a round; shown are their median and quartiles. Every arm's tokens are compared with those of
@@ -246,7 +246,7 @@ def told(rows: Iterator[tuple[str, dict[str, float]]]) -> dict[str, dict[str, fl
 
 
 def measure(
-    root: Path, model: Path, size: Size, *, only_overhead: bool
+    root: Path, model: Path, size: Size, *, only_overhead: bool, dtype: str
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Run all three comparisons, or the first without ExampleConnector."""
     chance = random.Random(5)
@@ -255,7 +255,7 @@ def measure(
         print(f"starting {name}", file=sys.stderr, flush=True)
         place = root / folder if folder else None
         sizes = {"max_model_len": size.max_model_len, "cache_mib": size.cache_mib}
-        return Engine(name, model, place, **sizes, **extra)
+        return Engine(name, model, place, **sizes, dtype=dtype, **extra)
 
     if only_overhead:
         engine = all_ready({"VUA": start("VUA", "kv")})["VUA"]
@@ -284,6 +284,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="of the time to the first token")
     parser.add_argument("--overhead", type=int, metavar="ROUNDS", help="rounds of the overhead")
     parser.add_argument("--shape", choices=SHAPES, help="of this model, and only the overhead")
+    kinds = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=kinds, default=kinds[0], help="of weights, K and V")
     arguments, began_s = parser.parse_args(), time.monotonic()
     os.environ.update(ENVIRONMENT)
     import vllm.entrypoints.llm
@@ -297,6 +299,8 @@ def main() -> int:
     from vua.testing.models import make_demo_model, make_model
 
     size = QUICK if arguments.quick else FULL
+    if arguments.shape:
+        size = replace(size, max_model_len=1024)  # the overhead's prompts are short
     if arguments.rounds:
         size = replace(size, rounds=arguments.rounds)
     if arguments.overhead:
@@ -307,7 +311,8 @@ def main() -> int:
             sizes: dict[str, Any] = {"dtype": "bfloat16", "max_position_embeddings": 32768}
             make = partial(make_model, **sizes, **SHAPES[arguments.shape])
         model = make(Path(name, "model"))
-        results = measure(Path(name), model, size, only_overhead=bool(arguments.shape))
+        only_overhead, dtype = bool(arguments.shape), arguments.dtype
+        results = measure(Path(name), model, size, only_overhead=only_overhead, dtype=dtype)
     about = {
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
         "python": platform.python_version(),
@@ -317,6 +322,7 @@ def main() -> int:
         "rounds": size.rounds,
         "rounds_of_overhead": size.overhead_rounds,
         "minutes": round((time.monotonic() - began_s) / 60, 1),
+        "dtype": arguments.dtype,
         "model": arguments.shape or ("tiny" if arguments.quick else "demo"),
     }
     print(", ".join(f"{key}: {value}" for key, value in about.items()) + "\n")

@@ -46,6 +46,7 @@ class Engine:
         *,
         max_model_len: int,
         cache_mib: int,
+        dtype: str = "float32",
         **extra: Any,
     ) -> None:
         """Begin to start it; `root`: the connector's directory, or none; `extra`: its settings."""
@@ -54,7 +55,7 @@ class Engine:
             "model": str(model),
             "block_size": 32,
             "disable_log_stats": False,  # for the time to the first token
-            "dtype": "float32",  # bfloat16 tokens depend on how vLLM cuts a prompt
+            "dtype": dtype,  # bfloat16 tokens depend on how vLLM cuts a prompt
             "enable_prefix_caching": True,
             "enforce_eager": True,
             "kv_cache_memory_bytes": cache_mib << 20,
