@@ -22,6 +22,7 @@ from vua.layout import KVLayout
 from vua.slab import Slab
 from vua.storage import direct
 from vua.storage.direct import ColdReads, write_past_cache
+from vua.storage.local import LocalStorage
 
 PAGE = 4096
 
@@ -161,7 +162,8 @@ class TestDirectReads(DirectoryTest):
             cool([path], sync=True)
             if not is_cold(path):
                 self.skipTest("the page cache keeps files of this file system")
-            store.storage._cold_reads = ColdReads()  # type: ignore[attr-defined]
+            self.assertIsInstance(store.storage, LocalStorage)
+            store.storage.cold_reads = ColdReads()  # type: ignore[attr-defined]
             memory = Memory(layout, layout.full, 1)
             outcomes.append(store.load([key], memory.map()).chunks)
             if outcomes[-1]:
@@ -197,6 +199,9 @@ class TestDirectReads(DirectoryTest):
         names = [f"{number:064x}"[::-1] for number in range(1, 1 << 16)]
         self.assertEqual(0, ways.plan(names[:100])[0])
         self.assertEqual(100, ways.plan(names[:300])[0])
+        ways.forget()
+        self.assertEqual(0, ways.plan(names[:300])[0])
+        self.assertEqual(300, ways.plan(names[:300])[0])
         self.assertEqual(0, ways.plan(names[299:301][::-1])[0])
         ways.plan(names)
         ways.plan([f"{number:064x}"[::-1] for number in range(1 << 17, (1 << 17) + 2)])

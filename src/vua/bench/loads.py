@@ -22,6 +22,7 @@ from vua.directory import create_store
 from vua.identity import Identity
 from vua.keys import ChunkKey
 from vua.native import batches
+from vua.storage.local import LocalStorage
 from vua.store import Store
 
 __all__ = ["Stored", "cold", "one_thread", "warm"]
@@ -226,12 +227,14 @@ def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:
     load = stored.loader(memory)
     stored.check(memory, load)
     files, cooled = stored.raw_files(memory), partial(cool, stored.paths, sync=False)
-    ways = stored.store.storage._cold_reads  # type: ignore[attr-defined]
+    storage = stored.store.storage
+    ways = storage.cold_reads if isinstance(storage, LocalStorage) else None
 
     def new_ones() -> None:
         """Make the files cold, and nothing known of them."""
         cooled()
-        ways._seen.clear()
+        if ways is not None:
+            ways.forget()
 
     arms = {
         "raw preadv": Arm(lambda: [file.read() for file in files], cooled),

@@ -61,6 +61,11 @@ class ColdReads:
             self._calls += 1
             return before, self._prefers_direct()
 
+    def forget(self) -> None:
+        """Take all files for new ones; what was measured is kept."""
+        with self._lock:
+            self._seen.clear()
+
     def _prefers_direct(self) -> bool:
         if len(self._speed) < 2:
             return True not in self._speed

@@ -83,7 +83,7 @@ class LocalStorage:
         """
         self.directory = Path(directory)
         self._durable, self.direct_writes = durable, direct_writes
-        self._cold_reads = ColdReads() if direct_reads else None
+        self.cold_reads = ColdReads() if direct_reads else None
         self._renew = renew
         self._lock = threading.Lock()
         self._security = security or Security()
@@ -119,7 +119,7 @@ class LocalStorage:
     ) -> int:
         """Read and hash several files by one call or two, where the native loop is there."""
         paths = [f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}" for chunk in chunks]
-        ways = self._cold_reads if self._local else None
+        ways = self.cold_reads if self._local else None
         before, direct = (len(paths), False) if ways is None else ways.plan(paths)
         done = 0
         for part, past_cache in ((paths[:before], False), (paths[before:], direct)):
