@@ -137,6 +137,10 @@ class TestRoom(DirectoryTest):
         os.truncate(self.path(cache, 50), LARGE - 40 * NBYTES)
         for number in range(20):
             self.assertTrue(self.publish(cache, 1000 + number))
+        end = time.monotonic() + 20  # the thread may have been slow to start, and closing ends it
+        while not cache.keeper.counts["chunks_evicted"]:
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.02)
         cache.keeper.close()
         self.assertEqual(1, cache.keeper.counts["chunks_evicted"])
         self.assertEqual((99 * LARGE - 20 * NBYTES), self.occupied())
