@@ -196,11 +196,10 @@ class VUA:
 
     def _put(self, store: Store, ids: bytes, cache: Cache) -> int:
         keys = KeyChain(ids, self.config.split_factor, naming=self._keyring.naming())
-        saver, written = store.saver(cache.memory(self.config.split_factor)), 0
+        saver = store.saver(cache.memory(self.config.split_factor))
         stored = store.lookup(keys)
         store.used(keys, stored, wait=stored < len(keys))  # before it makes room for the rest
-        for place in range(len(keys)):
-            written += saver.save(keys[place], place=place)
+        written = saver.save_all(keys)
         log.debug("put %d tokens: %d of %d chunks written", len(ids) // 4, written, len(keys))
         return written
 

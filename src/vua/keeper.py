@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
@@ -24,9 +25,10 @@ from vua._linux import Iovecs
 from vua.bounds import Bounds
 from vua.errors import StorageFullError
 from vua.eviction import bury
+from vua.inflight import InFlight
 from vua.keys import ChunkKey
 from vua.layout import Shard
-from vua.recency import Recent, inherit, stamp_ns, touch
+from vua.recency import STEP_NS, Recent, inherit, stamp_ns, touch
 from vua.room import Room
 from vua.storage.local import LocalStorage
 from vua.survey import AFTER, Candidate, Space, mark
@@ -59,6 +61,7 @@ class Keeper:
         """Events so far: chunks_evicted, bytes_evicted, chunks_refused, orphans, full."""
         self.room = Room(root, Bounds() if bounds is None else bounds, self.counts)
         self._touch_lock = threading.Lock()
+        self._in_flight = InFlight(_ADOPT_S)
         self._orphans: deque[tuple[float, str, str]] = deque()
         self._recent = Recent(touch_interval_s)
         self._touching: ThreadPoolExecutor | None = None
@@ -130,6 +133,14 @@ class Keeper:
 
     # -- writing ------------------------------------------------------------------------------
 
+    def writing(self, key: ChunkKey) -> AbstractContextManager[None]:
+        """Announce that a chunk is about to be published, as soon as that is known.
+
+        Whoever writes the chunks of a prompt by several threads begins them in order: a child then
+        gets its stamp after its parent (:mod:`vua.inflight`).
+        """
+        return self._in_flight.entered(key.name)
+
     def publish(
         self, key: ChunkKey, shard: Shard, iovecs: Iovecs, ttl_s: float | None = None
     ) -> bool:
@@ -142,11 +153,17 @@ class Keeper:
         ago. Raises StorageFullError once when eviction does not cure a full disk, and whatever else
         ``publish`` raises.
         """
-        directory = self._storage.fileno()
+        with self.writing(key):
+            return self._publish(key, shard, iovecs, ttl_s)
+
+    def _publish(self, key: ChunkKey, shard: Shard, iovecs: Iovecs, ttl_s: float | None) -> bool:
         nbytes, parent = int(iovecs[:, 1].sum()), key.before.hex()
         before_ns = None  # what was used less recently than its parent makes room for it
         if parent:  # without one nothing does: who would find it?
-            before_ns = stamp_ns(directory, parent) or 0
+            before_ns = self._in_flight.stamp_of(parent)
+            if before_ns is None:
+                before_ns = stamp_ns(self._storage.fileno(), parent) or 0
+            self._in_flight.expect(key.name, before_ns - STEP_NS)
         if not self.room.take(nbytes, before_ns):
             self.counts["chunks_refused"] += 1
             return False
@@ -175,6 +192,7 @@ class Keeper:
         """Give a new chunk its parent's recency, now or (they may come in disorder) soon."""
         if key.previous:
             mark(self._storage.fileno(), key.name, AFTER + parent)
+        self._in_flight.landed(parent)
         if parent and not inherit(self._storage.fileno(), key.name, parent):
             self._orphans.append((time.monotonic(), key.name, parent))
         self._adopt(time.monotonic())

@@ -24,9 +24,9 @@ from typing import Final
 
 from vua.storage.local import chunk_path
 
-__all__ = ["Recent", "inherit", "server_now_ns", "set_stamp", "stamp_ns", "touch"]
+__all__ = ["STEP_NS", "Recent", "inherit", "server_now_ns", "set_stamp", "stamp_ns", "touch"]
 
-_STEP_NS: Final = 1000
+STEP_NS: Final = 1000
 """Between a parent's stamp and its child's: what all common file systems can tell apart."""
 
 CLOCK: Final = "clock"
@@ -64,7 +64,7 @@ def touch(directory: int, chunks: Sequence[str]) -> int:
                 os.utime(chunk_path(chunk), dir_fd=directory, follow_symlinks=False)  # server's now
                 now = os.stat(chunk_path(chunk), dir_fd=directory).st_mtime_ns
             else:
-                set_stamp(directory, chunk, now - done * _STEP_NS)
+                set_stamp(directory, chunk, now - done * STEP_NS)
             done += 1
     except OSError:
         pass  # gone, or a directory that others own: recency is a help, not a duty
@@ -77,7 +77,7 @@ def inherit(directory: int, chunk: str, parent: str) -> bool:
     if stamp is None:
         return False
     try:
-        set_stamp(directory, chunk, stamp - _STEP_NS)
+        set_stamp(directory, chunk, stamp - STEP_NS)
     except OSError:
         return stamp_ns(directory, chunk) is None or stamp_ns(directory, parent) is not None
     return True

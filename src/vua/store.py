@@ -8,18 +8,13 @@ run's checksum. Whatever is damaged, foreign or gone is a miss (`misses`).
 from __future__ import annotations
 
 import logging
-import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from vua import native
-from vua._linux import page_aligned
 from vua.aim import Aim
-from vua.claims import PLAIN
 from vua.entry import EntryCodec
 from vua.errors import EntryError, InputError, UntrustedError
 from vua.keeper import Keeper
@@ -28,6 +23,7 @@ from vua.keys import ChunkKey, Keys
 from vua.layout import KVLayout, MemoryMap, Shard, cover
 from vua.misses import Misses
 from vua.plan import Plan, Recipe
+from vua.saver import Saver
 from vua.security import Security
 from vua.storage import Storage
 
@@ -37,8 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Keys", "Loaded", "Loader", "Saver", "Store"]
 
 log = logging.getLogger(__name__)
-
-_WRITER: Final = f"vua {socket.gethostname()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,69 +178,6 @@ class Store:
             shard: the rectangle that ``memory`` holds; by default the whole model.
         """
         return Saver(self, self.layout.full if shard is None else shard, memory)
-
-    def _save(self, key: ChunkKey, saver: Saver, place: int) -> bool:
-        shard, saver.refused = saver.shard, False
-        try:
-            seal = self.keyring.seal(key.tenant)
-        except NoKeyError as problem:
-            self.misses.count("chunks_refused")
-            log.warning("chunk %s is not stored: %s", key.name[:12], problem)
-            return False
-        codec = self.codec(shard, seal.kind if seal else "")
-        if self.storage.exists(key.name, shard, codec.file_nbytes):
-            self.misses.count("chunks_present")
-            return False
-        plan = saver.plan(codec.kind)
-        header = page_aligned(codec.header_nbytes)[None]
-        iovecs = plan.iovecs(range(place, place + 1), header)[0]
-        mark, tags, stored = PLAIN, b"", None
-        if seal is not None:
-            windows = plan.windows(range(place, place + 1))[0]
-            mark, tags, stored = seal.close(plan, key, windows)
-        if stored is None:
-            table = plan.sums(place)
-        else:
-            table = np.array(codec.checksums(stored), dtype=np.uint64)
-            iovecs = np.array([iovecs[0], (stored.ctypes.data, stored.nbytes)], dtype=np.uint64)
-        text = codec.encode_header(key, table, writer=_WRITER, mark=mark, tags=tags)
-        header[0] = np.frombuffer(text, dtype=np.uint8)
-        if self.keeper is None:
-            self.storage.publish(key.name, shard, iovecs)
-        elif not self.keeper.publish(key, shard, iovecs, saver.ttl_s):
-            self.misses.count("chunks_refused")
-            saver.refused = True
-            return False
-        self.misses.count("chunks_saved")
-        log.debug("saved chunk %s/%s", key.name[:12], shard.name)
-        return True
-
-
-class Saver:
-    """Saves from one memory map, keeping what it has worked out about it. One thread at a time."""
-
-    def __init__(self, store: Store, shard: Shard, memory: MemoryMap) -> None:
-        """Prepare to save ``shard`` from ``memory``; :meth:`Store.saver` calls this."""
-        self.store, self.shard = store, shard
-        self.refused = False
-        """Whether the last one was not written for want of room."""
-        self.ttl_s: float | None = None
-        """A hint for what is written from now on, see :mod:`vua.hints`."""
-        self._memory = memory
-        self._plans: dict[str, Plan] = {}
-
-    def save(self, key: ChunkKey, *, place: int = 0) -> bool:
-        """Write the chunk at ``place`` of the memory map; see :meth:`Store.save`."""
-        return self.store._save(key, self, place)
-
-    def plan(self, kind: str) -> Plan:
-        """Return how the shard lies in memory, and in files with a ``kind`` of seal if any."""
-        plan = self._plans.get(kind)
-        if plan is None:
-            shard = self.shard
-            plan = self.store.plan(shard, shard, shard, self._memory, kind)
-            self._plans[kind] = plan
-        return plan
 
 
 class Loader:

@@ -79,17 +79,25 @@ class Saving:
         scratch.write_bytes(bytes(self.case.nbytes))
         scratch.unlink()
 
-    def raw(self) -> None:
+    def raw(self, first: int = 0, step: int = 1) -> None:
         """Write the same bytes to as many files by pwritev and rename, checksums not made."""
-        for file, path in zip(self._files, self.written, strict=True):
-            file.path = path
-            file.write()
+        for at in range(first, self.case.chunks, step):
+            self._files[at].path = self.written[at]
+            self._files[at].write()
+
+    def raw_shared(self, pool: ThreadPoolExecutor) -> None:
+        """The same by two threads."""
+        list(pool.map(lambda first: self.raw(first, 2), range(2)))
 
     def save(self, place: Place) -> None:
-        """Save every chunk from memory of one kind, with the saver kept, as adapters do."""
-        saver = self._savers[place]
+        """Save every chunk from memory of one kind, with the saver kept, by two threads at most."""
+        written = self._savers[place].save_all(self.keys)
+        expect("save", holds=written == self.case.chunks)
+
+    def save_each(self) -> None:
+        """Save one chunk after the other."""
         for at, key in enumerate(self.keys):
-            expect("save", holds=saver.save(key, place=at))
+            expect("save", holds=self._savers["staged"].save(key, place=at))
 
     def save_alone(self) -> None:
         """Save every chunk as if it were the only one."""
@@ -134,7 +142,9 @@ def _arms(bench: Bench, saving: Saving, pool: ThreadPoolExecutor) -> dict[str, A
         "raw pwritev": Arm(saving.raw, fresh),
         "save": Arm(partial(saving.save, "staged"), fresh),
         "save, from paged blocks": Arm(partial(saving.save, "paged"), fresh),
-        "save, nothing kept": Arm(saving.save_alone, fresh),
+        "save, one thread": Arm(saving.save_each, fresh),
+        "save, one thread, nothing kept": Arm(saving.save_alone, fresh),
+        "raw pwritev, two threads": Arm(partial(saving.raw_shared, pool), fresh),
     }
     if find_spec("torch") is None:
         bench.skip("C3", "how long the caller is blocked", "torch is not installed")

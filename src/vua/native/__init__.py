@@ -12,7 +12,7 @@ The library is compiled on first use, in the background, into ``$XDG_CACHE_HOME/
 says whether: ``auto`` (the default), ``off``, or ``require`` (wait for it, fail without it).
 """
 
-from vua.native.batches import ARRAYS_MAX, Batch, Recipe, checksums, load
+from vua.native.batches import ARRAYS_MAX, THREADS, Batch, Recipe, checksums, load
 from vua.native.build import library
 from vua.native.moves import ITEMS, Boxes, move
 from vua.native.prefixes import chain
@@ -20,6 +20,7 @@ from vua.native.prefixes import chain
 __all__ = [
     "ARRAYS_MAX",
     "ITEMS",
+    "THREADS",
     "Batch",
     "Boxes",
     "Recipe",

@@ -3,8 +3,8 @@
 A write into the page cache costs a copy, and the system's work to find memory for it: on a virtual
 machine whose host takes back what is unused, ten times the copy (docs/performance.md, "C5"). A
 direct write costs neither, and leaves the host's memory alone; whoever reads the file first then
-reads the disk. The same holds for reads of files that the page cache does not have: that is why it
-depends on the machine which way is faster. docs/decisions/0012-direct-reads.md
+reads the disk. The same holds for reads of files that the page cache does not have. Which way is
+better depends on the machine, and is measured. docs/decisions/0011-direct-writes.md, 0012.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -21,7 +22,7 @@ import numpy as np
 from vua import _linux
 from vua._linux import PAGE, Iovecs
 
-__all__ = ["ColdReads", "write_past_cache"]
+__all__ = ["ColdReads", "Writes", "write_past_cache"]
 
 _WORTH_IT: Final = 1.2
 """How much faster direct reads have to be: they leave nothing in the page cache for later."""
@@ -30,7 +31,9 @@ _MEASURED_NBYTES: Final = 2 << 20
 _FADING: Final = 0.3
 """Weight of the latest measurement."""
 _TRIAL_EVERY: Final = 64
-"""Calls after which the way that was slower is tried again."""
+"""Calls, or files, after which the way that was worse is tried again."""
+_WORTH_DISK: Final = 1.2
+"""How much dearer the page cache has to be for a write to leave it out."""
 _REMEMBERED: Final = 1 << 16
 """Files whose first read is remembered."""
 
@@ -80,6 +83,52 @@ class ColdReads:
             found = nbytes / seconds
             before = self._speed.get(direct, found)
             self._speed[direct] = before + _FADING * (found - before)
+
+
+class Writes:
+    """Writes files, past the page cache where that is cheaper. Safe for threads.
+
+    In the page cache a file waits for its first reader, whom a direct write sends to the device.
+    So a write goes direct where the page cache costs more *CPU time* than the device takes *time*:
+    where memory is so dear to find that reading the bytes once is cheaper than keeping them.
+    """
+
+    def __init__(self, direct: bool | None) -> None:  # noqa: FBT001
+        """Write direct where that is possible, or never, or (None) as is measured to be cheaper."""
+        self.direct = direct
+        self._cost: dict[bool, float] = {}
+        self._files = 0
+        self._possible = True
+        self._lock = threading.Lock()
+
+    def write(self, fd: int, iovecs: Iovecs) -> None:
+        """Write an empty file; see :func:`write_past_cache`. Raises OSError."""
+        measured = self.direct is None
+        direct = self._prefers_direct() if measured else self.direct
+        start_s, cpu_s = time.perf_counter(), time.thread_time()
+        if direct and not write_past_cache(fd, iovecs):
+            direct = False
+            self._possible = not measured  # its memory, or this file system: not to be had here
+        if not direct:
+            _linux.pwritev_all(fd, iovecs, 0)
+        if measured:
+            took_s = time.perf_counter() - start_s if direct else time.thread_time() - cpu_s
+            self._note(bool(direct), took_s / int(iovecs[:, 1].sum()))
+
+    def _note(self, direct: bool, found: float) -> None:  # noqa: FBT001
+        with self._lock:
+            before = self._cost.get(direct, found)
+            self._cost[direct] = before + _FADING * (found - before)
+
+    def _prefers_direct(self) -> bool:
+        with self._lock:
+            self._files += 1
+            if not self._possible:
+                return False
+            if len(self._cost) < 2:
+                return False in self._cost
+            better = self._cost[False] > _WORTH_DISK * self._cost[True]
+            return better != (self._files % _TRIAL_EVERY == 0)
 
 
 def write_past_cache(fd: int, iovecs: Iovecs) -> bool:

@@ -31,7 +31,7 @@ from vua.errors import NotWritableError, StorageError, StorageFullError
 from vua.layout import Shard
 from vua.native import Batch
 from vua.security import Security, make_directory, open_directory
-from vua.storage.direct import ColdReads, write_past_cache
+from vua.storage.direct import ColdReads, Writes
 from vua.storage.reader import FileReader, is_plain
 
 __all__ = ["FileReader", "LocalStorage"]
@@ -62,7 +62,7 @@ class LocalStorage:
         directory: str | os.PathLike[str],
         *,
         durable: bool = False,
-        direct_writes: bool = False,
+        direct_writes: bool | None = False,
         direct_reads: bool = True,
         renew: Callable[[], None] | None = None,
         security: Security | None = None,
@@ -73,7 +73,8 @@ class LocalStorage:
             directory: the namespace directory.
             durable: fsync each file and its directory before it counts as stored. Without it a
                 power cut may damage recent files, which are then misses.
-            direct_writes: write files past the page cache where that is possible.
+            direct_writes: write files past the page cache where that is possible; None: where the
+                directory is on a local disk and that is measured to cost less.
             direct_reads: read cold files past the page cache the first time, where the directory is
                 on a local disk and that is faster there.
             renew: makes the directory anew when somebody has deleted it under a running process.
@@ -82,7 +83,7 @@ class LocalStorage:
         Raises OSError; StorageError when the directory belongs to a user who is not trusted.
         """
         self.directory = Path(directory)
-        self._durable, self.direct_writes = durable, direct_writes
+        self._durable = durable
         self.cold_reads = ColdReads() if direct_reads else None
         self._renew = renew
         self._lock = threading.Lock()
@@ -91,6 +92,7 @@ class LocalStorage:
         self._uid_array = None if self._uids is None else np.array([*self._uids], dtype=np.uint32)
         self._fd = open_directory(self.directory, self._security)
         self._local = _linux.is_local(self._fd)
+        self.writes = Writes(direct_writes if self._local else bool(direct_writes))
         self._release = weakref.finalize(self, _close, self._fd)
         self._serial = itertools.count()
         self._tag = f"{socket.gethostname()[:32]}-{secrets.token_hex(4)}".replace("/", "_")
@@ -241,8 +243,7 @@ class LocalStorage:
             try:
                 if stat.S_IMODE(os.fstat(fd).st_mode) != self._security.file_mode:
                     os.fchmod(fd, self._security.file_mode)  # an unusual umask
-                if not (self.direct_writes and write_past_cache(fd, iovecs)):
-                    _linux.pwritev_all(fd, iovecs, 0)
+                self.writes.write(fd, iovecs)
                 if self._durable:
                     os.fsync(fd)
             finally:

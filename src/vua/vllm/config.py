@@ -35,9 +35,11 @@ class ConnectorConfig:
     """Change it to leave everything stored so far unused."""
     durable: bool = False
     """fsync each file; without it a power cut may cost recent chunks, never wrong bytes."""
-    direct_writes: bool = False
+    direct_writes: bool | None = None
     """Write files past the page cache (O_DIRECT) where the file system can: less CPU time, and no
-    memory, on the engine's host; but the first load of a file then reads the disk."""
+    memory, on the engine's host; but the first load of a file then reads the disk. By default on
+    local disks where finding memory is measured to be so dear that this costs less; never by an
+    engine that only produces, whose files are about to be read."""
     direct_reads: bool = True
     """Read files that are not in the page cache past it when a process wants them for the first
     time, where the directory is on a local disk and that is measured to be faster there."""
@@ -99,6 +101,7 @@ class ConnectorConfig:
             "str": (str,),
             "int": (int,),
             "bool": (bool,),
+            "bool | None": (bool, type(None)),
             "float": (int, float),
             "int | str | None": (int, str, type(None)),
             "float | None": (int, float, type(None)),
@@ -108,11 +111,11 @@ class ConnectorConfig:
         for field in fields(self):
             value, kind = getattr(self, field.name), field.type
             if not isinstance(value, kinds[str(kind)]) or (
-                isinstance(value, bool) and kind != "bool"
+                isinstance(value, bool) and not str(kind).startswith("bool")
             ):
                 msg = f"kv_connector_extra_config: {field.name} must be {kind}, found {value!r}"
                 raise ConfigError(msg)
-            if isinstance(value, int | float) and kind != "bool":
+            if isinstance(value, int | float) and not isinstance(value, bool):
                 least = 0 if field.name in _MAY_BE_ZERO else 1e-9
                 if value < least:
                     text = "at least 0" if least == 0 else "positive"

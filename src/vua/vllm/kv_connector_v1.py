@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -72,6 +73,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
+        if self._config.direct_writes is None and not transfer.is_kv_consumer:
+            self._config = replace(self._config, direct_writes=False)
         check_version(allow_untested=self._config.allow_untested_vllm)
         check_root(self._config.shared_storage_path, security=self._config.security)
         check_keys(self._config.security)

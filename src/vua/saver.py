@@ -1,0 +1,161 @@
+"""From memory to files: saves chunk after chunk from one memory map."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, Protocol
+
+import numpy as np
+
+from vua._linux import page_aligned
+from vua.claims import PLAIN
+from vua.entry import EntryCodec
+from vua.keeper import Keeper
+from vua.keyring import Keyring, NoKeyError
+from vua.keys import ChunkKey, Keys
+from vua.layout import KVLayout, MemoryMap, Shard
+from vua.misses import Misses
+from vua.native import THREADS
+from vua.plan import Plan
+from vua.storage import Storage
+
+__all__ = ["Saver"]
+
+log = logging.getLogger(__name__)
+
+_WRITER: Final = f"vua {socket.gethostname()}"
+_SHARED_NBYTES: Final = 4 << 20
+"""What is saved at once is worth a second thread from this size on."""
+
+
+class Target(Protocol):
+    """What a saver needs of a :class:`vua.store.Store`."""
+
+    layout: KVLayout
+    storage: Storage
+    keeper: Keeper | None
+    keyring: Keyring
+    misses: Misses
+
+    def codec(self, shard: Shard, kind: str = "") -> EntryCodec:
+        """Return the codec of a shard's files."""
+        ...
+
+    def plan(
+        self, stored: Shard, taken: Shard, target: Shard, memory: MemoryMap, kind: str = ""
+    ) -> Plan:
+        """Return how a rectangle moves between files and memory."""
+        ...
+
+
+class Saver:
+    """Saves from one memory map, keeping what it has worked out about it. One thread at a time."""
+
+    def __init__(self, store: Target, shard: Shard, memory: MemoryMap) -> None:
+        """Prepare to save ``shard`` from ``memory``; :meth:`vua.store.Store.saver` calls this."""
+        self.store, self.shard = store, shard
+        self.refused = False
+        """Whether the last one was not written for want of room, or of a key."""
+        self.ttl_s: float | None = None
+        """A hint for what is written from now on, see :mod:`vua.hints`."""
+        self._memory = memory
+        self._plans: dict[str, Plan] = {}
+
+    def save(self, key: ChunkKey, *, place: int = 0) -> bool:
+        """Write the chunk at ``place`` of the memory map; see :meth:`vua.store.Store.save`."""
+        keeper = self.store.keeper
+        with contextlib.nullcontext() if keeper is None else keeper.writing(key):
+            return self._save(key, place)
+
+    def _save(self, key: ChunkKey, place: int) -> bool:
+        self.refused, store, shard = False, self.store, self.shard
+        try:
+            seal = store.keyring.seal(key.tenant)
+        except NoKeyError as problem:
+            self._refuse()
+            log.warning("chunk %s is not stored: %s", key.name[:12], problem)
+            return False
+        codec = store.codec(shard, seal.kind if seal else "")
+        if store.storage.exists(key.name, shard, codec.file_nbytes):
+            store.misses.count("chunks_present")
+            return False
+        plan = self.plan(codec.kind)
+        header = page_aligned(codec.header_nbytes)[None]
+        iovecs = plan.iovecs(range(place, place + 1), header)[0]
+        mark, tags, stored = PLAIN, b"", None
+        if seal is not None:
+            windows = plan.windows(range(place, place + 1))[0]
+            mark, tags, stored = seal.close(plan, key, windows)
+        if stored is None:
+            table = plan.sums(place)
+        else:
+            table = np.array(codec.checksums(stored), dtype=np.uint64)
+            iovecs = np.array([iovecs[0], (stored.ctypes.data, stored.nbytes)], dtype=np.uint64)
+        text = codec.encode_header(key, table, writer=_WRITER, mark=mark, tags=tags)
+        header[0] = np.frombuffer(text, dtype=np.uint8)
+        if store.keeper is None:
+            store.storage.publish(key.name, shard, iovecs)
+        elif not store.keeper.publish(key, shard, iovecs, self.ttl_s):
+            self._refuse()
+            return False
+        store.misses.count("chunks_saved")
+        log.debug("saved chunk %s/%s", key.name[:12], shard.name)
+        return True
+
+    def save_all(self, keys: Keys) -> int:
+        """Write chunks, the i-th from place i of the memory map, unless they are stored already.
+
+        In order, by two threads where that is worth it, up to the first that is refused: what
+        comes behind it would not be found. Returns how many were written. Raises as
+        :meth:`vua.store.Store.save` does, after what is being written has come to its end.
+        """
+        todo = deque((place, keys[place]) for place in range(len(keys)))
+        nbytes = len(todo) * self.shard.payload_nbytes(self.store.layout)
+        if THREADS < 2 or len(todo) < 2 or nbytes < _SHARED_NBYTES:
+            return self._save_each(todo)
+        other = Saver(self.store, self.shard, self._memory)
+        other.ttl_s = self.ttl_s
+        with ThreadPoolExecutor(1, thread_name_prefix="vua-save") as pool:
+            try:
+                more = pool.submit(other._save_each, todo)
+            except RuntimeError:  # the system has no more threads
+                more = Future()
+                more.set_result(0)
+            written = self._save_each(todo)
+        written += more.result()
+        self.refused |= other.refused
+        return written
+
+    def _save_each(self, todo: deque[tuple[int, ChunkKey]]) -> int:
+        """Save what is left to do, which another thread may take from as well."""
+        self.refused, written = False, 0
+        try:
+            while todo:
+                try:
+                    place, key = todo.popleft()
+                except IndexError:  # the other one was faster
+                    break
+                written += self.save(key, place=place)
+                if self.refused:
+                    todo.clear()
+        except BaseException:
+            todo.clear()
+            raise
+        return written
+
+    def _refuse(self) -> None:
+        self.refused = True
+        self.store.misses.count("chunks_refused")
+
+    def plan(self, kind: str) -> Plan:
+        """Return how the shard lies in memory, and in files with a ``kind`` of seal if any."""
+        plan = self._plans.get(kind)
+        if plan is None:
+            shard = self.shard
+            plan = self.store.plan(shard, shard, shard, self._memory, kind)
+            self._plans[kind] = plan
+        return plan
