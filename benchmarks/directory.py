@@ -5,8 +5,9 @@
 One command: makes a cache of that many tiny chunks (valid entries of 4.2 KiB in prompts of 32
 chunks; on ext4 each takes 12 KiB of the disk and two inodes), times the commands on it, runs the
 campaign (three `vua gc` at once on the full directory, beside writers and readers), and removes it
-again. `--use` takes a directory that an earlier run with `--keep` left behind. Prints lines for
-people and, with `--out`, JSON.
+again. Before that it takes turns between this directory and one of 1,024 chunks: what an engine
+does there should take no longer. `--use` takes a directory that an earlier run with `--keep` left
+behind, `--serving` ends after the turns. Prints lines for people and, with `--out`, JSON.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ LAYOUT = KVLayout(layers=1, kv_heads=1, k_dim=16, v_dim=16, dtype="BF16", chunk_
 IDENTITY = Identity(model="benchmark", kv_dtype="BF16", chunk_tokens=4, name="benchmark")
 CODEC = EntryCodec(IDENTITY.namespace, LAYOUT, LAYOUT.full)
 PROMPT_CHUNKS = 32
+SMALL, HOT, TURNS = 1024, 15, 330
+"""Chunks of the small directory; prompts that are used in each, and how often in all."""
 DISK_NBYTES, INODES = 12288, 2
 """What ext4 needs per chunk."""
 
@@ -91,6 +95,69 @@ def timed(report: dict[str, Any], *arguments: str) -> None:
     last = out.getvalue().strip().splitlines()[-1][:110]
     print(f"{took:8.2f} s  exit {code}  vua {shown}\n            {last}", flush=True)
     report.setdefault("commands", []).append({"what": shown, "seconds": took, "exit": code})
+
+
+class Serving:
+    """A directory as an engine uses it; times what it does."""
+
+    def __init__(self, root: Path, chunks: int) -> None:
+        """Open it."""
+        self.root, self.prompts = root, chunks // PROMPT_CHUNKS
+        bounds = Bounds(max_bytes=1 << 50, min_free_bytes=0)
+        self.store = create_store(root, IDENTITY, LAYOUT, bounds=bounds)
+        self.slab = Slab(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
+        self.saver = self.store.saver(self.slab.memory)
+        self.loader = self.store.loader(self.slab.memory)
+
+    def turn(self, prompt: int, new: int, times: dict[str, list[float]], told: str) -> None:
+        """Do everything once, with a stored prompt and one that is not."""
+
+        def clocked(what: str, do: Callable[[], int], expected: int) -> None:
+            began = time.perf_counter()
+            found = do()
+            times.setdefault(what + told, []).append(time.perf_counter() - began)
+            if found != expected:
+                sys.exit(f"{self.root}: {what}: {found}, expected {expected}")
+
+        self.slab.bytes[:] = 0
+        clocked("lookup", lambda: self.store.lookup(keys_of(prompt)), PROMPT_CHUNKS)
+        clocked("lookup, nothing stored", lambda: self.store.lookup(keys_of(new)), 0)
+        clocked("load", lambda: self.loader.load(keys_of(prompt)).chunks, PROMPT_CHUNKS)
+        last = self.slab.bytes.reshape(PROMPT_CHUNKS, -1)[-1]
+        if int(last[-1]) != content_of(prompt, PROMPT_CHUNKS - 1):
+            sys.exit(f"{self.root}: wrong bytes")
+        key = keys_of(new)[0]
+        clocked("save", lambda: self.saver.save(key), 1)
+        shutil.rmtree(self.root / self.store.namespace / key.name[:2] / key.name)
+
+    def hot(self, prompts: int) -> list[int]:
+        """Some of the prompts of the later half: old ones may have been evicted."""
+        return random.sample(range(self.prompts // 2, self.prompts), prompts)
+
+
+def serving(root: Path, chunks: int, report: dict[str, Any]) -> None:
+    """Take turns between the directory and a small one."""
+    with tempfile.TemporaryDirectory(prefix="vua-small-", dir=root.parent) as name:
+        small = Path(name, "small")
+        small.mkdir()
+        fill(small, SMALL)
+        both = [Serving(root, chunks), Serving(small, SMALL)]
+        times: list[dict[str, list[float]]] = [{}, {}]
+        prompts = list(zip(*(one.hot(HOT) for one in both), strict=True))
+        for turn in range(TURNS):
+            told = ", first time" if turn < HOT else ""
+            if HOT <= turn < 3 * HOT:
+                told = ", next times"  # what was read past the page cache comes into it
+            for at in random.sample(range(2), 2):
+                both[at].turn(prompts[turn % HOT][at], 10**9 + turn, times[at], told)
+        for one in both:
+            one.store.close()
+    for what, ours in times[0].items():
+        low, ratio, high = np.percentile(np.divide(ours, times[1][what]), [25, 50, 75])
+        row = {"what": what, "ratio": float(ratio), "low": float(low), "high": float(high)}
+        report.setdefault("serving", []).append(row)
+        text = f"of the time in one of {SMALL}: {what} ({low:.2f} to {high:.2f})"
+        print(f"{ratio:8.2f} {text}", flush=True)
 
 
 def work(root: Path, kind: str, seed: int, seconds: float, most: int, prompts: int) -> None:
@@ -207,6 +274,9 @@ def run(root: Path, options: argparse.Namespace) -> dict[str, Any]:
         print(f"{report['fill_s']:8.2f} s  made {chunks} chunks", flush=True)
     where, nbytes = str(root), chunks * CODEC.file_nbytes
     report["chunks"] = chunks
+    serving(root, chunks, report)
+    if options.serving:
+        return report
     free = ("--min-free", "0", "--max-bytes")
     with tempfile.NamedTemporaryFile("w", suffix=".json") as stored, \
             tempfile.NamedTemporaryFile("w", suffix=".json") as other:  # fmt: skip
@@ -234,6 +304,7 @@ def main() -> None:
     parser.add_argument("chunks", type=int)
     parser.add_argument("--keep", action="store_true", help="do not remove it")
     parser.add_argument("--use", action="store_true", help="the directory is there already")
+    parser.add_argument("--serving", action="store_true", help="leave the tools out")
     parser.add_argument("--seconds", type=float, default=60.0, help="of traffic in the campaign")
     parser.add_argument("--out", type=Path, help="write the report as JSON")
     parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)

@@ -65,6 +65,20 @@ class TestPrograms(unittest.TestCase):
             self.assertEqual(8, len(json.loads(out.read_text())))
 
     @pytest.mark.thorough
+    def test_directory_benchmark(self) -> None:
+        """The tools on a directory, and its use beside a small one; wrong bytes are an error."""
+        with tempfile.TemporaryDirectory() as name:
+            out = Path(name) / "result.json"
+            arguments = (f"{name}/kv", "2048", "--seconds", "2", "--out", str(out))
+            done = run("benchmarks/directory.py", *arguments)
+
+            self.assertEqual(0, done.returncode, done.stderr)
+            found = json.loads(out.read_text())
+            self.assertEqual(12, len(found["serving"]))
+            self.assertEqual(9, len(found["commands"]))
+            self.assertFalse(Path(name, "kv").exists())
+
+    @pytest.mark.thorough
     def test_gpu_transfers_benchmark(self) -> None:
         """The benchmark of transfers works on the CPU, with every way to the blocks checked."""
         with tempfile.TemporaryDirectory() as name:
