@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, Protocol
@@ -67,8 +68,7 @@ class Saver:
 
     def save(self, key: ChunkKey, *, place: int = 0) -> bool:
         """Write the chunk at ``place`` of the memory map; see :meth:`vua.store.Store.save`."""
-        keeper = self.store.keeper
-        with contextlib.nullcontext() if keeper is None else keeper.writing(key):
+        with self._announced(key):
             return self._save(key, place)
 
     def _save(self, key: ChunkKey, place: int) -> bool:
@@ -114,38 +114,44 @@ class Saver:
         :meth:`vua.store.Store.save` does, after what is being written has come to its end.
         """
         todo = deque((place, keys[place]) for place in range(len(keys)))
+        begin = threading.Lock()
         nbytes = len(todo) * self.shard.payload_nbytes(self.store.layout)
         if THREADS < 2 or len(todo) < 2 or nbytes < _SHARED_NBYTES:
-            return self._save_each(todo)
+            return self._save_each(todo, begin)
         other = Saver(self.store, self.shard, self._memory)
         other.ttl_s = self.ttl_s
         with ThreadPoolExecutor(1, thread_name_prefix="vua-save") as pool:
             try:
-                more = pool.submit(other._save_each, todo)
+                more = pool.submit(other._save_each, todo, begin)
             except RuntimeError:  # the system has no more threads
                 more = Future()
                 more.set_result(0)
-            written = self._save_each(todo)
+            written = self._save_each(todo, begin)
         written += more.result()
         self.refused |= other.refused
         return written
 
-    def _save_each(self, todo: deque[tuple[int, ChunkKey]]) -> int:
-        """Save what is left to do, which another thread may take from as well."""
+    def _save_each(self, todo: deque[tuple[int, ChunkKey]], begin: threading.Lock) -> int:
+        """Save what is left to do, which another thread may take from as well, with ``begin``."""
         self.refused, written = False, 0
         try:
-            while todo:
-                try:
-                    place, key = todo.popleft()
-                except IndexError:  # the other one was faster
-                    break
-                written += self.save(key, place=place)
+            while True:
+                with contextlib.ExitStack() as flight:
+                    with begin:  # no child is announced before its parent
+                        if not todo:
+                            return written
+                        place, key = todo.popleft()
+                        flight.enter_context(self._announced(key))
+                    written += self._save(key, place)
                 if self.refused:
                     todo.clear()
         except BaseException:
             todo.clear()
             raise
-        return written
+
+    def _announced(self, key: ChunkKey) -> contextlib.AbstractContextManager[None]:
+        keeper = self.store.keeper
+        return contextlib.nullcontext() if keeper is None else keeper.writing(key)
 
     def _refuse(self) -> None:
         self.refused = True
