@@ -110,6 +110,9 @@ def _bind() -> dict[str, ctypes._NamedFuncPointer]:
         ctypes.c_uint,
     ]
     found["cachestat"].restype = ctypes.c_long
+    if hasattr(released, "fallocate"):
+        found["fallocate"] = released["fallocate"]
+        found["fallocate"].argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     found["fstatfs"] = released["fstatfs"]
     found["fstatfs"].argtypes = [ctypes.c_int, ctypes.c_char_p]
     found["close_cached"] = held["close"]
@@ -128,8 +131,9 @@ def _bind() -> dict[str, ctypes._NamedFuncPointer]:
 
 _calls = _bind()
 
+_EXT: Final = 0xEF53
 _LOCAL: Final = frozenset(
-    (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x858458F6, 0x794C7630, 0x2FC12FC1)
+    (_EXT, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x858458F6, 0x794C7630, 0x2FC12FC1)
 )
 """``f_type`` of ext4, XFS, Btrfs, F2FS, tmpfs, ramfs, overlayfs (linux/magic.h) and ZFS (OpenZFS):
 there only the kernel opens and closes files. Elsewhere (NFS, FUSE) a server is asked for that,
@@ -182,9 +186,32 @@ def is_local(fd: int) -> bool:
 
     Only then may :func:`open_cached` and :func:`close_cached` be used. False when in doubt.
     """
+    return _file_system(fd) in _LOCAL
+
+
+def is_ext4(fd: int) -> bool:
+    """Whether ``fd`` lies on ext4 (or ext2 and ext3, which say the same)."""
+    return _file_system(fd) == _EXT
+
+
+def _file_system(fd: int) -> int | None:
     call = _calls.get("fstatfs")
     buffer = ctypes.create_string_buffer(256)  # struct statfs, f_type is its first long
-    return call is not None and call(fd, buffer) == 0 and _LONG.unpack_from(buffer)[0] in _LOCAL
+    if call is None or call(fd, buffer) != 0:
+        return None
+    kind: int = _LONG.unpack_from(buffer)[0]
+    return kind
+
+
+def allocate(fd: int, nbytes: int) -> None:
+    """Have a file's room on the disk found as a whole, if the file system can do that.
+
+    Where it cannot, or there is none, nothing happens: the writes will tell. (Not
+    ``os.posix_fallocate``, which writes to each block where the file system cannot.) Releases the
+    GIL.
+    """
+    if "fallocate" in _calls:
+        _calls["fallocate"](fd, 0, 0, nbytes)
 
 
 def cached_pages(fd: int) -> int | None:

@@ -27,7 +27,8 @@ from vua.keeper import Keeper
 from vua.keyring import Keyring
 from vua.layout import KVLayout, Shard
 from vua.security import Security, check_owner, open_directory
-from vua.storage.local import LocalStorage, explained
+from vua.storage.local import LocalStorage
+from vua.storage.problems import explained
 from vua.store import Store
 
 __all__ = [

@@ -102,6 +102,8 @@ class EntryCodec:
         self._end = self._tail.encode() + b" " * padding
         self.table_offset: int = 8 + json_nbytes
         """Where in the file the checksums begin; the tags of a sealed one follow them."""
+        self.check_offset: int = 8 + text_nbytes - len(self._tail) - _CHECK_WIDTH
+        """Where in the file its header's check of itself stands, 16 hexadecimal digits."""
         if self.header_nbytes > MAX_HEADER_NBYTES:
             msg = f"{self.units} checksums need a header of {self.header_nbytes} bytes; limit 1 MiB"
             raise LayoutError(msg)
@@ -191,6 +193,15 @@ class EntryCodec:
             return b"".join((self.expected(key, mark.key_id), variable.encode(), self._end, table))
 
         return text(xxhash.xxh3_64_intdigest(text(0)))
+
+    def blank_header(self, key: ChunkKey, *, writer: str = "") -> bytes:
+        """Return the header of a plain file of ``key`` with zeros for all checksums and the check.
+
+        Who fills in the checksums at :attr:`table_offset`, and then the xxh3-64 of it all at
+        :attr:`check_offset`, has what :meth:`encode_header` returns.
+        """
+        variable = self._variable(int(time.time()), writer, 0).encode()
+        return b"".join((self.expected(key), variable, self._end, bytes(self._table_nbytes)))
 
     def check_header(
         self, header: memoryview, key: ChunkKey, key_id: str = ""

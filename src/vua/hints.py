@@ -21,7 +21,7 @@ from vua.lineage import link_of
 from vua.recency import stamp_ns
 from vua.survey import Candidate, Space, listed
 
-__all__ = ["count", "expired", "forget", "lift", "settle", "ttl_s_of"]
+__all__ = ["any_in", "count", "expired", "forget", "lift", "settle", "ttl_s_of"]
 
 FOLDER: Final = "ttl"
 _DIGITS: Final = 10
@@ -103,6 +103,15 @@ def _marked(space: Space) -> Iterator[str]:
         for entry in entries:
             if _NAME.fullmatch(entry.name):
                 yield entry.name
+
+
+def any_in(space: Space) -> bool:
+    """Whether any chunk ever had a mark there. Costs one look."""
+    try:
+        os.stat(FOLDER, dir_fd=space.fd, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def count(found: Sequence[Space]) -> int:

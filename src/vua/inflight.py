@@ -25,18 +25,18 @@ class InFlight:
         self._stamps: dict[str, int | None] = {}
 
     @contextmanager
-    def entered(self, chunk: str) -> Iterator[None]:
-        """Count ``chunk`` as in flight; of several who do so at a time, for the first one."""
+    def entered(self, *chunks: str) -> Iterator[None]:
+        """Count ``chunks`` as in flight; of several who do so at a time, for the first one."""
         with self._changed:
-            first = chunk not in self._stamps
-            if first:
-                self._stamps[chunk] = None
+            first = [chunk for chunk in chunks if chunk not in self._stamps]
+            self._stamps |= dict.fromkeys(first)
         try:
             yield
         finally:
             if first:
                 with self._changed:
-                    del self._stamps[chunk]
+                    for chunk in first:
+                        del self._stamps[chunk]
                     self._changed.notify_all()
 
     def expect(self, chunk: str, stamp: int) -> None:

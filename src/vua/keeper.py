@@ -28,7 +28,8 @@ from vua.eviction import bury
 from vua.inflight import InFlight
 from vua.keys import ChunkKey
 from vua.layout import Shard
-from vua.recency import STEP_NS, Recent, inherit, stamp_ns, touch
+from vua.native import LEFT, WRITTEN
+from vua.recency import STEP_NS, Recent, inherit, set_stamp, stamp_ns, touch
 from vua.room import Room
 from vua.storage.local import LocalStorage
 from vua.survey import AFTER, Candidate, Space, mark
@@ -133,13 +134,13 @@ class Keeper:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def writing(self, key: ChunkKey) -> AbstractContextManager[None]:
-        """Announce that a chunk is about to be published, as soon as that is known.
+    def writing(self, *keys: ChunkKey) -> AbstractContextManager[None]:
+        """Announce that chunks are about to be published, as soon as that is known.
 
         Whoever writes the chunks of a prompt by several threads begins them in order: a child then
         gets its stamp after its parent (:mod:`vua.inflight`).
         """
-        return self._in_flight.entered(key.name)
+        return self._in_flight.entered(*(key.name for key in keys))
 
     def publish(
         self, key: ChunkKey, shard: Shard, iovecs: Iovecs, ttl_s: float | None = None
@@ -158,11 +159,8 @@ class Keeper:
 
     def _publish(self, key: ChunkKey, shard: Shard, iovecs: Iovecs, ttl_s: float | None) -> bool:
         nbytes, parent = int(iovecs[:, 1].sum()), key.before.hex()
-        before_ns = None  # what was used less recently than its parent makes room for it
-        if parent:  # without one nothing does: who would find it?
-            before_ns = self._in_flight.stamp_of(parent)
-            if before_ns is None:
-                before_ns = stamp_ns(self._storage.fileno(), parent) or 0
+        before_ns = self._stamp_before(key)  # what was used less recently makes room for it
+        if before_ns is not None:
             self._in_flight.expect(key.name, before_ns - STEP_NS)
         if not self.room.take(nbytes, before_ns):
             self.counts["chunks_refused"] += 1
@@ -180,6 +178,61 @@ class Keeper:
         self._settle(key, parent)
         hints.settle(self.space, key.name, parent, ttl_s)
         return True
+
+    def publish_all(
+        self, keys: Sequence[ChunkKey], nbytes: int, write: Callable[[], Sequence[int]]
+    ) -> Sequence[int]:
+        """Have chunks written that follow each other in a prompt, after taking room for all.
+
+        Args:
+            keys: their names, in order.
+            nbytes: size of each file.
+            write: as :meth:`Storage.write_files`.
+
+        Returns what became of each, or nothing where they are to be written one by one: there is no
+        room for all, or some chunks have hints of their own (:mod:`vua.hints`). They get their
+        stamps when all are written: a crash, or another process's look, before that finds the
+        latest ones newer than their prefixes.
+        """
+        whole = nbytes * len(keys)
+        with self.writing(*keys):
+            before_ns = self._stamp_before(keys[0])
+            if hints.any_in(self.space) or not self.room.take(whole, before_ns, len(keys)):
+                return []
+            written = 0
+            try:
+                outcome = write()
+                written = nbytes * outcome.count(WRITTEN)
+            finally:
+                self.room.done(written, written=True)
+                self.room.done(whole - written, written=False)
+            self._settle_all(keys, outcome)
+        return outcome
+
+    def _stamp_before(self, key: ChunkKey) -> int | None:
+        """The stamp that a chunk's parent has, or will have; 0 without it, None for a first chunk.
+
+        What was used less recently makes room for the chunk; without its parent nothing does: who
+        would find it?
+        """
+        parent = key.before.hex()
+        if not parent:
+            return None
+        stamp = self._in_flight.stamp_of(parent)
+        return stamp_ns(self._storage.fileno(), parent) or 0 if stamp is None else stamp
+
+    def _settle_all(self, keys: Sequence[ChunkKey], outcome: Sequence[int]) -> None:
+        """As :meth:`_settle`, front to back, for chunks of which each is the next one's parent."""
+        fd, stamp = self._storage.fileno(), None
+        for key, became in zip(keys, outcome, strict=False):
+            if stamp is not None and became == WRITTEN and not key.previous:
+                with contextlib.suppress(OSError):
+                    stamp -= STEP_NS
+                    set_stamp(fd, key.name, stamp)
+                    continue
+            if became == WRITTEN:
+                self._settle(key, key.before.hex())
+            stamp = None if became == LEFT else stamp_ns(fd, key.name)
 
     def _publish_again(self, key: ChunkKey, shard: Shard, iovecs: Iovecs) -> None:
         try:

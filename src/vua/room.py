@@ -99,12 +99,13 @@ class Room:
             self._closed = True
             self._changed.wait_for(lambda: not self._running, _CLOSE_S)
 
-    def take(self, nbytes: int, before_ns: int | None) -> bool:
-        """Reserve room for a file; False: there is none, do not write it.
+    def take(self, nbytes: int, before_ns: int | None, files: int = 1) -> bool:
+        """Reserve room for files; False: there is none, do not write them.
 
         Args:
-            nbytes: size of the file.
+            nbytes: size of all of them.
             before_ns: what has a stamp below this may be evicted for it; None: everything.
+            files: how many they are.
 
         Returns at once where there is room, after ``_WAIT_S`` at the latest where there is none.
         """
@@ -112,7 +113,7 @@ class Room:
             if time.monotonic() < self._paused_until_s:
                 return False
             self._occupancy.announce(nbytes)
-            self._largest = max(self._largest, nbytes)
+            self._largest = max(self._largest, nbytes // files)
             self._latest_ns = _NEW_NS if before_ns is None else before_ns
             self._storing_ns = min(self._storing_ns, self._latest_ns)
             if self._occupancy.is_stale or self._occupancy.missing(nbytes) > 0:

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, Protocol
 
@@ -20,7 +21,7 @@ from vua.keyring import Keyring, NoKeyError
 from vua.keys import ChunkKey, Keys
 from vua.layout import KVLayout, MemoryMap, Shard
 from vua.misses import Misses
-from vua.native import THREADS
+from vua.native import LEFT, PRESENT, THREADS, WRITTEN
 from vua.plan import Plan
 from vua.storage import Storage
 
@@ -31,6 +32,12 @@ log = logging.getLogger(__name__)
 _WRITER: Final = f"vua {socket.gethostname()}"
 _SHARED_NBYTES: Final = 4 << 20
 """What is saved at once is worth a second thread from this size on."""
+_RUN_NBYTES: Final = 64 << 20
+"""What one call of the native loop writes: as long it has the room, and the stamps wait."""
+_RUN_CHUNKS: Final = (4, 512)
+"""How many chunks that is, at least and at most."""
+_RUNS_FAILED: Final = 3
+"""After so many calls that did nothing all is left to Python."""
 
 
 class Target(Protocol):
@@ -113,7 +120,65 @@ class Saver:
         comes behind it would not be found. Returns how many were written. Raises as
         :meth:`vua.store.Store.save` does, after what is being written has come to its end.
         """
-        todo = deque((place, keys[place]) for place in range(len(keys)))
+        written, place, failed = 0, 0, 0
+        while place < len(keys):
+            outcome = self._write_run(keys, place)
+            failed = failed + 1 if outcome == [LEFT] else 0
+            if not outcome or failed == _RUNS_FAILED:
+                return written + self._save_rest(keys, place)
+            written += outcome.count(WRITTEN)
+            for became in outcome:
+                if became == LEFT:
+                    written += self.save(keys[place], place=place)
+                    if self.refused:
+                        return written
+                place += 1
+        return written
+
+    def _write_run(self, keys: Keys, place: int) -> Sequence[int]:
+        """Write the next chunks by the native loop; what became of each, or nothing: it cannot.
+
+        Up to the one behind which all are left. The first one, if it is stored already, is only
+        counted: then others may be, too.
+        """
+        store, self.refused = self.store, False
+        codec = store.codec(self.shard)
+        if len(keys) - place < 2 or self.ttl_s is not None or self._sealed(keys[place].tenant):
+            return []
+        if store.storage.exists(keys[place].name, self.shard, codec.file_nbytes):
+            store.misses.count("chunks_present")
+            return [PRESENT]
+        low, high = _RUN_CHUNKS
+        stop = place + min(max(_RUN_NBYTES // codec.file_nbytes, low), high, len(keys) - place)
+        run = [keys[at] for at in range(place, stop)]
+        headers = page_aligned(len(run) * codec.header_nbytes)
+        text = b"".join(codec.blank_header(key, writer=_WRITER) for key in run)
+        headers[:] = np.frombuffer(text, dtype=np.uint8)
+
+        def write() -> Sequence[int]:
+            return store.storage.write_files(
+                *([key.name for key in run], self.shard, self.plan("").batch, place),
+                *(headers.ctypes.data, codec.check_offset),
+            )
+
+        keeper = store.keeper
+        outcome = write() if keeper is None else keeper.publish_all(run, codec.file_nbytes, write)
+        for event, became in (("chunks_saved", WRITTEN), ("chunks_present", PRESENT)):
+            if chunks := outcome.count(became):
+                store.misses.count(event, chunks)
+        done = max((at for at, became in enumerate(outcome) if became != LEFT), default=-1)
+        return outcome[: done + 2]
+
+    def _sealed(self, tenant: str) -> bool:
+        """Whether a tenant's files have a seal, or cannot have the one that they need."""
+        try:
+            return self.store.keyring.seal(tenant) is not None
+        except NoKeyError:
+            return True
+
+    def _save_rest(self, keys: Keys, first: int) -> int:
+        """Save the chunks from ``first`` on in Python."""
+        todo = deque((place, keys[place]) for place in range(first, len(keys)))
         begin = threading.Lock()
         nbytes = len(todo) * self.shard.payload_nbytes(self.store.layout)
         if THREADS < 2 or len(todo) < 2 or nbytes < _SHARED_NBYTES:

@@ -19,7 +19,8 @@ from vua.errors import ConfigError, StorageError
 from vua.eviction import Freed
 from vua.gc import Report, collect
 from vua.security import Security
-from vua.storage.local import QUARANTINE, explained
+from vua.storage.local import QUARANTINE
+from vua.storage.problems import explained
 from vua.survey import PIN, Space, chunk_nbytes, chunks_of, fans_of, listed, measure, spaces, unused
 
 __all__ = ["du", "gc", "ttl"]

@@ -21,7 +21,8 @@ from vua.keyring import Keyring, NoKeyError
 from vua.layout import KVLayout
 from vua.lineage import chain_of
 from vua.security import Security
-from vua.storage.local import LocalStorage, explained
+from vua.storage.local import LocalStorage
+from vua.storage.problems import explained
 from vua.store import Store
 from vua.survey import Space
 

@@ -28,7 +28,8 @@ from vua.layout import Shard
 from vua.lineage import ancestors, chain_of
 from vua.recency import stamp_ns
 from vua.security import Security
-from vua.storage.local import SUFFIX, chunk_path, explained
+from vua.storage.local import SUFFIX, chunk_path
+from vua.storage.problems import explained
 from vua.survey import AFTER, Space, listed, spaces
 
 __all__ = ["Choice", "export"]

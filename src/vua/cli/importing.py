@@ -31,7 +31,8 @@ from vua.directory import (
 from vua.errors import ConfigError, EntryError, InputError, LayoutError, StorageError
 from vua.keys import ChunkKey
 from vua.layout import Shard
-from vua.storage.local import SUFFIX, explained
+from vua.storage.local import SUFFIX
+from vua.storage.problems import explained
 from vua.store import Store
 from vua.survey import AFTER
 

@@ -14,7 +14,7 @@ from vua.directory import check_root
 from vua.errors import ConfigError, StorageError
 from vua.eviction import NOTHING, Freed, bury, delete_tree
 from vua.lineage import chain_of, link_of, pin, unpin
-from vua.storage.local import explained
+from vua.storage.problems import explained
 from vua.survey import TRASH, Space, chunks_of, fans_of, spaces
 
 __all__ = ["pins", "rm"]

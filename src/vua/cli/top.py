@@ -22,7 +22,7 @@ from vua.cli.text import SHORT, SOUND, Write, size, table
 from vua.directory import check_root, read_namespace
 from vua.errors import ConfigError, StorageError
 from vua.lineage import link_of
-from vua.storage.local import explained
+from vua.storage.problems import explained
 from vua.survey import Space, chunk_nbytes, chunks_of, fans_of, measure, spaces
 
 __all__ = ["top"]

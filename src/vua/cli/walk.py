@@ -18,7 +18,8 @@ from vua.directory import DESCRIPTION, Namespace, check_root, namespaces
 from vua.errors import StorageError
 from vua.layout import Shard
 from vua.lease import UPKEEP
-from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, explained
+from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY
+from vua.storage.problems import explained
 from vua.survey import AFTER, PIN, TRASH
 
 __all__ = ["Found", "Kind", "described", "fans", "open_root", "walk_beside", "walk_fan"]

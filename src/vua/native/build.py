@@ -27,7 +27,7 @@ __all__ = ["Library", "library", "sha256", "xxh3"]
 log = logging.getLogger(__name__)
 
 _SOURCES: Final = tuple(
-    Path(__file__).with_name(name) for name in ("load.c", "direct.c", "chain.c", "move.c")
+    Path(__file__).with_name(f"{name}.c") for name in ("load", "direct", "save", "chain", "move")
 )
 _HEADERS: Final = (Path(__file__).with_name("load.h"),)
 _FLAGS: Final = ("-O2", "-std=c11", "-shared", "-fPIC", "-pthread")
@@ -104,6 +104,10 @@ _LOAD: Final = (
 )
 _HASH: Final = (_POINTER, _U64, _POINTER)
 _CHAIN: Final = (_POINTER, _TEXT, _U64, _POINTER, _U64, _U64, _POINTER)
+_SAVE: Final = (
+    *(_POINTER, _POINTER, ctypes.c_int, _TEXT, _U64, _U64),
+    *(_U64, _POINTER, _U64, _POINTER),
+)
 _MOVE: Final = (_POINTER, _U64, _U64, ctypes.c_int)
 
 
@@ -116,6 +120,7 @@ class Library:
         self.load: Any = _bind(releasing.vua_load, _LOAD, _U64)
         self.load_held: Any = _bind(holding.vua_load, _LOAD, _U64)
         self.hash: Any = _bind(releasing.vua_hash, _HASH, ctypes.c_int)
+        self.save: Any = _bind(releasing.vua_save, _SAVE, None)
         self.chain: Any = _bind(releasing.vua_chain, _CHAIN, None)
         self.chain_held: Any = _bind(holding.vua_chain, _CHAIN, None)
         self.move: Any = _bind(releasing.vua_move, _MOVE, ctypes.c_int)

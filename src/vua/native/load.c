@@ -125,6 +125,14 @@ int vua_holds(const struct batch *batch, struct cursor at, uint64_t unit, uint64
     return 1;
 }
 
+void vua_sum(const struct batch *batch, struct cursor at, const struct slice *slice, char *table)
+{
+    for (uint64_t unit = slice->unit; unit < slice->unit_stop; unit++) {
+        uint64_t sum = hash_next(&batch->hash, &at, batch->unit_nbytes[unit]);
+        memcpy(table + 8 * batch->unit_place[unit], &sum, 8);
+    }
+}
+
 /* Hash the chunk at a place in memory: the checksums that the file of it has. Returns whether it
  * could be. Of a batch that takes whole files. */
 int vua_hash(const struct batch *batch, uint64_t place, uint64_t *sums)
@@ -136,20 +144,19 @@ int vua_hash(const struct batch *batch, uint64_t place, uint64_t *sums)
         if (vua_aim(rows, batch, s, header, NULL, place) == 0)
             return 0;
         struct cursor at = {rows + (s->header != 0), 0};
-        for (uint64_t unit = s->unit; unit < s->unit_stop; unit++)
-            sums[batch->unit_place[unit]] = hash_next(&batch->hash, &at, batch->unit_nbytes[unit]);
+        vua_sum(batch, at, s, (char *)sums);
     }
     return 1;
 }
 
-static int is_trusted(const struct work *work, const struct stat *status)
+int vua_is_plain(const struct stat *status, const struct users *trusted)
 {
     if (!S_ISREG(status->st_mode) || status->st_nlink > 1)
         return 0;
-    for (uint64_t i = 0; work->uids != NULL; i++) {
-        if (i == work->uid_count)
+    for (uint64_t i = 0; trusted->uids != NULL; i++) {
+        if (i == trusted->count)
             return 0;
-        if (work->uids[i] == status->st_uid)
+        if (trusted->uids[i] == status->st_uid)
             break;
     }
     return 1;
@@ -179,7 +186,7 @@ static int load_open_file(struct work *work, int fd, uint64_t file, char *sink, 
     const struct batch *batch = work->batch;
     char *header = work->headers + file * batch->header_nbytes;
     struct stat status;
-    if (fstat(fd, &status) < 0 || !is_trusted(work, &status) ||
+    if (fstat(fd, &status) < 0 || !vua_is_plain(&status, &work->trusted) ||
         (uint64_t)status.st_size != batch->file_nbytes)
         return 0;
     if (work->flags & DIRECT && vua_is_cold(fd)) {
@@ -250,7 +257,7 @@ uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint
                   uint64_t bounces, uint64_t *cold)
 {
     struct work work = {
-        batch, dir_fd, paths, path_nbytes, files, place, headers, flags, uids, uid_count,
+        batch, dir_fd, paths, path_nbytes, files, place, headers, flags, {uids, uid_count},
         bounce, bounce_nbytes, bounces, .good = files,
     };
     pthread_t helpers[THREADS_MAX];

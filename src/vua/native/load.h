@@ -1,9 +1,10 @@
-/* What load.c and direct.c share: the batch as vua/native/batches.py makes it, and steps of a load. */
+/* What load.c, direct.c and save.c share: the batch as vua/native/batches.py makes it, and steps. */
 #ifndef VUA_LOAD_H
 #define VUA_LOAD_H
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 
 enum { ROWS_MAX = 1024, STATE_NBYTES = 1024, THREADS_MAX = 8, ARRAYS_MAX = 2 };
@@ -46,6 +47,12 @@ struct batch {
     const uint64_t *piece_offset[ARRAYS_MAX]; /* [pieces of all places] */
 };
 
+/* Whose files are read; without uids anybody's. */
+struct users {
+    const uint32_t *uids;
+    uint64_t count;
+};
+
 /* Of flags: touch nothing that is not cached; read past the page cache what is not in it. */
 enum { NOWAIT = 1, DIRECT = 2 };
 
@@ -57,8 +64,7 @@ struct work {
     uint64_t place;             /* of the first file's chunk in memory */
     char *headers;              /* [files][header_nbytes] */
     uint64_t flags;
-    const uint32_t *uids;       /* whose files are read; NULL: anybody's */
-    uint64_t uid_count;
+    struct users trusted;
     char *bounce;               /* for direct reads of cold files, page aligned; NULL: none */
     uint64_t bounce_nbytes;     /* of each thread's part, in pages */
     uint64_t bounces;           /* parts */
@@ -88,6 +94,12 @@ uint64_t vua_aim(struct iovec *rows, const struct batch *batch, const struct sli
 /* Whether units [unit, stop), which begin at the cursor, hash to what the header's table says. */
 int vua_holds(const struct batch *batch, struct cursor at, uint64_t unit, uint64_t stop,
               const char *header);
+
+/* Put the checksums of a slice, whose bytes begin at the cursor, into a table as files have it. */
+void vua_sum(const struct batch *batch, struct cursor at, const struct slice *slice, char *table);
+
+/* Whether this is a regular file with one name, of a user who is trusted. */
+int vua_is_plain(const struct stat *status, const struct users *trusted);
 
 /* Whether the page cache has nothing of a file's beginning. A read that does not wait would tell
  * too, but makes the system fetch the file. No where the system cannot tell (before Linux 6.5, and

@@ -52,6 +52,26 @@ class Storage(Protocol):
         """
         ...
 
+    def write_files(
+        self,
+        chunks: Sequence[str],
+        shard: Shard,
+        batch: Batch,
+        place: int,
+        headers: int,
+        check_offset: int,
+    ) -> Sequence[int]:
+        """Hash and write the files of several chunks at once, as far as that is to be had.
+
+        The first one lies at chunk place ``place`` of the batch's memory, their headers, with zeros
+        for checksums and check, at the address ``headers``.
+
+        A short cut for ``exists`` and ``publish`` in a loop, see :func:`vua.native.save`. Returns
+        what became of each: PRESENT, WRITTEN, or LEFT to the caller, who goes on with these file by
+        file; nothing at all where none can be written in this way, which is always a right answer.
+        """
+        ...
+
     def open(self, chunk: str, shard: Shard) -> Reader:
         """Open a file for reading.
 

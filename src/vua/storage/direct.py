@@ -34,6 +34,9 @@ _TRIAL_EVERY: Final = 64
 """Calls, or files, after which the way that was worse is tried again."""
 _WORTH_DISK: Final = 1.2
 """How much dearer the page cache has to be for a write to leave it out."""
+_ALLOCATED_NBYTES: Final = 1 << 20
+"""Files of this size and more get their room on the disk before their bytes, where that pays."""
+_NEVER: Final = (1 << 64) - 1
 _REMEMBERED: Final = 1 << 16
 """Files whose first read is remembered."""
 
@@ -93,9 +96,15 @@ class Writes:
     where memory is so dear to find that reading the bytes once is cheaper than keeping them.
     """
 
-    def __init__(self, direct: bool | None) -> None:  # noqa: FBT001
-        """Write direct where that is possible, or never, or (None) as is measured to be cheaper."""
+    def __init__(self, direct: bool | None, *, allocate: bool = False) -> None:  # noqa: FBT001
+        """Write direct where that is possible, or never, or (None) as is measured to be cheaper.
+
+        With ``allocate`` large files get their room first when they go through the page cache: ext4
+        then reserves it as a whole and not page by page (docs/decisions/0013-native-saves.md).
+        """
         self.direct = direct
+        self.allocated_nbytes = _ALLOCATED_NBYTES if allocate else _NEVER
+        """Size from which on a file is given its room first."""
         self._cost: dict[bool, float] = {}
         self._files = 0
         self._possible = True
@@ -110,6 +119,9 @@ class Writes:
             direct = False
             self._possible = not measured  # its memory, or this file system: not to be had here
         if not direct:
+            nbytes = int(iovecs[:, 1].sum())
+            if nbytes >= self.allocated_nbytes:
+                _linux.allocate(fd, nbytes)
             _linux.pwritev_all(fd, iovecs, 0)
         if measured:
             took_s = time.perf_counter() - start_s if direct else time.thread_time() - cpu_s

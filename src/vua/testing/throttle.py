@@ -86,6 +86,18 @@ class ThrottledStorage:
         """Write a file."""
         self.storage.publish(chunk, shard, iovecs)
 
+    def write_files(
+        self,
+        chunks: Sequence[str],
+        shard: Shard,
+        batch: Batch,
+        place: int,
+        headers: int,
+        check_offset: int,
+    ) -> Sequence[int]:
+        """Write several files."""
+        return self.storage.write_files(chunks, shard, batch, place, headers, check_offset)
+
     def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
         """Whether a file is there."""
         return self.storage.exists(chunk, shard, nbytes)

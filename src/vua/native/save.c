@@ -1,0 +1,212 @@
+/* Hash and write a batch of entry files in one call: directory, create, pwritev, rename for each.
+ *
+ * The loop of vua.saver.Saver and vua.storage.local without Python between its system calls: one
+ * release of the GIL for all of them, and a second core. Each part of a chunk is hashed and then
+ * written while it is in the caches; the header, which needs all checksums, is written last. It
+ * decides nothing: what is not as usual is left to the Python path, file by file.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/openat2.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "load.h"
+
+enum { PATH_ROOM = 512, FAN_DIGITS = 2, CHECK_DIGITS = 16 };
+enum { LEFT, PRESENT, WRITTEN }; /* what became of a file; LEFT to the caller */
+
+/* How files are written. The same fields as vua.native.saves.Writing. */
+struct writing {
+    const char *name;      /* of a file in its chunk's directory */
+    const char *temporary; /* what its name begins with until it is complete */
+    uint64_t check_offset; /* in the header: 16 hexadecimal digits, zeros so far */
+    uint64_t allocate;     /* from this size on files get their room before their bytes */
+    uint64_t directory_mode, file_mode;
+    struct users trusted;
+};
+
+struct saves {
+    const struct batch *batch;
+    const struct writing *how;
+    int dir_fd;
+    const char *paths; /* [files][path_nbytes] of the chunks' directories, each with a final 0 */
+    uint64_t path_nbytes, files;
+    uint64_t place;    /* of the first file's chunk in memory */
+    char *headers;     /* [files][header_nbytes]; complete but for checksums and check */
+    uint8_t *outcome;  /* [files] */
+    _Atomic uint64_t next;
+    _Atomic int failed;
+};
+
+/* Open a directory below another one; no symbolic link is followed on the way. */
+static int open_beneath(int dir_fd, const char *path)
+{
+    struct open_how how = {
+        .flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_DIRECTORY,
+        .resolve = RESOLVE_NO_SYMLINKS | RESOLVE_BENEATH,
+    };
+    return (int)syscall(SYS_openat2, dir_fd, path, &how, sizeof how);
+}
+
+/* Give what was just made the mode that is wanted, whatever the umask; S_ISGID comes by itself. */
+static int set_mode(int fd, uint64_t wanted)
+{
+    struct stat status;
+    if (fstat(fd, &status) < 0)
+        return 0;
+    mode_t mode = status.st_mode & 07777;
+    return mode == wanted || mode == (wanted | S_ISGID) || fchmod(fd, (mode_t)wanted) == 0;
+}
+
+/* Open a chunk's directory, made where it is missing. */
+static int open_chunk(const struct saves *saves, const char *path)
+{
+    int fd = open_beneath(saves->dir_fd, path);
+    if (fd >= 0 || errno != ENOENT)
+        return fd;
+    const char fan[] = {path[0], path[1], 0};
+    int parent = open_beneath(saves->dir_fd, fan);
+    if (parent < 0)
+        return -1;
+    const char *name = path + FAN_DIGITS + 1;
+    int made = mkdirat(parent, name, 0700) == 0;
+    if (made || errno == EEXIST)
+        fd = open_beneath(parent, name);
+    close(parent);
+    if (fd >= 0 && made && !set_mode(fd, saves->how->directory_mode)) {
+        close(fd);
+        fd = -1;
+    }
+    return fd;
+}
+
+static int write_rows(int fd, struct iovec *rows, uint64_t count, uint64_t nbytes, uint64_t offset)
+{
+    while (nbytes > 0) {
+        ssize_t put = pwritev(fd, rows, (int)count, (off_t)offset);
+        if (put < 0 && errno == EINTR)
+            continue;
+        if (put <= 0 || (uint64_t)put > nbytes)
+            return 0;
+        nbytes -= (uint64_t)put;
+        offset += (uint64_t)put;
+        while (count > 0 && (size_t)put >= rows->iov_len)
+            put -= (ssize_t)rows++->iov_len, count--;
+        if (count > 0) {
+            rows->iov_base = (char *)rows->iov_base + put;
+            rows->iov_len -= (size_t)put;
+        }
+    }
+    return 1;
+}
+
+/* Complete the header: a checksum of all of it, taken while the check's own digits are zeros. */
+static void check_header(const struct saves *saves, char *header)
+{
+    const struct xxh3 *hash = &saves->batch->hash;
+    _Alignas(64) char state[STATE_NBYTES];
+    char digits[CHECK_DIGITS + 1];
+    hash->reset(state);
+    hash->update(state, header, saves->batch->header_nbytes);
+    snprintf(digits, sizeof digits, "%016llx", (unsigned long long)hash->digest(state));
+    memcpy(header + saves->how->check_offset, digits, CHECK_DIGITS);
+}
+
+static int write_bytes(const struct saves *saves, int fd, uint64_t file)
+{
+    const struct batch *batch = saves->batch;
+    char *header = saves->headers + file * batch->header_nbytes;
+    struct iovec rows[ROWS_MAX];
+    if (batch->file_nbytes >= saves->how->allocate)
+        (void)fallocate(fd, 0, 0, (off_t)batch->file_nbytes); /* if not, the writes will see to it */
+    for (uint64_t n = 1; n <= batch->slice_count; n++) { /* the first one, with the header, last */
+        const struct slice *s = &batch->slices[n % batch->slice_count];
+        uint64_t count = vua_aim(rows, batch, s, header, NULL, saves->place + file);
+        struct cursor at = {rows + (s->header != 0), 0};
+        if (count == 0)
+            return 0;
+        vua_sum(batch, at, s, header + batch->table_offset);
+        if (s->header)
+            check_header(saves, header);
+        if (!write_rows(fd, rows, count, s->nbytes, s->offset))
+            return 0;
+    }
+    return 1;
+}
+
+/* Write a file into its chunk's directory: complete under its name, or not at all. */
+static int write_file(const struct saves *saves, int directory, uint64_t file)
+{
+    const struct writing *how = saves->how;
+    char temporary[PATH_ROOM];
+    int length = snprintf(temporary, sizeof temporary, "%s-%llu", how->temporary,
+                          (unsigned long long)file);
+    if (length < 0 || length >= PATH_ROOM)
+        return 0;
+    int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+    int fd = openat(directory, temporary, flags, 0600);
+    if (fd < 0)
+        return 0;
+    int good = set_mode(fd, how->file_mode) && write_bytes(saves, fd, file);
+    good &= close(fd) == 0; /* network file systems report write errors here */
+    if (good && renameat(directory, temporary, directory, how->name) == 0)
+        return 1;
+    unlinkat(directory, temporary, 0);
+    return 0;
+}
+
+static int save(const struct saves *saves, uint64_t file)
+{
+    int directory = open_chunk(saves, saves->paths + file * saves->path_nbytes);
+    if (directory < 0)
+        return LEFT;
+    struct stat found;
+    int outcome = LEFT;
+    if (fstatat(directory, saves->how->name, &found, AT_SYMLINK_NOFOLLOW) == 0) {
+        if (vua_is_plain(&found, &saves->how->trusted) &&
+            (uint64_t)found.st_size == saves->batch->file_nbytes)
+            outcome = PRESENT;
+    } else if (errno == ENOENT && write_file(saves, directory, file)) {
+        outcome = WRITTEN;
+    }
+    close(directory);
+    return outcome;
+}
+
+static void *run(void *argument)
+{
+    struct saves *saves = argument;
+    while (!atomic_load(&saves->failed)) {
+        uint64_t file = atomic_fetch_add(&saves->next, 1);
+        if (file >= saves->files)
+            break;
+        saves->outcome[file] = (uint8_t)save(saves, file);
+        if (saves->outcome[file] == LEFT)
+            atomic_store(&saves->failed, 1);
+    }
+    return NULL;
+}
+
+/* Write the files of chunks that lie in memory from a place on, in order but for the threads', up
+ * to one that cannot be. `outcome`, zeros so far, tells what became of each. */
+void vua_save(const struct batch *batch, const struct writing *how, int dir_fd, const char *paths,
+              uint64_t path_nbytes, uint64_t files, uint64_t place, char *headers,
+              uint64_t threads, uint8_t *outcome)
+{
+    struct saves saves = {
+        batch, how, dir_fd, paths, path_nbytes, files, place, headers, outcome, 0, 0,
+    };
+    pthread_t helpers[THREADS_MAX];
+    uint64_t started = 0;
+    while (started + 1 < threads && started < THREADS_MAX &&
+           pthread_create(&helpers[started], NULL, run, &saves) == 0)
+        started++;
+    run(&saves);
+    while (started > 0)
+        pthread_join(helpers[--started], NULL);
+}
