@@ -21,7 +21,7 @@ from vua.identity import Identity
 from vua.layout import KVLayout
 from vua.slab import Slab
 from vua.storage import direct
-from vua.storage.direct import ColdReads, Writes, write_past_cache
+from vua.storage.direct import ColdReads, Writes, write_past_cache, write_through_cache
 from vua.storage.local import LocalStorage
 
 PAGE = 4096
@@ -107,6 +107,58 @@ class TestDirect(DirectoryTest):
                 self.assertEqual(1, store.load([key], slab.memory).chunks)
                 self.assertEqual(wanted, slab.bytes.tobytes())
             store.close()
+
+
+class TestThroughCache(DirectoryTest):
+    """Writes by calls of a mebibyte."""
+
+    def test_bytes(self) -> None:
+        """The file is what lies in memory, however long its parts are; calls are short."""
+        source = np.random.default_rng(5).integers(0, 256, 5 << 20, dtype=np.uint8)
+        real, calls, allocated = _linux.pwritev_all, [], []
+
+        def write(fd: int, iovecs: Iovecs, offset: int) -> int:
+            calls.append(int(iovecs[:, 1].sum()))
+            return real(fd, iovecs, offset)
+
+        for lengths in (
+            *([1], [4096] * 700, [5 << 20], [100, 3 << 20, 1 << 20, 17], [1 << 20] * 3),
+            *([0, 5, 0], [(1 << 20) + 1], [(1 << 20) - 1, 2]),
+        ):
+            edges = np.cumsum([0, *lengths])
+            rows = [
+                (source.ctypes.data + int(at), n) for at, n in zip(edges, lengths, strict=False)
+            ]
+            path = self.root / "file"
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            calls.clear()
+            allocated.clear()
+            with (
+                self.subTest(lengths=lengths[:4]),
+                mock.patch.object(_linux, "pwritev_all", write),
+                mock.patch.object(_linux, "allocate", lambda _fd, nbytes: allocated.append(nbytes)),
+            ):
+                write_through_cache(fd, np.array(rows, dtype=np.uint64), 3 << 20)
+                self.assertEqual(source[: edges[-1]].tobytes(), path.read_bytes())
+                self.assertLess(max(calls), 2 << 20)
+                self.assertEqual(-(-edges[-1] // (1 << 20)), len(calls))
+                self.assertEqual([edges[-1]] if edges[-1] >= 3 << 20 else [], allocated)
+            os.close(fd)
+
+    def test_allocate(self) -> None:
+        """Room is found where the file system can do that; elsewhere nothing happens."""
+        with (self.root / "file").open("w+b") as stream:
+            _linux.allocate(stream.fileno(), 1 << 20)
+            status = os.fstat(stream.fileno())
+            self.assertIn(status.st_size, (0, 1 << 20))
+            if _linux.is_ext4(stream.fileno()):
+                self.assertEqual(1 << 20, status.st_size)
+                self.assertGreaterEqual(512 * status.st_blocks, 1 << 20)
+        inside, outside = os.pipe()
+        _linux.allocate(outside, 100)
+        self.assertFalse(_linux.is_ext4(outside))
+        os.close(inside)
+        os.close(outside)
 
 
 class Clock:

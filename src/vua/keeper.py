@@ -197,6 +197,8 @@ class Keeper:
         whole = nbytes * len(keys)
         with self.writing(*keys):
             before_ns = self._stamp_before(keys[0])
+            if before_ns is not None and len(keys) == 1:  # of more, some may be there, and older
+                self._in_flight.expect(keys[0].name, before_ns - STEP_NS)
             if hints.any_in(self.space) or not self.room.take(whole, before_ns, len(keys)):
                 return []
             written = 0

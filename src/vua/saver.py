@@ -76,7 +76,8 @@ class Saver:
     def save(self, key: ChunkKey, *, place: int = 0) -> bool:
         """Write the chunk at ``place`` of the memory map; see :meth:`vua.store.Store.save`."""
         with self._announced(key):
-            return self._save(key, place)
+            [became] = self._write_run([key], place) or [LEFT]
+            return became == WRITTEN or (became == LEFT and self._save(key, place))
 
     def _save(self, key: ChunkKey, place: int) -> bool:
         self.refused, store, shard = False, self.store, self.shard
@@ -121,43 +122,48 @@ class Saver:
         :meth:`vua.store.Store.save` does, after what is being written has come to its end.
         """
         written, place, failed = 0, 0, 0
+        low, high = _RUN_CHUNKS
+        most = min(max(_RUN_NBYTES // self.store.codec(self.shard).file_nbytes, low), high)
         while place < len(keys):
-            outcome = self._write_run(keys, place)
+            run = [keys[at] for at in range(place, min(place + most, len(keys)))]
+            outcome = self._write_run(run, place)
             failed = failed + 1 if outcome == [LEFT] else 0
             if not outcome or failed == _RUNS_FAILED:
                 return written + self._save_rest(keys, place)
             written += outcome.count(WRITTEN)
             for became in outcome:
                 if became == LEFT:
-                    written += self.save(keys[place], place=place)
+                    written += self._save(keys[place], place)
                     if self.refused:
                         return written
                 place += 1
         return written
 
-    def _write_run(self, keys: Keys, place: int) -> Sequence[int]:
-        """Write the next chunks by the native loop; what became of each, or nothing: it cannot.
+    def _write_run(self, run: Sequence[ChunkKey], place: int) -> Sequence[int]:
+        """Write a prompt's next chunks by one call; what became of each, or nothing: it cannot.
 
-        Up to the one behind which all are left. The first one, if it is stored already, is only
+        Up to the one behind which all are left. First ones that are stored already are only
         counted: then others may be, too.
         """
-        store, self.refused = self.store, False
-        codec = store.codec(self.shard)
-        if len(keys) - place < 2 or self.ttl_s is not None or self._sealed(keys[place].tenant):
+        self.refused, store = False, self.store
+        codec, plan = store.codec(self.shard), self.plan("")
+        if not store.storage.writes_files or self.ttl_s is not None or self._sealed(run[0].tenant):
             return []
-        if store.storage.exists(keys[place].name, self.shard, codec.file_nbytes):
-            store.misses.count("chunks_present")
-            return [PRESENT]
-        low, high = _RUN_CHUNKS
-        stop = place + min(max(_RUN_NBYTES // codec.file_nbytes, low), high, len(keys) - place)
-        run = [keys[at] for at in range(place, stop)]
+        present = 0
+        while present < len(run) and store.storage.exists(
+            run[present].name, self.shard, codec.file_nbytes
+        ):
+            present += 1
+        if present:
+            store.misses.count("chunks_present", present)
+            return [PRESENT] * present
         headers = page_aligned(len(run) * codec.header_nbytes)
         text = b"".join(codec.blank_header(key, writer=_WRITER) for key in run)
         headers[:] = np.frombuffer(text, dtype=np.uint8)
 
         def write() -> Sequence[int]:
             return store.storage.write_files(
-                *([key.name for key in run], self.shard, self.plan("").batch, place),
+                *([key.name for key in run], self.shard, plan.batch, place),
                 *(headers.ctypes.data, codec.check_offset),
             )
 

@@ -46,13 +46,21 @@ class RawFile:
     The floor under every store: one ``preadv`` (or ``pwritev``) per 1024 iovecs, unverified.
     """
 
-    def __init__(self, path: str, rows: Iovecs, owner: object) -> None:
-        """Prepare to move the file ``path`` to or from ``rows`` (address, nbytes) of ``owner``."""
+    def __init__(
+        self, path: str, rows: Iovecs, owner: object, call_nbytes: int | None = None
+    ) -> None:
+        """Prepare to move the file ``path`` to or from ``rows`` (address, nbytes) of ``owner``.
+
+        With ``call_nbytes`` no call moves much more than that.
+        """
         self.path, self.nbytes, self._owner = path, int(rows[:, 1].sum()), owner
         self._rows = np.ascontiguousarray(rows)
+        step = IOV_MAX
+        if call_nbytes is not None:
+            step = min(step, max(1, call_nbytes // int(rows[:, 1].max())))
         self._calls, at = [], 0
-        for start in range(0, len(self._rows), IOV_MAX):
-            part = self._rows[start : start + IOV_MAX]
+        for start in range(0, len(self._rows), step):
+            part = self._rows[start : start + step]
             self._calls.append((part.ctypes.data, len(part), at))
             at += int(part[:, 1].sum())
 

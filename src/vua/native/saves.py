@@ -78,8 +78,8 @@ def save(
     file appears under its name complete or not at all, as :meth:`vua.storage.Storage.publish`
     promises.
     """
-    bound, recipe = library(), batch.keep[0]
-    if bound is None or recipe.sink_nbytes or not paths:
+    bound = library()
+    if bound is None or batch.keep[0].sink_nbytes or not paths:
         return []
     outcome = np.zeros(len(paths), dtype=np.uint8)
     names = [path.encode() + b"\0" for path in paths]

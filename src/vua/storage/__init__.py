@@ -52,6 +52,11 @@ class Storage(Protocol):
         """
         ...
 
+    @property
+    def writes_files(self) -> bool:
+        """Whether there is any use in calling :meth:`write_files`."""
+        ...
+
     def write_files(
         self,
         chunks: Sequence[str],

@@ -22,7 +22,7 @@ import numpy as np
 from vua import _linux
 from vua._linux import PAGE, Iovecs
 
-__all__ = ["ColdReads", "Writes", "write_past_cache"]
+__all__ = ["ColdReads", "Writes", "write_past_cache", "write_through_cache"]
 
 _WORTH_IT: Final = 1.2
 """How much faster direct reads have to be: they leave nothing in the page cache for later."""
@@ -36,6 +36,8 @@ _WORTH_DISK: Final = 1.2
 """How much dearer the page cache has to be for a write to leave it out."""
 _ALLOCATED_NBYTES: Final = 1 << 20
 """Files of this size and more get their room on the disk before their bytes, where that pays."""
+_CALL_NBYTES: Final = 1 << 20
+"""What one call writes into the page cache."""
 _NEVER: Final = (1 << 64) - 1
 _REMEMBERED: Final = 1 << 16
 """Files whose first read is remembered."""
@@ -119,10 +121,7 @@ class Writes:
             direct = False
             self._possible = not measured  # its memory, or this file system: not to be had here
         if not direct:
-            nbytes = int(iovecs[:, 1].sum())
-            if nbytes >= self.allocated_nbytes:
-                _linux.allocate(fd, nbytes)
-            _linux.pwritev_all(fd, iovecs, 0)
+            write_through_cache(fd, iovecs, self.allocated_nbytes)
         if measured:
             took_s = time.perf_counter() - start_s if direct else time.thread_time() - cpu_s
             self._note(bool(direct), took_s / int(iovecs[:, 1].sum()))
@@ -141,6 +140,35 @@ class Writes:
                 return False in self._cost
             better = self._cost[False] > _WORTH_DISK * self._cost[True]
             return better != (self._files % _TRIAL_EVERY == 0)
+
+
+def write_through_cache(fd: int, iovecs: Iovecs, allocated_nbytes: int = _NEVER) -> None:
+    """Write an empty file by calls of about a mebibyte each.
+
+    For one large call the system takes large pieces of memory (folios of 2 MiB and more), and these
+    are what it gives back to a host when they are free; to have them again took ten times as long
+    as the write (docs/decisions/0013-native-saves.md).
+
+    Args:
+        fd: the file, open for writing.
+        iovecs: its content, ``[n, 2]``, addresses and lengths in bytes.
+        allocated_nbytes: from this size on the file gets its room on the disk first.
+
+    Raises OSError (ENOSPC, EDQUOT, EIO...).
+    """
+    counts = ((iovecs[:, 1] + np.uint64(_CALL_NBYTES - 1)) // np.uint64(_CALL_NBYTES)).astype(int)
+    rows = np.repeat(iovecs, counts, axis=0)
+    skipped = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    skipped = (skipped * _CALL_NBYTES).astype(np.uint64)
+    rows[:, 0] += skipped
+    rows[:, 1] = np.minimum(rows[:, 1] - skipped, np.uint64(_CALL_NBYTES))
+    ends = np.cumsum(rows[:, 1])
+    if len(ends) and int(ends[-1]) >= allocated_nbytes:
+        _linux.allocate(fd, int(ends[-1]))
+    calls = np.flatnonzero(np.diff((ends - np.uint64(1)) // np.uint64(_CALL_NBYTES))) + 1
+    offset = 0
+    for part in np.split(rows, calls):
+        offset += _linux.pwritev_all(fd, part, offset)
 
 
 def write_past_cache(fd: int, iovecs: Iovecs) -> bool:

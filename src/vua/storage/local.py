@@ -215,6 +215,12 @@ class LocalStorage:
             where = f"{self.directory}/{chunk_path(chunk)}/{name}"
             raise explained(problem, where) from problem
 
+    @property
+    def writes_files(self) -> bool:
+        """Whether the native loop is there and writes as this storage shall: it never syncs."""
+        plain = not self._durable and self.writes.direct is False
+        return plain and native.library() is not None
+
     def write_files(
         self,
         chunks: Sequence[str],
@@ -225,8 +231,6 @@ class LocalStorage:
         check_offset: int,
     ) -> Sequence[int]:
         """Hash and write several files by one call, where the native loop is there."""
-        if self._durable or self.writes.direct is not False or native.library() is None:
-            return []
         with contextlib.suppress(OSError):
             for fan in {chunk[:2] for chunk in chunks} - self._fans:
                 os.close(make_directory(self._fd, fan, self._security))

@@ -69,6 +69,8 @@ class FaultyStorage:
         del chunks, shard, batch, place, headers
         return 0
 
+    writes_files = False
+
     def write_files(
         self,
         chunks: Sequence[str],

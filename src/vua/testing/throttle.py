@@ -86,6 +86,11 @@ class ThrottledStorage:
         """Write a file."""
         self.storage.publish(chunk, shard, iovecs)
 
+    @property
+    def writes_files(self) -> bool:
+        """Whether several files are written at once."""
+        return self.storage.writes_files
+
     def write_files(
         self,
         chunks: Sequence[str],
