@@ -157,7 +157,7 @@ def serve(pipe: Connection, settings: dict[str, Any], log: IO[bytes]) -> None:
         asked: list[dict[str, Any]] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         if mode in ("lookups", "direct", "cached"):
             asked = [one | {"cache_salt": mode} for one in asked]
-        how_it_writes({"direct": True, "cached": False}.get(mode))
+        how_it_writes(direct=mode == "direct")
         with without_connector(llm) if mode == "alone" else nullcontext():
             start = time.perf_counter()
             how = only_lookups if mode == "lookups" else sampling
@@ -191,14 +191,14 @@ def without_connector(llm: Any) -> Iterator[None]:
         scheduler.connector, worker._KV_CONNECTOR_AGENT = kept
 
 
-def how_it_writes(direct: bool | None) -> None:  # noqa: FBT001
+def how_it_writes(*, direct: bool) -> None:
     """Set VUA's `direct_writes` in a running engine."""
     from vllm.distributed.kv_transfer import kv_transfer_state as worker
 
     connector = worker._KV_CONNECTOR_AGENT
     if type(connector).__name__ == "VUAStorageConnector_V1":
         for group in connector._worker._groups:
-            group.store.storage.writes.direct = direct
+            group.store.storage.direct_writes = direct
     elif direct:
         raise RuntimeError("only VUA's connector can write past the page cache")
 

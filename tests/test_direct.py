@@ -20,8 +20,8 @@ from vua.directory import create_store
 from vua.identity import Identity
 from vua.layout import KVLayout
 from vua.slab import Slab
-from vua.storage import direct
-from vua.storage.direct import ColdReads, Writes, write_past_cache, write_through_cache
+from vua.storage import direct, local
+from vua.storage.direct import ColdReads, write_past_cache, write_through_cache
 from vua.storage.local import LocalStorage
 
 PAGE = 4096
@@ -161,95 +161,23 @@ class TestThroughCache(DirectoryTest):
         os.close(outside)
 
 
-class Clock:
-    """In place of the module `time`: stands still but for what writes are said to take."""
+class TestNotPossible(DirectoryTest):
+    """Where a direct write cannot be had."""
 
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self.now = 0.0
-        self.perf_counter = self.thread_time = lambda: self.now
-
-
-class TestWrites(DirectoryTest):
-    """Which way files go when nobody has said."""
-
-    def taken(self, files: int, seconds: tuple[float, float]) -> list[bool]:
-        """The ways that so many files go, where a cached and a direct write take these seconds."""
-        clock, taken = Clock(), []
-
-        def cached(_fd: int, _iovecs: Iovecs, _offset: int) -> int:
-            taken.append(False)
-            clock.now += seconds[0]
-            return 0
-
-        def past(_fd: int, _iovecs: Iovecs) -> bool:
-            taken.append(True)
-            clock.now += seconds[1]
-            return True
-
-        ways, iovecs = Writes(None), np.array([[0, 1 << 20]], dtype=np.uint64)
-        with (
-            mock.patch.object(direct, "time", clock),
-            mock.patch.object(direct, "write_past_cache", past),
-            mock.patch.object(_linux, "pwritev_all", cached),
-        ):
-            for _ in range(files):
-                ways.write(-1, iovecs)
-        return taken
-
-    def test_the_cheaper_way(self) -> None:
-        """Both are tried, the better one is taken, the other one looked at again, now and then."""
-        for seconds, better in (((1.3, 1.0), True), ((1.1, 1.0), False), ((0.5, 1.0), False)):
-            with self.subTest(seconds=seconds):
-                taken = self.taken(202, seconds)
-                self.assertEqual([False, True], taken[:2])
-                self.assertEqual([better] * 61, taken[2:63])
-                self.assertEqual(3, taken[2:].count(not better))
-
-    def test_not_possible(self) -> None:
-        """Memory that does not begin with pages is written through the page cache, and no more."""
-        memory = page_aligned(3 * PAGE)
-        memory[:] = np.random.default_rng(9).integers(0, 256, memory.nbytes, dtype=np.uint8)
-        iovecs: Iovecs = np.array([[memory.ctypes.data + 8, 2 * PAGE]], dtype=np.uint64)
-        ways = Writes(None)
-        with mock.patch.object(direct, "write_past_cache", wraps=write_past_cache) as tried:
-            for name in "abcd":
-                path = self.root / name
-                fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-                try:
-                    ways.write(fd, iovecs)
-                finally:
-                    os.close(fd)
-                self.assertEqual(memory[8 : 8 + 2 * PAGE].tobytes(), path.read_bytes())
-        self.assertEqual(1, tried.call_count)
-
-    def test_where(self) -> None:
-        """It is for local disks; elsewhere, and unless it is left open, nothing is measured."""
-        if (why_not := direct_works(self.root)) is not None:
-            self.skipTest(why_not)
+    def test_memory(self) -> None:
+        """What does not begin with pages is written through the page cache."""
         layout = KVLayout(layers=2, kv_heads=2, k_dim=64, v_dim=32, dtype="BF16", chunk_tokens=64)
-        keys, slab = keys_of(range(64 * 6), 64), Slab(layout, layout.full, 1)
-        for local, how, counts in (
-            (True, None, {False: 1, True: 5}),
-            (False, None, {False: 6}),
-            (True, False, {False: 6}),
-            (True, True, {True: 6}),
-        ):
-            with (
-                self.subTest(local=local, direct_writes=how),
-                mock.patch.object(_linux, "is_local", return_value=local),
-                mock.patch.object(direct, "_WORTH_DISK", 0.0),  # every disk is worth it
-            ):
-                root = self.root / f"{local}{how}"
-                identity = Identity(model="m", chunk_tokens=64)
-                store = create_store(root, identity, layout, direct_writes=how)
-                saver = store.saver(slab.memory)
-                for key in keys:
-                    self.assertTrue(saver.save(key))
-                colds = [is_cold(path) for path in root.rglob("*.safetensors")]
-                self.assertEqual(counts, {way: colds.count(way) for way in set(colds)})
-                self.assertEqual(1, store.load(keys[:1], slab.memory).chunks)
-                store.close()
+        model, [key] = model_arrays(layout, 1), keys_of(range(64), 64)
+        memory = Memory(layout, layout.full, 1, block_tokens=1).fill(model)
+        store = create_store(self.root, Identity(model="m"), layout, direct_writes=True)
+        self.addCleanup(store.close)
+        with mock.patch.object(local, "write_past_cache", wraps=write_past_cache) as tried:
+            self.assertTrue(store.saver(memory.map()).save(key))
+        self.assertEqual(1, tried.call_count)
+        [path] = self.root.rglob("*.safetensors")
+        self.assertFalse(is_cold(path))
+        loaded = Memory(layout, layout.full, 1)
+        self.assertEqual(1, store.load([key], loaded.map()).chunks)
 
 
 class TestDirectReads(DirectoryTest):

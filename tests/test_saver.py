@@ -348,7 +348,6 @@ class TestRuns(DirectoryTest):
         for name, settings in (
             ("durable", {"durable": True}),
             ("direct", {"direct_writes": True}),
-            ("measured", {"direct_writes": None}),
             ("sealed", {"security": Security(key_file=str(key_file), encrypt=True)}),
         ):
             with self.subTest(name):

@@ -99,22 +99,6 @@ class ConnectorConfigTest(unittest.TestCase):
                 self.assertIn(f"{name} must be", text)
                 self.assertIn(repr(value), text)
 
-    def test_how_files_are_written(self) -> None:
-        """What is left open is measured by engines on a CPU that load; what is said holds."""
-        for said, on_cpu, loads, expected in (
-            (None, True, True, None),
-            (None, True, False, False),
-            (None, False, True, False),
-            (True, False, False, True),
-            (False, True, True, False),
-        ):
-            with self.subTest(said=said, on_cpu=on_cpu, loads=loads):
-                config = ConnectorConfig(shared_storage_path="/kv", direct_writes=said)
-                settled = config.settled(computes_on_cpu=on_cpu, loads=loads)
-                self.assertIs(expected, settled.direct_writes)
-                self.assertEqual("/kv", settled.shared_storage_path)
-        self.assertIsNone(ConnectorConfig(shared_storage_path="/kv").direct_writes)
-
     def test_out_of_range(self) -> None:
         """Sizes, numbers of threads and times are positive."""
         for name, value in (

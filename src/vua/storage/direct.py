@@ -1,10 +1,9 @@
-"""Files written, and cold ones read, past the page cache.
+"""Files written, and cold ones read, past the page cache or through it.
 
-A write into the page cache costs a copy, and the system's work to find memory for it: on a virtual
-machine whose host takes back what is unused, ten times the copy (docs/performance.md, "C5"). A
-direct write costs neither, and leaves the host's memory alone; whoever reads the file first then
-reads the disk. The same holds for reads of files that the page cache does not have. Which way is
-better depends on the machine, and is measured. docs/decisions/0011-direct-writes.md, 0012.
+A write into the page cache costs a copy, and the system's work to find memory for it; one past it
+costs neither, and leaves the host's memory alone, but whoever reads the file first then reads the
+disk. Reads of files that the page cache does not have can go past it, too: which way is better
+depends on the machine, and is measured. docs/decisions/0011-direct-writes.md, 0012, 0013.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import errno
 import fcntl
 import os
 import threading
-import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -22,7 +20,7 @@ import numpy as np
 from vua import _linux
 from vua._linux import PAGE, Iovecs
 
-__all__ = ["ColdReads", "Writes", "write_past_cache", "write_through_cache"]
+__all__ = ["ALLOCATED_NBYTES", "NEVER", "ColdReads", "write_past_cache", "write_through_cache"]
 
 _WORTH_IT: Final = 1.2
 """How much faster direct reads have to be: they leave nothing in the page cache for later."""
@@ -31,14 +29,12 @@ _MEASURED_NBYTES: Final = 2 << 20
 _FADING: Final = 0.3
 """Weight of the latest measurement."""
 _TRIAL_EVERY: Final = 64
-"""Calls, or files, after which the way that was worse is tried again."""
-_WORTH_DISK: Final = 1.2
-"""How much dearer the page cache has to be for a write to leave it out."""
-_ALLOCATED_NBYTES: Final = 1 << 20
+"""Calls after which the way that was worse is tried again."""
+ALLOCATED_NBYTES: Final = 1 << 20
 """Files of this size and more get their room on the disk before their bytes, where that pays."""
 _CALL_NBYTES: Final = 1 << 20
 """What one call writes into the page cache."""
-_NEVER: Final = (1 << 64) - 1
+NEVER: Final = (1 << 64) - 1
 _REMEMBERED: Final = 1 << 16
 """Files whose first read is remembered."""
 
@@ -90,59 +86,7 @@ class ColdReads:
             self._speed[direct] = before + _FADING * (found - before)
 
 
-class Writes:
-    """Writes files, past the page cache where that is cheaper. Safe for threads.
-
-    In the page cache a file waits for its first reader, whom a direct write sends to the device.
-    So a write goes direct where the page cache costs more *CPU time* than the device takes *time*:
-    where memory is so dear to find that reading the bytes once is cheaper than keeping them.
-    """
-
-    def __init__(self, direct: bool | None, *, allocate: bool = False) -> None:  # noqa: FBT001
-        """Write direct where that is possible, or never, or (None) as is measured to be cheaper.
-
-        With ``allocate`` large files get their room first when they go through the page cache: ext4
-        then reserves it as a whole and not page by page (docs/decisions/0013-native-saves.md).
-        """
-        self.direct = direct
-        self.allocated_nbytes = _ALLOCATED_NBYTES if allocate else _NEVER
-        """Size from which on a file is given its room first."""
-        self._cost: dict[bool, float] = {}
-        self._files = 0
-        self._possible = True
-        self._lock = threading.Lock()
-
-    def write(self, fd: int, iovecs: Iovecs) -> None:
-        """Write an empty file; see :func:`write_past_cache`. Raises OSError."""
-        measured = self.direct is None
-        direct = self._prefers_direct() if measured else self.direct
-        start_s, cpu_s = time.perf_counter(), time.thread_time()
-        if direct and not write_past_cache(fd, iovecs):
-            direct = False
-            self._possible = not measured  # its memory, or this file system: not to be had here
-        if not direct:
-            write_through_cache(fd, iovecs, self.allocated_nbytes)
-        if measured:
-            took_s = time.perf_counter() - start_s if direct else time.thread_time() - cpu_s
-            self._note(bool(direct), took_s / int(iovecs[:, 1].sum()))
-
-    def _note(self, direct: bool, found: float) -> None:  # noqa: FBT001
-        with self._lock:
-            before = self._cost.get(direct, found)
-            self._cost[direct] = before + _FADING * (found - before)
-
-    def _prefers_direct(self) -> bool:
-        with self._lock:
-            self._files += 1
-            if not self._possible:
-                return False
-            if len(self._cost) < 2:
-                return False in self._cost
-            better = self._cost[False] > _WORTH_DISK * self._cost[True]
-            return better != (self._files % _TRIAL_EVERY == 0)
-
-
-def write_through_cache(fd: int, iovecs: Iovecs, allocated_nbytes: int = _NEVER) -> None:
+def write_through_cache(fd: int, iovecs: Iovecs, allocated_nbytes: int = NEVER) -> None:
     """Write an empty file by calls of about a mebibyte each.
 
     For one large call the system takes large pieces of memory (folios of 2 MiB and more), and these

@@ -30,7 +30,13 @@ from vua._linux import FileStatus, Iovecs
 from vua.layout import Shard
 from vua.native import Batch
 from vua.security import Security, make_directory, open_directory
-from vua.storage.direct import ColdReads, Writes
+from vua.storage.direct import (
+    ALLOCATED_NBYTES,
+    NEVER,
+    ColdReads,
+    write_past_cache,
+    write_through_cache,
+)
 from vua.storage.problems import explained
 from vua.storage.reader import FileReader, is_plain
 
@@ -60,7 +66,7 @@ class LocalStorage:
         directory: str | os.PathLike[str],
         *,
         durable: bool = False,
-        direct_writes: bool | None = False,
+        direct_writes: bool = False,
         direct_reads: bool = True,
         renew: Callable[[], None] | None = None,
         security: Security | None = None,
@@ -71,8 +77,7 @@ class LocalStorage:
             directory: the namespace directory.
             durable: fsync each file and its directory before it counts as stored. Without it a
                 power cut may damage recent files, which are then misses.
-            direct_writes: write files past the page cache where that is possible; None: where the
-                directory is on a local disk and that is measured to cost less.
+            direct_writes: write files past the page cache where that is possible.
             direct_reads: read cold files past the page cache the first time, where the directory is
                 on a local disk and that is faster there.
             renew: makes the directory anew when somebody has deleted it under a running process.
@@ -90,10 +95,8 @@ class LocalStorage:
         self._uid_array = None if self._uids is None else np.array([*self._uids], dtype=np.uint32)
         self._fd = open_directory(self.directory, self._security)
         self._local = _linux.is_local(self._fd)
-        self.writes = Writes(
-            direct_writes if self._local else bool(direct_writes),
-            allocate=_linux.is_ext4(self._fd),
-        )
+        self.direct_writes = direct_writes
+        self._allocated_nbytes = ALLOCATED_NBYTES if _linux.is_ext4(self._fd) else NEVER
         self._fans: set[str] = set()
         self._release = weakref.finalize(self, _close, self._fd)
         self._serial = itertools.count()
@@ -218,7 +221,7 @@ class LocalStorage:
     @property
     def writes_files(self) -> bool:
         """Whether the native loop is there and writes as this storage shall: it never syncs."""
-        plain = not self._durable and self.writes.direct is False
+        plain = not (self._durable or self.direct_writes)
         return plain and native.library() is not None
 
     def write_files(
@@ -239,7 +242,7 @@ class LocalStorage:
             f"{shard.name}{SUFFIX}",
             self._temporary(),
             check_offset=check_offset,
-            allocate=self.writes.allocated_nbytes,
+            allocate=self._allocated_nbytes,
             modes=(self._security.directory_mode, self._security.file_mode),
             uids=self._uid_array,
         )
@@ -280,7 +283,8 @@ class LocalStorage:
             try:
                 if stat.S_IMODE(os.fstat(fd).st_mode) != self._security.file_mode:
                     os.fchmod(fd, self._security.file_mode)  # an unusual umask
-                self.writes.write(fd, iovecs)
+                if not (self.direct_writes and write_past_cache(fd, iovecs)):
+                    write_through_cache(fd, iovecs, self._allocated_nbytes)
                 if self._durable:
                     os.fsync(fd)
             finally:

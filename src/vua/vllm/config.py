@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from vua.bounds import Bounds
 from vua.device import GDS_MODES
@@ -35,11 +35,9 @@ class ConnectorConfig:
     """Change it to leave everything stored so far unused."""
     durable: bool = False
     """fsync each file; without it a power cut may cost recent chunks, never wrong bytes."""
-    direct_writes: bool | None = None
-    """Write files past the page cache (O_DIRECT) where the file system can: less CPU time, and no
-    memory, on the engine's host; but the first load of a file then reads the disk. By default on
-    local disks where finding memory is measured to be so dear that this costs less, by engines that
-    compute on the CPU, and not by those that only produce: their files are about to be read."""
+    direct_writes: bool = False
+    """Write files past the page cache (O_DIRECT) where the file system can: no memory is taken on
+    the engine's host, but the first load of a file then reads the disk."""
     direct_reads: bool = True
     """Read files that are not in the page cache past it when a process wants them for the first
     time, where the directory is on a local disk and that is measured to be faster there."""
@@ -101,7 +99,6 @@ class ConnectorConfig:
             "str": (str,),
             "int": (int,),
             "bool": (bool,),
-            "bool | None": (bool, type(None)),
             "float": (int, float),
             "int | str | None": (int, str, type(None)),
             "float | None": (int, float, type(None)),
@@ -132,12 +129,6 @@ class ConnectorConfig:
             msg = f"kv_connector_extra_config: gds_mode is {self.gds_mode!r}; expected {GDS_MODES}"
             raise ConfigError(msg)
         _ = self.bounds, self.security  # raise for unusable ones
-
-    def settled(self, *, computes_on_cpu: bool, loads: bool) -> ConnectorConfig:
-        """Return the settings with what depends on the engine filled in."""
-        if self.direct_writes is None and not (computes_on_cpu and loads):
-            return replace(self, direct_writes=False)
-        return self
 
     @property
     def bounds(self) -> Bounds:

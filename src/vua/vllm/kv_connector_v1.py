@@ -71,9 +71,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
-        on_cpu = vllm_config.device_config.device_type == "cpu"
-        self._config = config.settled(computes_on_cpu=on_cpu, loads=transfer.is_kv_consumer)
+        self._config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
         check_version(allow_untested=self._config.allow_untested_vllm)
         check_root(self._config.shared_storage_path, security=self._config.security)
         check_keys(self._config.security)
