@@ -66,6 +66,11 @@ class Hanging:
         self._wait()
         self._storage.publish(*args)
 
+    def write_files(self, *args: Any) -> Any:
+        """Write files by one call, when it pleases."""
+        self._wait()
+        return self._storage.write_files(*args)
+
 
 def soon(what: Callable[[], Any]) -> Any:
     """Ask again and again until the answer is true; return it."""

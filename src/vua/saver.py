@@ -172,6 +172,9 @@ class Saver:
         for event, became in (("chunks_saved", WRITTEN), ("chunks_present", PRESENT)):
             if chunks := outcome.count(became):
                 store.misses.count(event, chunks)
+        for key, became in zip(run, outcome, strict=False):
+            if became == WRITTEN:
+                log.debug("saved chunk %s/%s", key.name[:12], self.shard.name)
         done = max((at for at, became in enumerate(outcome) if became != LEFT), default=-1)
         return outcome[: done + 2]
 

@@ -297,6 +297,10 @@ def slow_storage(case: Case) -> Iterator[None]:
             pause(case.write_s)
             super().publish(*arguments)
 
+        def write_files(self, *arguments: Any) -> Any:
+            pause(case.write_s)
+            return super().write_files(*arguments)
+
     with ExitStack() as patches:
         if case.lookup_s or case.read_s or case.write_s:
             patches.enter_context(mock.patch.object(vua.directory, "LocalStorage", SlowStorage))
