@@ -12,6 +12,7 @@ import threading
 import time
 import unittest
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import permutations, product
 from pathlib import Path
 from unittest import mock
@@ -34,7 +35,7 @@ from vua._linux import page_aligned
 from vua.bench.files import cool, direct_works, is_cold
 from vua.errors import ConfigError
 from vua.layout import KVLayout, Shard
-from vua.native import batches, build
+from vua.native import batches, build, moves
 from vua.storage.local import LocalStorage
 from vua.store import Store
 
@@ -49,6 +50,27 @@ logging.basicConfig(level=logging.INFO)
 library = native.library(wait=True)
 print("built" if library else "none", native.load(0, [], None, 0, 0)[0])
 """
+
+
+class TestCrew(unittest.TestCase):
+    """How many threads calls have."""
+
+    def test_cores(self) -> None:
+        """A large call has two threads where others leave it the cores, a small one has one."""
+        for cores, expected in ((1, [1, 1, 1]), (2, [2, 1, 1]), (4, [2, 2, 1]), (5, [2, 2, 1])):
+            with (
+                self.subTest(cores=cores),
+                mock.patch.multiple(batches, THREADS=min(2, cores), _CORES=cores),
+                ExitStack() as stack,
+            ):
+                crew = batches._Crew()
+                found = [stack.enter_context(crew.joined(large=True)) for _ in expected]
+                self.assertEqual(expected, found)
+                with crew.joined(large=False) as threads:
+                    self.assertEqual(1, threads)
+                stack.close()
+                with crew.joined(large=False) as few, crew.joined(large=True) as many:
+                    self.assertEqual((1, min(2, cores) if cores > 2 else 1), (few, many))
 
 
 @unittest.skipUnless(has_native(), "no C compiler here")
@@ -83,7 +105,7 @@ class TestLoad(DirectoryTest):
         paths = [f"{k.name[:2]}/{k.name}/{shard}.safetensors" for k in self.keys[first:stop]]
         headers = self.headers.ctypes.data
         self.prepare()
-        with mock.patch.object(batches, "THREADS", threads):
+        with mock.patch.multiple(batches, THREADS=threads, _CORES=threads):
             return native.load(
                 *(self.storage._fd, paths, self.batch, first, headers),
                 uids=whose,
@@ -447,8 +469,8 @@ class TestMove(unittest.TestCase):
                         for side in (target, source)
                     )
                     kinds.append(native.Boxes((3, dims, 2), *steps, *first, np.full(count, 16)))
-                with mock.patch("vua.native.moves._STREAMED_NBYTES", 0):
-                    self.assertTrue(native.move(kinds, stream=stream))
+                with mock.patch.object(moves, "_STREAMED_NBYTES", 0 if stream else 1 << 40):
+                    self.assertTrue(native.move(kinds))
                 for source, target in pairs:
                     np.testing.assert_array_equal(source, target)
 

@@ -368,7 +368,7 @@ class TestRuns(DirectoryTest):
     def test_one_thread(self) -> None:
         """Small runs are written by the caller's thread, in the same way."""
         store, memory = self.open(), self.memory()
-        with mock.patch.object(native.saves, "THREADS", 1):
+        with mock.patch.object(native.batches, "THREADS", 1):
             self.assertEqual(CHUNKS, store.saver(memory.map()).save_all(self.keys()))
         self.assertEqual([], self.published)
         self.check_stamps(store, self.keys())

@@ -1,4 +1,8 @@
-"""C4: rows between paged blocks and chunk buffers, against memcpy and torch's indexing."""
+"""C4: rows between paged blocks and chunk buffers, against memcpy and torch's indexing.
+
+All by one thread: torch's second one goes on spinning for some milliseconds, on the core that the
+next arm's would need, and to wake a core takes as long as some of these copies.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from importlib.util import find_spec
 
 from vua.bench.measure import Arm, Row, expect, measure
 from vua.bench.suite import Bench
+from vua.native import batches
 
 __all__ = ["moves"]
 
@@ -62,7 +67,14 @@ def _form(bench: Bench, axes: str, name: str, heads: int, dim: int, block: int) 
     expect("control: emptied blocks", holds=not torch.equal(kept, scattered))
     gather(cache, slots, *other)
     expect("gathered after scatter", holds=torch.equal(arrays, other))
-    timings = measure(arms, "memcpy", bench.rounds(15))
+    theirs, ours = torch.get_num_threads(), batches.THREADS
+    torch.set_num_threads(1)
+    batches.THREADS = 1  # type: ignore[misc]
+    try:
+        timings = measure(arms, "memcpy", bench.rounds(15))
+    finally:
+        torch.set_num_threads(theirs)
+        batches.THREADS = ours  # type: ignore[misc]
     nbytes = arrays.numel() * 2
     for arm in ("gather", "scatter"):
         yield timings.row("C4", name, arm, "memcpy", nbytes=nbytes, target=0.9)

@@ -31,6 +31,8 @@ _SMALL = KVLayout(1, 1, 8, 8, "BF16", CHUNK)
 _LONGEST_S = 0.002
 """A prompt of 131,072 tokens has to be looked up in this time."""
 _OTHERS = "2 processes compute"
+_APART = "2 threads load, on another core"
+"""What waiting for the GIL and locks costs, without waiting for a core."""
 
 Ids = npt.NDArray[np.int32]
 
@@ -137,8 +139,8 @@ def beside_work(bench: Bench) -> Iterator[Row]:
     def p99() -> float:
         return percentile([_seconds(store, prompt) for _ in range(count)], 99)
 
-    def beside(work: Callable[[int], None]) -> float:
-        with _threads(work):
+    def beside(work: Callable[[int], None], core: int | None = None) -> float:
+        with _threads(work, core):
             return p99()
 
     case = Case("load", KVLayout(16, 4, 128, 128, "BF16", 64), 2 if bench.tiny else 16)
@@ -149,12 +151,16 @@ def beside_work(bench: Bench) -> Iterator[Row]:
         "1 thread computes in Python": Arm(partial(beside, _computes)),
         _OTHERS: Arm(partial(_beside_processes, p99)),
     }
+    load = _loads(bench.place("beside-core"), case)
+    if len(cores := os.sched_getaffinity(0)) > 1:
+        arms[_APART] = Arm(partial(beside, load, min(cores)))
     timings = measure(arms, "idle", bench.rounds(5))
     name = f"p99 of {count} lookups of {length:,} tokens"
     for arm in list(arms)[1:]:
         target = None if arm == _OTHERS else 3.0
         yield timings.row("C9", name, arm, "idle", target=target, better="lower")
     bench.drop(root)
+    bench.drop(root.with_name("beside-core"))
 
 
 def _beside_processes(p99: Callable[[], float]) -> float:
@@ -170,21 +176,30 @@ def _seconds(store: Store, prompt: Ids) -> float:
 
 
 @contextmanager
-def _threads(work: Callable[[int], None]) -> Iterator[None]:
-    """Run ``work`` again and again on two threads; it gets the number of its thread."""
+def _threads(work: Callable[[int], None], core: int | None = None) -> Iterator[None]:
+    """Run ``work`` again and again on two threads; it gets the number of its thread.
+
+    With ``core`` on that core alone, and the caller on the others.
+    """
     stop = threading.Event()
 
     def run(number: int) -> None:
+        if core is not None:
+            os.sched_setaffinity(0, {core})  # of this thread, and those that it starts
         while not stop.is_set():
             work(number)
 
     count = 1 if work is _computes else 2
     threads = [threading.Thread(target=run, args=(n,), name=f"vua-bench-{n}") for n in range(count)]
+    cores = os.sched_getaffinity(0)
+    if core is not None:
+        os.sched_setaffinity(0, cores - {core})
     for thread in threads:
         thread.start()
     try:
         yield
     finally:
+        os.sched_setaffinity(0, cores)
         stop.set()
         for thread in threads:
             thread.join()

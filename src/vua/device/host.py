@@ -20,7 +20,7 @@ def move(job: Job, *, store: bool) -> None:
         return
     found = moves.runs(slots, job.cache.layout.block_size)
     kinds = [_boxes(job, array, found, store=store) for array in range(len(job.chunks))]
-    if not native.move(kinds, stream=store):  # what is gathered is hashed and written next
+    if not native.move(kinds):
         moves.move(job, store=store)
 
 

@@ -131,10 +131,11 @@ def runs(slots: npt.NDArray[np.int64], block_size: int) -> Runs:
     A run ends where a chunk or a block does. Tokens whose slot is negative are in none.
     """
     flat = slots.ravel()
-    begins = (np.diff(flat, prepend=-2) != 1) | (flat % block_size == 0)
-    begins |= (np.arange(len(flat)) % max(1, slots.shape[1]) == 0) | (flat < 0)
-    first = np.flatnonzero(begins)
-    counts = np.diff(first, append=len(flat))
+    begins = (flat % block_size == 0) | (flat < 0)
+    begins[1:] |= flat[1:] != flat[:-1] + 1
+    begins[:: max(1, slots.shape[1])] = True
+    edges = np.append(np.flatnonzero(begins), len(flat))
+    first, counts = edges[:-1], edges[1:] - edges[:-1]
     wanted = flat[first] >= 0
     first, counts = first[wanted], counts[wanted]
     return Runs(first, flat[first], counts)

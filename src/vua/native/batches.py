@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +16,7 @@ import numpy.typing as npt
 from vua._linux import page_aligned
 from vua.native.build import library, xxh3
 
-__all__ = ["ARRAYS_MAX", "THREADS", "Batch", "Recipe", "checksums", "load"]
+__all__ = ["ARRAYS_MAX", "THREADS", "Batch", "Recipe", "checksums", "crew", "load"]
 
 ARRAYS_MAX: Final = 2
 """Arrays of a chunk that `load.c` has room for: K and V."""
@@ -28,8 +30,36 @@ _BOUNCES: Final = 10
 """Threads of one call that read cold files past the page cache: 2, and those of COLD_THREADS."""
 _BOUNCE_NBYTES: Final = 1 << 20
 """What each of them reads at a time."""
-THREADS: Final = min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+_CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+THREADS: Final = min(2, _CORES)
 """Threads of one call, if it is a large one."""
+
+
+class _Crew:
+    """The threads of this process that are in the loops now. Safe for threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._working = 0
+
+    @contextmanager
+    def joined(self, *, large: bool) -> Iterator[int]:
+        """Count a call, and yield how many threads it is to have.
+
+        More than one if it is large and the others leave a core: a call's second thread that had to
+        share one with another call would bring nothing, and take from whoever else wants it.
+        """
+        with self._lock:
+            threads = THREADS if large and self._working + THREADS <= _CORES else 1
+            self._working += threads
+        try:
+            yield threads
+        finally:
+            with self._lock:
+                self._working -= threads
+
+
+crew: Final = _Crew()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +185,18 @@ def load(
         )
         names, place, headers = names[done:], place + done, headers + done * batch.header_nbytes
     if names:
-        threads = THREADS if nbytes >= _SHARED_NBYTES else 1
         bounce = _bounce() if direct else None
-        done += bound.load(
-            *(at, dir_fd, b"".join(names), len(names[0]), len(names)),
-            place,
-            headers,
-            threads,
-            flags,
-            *whose,
-            *((None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)),
-            ctypes.byref(cold),
-        )
+        with crew.joined(large=nbytes >= _SHARED_NBYTES) as threads:
+            done += bound.load(
+                *(at, dir_fd, b"".join(names), len(names[0]), len(names)),
+                *(place, headers, threads, flags, *whose),
+                *(
+                    (None, 0, 0)
+                    if bounce is None
+                    else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
+                ),
+                ctypes.byref(cold),
+            )
         if bounce is not None:
             _spare_bounces.append(bounce)
     return done, cold.value

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from vua.native.batches import THREADS
+from vua.native.batches import crew
 from vua.native.build import library
 
 __all__ = ["ITEMS", "Boxes", "move"]
@@ -21,7 +21,7 @@ _SHARED_NBYTES: Final = 1 << 20
 
 
 _STREAMED_NBYTES: Final = 8 << 20
-"""Copies from this size on do not stay in the caches anyway."""
+"""Copies from this size on go past the caches, in which they would not stay anyway."""
 
 
 class Boxes(ctypes.Structure):
@@ -61,9 +61,7 @@ class Boxes(ctypes.Structure):
         The caller answers for the memory: all of it is there, aligned to the elements, and no
         element of a target is named twice.
         """
-        tables = [
-            np.ascontiguousarray(table, dtype=np.uint64) for table in (target, source, tokens)
-        ]
+        tables = [np.ascontiguousarray(table).view(np.uint64) for table in (target, source, tokens)]
         self.keep = tables
         addresses = (table.ctypes.data for table in tables)
         sides = ((ctypes.c_uint64 * 3)(*side) for side in (to, from_))
@@ -75,15 +73,12 @@ class Boxes(ctypes.Structure):
         return int(self.keep[2].sum() * self.heads * self.dims * self.item)
 
 
-def move(kinds: Sequence[Boxes], *, stream: bool = False) -> bool:
-    """Copy all boxes, with the GIL released; False where it cannot: nothing was done.
-
-    ``stream``: large copies may go past the caches, as nobody looks at them soon.
-    """
+def move(kinds: Sequence[Boxes]) -> bool:
+    """Copy all boxes, with the GIL released; False where it cannot: nothing was done."""
     bound = library()
     if bound is None:
         return False
     nbytes = sum(kind.nbytes for kind in kinds)
-    threads = THREADS if nbytes >= _SHARED_NBYTES else 1
-    stream = stream and nbytes >= _STREAMED_NBYTES
-    return bool(bound.move((Boxes * len(kinds))(*kinds), len(kinds), threads, stream))
+    stream = nbytes >= _STREAMED_NBYTES
+    with crew.joined(large=nbytes >= _SHARED_NBYTES) as threads:
+        return bool(bound.move((Boxes * len(kinds))(*kinds), len(kinds), threads, stream))

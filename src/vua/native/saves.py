@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from vua.native.batches import THREADS, Batch
+from vua.native.batches import Batch, crew
 from vua.native.build import library
 
 __all__ = ["LEFT", "PRESENT", "WRITTEN", "Writing", "save"]
@@ -83,10 +83,12 @@ def save(
         return []
     outcome = np.zeros(len(paths), dtype=np.uint8)
     names = [path.encode() + b"\0" for path in paths]
-    bound.save(
-        *(ctypes.byref(batch), ctypes.byref(writing), dir_fd),
-        *(b"".join(names), len(names[0]), len(names), place, headers),
-        THREADS if len(names) * batch.file_nbytes >= _SHARED_NBYTES else 1,
-        outcome.ctypes.data,
-    )
+    nbytes = len(names) * batch.file_nbytes
+    with crew.joined(large=len(names) > 1 and nbytes >= _SHARED_NBYTES) as threads:
+        bound.save(
+            *(ctypes.byref(batch), ctypes.byref(writing), dir_fd),
+            *(b"".join(names), len(names[0]), len(names), place, headers),
+            threads,
+            outcome.ctypes.data,
+        )
     return list(map(int, outcome))
