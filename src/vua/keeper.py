@@ -179,6 +179,11 @@ class Keeper:
         hints.settle(self.space, key.name, parent, ttl_s)
         return True
 
+    @property
+    def at_once(self) -> int:
+        """How many bytes :meth:`publish_all` should have at most; more than that is one by one."""
+        return self.room.at_once
+
     def publish_all(
         self, keys: Sequence[ChunkKey], nbytes: int, write: Callable[[], Sequence[int]]
     ) -> Sequence[int]:

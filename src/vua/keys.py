@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.errors import InputError
-from vua.native import chain
+from vua.native import chain, narrow
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +104,8 @@ def token_ids(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) ->
     if array.dtype.kind not in "iu":
         msg = f"token ids must be integers, found dtype {array.dtype}; convert them with .long()"
         raise InputError(msg)
+    if (narrowed := narrow(array)) is not None:
+        return narrowed
     if array.dtype != np.dtype("<u4") and array.dtype.itemsize > 2:
         low, high = int(array.min()), int(array.max())
         if low < 0 or high > 0xFFFFFFFF:

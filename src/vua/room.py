@@ -35,6 +35,8 @@ _BURST: Final = 0.01
 """Share of the limit that is freed at once."""
 _BURST_FILES: Final = 512
 """And no more files than these: ext4 creates slowly after tens of thousands of deletes."""
+_AT_ONCE: Final = 1 / 256
+"""Share of the limit that a writer takes at once: several do so without knowing of each other."""
 _SEARCH_FROM: Final = 0.95
 """From this share of the limit on victims are looked for, so that they are known when needed."""
 _FEW: Final = 4096
@@ -98,6 +100,12 @@ class Room:
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._running, _CLOSE_S)
+
+    @property
+    def at_once(self) -> int:
+        """Bytes that one :meth:`take` may ask for without making the belief much coarser."""
+        limits = self._occupancy.limits
+        return 0 if limits is None else int(limits.max_bytes * _AT_ONCE)
 
     def take(self, nbytes: int, before_ns: int | None, files: int = 1) -> bool:
         """Reserve room for files; False: there is none, do not write them.

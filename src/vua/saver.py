@@ -122,10 +122,8 @@ class Saver:
         :meth:`vua.store.Store.save` does, after what is being written has come to its end.
         """
         written, place, failed = 0, 0, 0
-        low, high = _RUN_CHUNKS
-        most = min(max(_RUN_NBYTES // self.store.codec(self.shard).file_nbytes, low), high)
         while place < len(keys):
-            run = [keys[at] for at in range(place, min(place + most, len(keys)))]
+            run = [keys[at] for at in range(place, min(place + self._run_chunks(), len(keys)))]
             outcome = self._write_run(run, place)
             failed = failed + 1 if outcome == [LEFT] else 0
             if not outcome or failed == _RUNS_FAILED:
@@ -138,6 +136,13 @@ class Saver:
                         return written
                 place += 1
         return written
+
+    def _run_chunks(self) -> int:
+        """How many chunks to write by one call."""
+        nbytes, (low, high) = self.store.codec(self.shard).file_nbytes, _RUN_CHUNKS
+        chunks = min(max(_RUN_NBYTES // nbytes, low), high)
+        keeper = self.store.keeper
+        return chunks if keeper is None else max(1, min(chunks, keeper.at_once // nbytes))
 
     def _write_run(self, run: Sequence[ChunkKey], place: int) -> Sequence[int]:
         """Write a prompt's next chunks by one call; what became of each, or nothing: it cannot.

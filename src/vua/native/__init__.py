@@ -15,7 +15,7 @@ says whether: ``auto`` (the default), ``off``, or ``require`` (wait for it, fail
 from vua.native.batches import ARRAYS_MAX, THREADS, Batch, Recipe, checksums, load
 from vua.native.build import library
 from vua.native.moves import ITEMS, Boxes, move
-from vua.native.prefixes import chain
+from vua.native.prefixes import chain, narrow
 from vua.native.saves import LEFT, PRESENT, WRITTEN, Writing, save
 
 __all__ = [
@@ -34,5 +34,6 @@ __all__ = [
     "library",
     "load",
     "move",
+    "narrow",
     "save",
 ]

@@ -1,4 +1,5 @@
-/* The prefix hashes of a prompt's chunks in one call: vua.keys explains what they are.
+/* The token ids of a prompt as they are hashed, and the prefix hashes of its chunks, each in one call:
+ * vua.keys explains what they are.
  *
  * Built together with load.c.
  */
@@ -29,4 +30,24 @@ void vua_chain(const struct sha256 *sha256, const char *parent, uint64_t parent_
         before = digests, before_nbytes = DIGEST_NBYTES;
         digests += DIGEST_NBYTES;
     }
+}
+
+/* Put token ids of 4 or 8 bytes each into 32 bits; whether all of them fit and none is negative. */
+int vua_ids(const void *from, uint64_t item, int is_signed, uint64_t count, uint32_t *to)
+{
+    uint64_t outside = 0;
+    if (item == 8) {
+        for (uint64_t i = 0; i < count; i++) {
+            uint64_t id = ((const uint64_t *)from)[i];
+            outside |= id >> 32; /* of a negative one, too */
+            to[i] = (uint32_t)id;
+        }
+    } else {
+        const uint32_t sign = is_signed ? UINT32_C(1) << 31 : 0;
+        for (uint64_t i = 0; i < count; i++) {
+            to[i] = ((const uint32_t *)from)[i];
+            outside |= to[i] & sign;
+        }
+    }
+    return outside == 0;
 }
