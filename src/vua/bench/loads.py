@@ -116,7 +116,10 @@ def _idle(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
 
 
 def _busy(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]) -> Iterator[Row]:
-    """Beside a thread that computes in Python, as an engine's, against the same without it."""
+    """Beside a thread that computes in Python, as an engine's, against the same without it.
+
+    And against one thread without it: where there are two cores, the other one is taken.
+    """
     if memory.place == "dense":
         return
     case, files = stored.case, stored.raw_files(memory)
@@ -138,6 +141,7 @@ def _busy(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
     limit = 1.5 if case.nbytes // case.chunks >= 2 << 20 else 3.0
     yield row("load", "load, idle", better="lower", target=limit)
     yield row("load, one thread", "load, one thread, idle", better="lower", target=limit)
+    yield row("load", "load, one thread, idle", better="lower", target=limit)
     yield row("load", "load, beside a process", better="lower")
     for arm in ("load", "load, in Python"):
         yield row(arm, "raw preadv", nbytes=case.nbytes)
