@@ -29,16 +29,6 @@ def run(
 
 
 class TestPrograms(unittest.TestCase):
-    @unittest.skipUnless(sys.platform == "linux", "reads Linux's /proc")
-    def test_steady(self) -> None:
-        """A command runs while memory is held, and its exit status is handed on."""
-        code = "import sys; print('ran'); sys.exit(3)"
-        done = run("benchmarks/steady.py", "--hold", "0.01", "--", sys.executable, "-c", code)
-        self.assertEqual((3, "ran\n"), (done.returncode, done.stdout), done.stderr)
-        self.assertIn("MiB are left", done.stderr)
-        for wrong in (["--hold", "1000000", "true"], ["--hold", "0", "true"], []):
-            self.assertEqual(2, run("benchmarks/steady.py", *wrong).returncode)
-
     @pytest.mark.vllm
     @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
     @pytest.mark.thorough

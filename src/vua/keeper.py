@@ -40,6 +40,9 @@ TOUCH_INTERVAL_S: Final = 60.0
 """A process stamps the same prefix once in so long: 1000 hits a minute cost one touch."""
 _ADOPT_S: Final = 5.0
 """A chunk that was stored before its parent, or whose parent vanished, is looked at after this."""
+_ORPHAN_NS: Final = 10**18
+"""Its stamp until then, in the year 2001. With the time at which it came it would outrank, and what
+follows it would displace, all that is of use: also the prompt's own front."""
 _PENDING_TOUCHES: Final = 256
 _HINTS_S: Final = 60.0
 """How often a process that writes looks for chunks whose own time to live is over."""
@@ -255,6 +258,8 @@ class Keeper:
         self._in_flight.landed(parent)
         if parent and not inherit(self._storage.fileno(), key.name, parent):
             self._orphans.append((time.monotonic(), key.name, parent))
+            with contextlib.suppress(OSError):  # as what goes first, and has nothing go for it
+                set_stamp(self._storage.fileno(), key.name, _ORPHAN_NS)
         self._adopt(time.monotonic())
 
     def _adopt(self, now_s: float) -> None:
