@@ -42,9 +42,10 @@ def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:  # noqa: A
     except (ConfigError, OSError) as problem:
         msg = f"the weights cannot be identified: {problem}"
         raise UncachedError(msg) from problem
-    # A process that was started for this engine began before it loaded. One that makes engines in
-    # itself may well have written the model, too: there nothing can be told from the time.
-    if multiprocessing.parent_process() is not None and weights.changed_s > _process_began_s():
+    # vLLM's process of that name was started for this engine, so before it loaded. A process that
+    # makes engines in itself may have written the model, too: nothing can be told from the time.
+    own = multiprocessing.current_process().name.startswith("EngineCore")
+    if own and weights.changed_s > _process_began_s():
         msg = (
             "files of the weights were changed after the engine's start, so nobody can tell which "
             "ones it loaded; start it again"

@@ -33,8 +33,8 @@ class Identification:
         self._find, self._stop = find, threading.Event()
         threading.Thread(target=self._run, name="vua-identify", daemon=True).start()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the answer; return whether it is there."""
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for the answer, for ever if None; return whether it is there."""
         with contextlib.suppress(TimeoutError, CancelledError):
             self.answer.exception(timeout_s)
         return self.answer.done()

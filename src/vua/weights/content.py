@@ -128,6 +128,7 @@ def read_content(file: Path, expected: State, work: Work) -> Content:
             content = Content(whole=_digests(fd, parts, work)[0])
         else:
             start, tensors, metadata = header
+            work.did(start)
             digests = _digests(fd, [one.part(name, start) for name, one in tensors.items()], work)
             content = Content(dict(zip(tensors, digests, strict=True)) | metadata)
         _check(file, expected, State.of(fd))
