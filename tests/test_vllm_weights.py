@@ -92,6 +92,7 @@ class FilesTest(unittest.TestCase):
                 self.find(*given, **fields)
 
         refused("somebodys", "somebodys")
+        refused("npcache", "npcache")
         refused("object storage", model_weights="s3://bucket/model")
         with mock.patch.object(LlamaForCausalLM, "secondary_weights", (), create=True):
             refused("second place")

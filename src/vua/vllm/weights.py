@@ -79,7 +79,8 @@ def _engine_files(model_config: Any, load: Any) -> list[Path]:  # noqa: ANN401
         files = [file for file in listed if file.suffix in _SUFFIXES] or checkpoint_files(root)
     else:
         loader: Any = get_model_loader(load)
-        if type(loader) is not DefaultModelLoader:
+        copies = _load_format(load) == "npcache"  # loads a copy that it keeps beside the files
+        if type(loader) is not DefaultModelLoader or copies:
             msg = f"load_format {_load_format(load)!r}: what its loader loads is not known"
             raise UncachedError(msg)
         files = _chosen_by(loader, model_config, root)
