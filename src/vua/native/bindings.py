@@ -200,7 +200,7 @@ def _find(path: Path) -> Status:
         if fault is None:
             return Status(Library(path), f"native code in use: {path}")
     except FileNotFoundError:
-        missing = f"{path} is missing: there was no C compiler when VUA was installed"
+        missing = f"{path} is missing, as after an installation without a C compiler"
         return Status(None, f"{_INSTEAD}: {missing}. With one, {_REMEDY}")
     except (OSError, AttributeError) as problem:  # cannot be read or loaded, or lacks a function
         fault = str(problem)
