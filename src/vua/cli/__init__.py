@@ -229,8 +229,8 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit with 2 as argparse does."""
-    options = _parser().parse_args(arguments)
     logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
+    options = _parser().parse_args(arguments)
     try:
         if "key_file" in options:
             options.security = security_of(options)
