@@ -212,24 +212,10 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
     if step.get("settle"):
         settle(llm)
         return []
-    if "exchange" in step:
-        wait_for_saves()
-        shutil.copytree(step["exchange"]["source"], step["exchange"]["target"], dirs_exist_ok=True)
+    if "exchange" in step or "call" in step:
+        change(llm, step)
         return []
-    if "call" in step:
-        wait_for_saves()
-        llm.collective_rpc(step["call"], kwargs=step["arguments"])
-        return []
-    prompts = [
-        {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
-        for ids, salt in zip(step["prompts"], step["salts"], strict=True)
-    ]
-    for prompt, seed, name in zip(prompts, step["images"], step["image_names"], strict=True):
-        if seed is not None:
-            prompt["multi_modal_data"] = {"image": picture(seed)}
-            prompt["mm_processor_kwargs"] = step["processor"]
-        if name is not None:
-            prompt["multi_modal_uuids"] = {"image": name}
+    prompts = described_prompts(step)
     greedy = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True)
     if step["abort"]:
         given = generate_and_abort(llm, prompts, greedy, step["abort"])
@@ -247,6 +233,30 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
         for done in given
     ]
     return [outputs]
+
+
+def change(llm: Any, step: dict[str, Any]) -> None:
+    """Replace files behind the engine's back, or have its workers do something."""
+    wait_for_saves()
+    if "exchange" in step:
+        shutil.copytree(step["exchange"]["source"], step["exchange"]["target"], dirs_exist_ok=True)
+    else:
+        llm.collective_rpc(step["call"], kwargs=step["arguments"])
+
+
+def described_prompts(step: dict[str, Any]) -> list[dict[str, Any]]:
+    """A batch's prompts in vLLM's form."""
+    prompts: list[dict[str, Any]] = [
+        {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
+        for ids, salt in zip(step["prompts"], step["salts"], strict=True)
+    ]
+    for prompt, seed, name in zip(prompts, step["images"], step["image_names"], strict=True):
+        if seed is not None:
+            prompt["multi_modal_data"] = {"image": picture(seed)}
+            prompt["mm_processor_kwargs"] = step["processor"]
+        if name is not None:
+            prompt["multi_modal_uuids"] = {"image": name}
+    return prompts
 
 
 def wait_for_saves(patience_s: float = 5.0) -> None:

@@ -1,4 +1,4 @@
-"""A tiny model that sees (LLaVA), and the pictures it is shown. Runs where torchvision is missing."""
+"""A tiny model that sees (LLaVA), and its pictures. Runs where torchvision is missing."""
 
 from __future__ import annotations
 

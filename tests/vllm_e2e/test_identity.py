@@ -6,16 +6,14 @@ is compared with what it generates without VUA, and the first one runs again as 
 
 from __future__ import annotations
 
-import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from vllm_e2e.checkpoints import copied, edit, rewritten
 from vllm_e2e.harness import (
     PROMPT,
     RESET,
@@ -50,47 +48,6 @@ def llava() -> Path:
     return make_llava(models() / "llava")
 
 
-def copied(source: Path, name: str) -> Path:
-    """A copy of a model's directory, to be changed."""
-    target = models() / name
-    shutil.rmtree(target, ignore_errors=True)
-    return Path(shutil.copytree(source, target))
-
-
-def edit(file: Path, **changes: Any) -> None:
-    """Change values of a JSON file, ``a__b`` for those of an inner object."""
-    said = json.loads(file.read_text())
-    for name, value in changes.items():
-        *outer, last = name.split("__")
-        inner = said
-        for step in outer:
-            inner = inner[step]
-        inner[last] = value
-    file.write_text(json.dumps(said))
-
-
-def rewritten(model: Path, name: str, *, shards: int = 1, rows: int = 0, **metadata: str) -> Path:
-    """A copy of a checkpoint: in so many files, with so many changed rows of the embedding."""
-    target = copied(model, name)
-    weights = load_file(target / "model.safetensors")
-    whole = "model.safetensors"
-    (target / whole).unlink()
-    if rows:
-        noise = torch.randn(rows, weights["model.embed_tokens.weight"].shape[1])
-        weights["model.embed_tokens.weight"][100 : 100 + rows] = noise
-    names = sorted(weights)
-    where = {}
-    for shard in range(shards):
-        part = {tensor: weights[tensor] for tensor in names[shard::shards]}
-        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors" if shards > 1 else whole
-        save_file(part, target / file, metadata={"format": "pt", **metadata})
-        where |= dict.fromkeys(part, file)
-    if shards > 1:
-        index = {"metadata": {"total_size": 0}, "weight_map": where}
-        (target / f"{whole}.index.json").write_text(json.dumps(index))
-    return target
-
-
 class IdentityTest(EngineTest):
     def assert_apart(self, first: Phase, second: Phase, shared: int = 0) -> None:
         """The second engine loads no more than ``shared`` tokens of the first one's.
@@ -123,14 +80,14 @@ class IdentityTest(EngineTest):
 class WeightsTest(IdentityTest):
     def test_few_rows(self) -> None:
         """A checkpoint that differs in ten rows of its embedding is another one."""
-        other = rewritten(llama(), "ten-rows", rows=10)
+        other = rewritten(llama(), models() / "ten-rows", rows=10)
 
         self.assert_apart(self.phase(ASK), self.phase(ASK, engine={"model": str(other)}))
 
     def test_same_tensors(self) -> None:
         """In other files, with other metadata and other files beside it, it is the same one."""
         expected = self.fill(ASK)
-        other = rewritten(llama(), "resharded", shards=3, note="saved again")
+        other = rewritten(llama(), models() / "resharded", shards=3, note="saved again")
         torch.save({"learning_rate": 0.1}, other / "training_args.bin")
 
         found = self.serve(ASK, engine={"model": str(other)})
@@ -247,7 +204,7 @@ class PictureTest(IdentityTest):
         )
         for file, changes in edits:
             with self.subTest(file):
-                place = copied(llava(), "edited")
+                place = copied(llava(), models() / "edited")
                 engine = {"model": str(place)}
                 alone = run(self.without(self.look(engine)))
                 cold, warm = *run(self.look(engine)), *run(self.look(engine))
