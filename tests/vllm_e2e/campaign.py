@@ -1,6 +1,6 @@
 """Random engines on one directory: who loads from whom, against the K and V that each computes.
 
-    dev.py identity-campaign [--setups 48] [--seed 0] [--json FILE]
+    dev.py identity-campaign [--setups 60] [--seed 0] [--json FILE]
 
 A setup is a model, settings of the engine and a request, changed at random in up to three ways.
 Each runs three times: without VUA, which gives its tokens; in a directory of its own, which gives
@@ -362,7 +362,7 @@ def campaign(count: int, seed: int, say: Callable[[str], None] = print) -> dict[
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaign of the command line; 1 where something was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--setups", type=int, default=48)
+    parser.add_argument("--setups", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
