@@ -74,28 +74,31 @@ def compile_to(path: Path, compiler: list[str]) -> None:
     """Compiles and stamps the library, which appears at `path` complete or not at all."""
     built_from = stamp.sources_digest(FOLDER)
     names = [one.name for one in stamp.sources(FOLDER) if one.suffix == ".c"]
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".vua-build-") as place:
-        made = Path(place) / path.name
-        command = [*compiler, *FLAGS, "-o", str(made), *names]
-        caches = {f"ZIG_{which}_CACHE_DIR": f"{place}/zig" for which in ("GLOBAL", "LOCAL")}
-        try:
-            done = subprocess.run(
-                command,
-                cwd=FOLDER,  # so that no path of this machine gets into the library
-                env={**os.environ, **caches},
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=TIMEOUT_S,
-            )
-        except (OSError, subprocess.SubprocessError) as problem:
-            raise BuildError(f"{shlex.join(command)}: {problem}") from problem
-        if done.returncode != 0:
-            raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
-        with made.open("ab") as library:
-            library.write(stamp.stamp(made.read_bytes(), built_from))
-        made.chmod(0o755)
-        made.replace(path)
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".vua-build-") as place:
+            made = Path(place) / path.name
+            run_compiler([*compiler, *FLAGS, "-o", str(made), *names], f"{place}/zig")
+            with made.open("ab") as library:
+                library.write(stamp.stamp(made.read_bytes(), built_from))
+            made.chmod(0o755)
+            made.replace(path)
+    except (OSError, subprocess.SubprocessError) as problem:
+        raise BuildError(f"{shlex.join(compiler)}: {problem}") from problem
+
+
+def run_compiler(command: list[str], cache: str) -> None:
+    """Runs it in the folder of the C files, so that the library holds no path of this machine."""
+    done = subprocess.run(
+        command,
+        cwd=FOLDER,
+        env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
 
 
 def build_in_place(*, anew: bool = False) -> tuple[bool, Path]:

@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--directory", help="below which files are made and removed")
+    parser.add_argument("--only", default="", help="only works with these words in their names")
     options = parser.parse_args()
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     libraries = [bindings.Library(path.resolve()) for path in options.libraries]
@@ -90,6 +91,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as root:
         use(libraries[0])
         for name, work, before in works(Path(root)):
+            if options.only not in name:
+                continue
             arms = {
                 str(path): Arm(partial(timed, work, clock), partial(use, library, before))
                 for path, library in zip(options.libraries, libraries, strict=True)

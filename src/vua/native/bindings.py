@@ -199,7 +199,7 @@ def _find(path: Path) -> Status:
         fault = fault_of(path.read_bytes(), sources_digest(_FOLDER))
         if fault is None:
             return Status(Library(path), f"native code in use: {path}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the second: VUA in an archive
         missing = f"{path} is missing, as after an installation without a C compiler"
         return Status(None, f"{_INSTEAD}: {missing}. With one, {_REMEDY}")
     except (OSError, AttributeError) as problem:  # cannot be read or loaded, or lacks a function
