@@ -30,7 +30,7 @@ from vua.cli.key import add_key, key
 from vua.cli.keys import key_arguments, security_of
 from vua.cli.listing import ls
 from vua.cli.removal import pins, rm
-from vua.cli.text import UNUSABLE, Write, as_json
+from vua.cli.text import UNUSABLE, Write, as_json, guarded, plain
 from vua.cli.top import top
 from vua.cli.verification import verify
 from vua.errors import VUAError
@@ -217,6 +217,11 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit with 2 as argparse does."""
+    with guarded():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
     try:
@@ -228,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (VUAError, OSError) as problem:
-        print(f"vua {options.command}: {problem}", file=sys.stderr)
+        print(plain(f"vua {options.command}: {problem}"), file=sys.stderr)
         return UNUSABLE
     except KeyboardInterrupt:
         return 130
