@@ -21,9 +21,9 @@ from vua.cli import probes, quota
 from vua.cli.probes import PROBES, Finding, Ground, Mount, mount_of
 
 NAMES = [
-    "file system", "publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT", "cachestat",
-    "permissions", "time stamps", "clock", "visibility", "hard links", "speed", "space", "quota",
-    "native loop", "GDS",
+    "owner", "file system", "publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT",
+    "cachestat", "permissions", "time stamps", "clock", "visibility", "hard links", "speed",
+    "space", "quota", "native loop", "GDS",
 ]  # fmt: skip
 MOUNTS = r"""
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

@@ -70,6 +70,7 @@ CORE = (
     "vua.saver",
     "vua.store",
     "vua.directory",
+    "vua.place",
     "vua.buffers",
     "vua.tensors",
     "vua.config",
