@@ -102,6 +102,9 @@ def _add_explain(
     one.add_argument("--model", metavar="MODELDIR", help="the model's directory")
     one.add_argument("--namespace", metavar="NS", default="", help="first digits of a namespace")
     one.add_argument("--chunk-tokens", metavar="N", type=int, help="tokens per chunk")
+    one.add_argument(
+        "--block-tokens", metavar="N", type=int, help="the engine's block_size; default 16 and 128"
+    )
     one.add_argument("--salt", metavar="S", default="", help="the requests' cache salt")
     one.add_argument("--epoch", metavar="E", default="", help="the engine's epoch, with --model")
     one.add_argument("--quick", action="store_true", help="do not look for other continuations")
