@@ -229,6 +229,13 @@ def scorecard(*arguments: str) -> int:
     return status
 
 
+def identity_campaign(*arguments: str) -> int:
+    """Runs random engines on one directory, judged by their own K and V (--setups 60)."""
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
+    command = [str(PYTHON), "-m", "vllm_e2e.campaign", *arguments]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}).returncode
+
+
 def soak(*arguments: str) -> int:
     """Runs the tests that take minutes."""
     return run("-m", "pytest", "-q", "-m", "soak", *arguments)
@@ -248,7 +255,7 @@ TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
         *(setup, demo, test, thorough, test_oldest, lint, format_, bench, peers, scorecard),
-        *(soak, fuzz, ci),
+        *(identity_campaign, soak, fuzz, ci),
     )
 }
 
@@ -257,7 +264,7 @@ def main(arguments: list[str]) -> int:
     """Runs the target that the command line names."""
     target = TARGETS.get(arguments[0]) if arguments else None
     if target is None:
-        lines = "\n".join(f"  {name:12}{f.__doc__}" for name, f in TARGETS.items())
+        lines = "\n".join(f"  {name:19}{f.__doc__}" for name, f in TARGETS.items())
         print(f"usage: python3.11 dev.py TARGET [ARGUMENTS]\n{lines}", flush=True)
         return 2 if arguments and arguments[0] not in ("-h", "--help", "help") else 0
     if len(arguments) > 1 and not inspect.signature(target).parameters:
