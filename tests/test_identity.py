@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from properties import given
 from vua.errors import ConfigError
 from vua.identity import Identity, config_digest, weights_fingerprint
 

@@ -24,6 +24,7 @@ from vua import native
 from vua.directory import check_root
 from vua.errors import ConfigError, VUAError
 from vua.keyring import check_keys
+from vua.place import look_at, prepare
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import Announcer, FileWatch, enabled
 from vua.vllm.group_side import Rank
@@ -101,10 +102,20 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         except (UncachedError, VUAError) as problem:
             log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """False. On GPUs vLLM asks before it starts anything: a bad directory is refused here.
+
+        Raises ConfigError, StorageError.
+        """
+        config = ConnectorConfig.from_extra_config(extra_config)
+        prepare(config.shared_storage_path, config.security, writes=False)
+        return False
+
     def _announce(self, model: Model, transfer: Any) -> None:  # noqa: ANN401
         log.info(
             "VUA: KV cache in %s, namespace %s, chunks of %d tokens",
-            self._config.shared_storage_path,
+            look_at(self._config.shared_storage_path),
             model.identity.namespace[:12],
             model.chunk_tokens,
         )
