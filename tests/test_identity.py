@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from importlib import util
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
+from properties import given
 from vua.errors import ConfigError
 from vua.identity import Identity, config_digest
 

@@ -21,9 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vua import native
 from vua.directory import check_root
 from vua.errors import ConfigError, VUAError
 from vua.keyring import check_keys
+from vua.place import prepare
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import Announcer, FileWatch, enabled
 from vua.vllm.group_side import Rank
@@ -108,7 +110,18 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         except (UncachedError, VUAError) as problem:
             log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """False. On GPUs vLLM asks before it starts anything: a bad directory is refused here.
+
+        Raises ConfigError, StorageError.
+        """
+        config = ConnectorConfig.from_extra_config(extra_config)
+        prepare(config.shared_storage_path, config.security, writes=False)
+        return False
+
     def _announce(self, transfer: Any) -> None:  # noqa: ANN401
+        log.info("VUA: %s", native.status().text)
         if (text := caveat()) is not None:
             log.warning("VUA: %s", text)
         if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from vua.directory import create_stores
 from vua.errors import VUAError
 from vua.identity import Identity
+from vua.place import look_at
 from vua.store import Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.model import Model
@@ -90,7 +91,7 @@ class Opening:
             log.info(
                 "VUA: KV cache in %s, namespace %s, chunks of %d tokens; weights identified in "
                 "%.1f s (%.1f of %.1f MB read, the rest remembered)",
-                *(self._config.shared_storage_path, model.identity.namespace[:12]),
+                *(look_at(self._config.shared_storage_path), model.identity.namespace[:12]),
                 *(model.chunk_tokens, weights.seconds),
                 *(weights.read_nbytes / 1e6, weights.nbytes / 1e6),
             )

@@ -213,7 +213,13 @@ class SchedulerSide:
 
     def _account(self, state: RequestState, outcome: str) -> None:
         request, seconds = state.request, time.monotonic() - state.arrived_s
-        self.accounts.answered(request.request_id, outcome, request.num_tokens, seconds)
+        self.accounts.answered(
+            request.request_id,
+            outcome,
+            request.num_tokens,
+            seconds,
+            local_tokens=state.local_tokens,
+        )
 
     def _state(self, request: Any) -> RequestState:  # noqa: ANN401
         state = self._states.get(request.request_id)

@@ -55,6 +55,11 @@ METRICS: Final[dict[str, Metric]] = {
         "histogram", "Time from a request's arrival to its answer, with any wait it asked for."
     ),
     "vua_prompt_tokens_total": Metric("counter", "Tokens of prompts looked up."),
+    "vua_queried_tokens_total": Metric(
+        "counter",
+        "Tokens of prompts looked up that vLLM's own prefix cache did not have: what "
+        "vua_loaded_tokens_total is a share of, as in vLLM's external prefix cache hit rate.",
+    ),
     "vua_loads_total": Metric(
         "counter",
         "Loads of requests: everything promised came (complete), a part (partial), nothing "
