@@ -103,18 +103,16 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False. On GPUs vLLM asks before it starts anything: a bad directory is refused here.
-
-        Raises ConfigError, StorageError.
-        """
+        """Return False; GPU engines ask before they load a model: a bad directory raises here."""
         config = ConnectorConfig.from_extra_config(extra_config)
         prepare(config.shared_storage_path, config.security, writes=False)
         return False
 
     def _announce(self, model: Model, transfer: Any) -> None:  # noqa: ANN401
+        path = self._config.shared_storage_path
         log.info(
             "VUA: KV cache in %s, namespace %s, chunks of %d tokens",
-            look_at(self._config.shared_storage_path),
+            self._guarded(lambda: str(look_at(path)), path),
             model.identity.namespace[:12],
             model.chunk_tokens,
         )
