@@ -102,7 +102,15 @@ def _expected(question: Question) -> Expected | None:
         return None
     size = question.chunk_tokens or _DEFAULT_CHUNK_TOKENS
     try:
-        return expect(question.model, chunk_tokens=size, epoch=question.epoch)
+        with progress() as show:
+            return expect(
+                question.model,
+                chunk_tokens=size,
+                epoch=question.epoch,
+                progress=lambda done, of: show(
+                    f"reading weights: {done / 1e9:.1f} of {of / 1e9:.1f} GB"
+                ),
+            )
     except OSError as problem:
         raise explained(problem, question.model) from problem
 
