@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from vua.core import VUA, VUAConfig
-from vua.errors import InputError
+from vua.errors import ConfigError, InputError
+from vua.layout import KVLayout
 from vua.transformers.model import DTYPE_NAMES, LAYERS, identity_of, layout_of
 
 __all__ = ["Prefix", "PrefixCache"]
@@ -55,6 +56,8 @@ class PrefixCache:
     ) -> None:
         """Use the directory ``path``, which is created (mode 0700) when missing.
 
+        Computes one token, to see what caches the model makes.
+
         Args:
             model: a causal language model that `from_pretrained` made.
             path: the directory; other models and engines may use it too.
@@ -67,7 +70,7 @@ class PrefixCache:
             StorageError: the directory cannot be created.
         """
         config = VUAConfig(split_factor=chunk_tokens, epoch=epoch, durable=durable)
-        self.layout = layout_of(model, chunk_tokens=chunk_tokens)
+        self.layout = _tried(model, layout_of(model, chunk_tokens=chunk_tokens))
         self.identity = identity_of(model, chunk_tokens=chunk_tokens, epoch=epoch)
         self._model = model
         self._vua = VUA(config, path, identity=self.identity)
@@ -177,6 +180,42 @@ class PrefixCache:
                 if found != expected:
                     raise InputError(f"{array} of layer {number} is {found}, expected {expected}")
         return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _tried(model: Any, layout: KVLayout) -> KVLayout:  # noqa: ANN401
+    """Return the layout with the KV heads that the model has when it computes a token.
+
+    Raises ConfigError when what comes out are not K and V of each layer, all of one shape.
+    """
+    cache, ids = DynamicCache(), torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    kind = f"caches of a {model.config.get_text_config().model_type} model cannot be stored"
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as problem:
+        raise ConfigError(
+            f"{kind}: it computes nothing with an empty DynamicCache() "
+            f"({type(problem).__name__}: {problem})"
+        ) from problem
+    if (layers := len(cache.layers)) != layout.layers:
+        raise ConfigError(
+            f"{kind}: it keeps K and V for {layers} of its {layout.layers} layers, the others "
+            "keep none or share them"
+        )
+    if others := {type(layer).__name__ for layer in cache.layers if type(layer) not in LAYERS}:
+        raise ConfigError(f"{kind}: it has layers without K and V per token ({', '.join(others)})")
+    found = {
+        (tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values)
+    }
+    heads = next(iter(found))[0][1]
+    if found != {((1, heads, 1, layout.k_dim), layout.dtype)}:
+        raise ConfigError(
+            f"{kind}: K and V of a token are {sorted(found)}; expected one shape in all layers, "
+            f"(1, heads, 1, {layout.k_dim}), and {layout.dtype}"
+        )
+    return replace(layout, kv_heads=heads)
 
 
 def _one_sequence(input_ids: torch.Tensor | Sequence[int]) -> torch.Tensor:
