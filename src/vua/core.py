@@ -183,9 +183,13 @@ class VUA:
         store = self._store_for(caches)
         chains = [self._keys(ids) for ids in batch.ids]
         pairs = list(zip(chains, caches, strict=True))
-        if (label := self._label) is not None:
-            self._threads.map(lambda _, pair: label.compare(store, *pair), pairs)
-        return sum(self._threads.map(lambda call, pair: self._put(call, store, *pair), pairs))
+        met = self._threads.map(lambda _, pair: self._meet(store, *pair), pairs)
+        return sum(
+            self._threads.map(
+                lambda call, one: self._put(call, store, *one[0], one[1]),
+                zip(pairs, met, strict=True),
+            )
+        )
 
     def _keys(self, ids: bytes) -> KeyChain:
         """Name a sequence's chunks, as every method does. Raises NoKeyError."""
@@ -223,10 +227,18 @@ class VUA:
                 self._reader = self._writer
             return self._writer
 
-    def _put(self, call: Call[int], store: Store, keys: KeyChain, cache: Cache) -> int:
+    def _meet(self, store: Store, keys: KeyChain, cache: Cache) -> int:
+        """Return how many chunks are stored, of this model as far as can be told."""
+        stored = store.lookup(keys)
+        if self._label is not None:
+            self._label.compare(store, keys[stored - 1] if stored else None, cache)
+        return stored
+
+    def _put(
+        self, call: Call[int], store: Store, keys: KeyChain, cache: Cache, stored: int
+    ) -> int:
         saver = store.saver(cache.memory(self.config.split_factor))
         saver.wanted = lambda: call.wanted
-        stored = store.lookup(keys)
         store.used(keys, stored, wait=stored < len(keys))  # before it makes room for the rest
         written = saver.save_all(keys)
         log.debug("put %d tokens: %d of %d chunks written", cache.length, written, len(keys))

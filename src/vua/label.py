@@ -13,7 +13,7 @@ from pathlib import Path
 from vua import agreement
 from vua.config import VUAConfig
 from vua.errors import ConfigError
-from vua.keys import Keys
+from vua.keys import ChunkKey
 from vua.layout import Shard
 from vua.store import Store
 from vua.tensors import Cache, stored_rows
@@ -32,15 +32,14 @@ class Label:
         self._why = ""
         self._put = self._said = False
 
-    def compare(self, store: Store, keys: Keys, cache: Cache) -> None:
-        """Compare the last chunk of ``keys`` that is stored, if any, with what is given for it.
+    def compare(self, store: Store, key: ChunkKey | None, cache: Cache) -> None:
+        """Compare a stored chunk, if any of ``cache`` is stored, with what is given for it.
 
         Looks at one head of the last layer, which depends on everything below it. Raises
         ConfigError when they cannot be of one model, and from then on at every call.
         """
-        stored = 0 if self._why else store.lookup(keys)
-        if stored:
-            layout, key = store.layout, keys[stored - 1]
+        if key is not None and not self._why:
+            layout = store.layout
             last = Shard(layout.layers - 1, layout.layers, 0, 1)
             theirs = stored_rows(store, key, last)
             ours = cache.rows(last, range(key.start, key.stop))
