@@ -234,9 +234,7 @@ class VUA:
             self._label.compare(store, keys[stored - 1] if stored else None, cache)
         return stored
 
-    def _put(
-        self, call: Call[int], store: Store, keys: KeyChain, cache: Cache, stored: int
-    ) -> int:
+    def _put(self, call: Call[int], store: Store, keys: KeyChain, cache: Cache, stored: int) -> int:
         saver = store.saver(cache.memory(self.config.split_factor))
         saver.wanted = lambda: call.wanted
         store.used(keys, stored, wait=stored < len(keys))  # before it makes room for the rest
