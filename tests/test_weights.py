@@ -21,10 +21,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from properties import HealthCheck, given, settings
 from vua.errors import ConfigError
 from vua.weights import (
     Identification,
@@ -93,7 +93,7 @@ class WeightsCase(unittest.TestCase):
 class TestContent(WeightsCase):
     """What counts, and what does not."""
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def test_each_byte_of_each_tensor_counts(self, data: st.DataObject) -> None:
         """One changed byte anywhere in the data or the names gives another fingerprint."""
