@@ -33,6 +33,7 @@ CORE = (
     "vua.claims",
     "vua.entry",
     "vua.serdes",
+    "vua.agreement",
     "vua.storage.direct",
     "vua.storage.problems",
     "vua.storage.reader",

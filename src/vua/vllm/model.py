@@ -81,6 +81,8 @@ class Model:
     """Tokens per block of each of vLLM's cache groups."""
     latent: bool
     """Whether K and V are one latent (MLA)."""
+    quantised: bool = False
+    """Whether the model computes with quantised weights or activations."""
 
     def in_epoch(self, epoch: str) -> Model:
         """The same cache in another epoch, so in another namespace."""
@@ -178,6 +180,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
         groups=groups,
         block_sizes=tuple(table.kv_cache_spec.block_size for table in tables),
         latent=latent,
+        quantised=vllm_config.model_config.quantization is not None,
     )
 
 

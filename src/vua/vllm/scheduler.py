@@ -10,18 +10,20 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any, Final
 
 from vua.directory import create_stores
+from vua.errors import VUAError
 from vua.keys import token_ids
 from vua.vllm.accounts import Accounts
 from vua.vllm.config import ConnectorConfig
-from vua.vllm.decision import NOTHING_STORED, LoadOrCompute
+from vua.vllm.decision import NOTHING_STORED, TO_COMPARE, LoadOrCompute
 from vua.vllm.events import Announcer
 from vua.vllm.lookup import Lookup, Lookups
-from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
+from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder, Verdict
 from vua.vllm.model import Model
 from vua.vllm.prefix import Found
 from vua.vllm.request import OptionReader
@@ -29,6 +31,7 @@ from vua.vllm.request_state import RequestState
 from vua.vllm.saving import Step, to_save
 from vua.vllm.speed import prompt_work
 from vua.vllm.stats import Recorder, VUAStats
+from vua.vllm.witness import Witness
 
 __all__ = ["SchedulerSide"]
 
@@ -57,6 +60,7 @@ class SchedulerSide:
         saves: bool,
         loads_in_step: bool = True,
         events: Announcer | None = None,
+        setup: str = "",
     ) -> None:
         """Open the namespace.
 
@@ -67,8 +71,11 @@ class SchedulerSide:
             saves: likewise to save.
             loads_in_step: whether the engine can wait for a load within a step.
             events: announces what is stored; None: nobody wants to know.
+            setup: the engine's, see `vua.vllm.setups`; empty: another one at each start.
         """
         self._config, self._events = config, events
+        self._setup = setup or secrets.token_hex(32)
+        self.stats = Recorder()
         self._may_load, self._may_save = loads, saves
         self._open(model)
         self._options = OptionReader()
@@ -77,7 +84,6 @@ class SchedulerSide:
         self._patience_s: float | None = None
         """How long lookups may still be waited for in this step; None before the first."""
         self._in_step_nbytes = config.load_in_step_mib << 20 if loads_in_step else 0
-        self.stats = Recorder()
         self.choices = LoadOrCompute(model, config)
         self.accounts = Accounts(self.stats, self.choices)
 
@@ -93,6 +99,7 @@ class SchedulerSide:
             security=self._config.security,
         )
         self._model = model
+        self.witness = Witness(model, self._config, self.stats, self._setup)
         self._lookups = Lookups(model, self._stores, self._config, self._events)
 
     def reset(self) -> None:
@@ -106,6 +113,7 @@ class SchedulerSide:
         epoch = f"{self._config.epoch}+{secrets.token_hex(8)}"
         old = self._lookups
         self._open(self._model.in_epoch(epoch))
+        self.witness.leave()
         old.close()
         for state in self._states.values():
             state.outdated = True
@@ -152,9 +160,17 @@ class SchedulerSide:
         # where it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False
-        state.choice = self.choices.choose(
-            num_computed_tokens, found.tokens, asked=state.options.wait_s > 0
-        )
+        return self._offer(state, found, num_computed_tokens)
+
+    def _offer(self, state: RequestState, found: Found, start: int) -> tuple[int | None, bool]:
+        """Decide how much to load of what was found behind ``start`` tokens."""
+        limit = self.witness.limit(state.request, found, start)
+        if limit is None:
+            self._pause()
+            return None, False
+        state.choice = TO_COMPARE
+        if limit > start:
+            state.choice = self.choices.choose(start, limit, asked=state.options.wait_s > 0)
         tokens = state.choice.tokens
         return tokens, tokens > 0 and not self._in_step(tokens)
 
@@ -190,10 +206,15 @@ class SchedulerSide:
             return False
         if now - state.lookup.asked_s >= _LOOK_AGAIN_S:
             state.lookup = self._lookups.ask(state.request, state.options)
-        elif self._patience_s:  # do not let an idle engine spin
+        else:
+            self._pause()
+        return True
+
+    def _pause(self) -> None:
+        """Do not let an idle engine spin while a request waits; once a step."""
+        if self._patience_s:
             time.sleep(max(0.0, min(self._patience_s, _STEP_WAIT_S)))
             self._patience_s = 0.0
-        return True
 
     def _account(self, state: RequestState, outcome: str) -> None:
         request, seconds = state.request, time.monotonic() - state.arrived_s
@@ -229,6 +250,7 @@ class SchedulerSide:
         in_step = self._in_step(num_external_tokens)
         self._loads.append(LoadOrder(request.request_id, tables, parts, in_step))
         self.accounts.load_ordered(request.request_id, start, stop, state.choice, in_step=in_step)
+        self.witness.loaded(request, found)
 
     def _part(self, number: int, local_tokens: int, stop: int, found: Found | None) -> GroupLoad:
         """What to load of one group: nothing of what vLLM has, and of a window no more than it."""
@@ -244,6 +266,18 @@ class SchedulerSide:
         """Forget a request that has ended or was aborted."""
         self._states.pop(request.request_id, None)
         self.accounts.finished(request.request_id)
+        self.witness.gone(request.request_id)
+
+    def judge(self, verdicts: Sequence[Verdict]) -> None:
+        """Learn what comparisons came to; leave the namespace where one differs."""
+        if (text := self.witness.learn(verdicts)) is None:
+            return
+        log.error("VUA: %s", text)
+        try:
+            self.reset()
+        except VUAError as problem:
+            self._may_load = self._may_save = False
+            log.error("VUA: nothing is loaded or stored any more: %s", problem)  # noqa: TRY400
 
     def received(
         self, request_ids: set[str], failed_ids: set[str], failed_blocks: set[int]
@@ -287,19 +321,38 @@ class SchedulerSide:
         """Add the chunks that are complete after this step's forward pass, if it has one."""
         orders.idle = not output.num_scheduled_tokens
         self.accounts.step_scheduled(*prompt_work(output))
-        if not self._may_save:
+        if not (self._may_save or self.witness.watching):
             return
         for new in output.scheduled_new_reqs:
             if (state := self._states.get(new.req_id)) is not None:
                 state.block_ids = [list(table) for table in new.block_ids]
-                self._save(orders, state, new.num_computed_tokens, output)
+                self._add(orders, state, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
             state = self._states.get(request_id)
             if state is None:
                 continue
             state.extend(cached.new_block_ids[at], resumed=request_id in cached.resumed_req_ids)
-            self._save(orders, state, cached.num_computed_tokens[at], output)
+            self._add(orders, state, cached.num_computed_tokens[at], output)
+
+    def _add(self, orders: Orders, state: RequestState, computed: int, output: Any) -> None:  # noqa: ANN401
+        """Add what is to be compared, and stored, of one request."""
+        request_id = state.request.request_id
+        if self.witness.watching and state.lookup and not state.outdated:
+            complete = computed + output.num_scheduled_tokens[request_id]
+            order = self.witness.order(
+                request_id, state.lookup.answer.result(), complete, self._tables(state, output)
+            )
+            orders.witnesses += [order] if order else []
+        if self._may_save:
+            self._save(orders, state, computed, output)
+
+    def _tables(self, state: RequestState, output: Any) -> list[list[int]]:  # noqa: ANN401
+        """Return a request's block tables; of a window's blocks vLLM keeps what it still needs."""
+        if self._model.plain:
+            return state.block_ids
+        tables = output.kv_connector_block_state.get_block_ids(state.request.request_id)
+        return [list(table) for table in tables]
 
     def _first_chunk(self, state: RequestState, found: Found, computed: int) -> tuple[range, int]:
         """Return the chunks to look at again (see `Step.reused`), and the first one to save."""
@@ -329,9 +382,7 @@ class SchedulerSide:
         state.next_save = stop
         if stop == first and not reused:
             return
-        tables = state.block_ids
-        if not self._model.plain:  # of a window's blocks vLLM keeps what it still needs
-            tables = [list(t) for t in output.kv_connector_block_state.get_block_ids(request_id)]
+        tables = self._tables(state, output)
         step = Step(range(first, stop), computed, complete, tables, reused)
         parts = [
             (number, keys)
@@ -340,6 +391,7 @@ class SchedulerSide:
         ]
         if parts:
             orders.saves.append(SaveOrder(list(tables), parts, state.options.hints))
+            self.witness.stored(state.request, found, range(first, stop))
             self.accounts.saves_ordered(request_id, sum(len(keys) for _, keys in parts))
             if self._events is not None:
                 self._events.ordered(state.request, found.keys, range(first, stop))
