@@ -51,7 +51,7 @@ the layer's number, as a random walk does. At least twice what was measured."""
 
 
 def tolerance(dtype: str, layer: int, *, quantised: bool = False) -> float:
-    """Return the distance up to which a layer agrees; infinite for what has no distance.
+    """Return the distance up to which a layer agrees; 0 for whole numbers, which are not rounded.
 
     Args:
         dtype: of K and V, a safetensors name.
@@ -60,7 +60,7 @@ def tolerance(dtype: str, layer: int, *, quantised: bool = False) -> float:
     """
     rounding = _ROUNDING.get(dtype)
     if rounding is None:
-        return float("inf")
+        return 0.0
     if quantised:
         rounding = max(rounding, QUANTISED_ROUNDING)
     return rounding * (_FIRST + _DEEPER * math.sqrt(layer))
@@ -81,6 +81,8 @@ class Agreement:
     @property
     def ratio(self) -> float:
         """The distance in tolerances: they agree up to 1."""
+        if not self.tolerance:
+            return math.inf if self.distance else 0.0
         return self.distance / self.tolerance
 
     @property

@@ -71,10 +71,10 @@ class SchedulerSide:
             saves: likewise to save.
             loads_in_step: whether the engine can wait for a load within a step.
             events: announces what is stored; None: nobody wants to know.
-            setup: the engine's, see `vua.vllm.setups`; empty: another one at each start.
+            setup: the engine's, see `vua.vllm.setups`; empty: nothing is remembered.
         """
         self._config, self._events = config, events
-        self._setup = setup or secrets.token_hex(32)
+        self._setup = setup
         self.stats = Recorder()
         self._may_load, self._may_save = loads, saves
         self._open(model)

