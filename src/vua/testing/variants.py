@@ -11,14 +11,14 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["WEIGHTS", "make_adapter", "make_variant"]
 
-Weights = "dict[str, Tensor]"
+Weights: TypeAlias = "dict[str, Tensor]"
 _WEIGHTS_FILE: Final = "model.safetensors"
 
 
