@@ -211,6 +211,8 @@ class WitnessTest(unittest.TestCase):
         create_store(self.root, IDENTITY, LAYOUT).close()
         first = self.witness()
         self.assertEqual(0, first.limit(request_of("a"), found, 0))  # somebody was quicker
+        self.assertEqual(0, self.witness().limit(request_of("b"), found, 0))  # it stored nothing
+        first.stored(request_of("a"), found_of(0, 4), range(4))
         self.store()
         self.assertEqual(64, self.witness().limit(request_of("b"), found, 0))
         self.assertEqual(0, self.witness(setup="other").limit(request_of("b"), found, 0))
@@ -265,6 +267,10 @@ class WitnessTest(unittest.TestCase):
         self.compare(witness, "c", found, "same")
         self.assertEqual(64, witness.limit(request_of("e"), found, 0))
         self.assertEqual(9 * 16, witness.limit(request_of("f"), found_of(9), 8 * 16))  # all local
+        limited = found_of(9)
+        limited.tokens = 32  # the client's max_load_tokens
+        self.assertEqual(32, witness.limit(request_of("limited"), limited, 0))
+        witness.gone("limited")
         self.assertEqual(8 * 16, witness.limit(request_of("g"), found_of(9), 0))
         self.assertIsNotNone(self.compare(witness, "g", found_of(9), "different"))
 

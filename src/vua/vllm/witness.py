@@ -126,8 +126,6 @@ class Witness:
         self._own: set[bytes] = set()
         """Names of chunks that this engine has stored before their kind was proved."""
         self._on = self._every > 0
-        if self._on and self._first:
-            self._remembered.add(("",))
 
     def leave(self) -> None:
         """Stop comparing: from now on there is only what this engine has stored itself."""
@@ -192,7 +190,7 @@ class Witness:
         self._expire(state)
         due = state.loads >= self._every or found.stored > 2 * state.longest
         size, align = self._model.chunk_tokens, self._model.align
-        before = (found.stored - 1) * size // align * align
+        before = min(found.tokens, (found.stored - 1) * size // align * align)
         part = self._model.plain and not kind[1:] and before > local_tokens
         if state.proved and due and part and state.case is None:
             self._begin(request, state, found, before)
@@ -241,6 +239,8 @@ class Witness:
         """Note that this engine stores these chunks of a prompt."""
         if not self._on:
             return
+        if self._first and not self._own:
+            self._remembered.add(("",))
         for chunk in chunks:
             state = self._state(kind_of(request, (chunk + 1) * self._model.chunk_tokens))
             if not state.proved and len(self._own) < _OWN:
