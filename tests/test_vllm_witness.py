@@ -73,10 +73,12 @@ class WitnessTest(unittest.TestCase):
         store.save(KeyChain(token_ids(range(SIZE)), SIZE)[0], memory)
         store.close()
 
-    def witness(self, *, workers: int = 1, setup: str = "this", **settings: Any) -> Witness:
+    def witness(
+        self, *, workers: int = 1, setup: str = "this", model_epoch: str = "", **settings: Any
+    ) -> Witness:
         """A new engine's."""
         group = Group(LAYOUT, (0,), ((LAYOUT.full,) * workers,), (0,))
-        model = Model(IDENTITY, (group,), (SIZE,), latent=False)
+        model = Model(IDENTITY, (group,), (SIZE,), latent=False).in_epoch(model_epoch)
         config = ConnectorConfig(shared_storage_path=str(self.root), **settings)
         self.stats = Recorder()
         return Witness(model, config, self.stats, setup, clock=lambda: self.now_s)
@@ -128,8 +130,8 @@ class WitnessTest(unittest.TestCase):
         text = self.compare(witness, "a", found, "same", "different")
         assert text is not None
         self.assertIn(IDENTITY.namespace, text)
-        witness.leave()
-        self.assertEqual(64, witness.limit(request_of("b"), found, 0))  # only its own from now on
+        own = self.witness(model_epoch="of its own")
+        self.assertEqual(64, own.limit(request_of("b"), found, 0))  # nobody else writes there
         self.assertEqual(0, self.witness().limit(request_of("c"), found, 0))
 
     def test_no_answer(self) -> None:

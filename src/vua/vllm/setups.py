@@ -30,7 +30,8 @@ from typing import Any, Final
 import torch
 
 import vua
-from vua.vllm.model import UncachedError, local_directory
+from vua.vllm.obstacles import UncachedError
+from vua.vllm.weights import local_directory
 
 __all__ = ["Remembered", "setup_of"]
 

@@ -125,13 +125,8 @@ class Witness:
         """The open ones, by the request's id."""
         self._own: set[bytes] = set()
         """Names of chunks that this engine has stored before their kind was proved."""
-        self._on = self._every > 0
-
-    def leave(self) -> None:
-        """Stop comparing: from now on there is only what this engine has stored itself."""
-        self._on = False
-        self._kinds.clear()
-        self._cases.clear()
+        own = model.identity.epoch != config.epoch  # nobody else writes there
+        self._on = self._every > 0 and model.identified and not own
 
     @property
     def watching(self) -> bool:
