@@ -6,9 +6,9 @@ import math
 import unittest
 
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from properties import given, settings
 from vua.agreement import compare, tolerance
 
 HEADS, LAYERS, TOKENS, DIM = 2, 3, 64, 16
@@ -45,7 +45,7 @@ class AgreementTest(unittest.TestCase):
         self.assertGreater(found.ratio, 0.0)
         self.assertTrue(found.holds, str(found))
 
-    @settings(deadline=None, max_examples=30)
+    @settings(max_examples=30)
     @given(
         part=st.sampled_from([0, 1]),
         layer=st.integers(0, LAYERS - 1),
