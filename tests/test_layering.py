@@ -17,7 +17,6 @@ SOURCE = Path(vua.__file__).parent
 CORE = (
     "vua.errors",
     "vua.forks",
-    "vua.agreement",
     "vua.threads",
     "vua.breaker",
     "vua.workers",
@@ -45,6 +44,7 @@ CORE = (
     "vua.claims",
     "vua.entry",
     "vua.serdes",
+    "vua.agreement",
     "vua.storage.direct",
     "vua.storage.problems",
     "vua.storage.reader",

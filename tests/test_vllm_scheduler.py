@@ -84,6 +84,7 @@ class SchedulerTest(unittest.TestCase):
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (block,), latent=False)
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
+        settings = {"witness_every": 0} | settings
         config = ConnectorConfig(shared_storage_path=folder.name, chunk_tokens=16, **settings)
         side = SchedulerSide(model, config, loads=loads, saves=True)
         self.addCleanup(side.shutdown)

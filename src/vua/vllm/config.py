@@ -13,7 +13,7 @@ from vua.security import Security
 
 __all__ = ["ConnectorConfig"]
 
-_MAY_BE_ZERO = frozenset({"load_in_step_mib"})
+_MAY_BE_ZERO = frozenset({"load_in_step_mib", "witness_every"})
 _LOAD_POLICIES = ("faster", "always")
 _GDS_MODES = ("disabled", "auto", "required")
 _ALIASES = {"path": "shared_storage_path", "split_factor": "chunk_tokens"}
@@ -47,6 +47,9 @@ class ConnectorConfig:
     load_margin: float = 1.5
     """With ``faster``: loads are left out from this ratio of the predicted seconds, load to
     compute, on. Above 1, since computing delays all requests and a load only its own."""
+    witness_every: int = 1000
+    """Of what others have stored, a chunk is computed and compared before any is loaded, and then
+    at one of so many loads; see `vua.vllm.witness`. 0: never."""
     load_threads: int = 2
     """Requests of one worker that are loaded at the same time."""
     save_threads: int = 1
