@@ -25,7 +25,7 @@ from vua.cli.quota import quota
 from vua.cli.text import DAMAGED, SOUND, Write, plain, size
 from vua.directory import check_root
 from vua.errors import ConfigError
-from vua.survey import measure
+from vua.usage import measure
 
 __all__ = ["doctor"]
 

@@ -71,7 +71,7 @@ class SchedulerSide:
         self._config, self._events = config, events
         self._may_load, self._may_save = loads, saves
         self._open(model)
-        self._options = OptionReader()
+        self._options = OptionReader(allow_pins=config.allow_pins)
         self._states: dict[str, RequestState] = {}
         self._loads: list[LoadOrder] = []
         self._patience_s: float | None = None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-from vua.survey import measure
+from vua.usage import measure
 from vua.testing.card.damage import only_file, restore
 from vua.testing.faulty import FaultyStorage
 from vua.testing.stores import StoreSubject
