@@ -77,8 +77,10 @@ def bury(space: Space, chunk: str, *, pinned: bool = False) -> int | None:
     if held and not pinned:
         return None
     if foreign:
-        hints.forget(space, chunk)
-        return strip_chunk(space.fd, path) or None
+        nbytes = strip_chunk(space.fd, path)
+        if nbytes:
+            hints.forget(space, chunk)
+        return nbytes or None
     try:
         os.rename(path, trash, src_dir_fd=space.fd, dst_dir_fd=space.fd)
     except (FileNotFoundError, NotADirectoryError):

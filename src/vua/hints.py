@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from vua.lineage import link_of
+from vua.ours import is_ours
 from vua.recency import stamp_ns
 from vua.survey import HINTS, Candidate, Space, listed
 
@@ -133,7 +134,7 @@ def tidy(found: Sequence[Space]) -> bool:
     """Remove the directories of marks that are empty; whether any mark is left."""
     left = False
     for space in found:
-        if any_in(space):
+        if any_in(space) and is_ours(space):
             try:
                 os.rmdir(HINTS, dir_fd=space.fd)
             except OSError:

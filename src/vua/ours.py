@@ -252,7 +252,7 @@ def drop_empty(parent: int, name: str, before_ns: int, now_ns: int) -> bool:
     """Delete a namespace that holds nothing any more; whether it is gone now.
 
     Only one that says soundly what it is, and that was not made, nor anything in it evicted, since
-    ``before_ns`` (a time after ``now_ns``, both by the server's clock, says nothing). Beside a
+    ``before_ns`` (a time as far after ``now_ns`` is of before the server's clock was set). Beside a
     process that writes there it is safe: only what is empty is removed, by calls that fail
     otherwise, and whoever finds the directory gone makes it anew.
     """
@@ -262,7 +262,8 @@ def drop_empty(parent: int, name: str, before_ns: int, now_ns: int) -> bool:
         return False
     try:
         stamp = os.fstat(fd).st_mtime_ns  # changes with every chunk that is evicted
-        if before_ns <= stamp <= now_ns or not is_described(fd, name):
+        is_young = abs(now_ns - stamp) <= now_ns - before_ns
+        if is_young or not is_described(fd, name):
             return False
         folders = []
         with os.scandir(fd) as entries:
