@@ -1,4 +1,4 @@
-"""Directories of others that look a little like a cache of VUA, and a digest that sees any change."""
+"""Directories of others that look a little like a cache, and a digest that sees any change."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def _vllm_tier(root: Path) -> None:
 
 
 def _pip(root: Path) -> None:
-    _write(root, "http-v2/0/1/2/3/4/0123", "selfcheck/" + "a" * 56, f"wheels/ab/cd/ef/{HEX64}/x.whl")
+    _write(
+        root, "http-v2/0/1/2/3/4/0123", "selfcheck/" + "a" * 56, f"wheels/ab/cd/ef/{HEX64}/x.whl"
+    )
 
 
 def _maildir(root: Path) -> None:

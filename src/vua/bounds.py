@@ -59,7 +59,8 @@ def nbytes_of(value: int | str, whole: int) -> int:
         nbytes = float(match[1]) * (1 << 10 * " KMGTP".index(match[2].upper() or " "))
         if nbytes <= MAX_NBYTES:
             return int(nbytes)
-    msg = f"{value!r:.40} is no size; give a number of bytes, '500G' or a share of the disk like '80%'"
+    known = "a number of bytes, '500G' or a share of the disk like '80%'"
+    msg = f"{value!r:.40} is no size; give {known}"
     raise ConfigError(msg)
 
 

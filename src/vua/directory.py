@@ -8,8 +8,8 @@ a chunk: the files say it themselves.
 from __future__ import annotations
 
 import contextlib
-import functools
 import errno
+import functools
 import json
 import logging
 import os
@@ -54,6 +54,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+
 def check_root(
     root: str | os.PathLike[str], *, create: bool = True, security: Security | None = None
 ) -> Path:
@@ -84,7 +85,8 @@ def check_root(
             raise ConfigError(msg)
         if security is not None:
             check_owner(path, security)
-        if create and not claim(path) and os.access(path, os.W_OK):
+        mode = (security or Security()).file_mode
+        if create and not claim(path, mode=mode) and os.access(path, os.W_OK):
             log.warning(
                 "%s was made by a version of VUA that left no %s: it is used, and nothing in it is "
                 "ever deleted; `vua adopt %s` looks at it and makes one",
@@ -218,7 +220,7 @@ def _make(path: Path, identity: Identity, layouts: Sequence[KVLayout], security:
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        claim(path.parent)
+        claim(path.parent, mode=security.file_mode)
     except ConfigError as problem:
         raise StorageError(errno.EPERM, str(problem)) from problem
     with contextlib.suppress(FileExistsError):

@@ -44,8 +44,8 @@ _FUTURE_NS: Final = 10 * 10**9
 GRACE_S: Final = 3600.0
 """No writer takes longer for a file: what is temporary and older was left behind by a crash."""
 PINNED_SHARE: Final = 0.5
-"""Of the limit: so much may be pinned. Beyond it the pinned chunks that were not used for longest go,
-when room is needed."""
+"""Of the limit: so much may be pinned. Beyond it the pinned chunks that were not used for longest
+go, when room is needed."""
 _PULSE: Final = 16
 """Chunks deleted between two signs of life."""
 
@@ -216,7 +216,7 @@ class Evictor:
         return freed
 
     def _run(self, run: _Run) -> Freed:
-        freed, brought, room = NOTHING, -1, _POOL
+        freed, brought, seen, room = NOTHING, -1, 0, _POOL
         if self._pool and self._pool[0].stamp > run.now_ns + _FUTURE_NS:
             self._fill([])  # the clock was set back since
         with spaces(self._root) as found:
@@ -227,7 +227,8 @@ class Evictor:
                         if seen < room:
                             return freed  # a pass brought nothing: all is pinned, or in use
                         room *= 2
-                    brought, seen = freed.chunks, self._pass(found, by_name, room, run, freed)
+                    brought = freed.chunks
+                    seen = self._pass(found, by_name, room, run, freed)
                     if not self._pool:
                         return freed
                 victim = self._pool[-1]
@@ -304,7 +305,7 @@ class Evictor:
         by_name: Mapping[str, Space],
         pins_nbytes: int | None,
     ) -> Freed:
-        """Note a pinned chunk; where pins hold too much, those go that were not used for longest."""
+        """Note a pinned chunk; where pins hold too much, those go that were used least recently."""
         freed, nbytes = NOTHING, chunk_nbytes(space, chunk_path(victim.chunk))
         if pins_nbytes is None or not nbytes:  # gone, or emptied
             return freed

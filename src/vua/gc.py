@@ -137,7 +137,7 @@ def collect(
 
 
 def _is_old(stamp: int, now_ns: int) -> bool:
-    """Whether nobody is at work there. A time from far in the future is of before a clock was set."""
+    """Whether nobody is at work there. A time far ahead is of before the clock was set back."""
     return abs(now_ns - stamp) > GRACE_S * 1e9
 
 

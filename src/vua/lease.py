@@ -93,7 +93,8 @@ def _create(directory: int) -> int | None:
 
 def _expired(directory: int) -> bool:
     """Whether the holder is dead. A time from the future is no sign of life: holders give one after
-    the other, and the clock was set back since."""
+    the other, and the clock was set back since.
+    """
     try:
         found = os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The mark of a cache directory: ``vua.json``, made when VUA makes the directory.
 
-Whatever deletes (eviction, `vua gc`, `vua rm`, repairs) does nothing in a directory without it, so a
-mistyped path costs nobody a file. A directory gets the mark by itself only while it is empty; one
+Whatever deletes (eviction, `vua gc`, `vua rm`, repairs) does nothing in a directory without it, so
+a mistyped path costs nobody a file. A directory gets the mark by itself only while it is empty; one
 with caches of a version that made no marks goes on being read and written, and gets it by `vua
 adopt`. See docs/decisions/0019-ours-or-not-touched.md.
 """
@@ -30,7 +30,9 @@ UPKEEP: Final = ".upkeep"
 
 _FORMAT: Final = "vua.root.v1"
 _FORMATS: Final = "vua.root."
-_TEXT: Final = "A cache of VUA. In a directory with this file, VUA deletes what it has written itself."
+_TEXT: Final = (
+    "A cache of VUA. In a directory with this file, VUA deletes what it has written itself."
+)
 _MAX_NBYTES: Final = 4096
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{64}")
 _NO_CONTENT: Final = re.compile(
@@ -47,12 +49,17 @@ def is_namespace_name(name: str) -> bool:
 
 
 def is_marked(root: str | os.PathLike[str]) -> bool:
-    """Whether ``root`` has the mark. Raises OSError; ConfigError where a newer VUA made it."""
+    """Whether ``root`` has the mark, or a file in its place that this user may not read.
+
+    Raises OSError; ConfigError where a newer VUA made it.
+    """
     try:
         fd = os.open(Path(root) / MARK, _FLAGS)
     except OSError as problem:
         if problem.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return False
+        if problem.errno in (errno.EACCES, errno.EPERM):
+            return True  # another user's, of those who share the directory
         raise
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -105,12 +112,13 @@ def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:
     return name in (MARK, SETTINGS) or _NO_CONTENT.fullmatch(name) is not None
 
 
-def claim(root: str | os.PathLike[str], *, tool: bool = False) -> bool:
+def claim(root: str | os.PathLike[str], *, tool: bool = False, mode: int = 0o600) -> bool:
     """See to the mark of ``root`` before anything is written there: an empty directory gets it.
 
     Args:
         root: an existing directory.
         tool: whether without the mark nothing is to be done, as tools that delete want it.
+        mode: of the mark, where it is made.
 
     Returns whether it has the mark; not where sound namespaces of a version without marks are
     there, or where it is empty and this process may not write to it. Safe for any number of
@@ -122,7 +130,7 @@ def claim(root: str | os.PathLike[str], *, tool: bool = False) -> bool:
     others, described = strangers(root)
     if not others and not described:
         try:
-            make_mark(root)
+            make_mark(root, mode)
         except OSError as problem:
             if tool or problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
@@ -139,21 +147,21 @@ def claim(root: str | os.PathLike[str], *, tool: bool = False) -> bool:
     shown = ", ".join(repr(name)[:60] for name in others[:3])
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
     msg = (
-        f"{Path(root).absolute()} is no cache directory of VUA and not empty (it holds {shown}{more}):"
-        f" nothing in it is changed. Name a directory of its own, for example "
+        f"{Path(root).absolute()} is no cache directory of VUA and not empty "
+        f"(it holds {shown}{more}): nothing in it is changed. Name a directory of its own, for example "
         f"{Path(root).absolute() / 'vua-cache'}; `vua adopt {root}` takes this one all the same"
     )
     raise ConfigError(msg)
 
 
-def make_mark(root: str | os.PathLike[str]) -> None:
+def make_mark(root: str | os.PathLike[str], mode: int = 0o600) -> None:
     """Write the mark, whole or not at all; where it is already nothing happens. Raises OSError."""
     path = Path(root) / MARK
     temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with open(os.open(temporary, flags, 0o644), "wb") as stream:  # noqa: PTH123
-            os.fchmod(stream.fileno(), 0o644)  # who may look into the directory may know
+        with open(os.open(temporary, flags, mode), "wb") as stream:  # noqa: PTH123
+            os.fchmod(stream.fileno(), mode)  # an unusual umask
             said = {"format": _FORMAT, "about": _TEXT}
             stream.write(json.dumps(said, indent=1).encode() + b"\n")
         try:

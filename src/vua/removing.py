@@ -7,7 +7,7 @@ import os
 import stat
 import time
 
-from vua.eviction import GRACE_S, NOTHING, Freed, bury
+from vua.eviction import GRACE_S, Freed, bury
 from vua.ours import delete_chunk, delete_file, delete_namespace, drop_empty
 from vua.recency import server_now_ns, stamp_ns
 from vua.storage.local import chunk_path

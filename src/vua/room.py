@@ -350,7 +350,9 @@ class Room:
             if is_marked(self._root):
                 return True
             text = f"{self._root} has no {MARK}, so nothing is deleted there: it fills up to its"
-            self.warn_once("mark", f"{text} bounds; `vua adopt {self._root}` looks at it and makes one")
+            self.warn_once(
+                "mark", f"{text} bounds; `vua adopt {self._root}` looks at it and makes one"
+            )
         except (OSError, ConfigError) as problem:
             self.warn_once("mark", f"{self._root}: nothing is deleted there: {problem}")
         return False
@@ -387,7 +389,9 @@ class Room:
                         before_ns=before_ns,
                         expired_ns=0 if ttl_s is None else now_ns - int(ttl_s * 1e9),
                         hinted=hinted,
-                        pins_nbytes=None if limits is None else int(limits.max_bytes * PINNED_SHARE),
+                        pins_nbytes=None
+                        if limits is None
+                        else int(limits.max_bytes * PINNED_SHARE),
                         pulse=lambda _: self._pulse(held),
                     )
             finally:

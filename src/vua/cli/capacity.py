@@ -37,7 +37,7 @@ def _limits(root: Path, said: Bounds) -> Limits:
         raise explained(problem, str(root)) from problem
 
 
-def gc(
+def gc(  # noqa: PLR0913 - the options of a command
     directory: str,
     said: Bounds,
     *,
@@ -53,9 +53,9 @@ def gc(
 
     With ``keep`` what is ``said`` goes into ``bounds.json`` first; with ``lost_keys`` what is
     sealed with none of the keys that ``security`` names is deleted; with ``dry_run`` nothing is
-    changed. On a terminal it asks before it deletes for a size that was named. Exit status 1 also where pins
-    keep some of that. Raises ConfigError, before anything is changed, where these keys are not all
-    to be had.
+    changed. On a terminal it asks before it shrinks a directory, unless told ``yes``. Exit status 1
+    also where pins keep some of that. Raises ConfigError, before anything is changed, where these
+    keys are not all to be had.
     """
     root = to_change(directory)
     known = partial(key_ids, security) if lost_keys else None

@@ -30,7 +30,14 @@ from vua.directory import (
     parse_description,
 )
 from vua.entry import parse_entry
-from vua.errors import ConfigError, CorruptEntryError, EntryError, InputError, LayoutError, StorageError
+from vua.errors import (
+    ConfigError,
+    CorruptEntryError,
+    EntryError,
+    InputError,
+    LayoutError,
+    StorageError,
+)
 from vua.keys import ChunkKey
 from vua.layout import Shard
 from vua.storage.local import SUFFIX
@@ -61,8 +68,8 @@ class _Done:
 def import_(directory: str, file: str, *, write: Write | None) -> int:
     """Take in an archive; exit status 1 if some of it was damaged or found no room.
 
-    ``file`` may be ``-`` for stdin. Root takes it in as the directory's owner. Raises InputError for
-    what is no archive, ConfigError, StorageError.
+    ``file`` may be ``-`` for stdin. Root takes it in as the directory's owner. Raises InputError
+    for what is no archive, ConfigError, StorageError.
     """
     try:
         with ExitStack() as stack:
@@ -134,7 +141,10 @@ class _Taker:
             raise ConfigError(msg)
         namespace, _, chunk, name = match.groups()
         if name.startswith(AFTER) and re.fullmatch("[0-9a-f]{64}", name[len(AFTER) :]):
-            if self._before.setdefault((namespace, chunk), name[len(AFTER) :]) != name[len(AFTER) :]:
+            if (
+                self._before.setdefault((namespace, chunk), name[len(AFTER) :])
+                != name[len(AFTER) :]
+            ):
                 msg = "another chunk was said to come before this one"
                 raise ConfigError(msg)
             return
@@ -210,7 +220,10 @@ class _Taker:
 def _stored_end(store: Store, chunk: str) -> int | None:
     """The end that a stored chunk's header tells; None where none does."""
     for shard in store.storage.shards(chunk):
-        with suppress(OSError, CorruptEntryError), closing(store.storage.open(chunk, shard)) as file:
+        with (
+            suppress(OSError, CorruptEntryError),
+            closing(store.storage.open(chunk, shard)) as file,
+        ):
             head = np.empty(MAX_HEADER_NBYTES, dtype=np.uint8)
             nbytes = min(file.nbytes, head.nbytes)
             iovecs = np.array([[head.ctypes.data, nbytes]], dtype=np.uint64)

@@ -136,25 +136,32 @@ def pins(directory: str, targets: list[str], *, remove: bool, write: Write | Non
             if not targets:
                 report = [one for space in found for one in _pinned(space)]
             nbytes = 0 if remove else _weigh(found, report, listing=not targets)
-            most = int(Limits.of(root, Bounds(), refused=lambda _: None).max_bytes * PINNED_SHARE)
+            limits = Limits.of(root, Bounds(), refused=lambda _: None)
     except OSError as problem:
         if isinstance(problem, StorageError):
             raise
         raise explained(problem, directory) from problem
     if write is not None:
         write({"directory": directory, "unpinned" if remove else "pinned": report})
-        return SOUND
-    word = "released" if remove else "held"
+    else:
+        _print_pins(directory, report, "released" if remove else "held")
+        _judge(nbytes, int(limits.max_bytes * PINNED_SHARE))
+    return SOUND
+
+
+def _print_pins(directory: str, report: list[dict[str, object]], word: str) -> None:
     for one in report:
         print(f"{str(one['namespace'])[:SHORT]}  {one['chunk']}  {one['chunks']} chunks {word}")
     if not report:
         print(f"{directory}: nothing is pinned")
+
+
+def _judge(nbytes: int, most: int) -> None:
     if nbytes > most:
         print(
             f"these pins hold {size(nbytes)}, and no more than {size(most)} ({PINNED_SHARE:.0%} of "
             "the limit) stays when room is needed: what was not used for longest goes all the same"
         )
-    return SOUND
 
 
 def _pinned(space: Space) -> list[dict[str, object]]:
