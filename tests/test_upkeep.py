@@ -95,6 +95,7 @@ class TestManyNamespaces(UpkeepTest):
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
     def fill(self, many: int) -> None:
+        """Store a chunk in each of many namespaces."""
         for number in range(many):
             with VUA(config("1G", f"model {number}"), self.root) as vua:
                 put(vua, number, 4)

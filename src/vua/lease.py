@@ -92,8 +92,10 @@ def _create(directory: int) -> int | None:
 
 
 def _expired(directory: int) -> bool:
-    """Whether the holder is dead. A time from the future is no sign of life: holders give one after
-    the other, and the clock was set back since.
+    """Whether the holder is dead.
+
+    A time from the future is no sign of life: the clock was set back since, and the living go on
+    giving signs.
     """
     try:
         found = os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)

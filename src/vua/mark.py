@@ -147,8 +147,8 @@ def claim(root: str | os.PathLike[str], *, tool: bool = False, mode: int = 0o600
     shown = ", ".join(repr(name)[:60] for name in others[:3])
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
     msg = (
-        f"{Path(root).absolute()} is no cache directory of VUA and not empty "
-        f"(it holds {shown}{more}): nothing in it is changed. Name a directory of its own, for example "
+        f"{Path(root).absolute()} is no cache directory of VUA and not empty (it holds "
+        f"{shown}{more}): nothing in it is changed. Name a directory of its own, for example "
         f"{Path(root).absolute() / 'vua-cache'}; `vua adopt {root}` takes this one all the same"
     )
     raise ConfigError(msg)
@@ -160,7 +160,7 @@ def make_mark(root: str | os.PathLike[str], mode: int = 0o600) -> None:
     temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with open(os.open(temporary, flags, mode), "wb") as stream:  # noqa: PTH123
+        with open(os.open(temporary, flags, mode), "wb") as stream:
             os.fchmod(stream.fileno(), mode)  # an unusual umask
             said = {"format": _FORMAT, "about": _TEXT}
             stream.write(json.dumps(said, indent=1).encode() + b"\n")
