@@ -11,7 +11,7 @@ from vua.bounds import Bounds, Limits
 from vua.cli.names import Target, resolve
 from vua.cli.owner import confirm, to_change
 from vua.cli.spread import over_fans
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, progress, size
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
 from vua.directory import check_root
 from vua.errors import ConfigError, StorageError
 from vua.eviction import NOTHING, PINNED_SHARE, Freed
@@ -151,7 +151,8 @@ def pins(directory: str, targets: list[str], *, remove: bool, write: Write | Non
 
 def _print_pins(directory: str, report: list[dict[str, object]], word: str) -> None:
     for one in report:
-        print(f"{str(one['namespace'])[:SHORT]}  {one['chunk']}  {one['chunks']} chunks {word}")
+        line = f"{str(one['namespace'])[:SHORT]}  {one['chunk']}  {one['chunks']} chunks {word}"
+        print(plain(line))
     if not report:
         print(f"{directory}: nothing is pinned")
 
