@@ -71,7 +71,7 @@ def prepare(root: str | os.PathLike[str], security: Security, *, writes: bool = 
             "mount what belongs there, or make that directory"
         )
         raise ConfigError(msg)
-    check_root(path, security=security)
+    check_root(path, create=writes or made, security=security)
     try:
         if writes:
             _try_to_write(path)
