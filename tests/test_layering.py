@@ -16,6 +16,9 @@ SOURCE = Path(vua.__file__).parent
 # the package and may not import each other, unless they are listed: then their order counts.
 CORE = (
     "vua.errors",
+    "vua.forks",
+    "vua.agreement",
+    "vua.threads",
     "vua.breaker",
     "vua.workers",
     "vua._linux",
@@ -88,6 +91,7 @@ CORE = (
     "vua.buffers",
     "vua.tensors",
     "vua.config",
+    "vua.label",
     "vua.core",
 )
 # Above the core; none may import another one.

@@ -23,6 +23,7 @@ from vua import hints
 from vua.bounds import Bounds
 from vua.errors import ConfigError
 from vua.eviction import NOTHING, PINNED_SHARE, Evictor, Freed
+from vua.forks import watch
 from vua.lease import Lease, lease, upkeep_directory
 from vua.mark import MARK, is_marked
 from vua.occupancy import Occupancy
@@ -84,11 +85,23 @@ class Room:
 
     def __init__(self, root: str | os.PathLike[str], bounds: Bounds, counts: Counter[str]) -> None:
         """Watch over ``root``; events are added to ``counts``. Starts nothing until needed."""
-        self._root, self._counts = Path(root), counts
+        self._root, self._bounds, self._counts = Path(root), bounds, counts
+        self._warned: set[str] = set()
+        self._evictor = Evictor(root)
+        self._begin()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Believe nothing, with no thread; see :mod:`vua.forks`."""
+        atexit.unregister(self.close)  # the thread's, which is the parent's
+        evicted, self._evictor = self._evictor.evicted, Evictor(self._root)
+        self._evictor.evicted = evicted
+        self._begin()
+
+    def _begin(self) -> None:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
-        self._occupancy = Occupancy(root, bounds, lock)
-        self._evictor = Evictor(root)
+        self._occupancy = Occupancy(self._root, self._bounds, lock)
         self._largest = 0
         self._paused_until_s, self._pause_s = 0.0, _PAUSES_S[0]
         self._wishes: deque[_Wish] = deque()
@@ -97,7 +110,6 @@ class Room:
         """The stamp of the oldest parent of what was stored since the last eviction; the latest."""
         self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
         self._running = self._behind = self._closed = self._someone_evicts = False
-        self._warned: set[str] = set()
 
     def close(self) -> None:
         """End the thread, waiting for a few seconds at most. A second call does nothing."""
@@ -261,6 +273,9 @@ class Room:
             return True  # also when nothing could be evicted: somebody else may have
         limits = occupancy.limits
         if limits is None or nbytes > limits.max_bytes:
+            if limits is not None:
+                text = f"chunks of {nbytes:,} bytes, the whole cache may have {limits.max_bytes:,}"
+                self.warn_once("size", f"{self._root}: nothing can be stored: {text}")
             # Where it cannot be measured the storage itself decides; not where this process could
             # measure nothing now, for want of descriptors.
             return limits is None and not occupancy.is_unknown
