@@ -59,8 +59,8 @@ class Calls:
         object.__setattr__(self, "_vua_calls", 0)
         object.__setattr__(self, "_vua_last", "")
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         """The worker's, for who looks at it."""
         return type(self._vua_worker)
 
@@ -124,9 +124,9 @@ class EngineWorker:
     @property
     def calls(self) -> int:
         """How often something was called or read that may have changed the weights."""
-        return self._calls._vua_calls  # type: ignore[no-any-return]  # noqa: SLF001
+        return self._calls._vua_calls  # noqa: SLF001
 
     @property
     def last_call(self) -> str:
         """The name of the latest of these."""
-        return self._calls._vua_last  # type: ignore[no-any-return]  # noqa: SLF001
+        return self._calls._vua_last  # noqa: SLF001

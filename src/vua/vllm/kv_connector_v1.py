@@ -26,6 +26,7 @@ from vua.keyring import check_keys
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import Announcer, FileWatch, enabled
 from vua.vllm.group_side import Rank
+from vua.vllm.memory import Memory
 from vua.vllm.messages import Orders
 from vua.vllm.model import Model, UncachedError, describe
 from vua.vllm.notes import WorkerNotes
@@ -96,7 +97,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 self._announce(model, transfer)
             else:
                 watch = FileWatch(model) if enabled(vllm_config) else None
-                self._worker = self._make_worker(model, watch)
+                self._worker = self._make_worker(model, watch, Memory.find(vllm_config))
         except (UncachedError, VUAError) as problem:
             log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
 
@@ -131,11 +132,11 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             )
         return safe
 
-    def _make_worker(self, model: Model, watch: FileWatch | None) -> WorkerSide:
+    def _make_worker(self, model: Model, watch: FileWatch | None, memory: Memory) -> WorkerSide:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
         rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
-        return WorkerSide(model, self._config, rank, watch)
+        return WorkerSide(model, self._config, rank, watch, memory)
 
     def _guarded(self, hook: Callable[[], T], otherwise: T) -> T:
         """Run a hook's work; an unforeseen error costs hits, not the engine."""
@@ -211,6 +212,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if side is None:
             return Orders()
         orders = Orders(loads=self._guarded(side.take_loads, []), epoch=side.epoch)
+        orders.adapters = self._guarded(side.take_wanted_adapters, [])
         self._guarded(lambda: side.add_saves(orders, scheduler_output), None)
         return orders
 
@@ -223,6 +225,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         notes = getattr(connector_output, "kv_connector_worker_meta", None)
         if side is not None and isinstance(notes, WorkerNotes):  # before the ends of these loads
             self._guarded(lambda: side.choices.measured(notes.times.seconds), None)
+            self._guarded(lambda: side.learn(notes), None)
         if side is not None and (received or failed or blocks):  # not always in one step
             self._guarded(lambda: side.received(received, failed, blocks), None)
         events = self._events

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
 from vua.keys import ChunkKey
+from vua.vllm.adapters import Adapter
 from vua.vllm.request import SaveHints
 
 __all__ = ["GroupLoad", "LoadOrder", "LoadTimes", "Orders", "SaveOrder"]
@@ -37,6 +39,8 @@ class LoadOrder:
     parts: list[GroupLoad]
     in_step: bool = False
     """To be done before this step's forward pass, which reads it; not reported when it ends."""
+    adapter: Adapter | None = None
+    """The request's LoRA adapter, which the worker must hold."""
 
 
 @dataclass(slots=True)
@@ -48,6 +52,8 @@ class SaveOrder:
     parts: list[tuple[int, Sequence[ChunkKey]]]
     """Per group of layers (its place in `Model.groups`): the chunks."""
     hints: SaveHints = field(default_factory=SaveHints)
+    adapter: Adapter | None = None
+    """The request's LoRA adapter, which the worker must hold."""
 
 
 @dataclass(slots=True)
@@ -58,6 +64,8 @@ class Orders(KVConnectorMetadata):
     saves: list[SaveOrder] = field(default_factory=list)
     epoch: str | None = None
     """Which epoch they belong to, another one after a reset; None: nobody says."""
+    adapters: list[Any] = field(default_factory=list)
+    """LoRA adapters (vLLM's ``LoRARequest``) that the scheduler's half wants to know."""
     idle: bool = False
     """Whether the step computes nothing. A worker cannot tell by itself: a step that is one CUDA
     graph has no attention metadata either."""

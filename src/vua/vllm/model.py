@@ -37,7 +37,7 @@ from vua.vllm.obstacles import (
 from vua.vllm.ranks import worker_shards
 from vua.vllm.state import signature, state_parts
 
-__all__ = ["Group", "Model", "UncachedError", "describe", "fingerprint", "worker_shards"]
+__all__ = ["Group", "Model", "UncachedError", "describe", "worker_shards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,12 +341,3 @@ def local_directory(model: str, revision: str | None, download_dir: str | None) 
         msg = f"no local files of {model!r} to fingerprint: {problem}"
         raise UncachedError(msg) from problem
     return Path(found)
-
-
-def fingerprint(path: str) -> bytes:
-    """Return what stands for a LoRA adapter in a request's keys. Raises UncachedError."""
-    try:
-        return weights_fingerprint(local_directory(path, None, None)).encode()
-    except (ConfigError, OSError) as problem:
-        msg = f"the adapter at {path!r} cannot be identified: {problem}"
-        raise UncachedError(msg) from problem

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import compress
 from operator import attrgetter, call, is_not
 from typing import Any, Final
@@ -31,7 +31,7 @@ import torch
 
 from vua.vllm.engine_worker import EngineWorker
 
-__all__ = ["WeightsWatch"]
+__all__ = ["Snapshot", "WeightsWatch"]
 
 _LINE_BYTES: Final = 64
 """A cache line: the unit in which memory is read."""
@@ -46,17 +46,16 @@ _VERSION: Final = attrgetter("_version")
 
 
 class WeightsWatch:
-    """Watches one worker's model. For the worker's thread, except :meth:`unchanged_since`."""
+    """Watches one worker's model. For the worker's thread."""
 
     def __init__(self, engine: EngineWorker) -> None:
         """Take the weights as they are now for those that everybody expects."""
         self._engine = engine
-        self._lock = threading.Lock()
         self.rebase()
 
     def rebase(self) -> None:
         """Expect the weights that are there now from here on. Reads 8 KiB of each tensor."""
-        self._calls, self._now = self._engine.calls, _Snapshot(self._engine.model)
+        self._calls, self.expected = self._engine.calls, Snapshot(self._engine.model)
 
     def changed(self) -> str | None:
         """Return what shows that the weights have changed since :meth:`rebase`; None if nothing.
@@ -65,27 +64,16 @@ class WeightsWatch:
         """
         if self._engine.calls != self._calls:
             return f"a call of {self._engine.last_call!r} into the worker"
-        return self._now.differs
-
-    def unchanged_since(self, moment_s: float) -> bool:
-        """Whether the weights are those that are expected, by a look at them at ``moment_s`` or later.
-
-        Any thread may ask; ``moment_s`` is of ``time.monotonic``. A look takes some 0.5 us for
-        each tensor and 50 us more; most answers are known without.
-        """
-        with self._lock:
-            now = self._now
-            if now.differs is None and now.confirmed_s < moment_s:
-                now.look()
-            return now.differs is None
+        return self.expected.differs
 
 
-class _Snapshot:
-    """What a model's tensors were at one time. For one thread at a time."""
+class Snapshot:
+    """What a model's tensors were at one time. Safe for threads."""
 
     def __init__(self, model: Any) -> None:  # noqa: ANN401
-        self._places = list(_places(model))
-        tensors = [place[name] for place, name in self._places]
+        found = list(_found(model))
+        self._places = [(place, name) for place, name, _ in found]
+        tensors = [tensor for _, _, tensor in found]
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._counting = [not tensor.is_inference() for tensor in tensors]
         self._versions = list(map(_VERSION, compress(tensors, self._counting)))
@@ -98,24 +86,39 @@ class _Snapshot:
             if (lines := _lines(tensor, phase)).numel()
         ]
         self._next = 0
-        self.differs: str | None = None
-        """What a look has found to be otherwise."""
-        self.confirmed_s = -1.0
+        self._lock = threading.Lock()
+        self._confirmed_s = -1.0
         """When the latest look began that found nothing."""
+        self.differs: str | None = None
+        """What a look has found to be otherwise; stays."""
 
-    def look(self) -> None:
+    def still_at(self, moment_s: float) -> bool:
+        """Whether the tensors are what they were, by a look at ``moment_s`` or later.
+
+        ``moment_s`` is of ``time.monotonic``. A look takes some 0.5 us for each tensor and 50 us
+        more; most answers are known without.
+        """
+        with self._lock:
+            if self.differs is None and self._confirmed_s < moment_s:
+                self._look()
+            return self.differs is None
+
+    def _look(self) -> None:
         """Look at every tensor's counter and address, and at some of the bytes."""
         began = time.monotonic()
-        self.differs = self._tensors_differ() or self._bytes_differ()
-        self.confirmed_s = began
+        try:
+            self.differs = self._tensors_differ() or self._bytes_differ()
+        except (AttributeError, TypeError):  # None, where a tensor was
+            self.differs = "parameters that are gone"
+        self._confirmed_s = began
 
     def _tensors_differ(self) -> str | None:
-        tensors = [place.get(name) for place, name in self._places]
+        tensors: list[Any] = [place.get(name) for place, name in self._places]
         if any(map(is_not, tensors, map(call, self._tensors))):
             return "parameters that were replaced"
         if list(map(_VERSION, compress(tensors, self._counting))) != self._versions:
             return "parameters that were written to"
-        if [tensor.data_ptr() for tensor in tensors] != self._addresses:  # type: ignore[union-attr]
+        if [tensor.data_ptr() for tensor in tensors] != self._addresses:
             return "parameters that lie elsewhere"
         return None
 
@@ -131,13 +134,13 @@ class _Snapshot:
         return None
 
 
-def _places(model: Any) -> Iterator[tuple[dict[str, torch.Tensor | None], str]]:  # noqa: ANN401
-    """Where a model keeps its parameters and buffers."""
+def _found(model: Any) -> Iterator[tuple[Mapping[str, Any], str, torch.Tensor]]:  # noqa: ANN401
+    """A model's parameters and buffers: (where a module keeps it, under which name, itself)."""
     for module in model.modules():
         for place in (module._parameters, module._buffers):  # noqa: SLF001
             for name, tensor in place.items():
                 if tensor is not None and tensor.device.type != "meta":
-                    yield place, name
+                    yield place, name, tensor
 
 
 def _lines(tensor: torch.Tensor, phase: int) -> torch.Tensor:
@@ -145,7 +148,7 @@ def _lines(tensor: torch.Tensor, phase: int) -> torch.Tensor:
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    flat.set_(storage)  # type: ignore[call-overload]
+    flat.set_(storage)
     if nbytes <= _LINES * _LINE_BYTES * _PHASES:
         return flat.view(1, nbytes) if phase == 0 else flat[:0].view(0, 1)
     stride = nbytes // (_LINES * _LINE_BYTES) * _LINE_BYTES

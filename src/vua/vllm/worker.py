@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -27,8 +27,9 @@ from vua.vllm.config import ConnectorConfig
 from vua.vllm.device_side import DeviceGroupSide, lies_on_device, open_gds
 from vua.vllm.events import FileEvents, FileWatch
 from vua.vllm.group_side import GroupSide, Rank, Tables
+from vua.vllm.memory import Memory
 from vua.vllm.messages import LoadOrder, LoadTimes, Orders
-from vua.vllm.model import Model
+from vua.vllm.model import Model, UncachedError
 from vua.vllm.notes import WorkerNotes
 from vua.vllm.saves import Saves
 from vua.vllm.stats import Recorder, VUAStats
@@ -47,11 +48,24 @@ class WorkerSide:
     """One rank's transfers. The hooks are called from the worker's thread only."""
 
     def __init__(
-        self, model: Model, config: ConnectorConfig, rank: Rank, watch: FileWatch | None = None
+        self,
+        model: Model,
+        config: ConnectorConfig,
+        rank: Rank,
+        watch: FileWatch | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        """Open the namespace for the rectangles that ``rank`` holds; tell ``watch`` of files."""
+        """Open the namespace for the rectangles that ``rank`` holds.
+
+        Args:
+            model: the engine's KV cache.
+            config: the connector's settings.
+            rank: which worker this is.
+            watch: told of files; None: nobody wants to know.
+            memory: what this worker computes with; None: always the same, without adapters.
+        """
         self._model, self._config = model, config
-        self._epoch = model.identity.epoch
+        self._epoch = self._begun = model.identity.epoch
         stores = self._open(model)
         self.stats = Recorder()
         self._place, self._rank = rank, rank.pp * len(model.groups[0].shards[0]) + rank.tp
@@ -68,7 +82,11 @@ class WorkerSide:
             config.load_threads, timeout_s=config.io_timeout_s, name="vua-load"
         )
         self._loads_guard = StorageGuard("loads")
-        self._saves = Saves(config, self._rank, self.stats, watch)
+        self._memory = Memory() if memory is None else memory
+        self._left: str | None = None
+        """The epoch whose weights this engine does not run any more; None: that of the orders."""
+        self._wanted: list[Any] = []
+        self._saves = Saves(config, self._rank, self.stats, watch, self._memory)
         self._lock = threading.Condition()
         self._running = self._in_step = 0
         self._received: set[str] = set()
@@ -102,6 +120,23 @@ class WorkerSide:
             self._watch(stores)
             self._epoch = epoch
 
+    def _is_current(self, epoch: str | None) -> bool:
+        """Whether what this step computes, and reads, is of the epoch that its orders name.
+
+        An epoch whose first orders these are is of the weights that are in memory now.
+        """
+        if epoch not in (self._begun, None):
+            self._memory.rebase()
+            self._begun, self._left = epoch, None
+        elif self._left is None and (change := self._memory.weights_changed()) is not None:
+            self._left = self._begun
+            log.warning(
+                "VUA: the weights have changed (%s): nothing that was stored is used from now on, "
+                "what is stored is of an epoch of its own",
+                change,
+            )
+        return self._left is None
+
     def _watch(self, stores: Sequence[Store]) -> None:
         """Have the watch told of chunks that this process evicts."""
         watch, keeper = self.watch, stores[0].keeper  # one keeper for all
@@ -121,6 +156,8 @@ class WorkerSide:
         Raises UncachedError when their form is unknown, and ConfigError when GPUDirect Storage is
         required and does not work.
         """
+        if self._memory.unknown is not None:
+            raise UncachedError(self._memory.unknown)
         if lies_on_device(kv_caches):
             self._groups = [
                 DeviceGroupSide(at, self._model, group.store, self._place, self._config, self.stats)
@@ -154,8 +191,11 @@ class WorkerSide:
         vLLM waits for each other one: whatever happens, it is reported when it has ended.
         """
         self._spoilt = set()
+        self._wanted = orders.adapters
+        current = self._is_current(orders.epoch)
         if not orders.loads:
             return
+        self._memory.look()
         with self._lock:
             self._running += len(orders.loads)
             self._in_step += sum(order.in_step for order in orders.loads)
@@ -164,7 +204,9 @@ class WorkerSide:
         for order in orders.loads:
             try:
                 self._follow(orders.epoch)
-                if self._loads_guard.allows():
+                if not (current and self._memory.holds(order.adapter)):
+                    self._report(order, order.parts[0].start, "reset")
+                elif self._loads_guard.allows():
                     self._loaders.submit(partial(self._load, after=after), order)
                 else:
                     self._report(order, order.parts[0].start, "paused")
@@ -178,6 +220,7 @@ class WorkerSide:
 
     def _load(self, attempt: Attempt[LoadOrder], *, after: Fence) -> None:
         order, epoch, began = attempt.what, self._epoch, time.monotonic()
+        proven = self._memory.proof()
         short: int | None = order.parts[0].start
         reason: str | None = "error"
         try:
@@ -186,7 +229,8 @@ class WorkerSide:
                 short = reached if reached < part.stop else None
                 if short is not None:
                     break
-            if epoch != self._epoch:
+            same = epoch == self._epoch and self._left is None and proven()
+            if not (same and self._memory.holds(order.adapter)):
                 short, reason = order.parts[0].start, "reset"
         except Exception:
             log.exception("load of request %s failed", order.request_id)
@@ -253,11 +297,14 @@ class WorkerSide:
     def take_notes(self) -> WorkerNotes | None:
         """Return what the scheduler's half wants to know of this step; None when nothing."""
         files = self.watch.take() if self.watch is not None else None
-        if not self._took.seconds and files is None:  # what just ends waits for the next step
+        wanted, self._wanted = self._wanted, []
+        adapters = self._memory.adapter_news(wanted)
+        nothing = not (self._took.seconds or adapters) and files is None and self._left is None
+        if nothing:  # what just ends waits for the next step
             return None
         with self._lock:
             took, self._took = self._took, LoadTimes()
-        return WorkerNotes(took, files or FileEvents([]))
+        return WorkerNotes(took, files or FileEvents([]), self._left, adapters)
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that were not filled, each once."""
@@ -276,11 +323,14 @@ class WorkerSide:
     def save(self, orders: Orders) -> None:
         """Copy this step's complete chunks out of the cache; they are written in the background."""
         self._saves.give_up()
-        if not self._registered or not orders.saves:
+        if not self._registered or not orders.saves or not self._is_current(orders.epoch):
             return
         self._follow(orders.epoch)
+        self._memory.look()
         try:
             for order in orders.saves:
+                if not self._memory.holds(order.adapter):  # it was replaced
+                    continue
                 if self._spoilt and not self._spoilt.isdisjoint(order.block_ids[0]):
                     continue
                 for number, keys in order.parts:
