@@ -116,10 +116,23 @@ class Throttle:
 
 
 @dataclass(frozen=True)
+class Change:
+    """Instead of a batch: what the engine computes with is replaced, see `changes`."""
+
+    how: str
+    source: str
+    target: str | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """The driver's form of it."""
+        return {"change": asdict(self)}
+
+
+@dataclass(frozen=True)
 class Phase:
     """One engine, from start to shutdown."""
 
-    batches: Sequence[Batch | Throttle]
+    batches: Sequence[Batch | Throttle | Change]
     engine: dict[str, Any] = field(default_factory=dict)
     root: Path | None = None
     """The connector's directory; None: no connector."""
@@ -338,17 +351,17 @@ class EngineTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name) / "kv"
 
-    def phase(self, *batches: Batch | Throttle, **settings: Any) -> Phase:
+    def phase(self, *batches: Batch | Throttle | Change, **settings: Any) -> Phase:
         """An engine with the connector on this test's directory."""
         return Phase(batches, **{"root": self.root, **settings})
 
-    def serve(self, *batches: Batch | Throttle, **settings: Any) -> Served:
+    def serve(self, *batches: Batch | Throttle | Change, **settings: Any) -> Served:
         """Run one engine with the connector in a process of its own."""
         (served,) = run(self.phase(*batches, **settings))
         self.assertIsNone(served.problem)
         return served
 
-    def baseline(self, *batches: Batch, engine: dict[str, Any] | None = None) -> list[list[int]]:
+    def baseline(self, *batches: Batch | Change, engine: dict[str, Any] | None = None) -> list[list[int]]:
         """The tokens that the engine generates without the connector."""
         phase = Phase(batches, engine=engine or {})
         name = json.dumps(phase.describe())

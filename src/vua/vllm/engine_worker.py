@@ -38,8 +38,9 @@ _LEAVES_WEIGHTS: Final = frozenset(
 """What may be called or read from outside without a doubt about the weights: reviewed in the
 workers (GPU, CPU) of vLLM 0.24, 0.28, 0.32 and 0.33. Whatever is not here counts as a change."""
 
-_STEPS_OF_RAY: Final = "execute_model_ray"
-"""vLLM's Ray executor takes its steps through the worker's model runner, in this function."""
+_READERS: Final = frozenset({"execute_model_ray", "_get_driver_model_for_cleanup"})
+"""Functions of vLLM that reach for the worker's model runner and leave its weights alone: the steps
+of the Ray executor, and what an engine in the caller's process keeps for its end."""
 
 
 class Calls:
@@ -66,9 +67,7 @@ class Calls:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Pass on what is read or called."""
-        if name not in _LEAVES_WEIGHTS and not (
-            name == "model_runner" and sys._getframe(1).f_code.co_name == _STEPS_OF_RAY  # noqa: SLF001
-        ):
+        if name not in _LEAVES_WEIGHTS and not (name == "model_runner" and _by_a_reader()):
             self._vua_note(name)
         return getattr(self._vua_worker, name)
 
@@ -80,6 +79,15 @@ class Calls:
     def _vua_note(self, name: str) -> None:
         object.__setattr__(self, "_vua_calls", self._vua_calls + 1)
         object.__setattr__(self, "_vua_last", name)
+
+
+def _by_a_reader() -> bool:
+    """Whether the attribute is read by one of `_READERS`, through the wrapper or not."""
+    frame = sys._getframe(2)  # noqa: SLF001
+    while frame.f_code.co_name == "__getattr__" and frame.f_back is not None:
+        frame = frame.f_back
+    ours = str(frame.f_globals.get("__name__")).startswith("vllm.")
+    return ours and frame.f_code.co_name in _READERS
 
 
 class EngineWorker:
