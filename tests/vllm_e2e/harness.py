@@ -361,7 +361,7 @@ class EngineTest(unittest.TestCase):
         self.assertIsNone(served.problem)
         return served
 
-    def baseline(self, *batches: Batch | Change, engine: dict[str, Any] | None = None) -> list[list[int]]:
+    def baseline(self, *batches: Batch, engine: dict[str, Any] | None = None) -> list[list[int]]:
         """The tokens that the engine generates without the connector."""
         phase = Phase(batches, engine=engine or {})
         name = json.dumps(phase.describe())
