@@ -95,8 +95,7 @@ class Snapshot:
     def still_at(self, moment_s: float) -> bool:
         """Whether the tensors are what they were, by a look at ``moment_s`` or later.
 
-        ``moment_s`` is of ``time.monotonic``. A look takes some 0.5 us for each tensor and 50 us
-        more; most answers are known without.
+        ``moment_s`` is of ``time.monotonic``. Most answers are known without a look.
         """
         with self._lock:
             if self.differs is None and self._confirmed_s < moment_s:
