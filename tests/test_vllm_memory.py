@@ -41,12 +41,15 @@ class Worker:
             parameter.requires_grad_(False)  # noqa: FBT003 - torch's
 
     def get_model(self) -> nn.Module:
+        """As vLLM's."""
         return self.model
 
     def execute_model(self, _: object) -> str:
+        """As vLLM's."""
         return "a step"
 
     def anything(self) -> str:
+        """What a worker extension adds."""
         return "a method that nobody has heard of"
 
 
@@ -69,9 +72,9 @@ class EngineWorkerTest(unittest.TestCase):
         self.assertIsInstance(wrapper.worker, Worker)
         self.assertEqual(0, engine.calls)
         ways: list[Callable[[], Any]] = [
-            lambda: wrapper.anything(),
+            lambda: wrapper.anything(),  # noqa: PLW0108 - read when it is called
             lambda: getattr(wrapper, "model_runner"),  # noqa: B009 - as `collective_rpc` does
-            lambda: wrapper.worker.get_model(),
+            lambda: wrapper.worker.get_model(),  # noqa: PLW0108
             lambda: setattr(wrapper.worker, "model", None),
         ]
         for number, way in enumerate(ways):
@@ -226,7 +229,7 @@ class AdaptersTest(unittest.TestCase):
         return SimpleNamespace(lora_manager=manager, add_lora=add, files=files, kept=kept)
 
     def test_loads(self) -> None:
-        """Told once, loaded when wanted, refused once replaced, and known again with old content."""
+        """Told once, loaded when wanted, refused once replaced, known again with old content."""
         from vllm.config.lora import LoRAConfig
 
         runner = self.manager()
