@@ -412,7 +412,9 @@ class TestCommand(CliTest):
         done = self.start("verify", str(self.root))
         self.assertEqual((0, ""), (done.returncode, done.stderr))
         self.assertIn("llama", done.stdout)
-        self.assertEqual(f"vua {__version__}\n", self.start("--version").stdout)
+        version, native = self.start("--version").stdout.splitlines()
+        self.assertEqual(f"vua {__version__}", version)
+        self.assertIn("native code", native)
 
     def test_closed_pipe(self) -> None:
         """When nobody reads on, it stops without a word."""

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_e2e.damage import stored
-from vllm_e2e.harness import PROMPT, RESET, Batch, Change, EngineTest, Served
+from vllm_e2e.harness import PROMPT, RESET, Batch, Change, EngineTest, Exchange, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
@@ -56,7 +56,7 @@ class LoraTest(EngineTest):
         """The same prompt with each of the adapters; None: without."""
         return Batch([PROMPT] * len(adapters), loras=adapters)
 
-    def warm(self, *batches: Batch | Change) -> Served:
+    def warm(self, *batches: Batch) -> Served:
         """Serve with adapters enabled."""
         return self.serve(*batches, engine=ENGINE)
 
@@ -94,22 +94,6 @@ class LoraTest(EngineTest):
         self.assertNotEqual(expected, changed.tokens)
         self.assertEqual(20, len(stored(self.root)))
 
-    def test_replaced_while_it_is_loaded(self) -> None:
-        """Other files at its path: what the engine goes on with is the adapter that it loaded."""
-        one, two = self.paths
-        ((old,), (new,)) = (self.baseline(self.ask(path), engine=ENGINE) for path in (one, two))
-        longer = Batch([PROMPT + PROMPT[:200]], loras=[one])
-
-        self.warm(self.ask(one), Change("files", two, one), longer)
-        warm = self.warm(self.ask(one))  # the second one's content, at the first one's path
-
-        self.assertNotEqual(old, new)
-        self.assertEqual([[new], [0]], [warm.tokens, warm.cached])
-        make_adapter(Path(one), seed=1)
-        again = self.warm(longer)
-        self.assertEqual([1], [len(set(again.cached))])
-        self.assertLess(640, again.cached[0])  # of both prompts
-
     def test_loaded_anew_in_place(self) -> None:
         """Under its number and name: the first one's chunks and blocks are left."""
         one, two = self.paths
@@ -117,7 +101,7 @@ class LoraTest(EngineTest):
         old, new = (self.baseline(self.ask(path), engine=engine) for path in (one, two))
         longer = Batch([PROMPT + PROMPT[:200]], loras=[one])
         served = self.serve(
-            *(self.ask(one), Change("files", two, one), Change("add", one)),
+            *(self.ask(one), Exchange(Path(two), Path(one)), Change("add", one)),
             *(longer, RESET, self.ask(one), RESET, self.ask(one)),
             engine=engine,
         )
@@ -125,15 +109,3 @@ class LoraTest(EngineTest):
         self.assertEqual(new * 2, served.tokens[2:])
         self.assertEqual(0, served.cached[2])  # nothing of what began with the first one's blocks
         self.assertEqual(640, served.cached[3])
-
-    def test_target_modules(self) -> None:
-        """An engine that applies a part of each adapter shares nothing with others."""
-        one, _ = self.paths
-        part = {**ENGINE, "lora_target_modules": ["o_proj"]}
-        whole = self.fill(self.ask(one), engine=ENGINE)
-        expected = self.baseline(self.ask(one), engine=part)
-        served = self.serve(self.ask(one), engine=part)
-        self.assertNotEqual(whole, expected)
-        self.assertEqual([expected, [0]], [served.tokens, served.cached])
-        again = self.serve(self.ask(one), engine=part)
-        self.assertEqual([expected, [640]], [again.tokens, again.cached])

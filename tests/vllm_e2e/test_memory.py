@@ -14,6 +14,7 @@ from vllm_e2e.harness import (
     PROMPT,
     RESET,
     Batch,
+    Call,
     Change,
     EngineTest,
     Phase,
@@ -23,7 +24,7 @@ from vllm_e2e.harness import (
     run,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 BATCH = Batch([PROMPT])
 
@@ -57,7 +58,7 @@ class WeightsTest(EngineTest):
         """Settings of an engine that starts from a checkpoint."""
         return {"model": model, **settings}
 
-    def serve_both(self, *steps: Batch | Change, **settings: Any) -> list[Served]:
+    def serve_both(self, *steps: Batch | Call | Change, **settings: Any) -> list[Served]:
         """Serve with changes; then by engines that start from the one and the other checkpoint."""
         phases = [Phase(steps, self.of(self.one, **settings), self.root)]
         phases += [Phase([BATCH], self.of(model), self.root) for model in self.models]
@@ -76,11 +77,6 @@ class WeightsTest(EngineTest):
         self.assertEqual([[640], [0]], [each.cached for each in after])
         self.assertEqual(640, changed.cached[-1])  # its own, of the new epoch
 
-    def test_reload_weights(self) -> None:
-        """By the worker's own method, then a plain reset of vLLM's prefix cache."""
-        self.check("reload")
-
-    @pytest.mark.thorough
     def test_functions(self) -> None:
         """By a function for the model, and one for the worker."""
         for how in ("apply", "function"):
@@ -88,20 +84,19 @@ class WeightsTest(EngineTest):
                 super().setUp()
                 self.check(how)
 
-    @pytest.mark.thorough
     def test_behind(self) -> None:
         """By whoever holds a reference, without a call: nothing is stored for the wrong weights."""
         super().setUp()
         self.check("behind")
 
-    @pytest.mark.thorough
     def test_blocks_of_before(self) -> None:
         """Without a reset vLLM goes on with its own blocks of before: nothing of it is stored."""
         longer = Batch([PROMPT + PROMPT[:200]])
+        reload = Call("reload_weights", {"weights_path": self.other})
         changed, old, new = self.serve_both(
-            BATCH, Change("reload", self.other), longer, RESET, longer, enable_prefix_caching=True
+            BATCH, reload, longer, RESET, longer, enable_prefix_caching=True
         )
-        ((right,),) = [self.baseline(longer, engine=self.of(self.other))]
+        (right,) = self.baseline(longer, engine=self.of(self.other))
         self.assertNotEqual(right, changed.tokens[1])  # vLLM's own, with or without VUA
         self.assertEqual([right], changed.tokens[2:])
         self.assertEqual([self.old, self.new], [old.tokens, new.tokens])

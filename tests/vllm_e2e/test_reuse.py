@@ -10,6 +10,7 @@ import pytest
 
 from vllm_e2e.damage import CHUNK, stored
 from vllm_e2e.harness import PROMPT, RESET, Batch, EngineTest, Phase, loadable, run, tokens
+from vua import native
 from vua.directory import create_store, namespaces
 from vua.keys import KeyChain, token_ids
 from vua.slab import Slab
@@ -47,6 +48,7 @@ class ReuseTest(EngineTest):
         self.assertEqual(expected, warm.tokens)
         self.assertEqual([608], warm.cached)
         self.assertEqual(608, warm.counts["tokens_loaded"])
+        self.assertEqual(1, warm.log.count(f"VUA: {native.status().text}"))
 
     def test_partial_prefix(self) -> None:
         """A prompt that shares a beginning with a stored one loads the shared whole chunks."""

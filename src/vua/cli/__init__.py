@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Final
 
-from vua import __version__
+from vua import __version__, native
 from vua.bounds import Bounds
 from vua.cli.bench import add_arguments, bench
 from vua.cli.capacity import du, gc, ttl
@@ -38,12 +38,24 @@ from vua.errors import VUAError
 __all__ = ["main"]
 
 
+class _Version(argparse.Action):
+    """Shows the version, and whether native code is in use: looked for only when it is asked."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print it and end the program."""
+        print(f"vua {__version__}\n{native.status().text}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON for other programs")
     keys = key_arguments()
     parser = argparse.ArgumentParser(prog="vua", description="Look into a VUA cache directory.")
-    parser.add_argument("--version", action="version", version=f"vua {__version__}")
+    parser.add_argument("--version", action=_Version, help="show the version, and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     one = commands.add_parser("ls", parents=[common], help="list what a directory holds")
@@ -217,8 +229,8 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit with 2 as argparse does."""
-    options = _parser().parse_args(arguments)
     logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
+    options = _parser().parse_args(arguments)
     try:
         if "key_file" in options:
             options.security = security_of(options)

@@ -202,16 +202,10 @@ def _space(root: Path) -> Finding:
 
 
 def _native() -> Finding:
-    try:
-        there = native.library(wait=True) is not None
-    except ConfigError as problem:
-        return Finding("native loop", "bad", str(problem))
-    if there:
-        return Finding("native loop", "ok", "the load loop in C is there")
-    if os.environ.get("VUA_NATIVE") == "off":
-        return Finding("native loop", "note", "switched off by VUA_NATIVE; loads are slower")
-    text = "not there: loads are slower beside a busy thread; install a C compiler (cc)"
-    return Finding("native loop", "note", text)
+    """Whether the loops in C do the work."""
+    found = native.status()
+    level: Level = "bad" if found.refused else "ok" if found.library else "note"
+    return Finding("native loop", level, found.text)
 
 
 def _gds() -> Finding:

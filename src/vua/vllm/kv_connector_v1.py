@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vua import native
 from vua.directory import check_root
 from vua.errors import ConfigError, VUAError
 from vua.keyring import check_keys
@@ -108,6 +109,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             model.identity.namespace[:12],
             model.chunk_tokens,
         )
+        log.info("VUA: %s", native.status().text)
         if (text := caveat()) is not None:
             log.warning("VUA: %s", text)
         if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
