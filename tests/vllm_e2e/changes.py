@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,10 @@ def _function(llm: Any, source: Path) -> None:
     llm.collective_rpc(lambda worker: _write(worker.model_runner.model, source))
 
 
-def _behind(_: Any, source: Path) -> None:
-    """Somebody who has had a reference to the model all the time."""
-    from vllm.model_executor.models.llama import LlamaForCausalLM
-
-    gc.unfreeze()  # vLLM hides what it made at start
-    for found in gc.get_objects():
-        if issubclass(type(found), LlamaForCausalLM):
-            _write(found, source)
+def _behind(llm: Any, source: Path) -> None:
+    """Somebody who has had a reference to the model all the time: the engine itself has one."""
+    _, _, (model,), _ = llm.llm_engine._finalizer.peek()
+    _write(model(), source)
 
 
 def _write(model: Any, source: Path) -> None:
