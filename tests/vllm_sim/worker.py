@@ -10,6 +10,8 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,19 @@ class Row:
     """The position after the last token that was sampled for it."""
 
 
+@cache
+def _wrapper() -> Any:
+    """By what vLLM calls its workers; the connector looks for it among its callers."""
+    from vllm.distributed import kv_transfer
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    class Wrapper(WorkerWrapperBase):
+        def make_connector(self, vllm_config: Any, kv_cache_config: Any) -> None:
+            kv_transfer.ensure_kv_transfer_initialized(vllm_config, kv_cache_config)
+
+    return Wrapper
+
+
 class Worker:
     """One rank. `execute` is a step of the engine."""
 
@@ -43,19 +58,11 @@ class Worker:
         """Make the connector's worker half, then the KV cache, as `Worker` does."""
         from vllm.distributed import kv_transfer
         from vllm.model_executor.models.utils import extract_layer_index
-        from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-        class Wrapper(WorkerWrapperBase):
-            """By whom vLLM calls its workers; the connector looks for it among its callers."""
-
-            def make_connector(self) -> None:
-                kv_transfer.ensure_kv_transfer_initialized(vllm_config, kv_cache_config)
-
         self._config = vllm_config
-        self.model_runner = self.model = torch.nn.Linear(8, 8)  # what the K/V are said to be of
-        wrapper = Wrapper()
-        wrapper.worker = self  # type: ignore[assignment]
-        wrapper.make_connector()
+        model = torch.nn.Linear(8, 8)  # what the K/V are said to be of
+        wrapper = _wrapper()()
+        wrapper.worker = SimpleNamespace(model_runner=model, get_model=lambda: model)
+        wrapper.make_connector(vllm_config, kv_cache_config)
         self.connector: Any = kv_transfer.get_kv_transfer_group()
         found = kv_cache_config.kv_cache_groups
         groups = [[extract_layer_index(name) for name in group.layer_names] for group in found]
@@ -70,10 +77,6 @@ class Worker:
         self._drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
         self.counts: Counter[str] = Counter()
         self.drafts: Any = None
-
-    def get_model(self) -> torch.nn.Module:
-        """As vLLM's workers."""
-        return self.model
 
     def close(self) -> None:
         """End the connector's worker half; what waits to be saved is saved."""

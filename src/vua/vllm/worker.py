@@ -182,6 +182,7 @@ class WorkerSide:
             self._gds.close()
         for group in self._groups[:1]:  # one keeper for all
             group.store.close()
+        self._memory = Memory()  # the model may go
 
     # -- loads --------------------------------------------------------------------------------
 
