@@ -39,8 +39,8 @@ _LINES: Final = 16
 """Lines of a tensor per look, spread evenly over it."""
 _PHASES: Final = 8
 """Sets of lines per tensor, taken in turns."""
-_LOOKS: Final = 8
-"""Looks per comparison: 8 KiB in all."""
+_LOOKS: Final = 32
+"""Looks per comparison: 32 KiB in all. A change of all weights is found by the first one."""
 _VERSION: Final = attrgetter("_version")
 """How often PyTorch wrote to a tensor."""
 
