@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import unittest
 from pathlib import Path
 
 import vua
+from properties import settings
 
 SOURCE = Path(vua.__file__).parent
 
@@ -14,6 +16,9 @@ SOURCE = Path(vua.__file__).parent
 # the package and may not import each other, unless they are listed: then their order counts.
 CORE = (
     "vua.errors",
+    "vua.forks",
+    "vua.agreement",
+    "vua.threads",
     "vua.breaker",
     "vua.workers",
     "vua._linux",
@@ -29,6 +34,12 @@ CORE = (
     "vua.states",
     "vua.security",
     "vua.keys",
+    "vua.weights.content",
+    "vua.weights.files",
+    "vua.weights.memo",
+    "vua.weights.fingerprint",
+    "vua.weights.background",
+    "vua.weights",
     "vua.identity",
     "vua.rope",
     "vua.claims",
@@ -71,9 +82,11 @@ CORE = (
     "vua.saver",
     "vua.store",
     "vua.directory",
+    "vua.place",
     "vua.buffers",
     "vua.tensors",
     "vua.config",
+    "vua.label",
     "vua.core",
 )
 # Above the core; none may import another one.
@@ -250,6 +263,24 @@ class TestLayering(unittest.TestCase):
         for module, source in sound:
             with self.subTest(module=module, source=source):
                 self.assertEqual([], faults(module, source, modules))
+
+
+class TestProperties(unittest.TestCase):
+    """Tests of properties run under one profile."""
+
+    def test_no_deadline(self) -> None:
+        """No example of any test fails for taking long, and no module leaves the profile out."""
+        direct = re.compile(
+            r"^(import hypothesis\b|from hypothesis import (?!strategies))", re.MULTILINE
+        )
+        others = [
+            path.name
+            for path in sorted(Path(__file__).parent.rglob("*.py"))
+            if path.name != "properties.py" and direct.search(path.read_text(encoding="utf-8"))
+        ]
+
+        self.assertEqual([], others)
+        self.assertIsNone(settings().deadline)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
+from vua.forks import watch
 from vua.storage.local import chunk_path
 
 __all__ = ["STEP_NS", "Recent", "inherit", "server_now_ns", "set_stamp", "stamp_ns", "touch"]
@@ -106,8 +107,13 @@ class Recent:
     def __init__(self, interval_s: float, room: int = 1 << 16) -> None:
         """Let the same name pass once per ``interval_s``; remember ``room`` names at most."""
         self._interval_s, self._room = interval_s, room
-        self._lock = threading.Lock()
         self._seen: OrderedDict[str, float] = OrderedDict()
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with free locks; see :mod:`vua.forks`."""
+        self._lock = threading.Lock()
 
     def passes(self, name: str) -> bool:
         """Whether ``name`` was not let pass for the interval; it counts as passed then."""

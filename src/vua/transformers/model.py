@@ -1,13 +1,15 @@
 """What a loaded model is, in VUA's terms: whose caches it may use, and their layout.
 
 Promises that two models get one identity only if their K and V mean the same, and refuses a model
-of which that cannot be told. Weights are compared with their files only in samples; a change made
-to a model in memory after it was asked about goes unseen.
+of which that cannot be told. Weights are identified by every byte of their files; what is in memory
+is compared with these only in samples, and what changes there afterwards goes unseen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,12 +20,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from vua.errors import ConfigError
-from vua.identity import Identity, config_digest, weights_fingerprint
+from vua.identity import Identity, config_digest
 from vua.layout import KVLayout
 from vua.rope import rope_order, varies_with_length
 from vua.serdes import DTYPES
+from vua.weights import Weights, checkpoint_files, identify_weights
 
-__all__ = ["DTYPE_NAMES", "LAYERS", "identity_of", "layout_of"]
+__all__ = ["DTYPE_NAMES", "LAYERS", "Described", "described_model", "identity_of", "layout_of"]
 
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 LAYERS: Final = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -40,6 +43,8 @@ def identity_of(
 ) -> Identity:
     """Return the identity of the caches that ``model`` computes; vLLM's of that model is the same.
 
+    Reads the weights' files, unless it is remembered what they hold (`vua.weights`).
+
     Args:
         model: a model that `from_pretrained` made.
         chunk_tokens: tokens per chunk.
@@ -47,7 +52,28 @@ def identity_of(
 
     Raises:
         ConfigError: the model's weights cannot be identified, or are not those of its files.
+        OSError: a file cannot be read.
     """
+    described = described_model(model, chunk_tokens=chunk_tokens, epoch=epoch)
+    return described.identity(identify_weights(described.files))
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model's identity but for its weights, which take longer."""
+
+    files: Sequence[Path]
+    """Those that hold the weights."""
+    others: Identity
+    """The other fields."""
+
+    def identity(self, weights: Weights) -> Identity:
+        """Return the whole."""
+        return replace(self.others, weights=weights.fingerprint)
+
+
+def described_model(model: Any, *, chunk_tokens: int, epoch: str) -> Described:  # noqa: ANN401
+    """Return what `identity_of` returns but for the weights; raises the same."""
     text = model.config.get_text_config()
     described = text.to_dict()
     if getattr(model, "peft_config", None):
@@ -62,15 +88,15 @@ def identity_of(
     rope = rope_order(text.model_type)
     if not rope:  # another engine may order K otherwise: keep apart
         described["vua_stored_by"] = "transformers"
-    return Identity(
+    others = Identity(
         model=config_digest(described),
-        weights=weights_fingerprint(folder),
         kv_dtype=_dtype_name(model),
         rope=rope,
         epoch=epoch,
         chunk_tokens=chunk_tokens,
         name=_name(model, folder),
     )
+    return Described(_weight_files(folder), others)
 
 
 def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:  # noqa: ANN401
@@ -84,7 +110,13 @@ def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:  # noqa: ANN40
     if reason:
         raise ConfigError(f"caches of a {text.model_type} model cannot be stored: {reason}")
     heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    try:
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    except Exception as problem:  # transformers' own, of no public class: it differs by layer
+        raise ConfigError(
+            f"caches of a {text.model_type} model cannot be stored: its layers' K and V have "
+            f"different shapes ({type(problem).__name__}: head_dim)"
+        ) from problem
     return KVLayout(
         layers=text.num_hidden_layers,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
@@ -147,6 +179,12 @@ def _weights_folder(model: Any) -> Path:  # noqa: ANN401
             f"its caches have no identity; {_REMEDY}"
         )
     return Path(found).parent
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that `from_pretrained` reads: one that holds all comes before an index."""
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else checkpoint_files(folder)
 
 
 def _name(model: Any, folder: Path) -> str:  # noqa: ANN401

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
+from vua.identity import Identity
 from vua.keys import ChunkKey
 from vua.vllm.adapters import Adapter
 from vua.vllm.request import SaveHints
@@ -62,6 +63,9 @@ class Orders(KVConnectorMetadata):
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
+    identity: Identity | None = None
+    """Whose stores they concern: a worker opens what is ordered, and another one after a reset.
+    None: as before, or not known yet."""
     epoch: str | None = None
     """Which epoch they belong to, another one after a reset; None: nobody says."""
     adapters: list[Any] = field(default_factory=list)

@@ -14,14 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from vua.device import Fence, Gds
-from vua.directory import create_stores
-from vua.errors import ConfigError
+from vua.errors import ConfigError, StorageError
+from vua.identity import Identity
 from vua.store import Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.device_side import DeviceGroupSide, lies_on_device, open_gds
@@ -31,6 +30,7 @@ from vua.vllm.memory import Memory
 from vua.vllm.messages import LoadOrder, LoadTimes, Orders
 from vua.vllm.model import Model, UncachedError
 from vua.vllm.notes import WorkerNotes
+from vua.vllm.opening import open_stores
 from vua.vllm.saves import Saves
 from vua.vllm.stats import Recorder, VUAStats
 from vua.vllm.storage_guard import StorageGuard
@@ -55,7 +55,9 @@ class WorkerSide:
         watch: FileWatch | None = None,
         memory: Memory | None = None,
     ) -> None:
-        """Open the namespace for the rectangles that ``rank`` holds.
+        """Move the rectangles that ``rank`` holds.
+
+        The namespace is opened when the scheduler's half says which, at once if it is known.
 
         Args:
             model: the engine's KV cache.
@@ -65,19 +67,20 @@ class WorkerSide:
             memory: what this worker computes with; None: always the same, without adapters.
         """
         self._model, self._config = model, config
-        self._epoch = self._begun = model.identity.epoch
-        stores = self._open(model)
+        self._begun = model.identity.epoch
+        self._identity: Identity | None = None
+        """Whose stores are open."""
         self.stats = Recorder()
         self._place, self._rank = rank, rank.pp * len(model.groups[0].shards[0]) + rank.tp
         self._groups = [
-            GroupSide(number, model, store, rank, config, self.stats)
-            for number, store in enumerate(stores)
+            GroupSide(number, model, rank, config, self.stats)
+            for number in range(len(model.groups))
         ]
         self.watch = watch
-        if watch is not None:
-            for group in self._groups:
-                group.watch = watch
-            self._watch(stores)
+        for group in self._groups:
+            group.watch = watch
+        if model.identified:
+            self._follow(model.identity)
         self._loaders: Workers[LoadOrder] = Workers(
             config.load_threads, timeout_s=config.io_timeout_s, name="vua-load"
         )
@@ -99,26 +102,18 @@ class WorkerSide:
         self._registered = False
         self._gds: Gds | None = None
 
-    def _open(self, model: Model) -> list[Store]:
-        return create_stores(
-            Path(self._config.shared_storage_path),
-            model.identity,
-            [group.layout for group in model.groups],
-            durable=self._config.durable,
-            direct_writes=self._config.direct_writes,
-            direct_reads=self._config.direct_reads,
-            bounds=self._config.bounds,
-            security=self._config.security,
-        )
-
-    def _follow(self, epoch: str | None) -> None:
-        """Leave what was stored before a reset. Raises StorageError."""
-        if epoch is not None and epoch != self._epoch:
-            stores = self._open(self._model.in_epoch(epoch))
-            for group, store in zip(self._groups, stores, strict=True):
-                group.reopen(store)
-            self._watch(stores)
-            self._epoch = epoch
+    def _follow(self, identity: Identity | None) -> None:
+        """Use the stores of an identity from now on. Raises StorageError, LayoutError."""
+        if identity is None and self._identity is None:
+            msg = "nothing can be loaded or stored before the model is identified"
+            raise StorageError(msg)
+        if identity is None or identity == self._identity:
+            return
+        stores = open_stores(self._config, self._model, identity)
+        for group, store in zip(self._groups, stores, strict=True):
+            group.reopen(store)
+        self._watch(stores)
+        self._identity = identity
 
     def _is_current(self, epoch: str | None) -> bool:
         """Whether what this step computes, and reads, is of the epoch that its orders name.
@@ -159,10 +154,15 @@ class WorkerSide:
         if self._memory.unknown is not None:
             raise UncachedError(self._memory.unknown)
         if lies_on_device(kv_caches):
-            self._groups = [
-                DeviceGroupSide(at, self._model, group.store, self._place, self._config, self.stats)
-                for at, group in enumerate(self._groups)
+            groups = [
+                DeviceGroupSide(at, self._model, self._place, self._config, self.stats)
+                for at in range(len(self._groups))
             ]
+            for side, before in zip(groups, self._groups, strict=True):
+                side.watch = before.watch
+                if self._identity is not None:
+                    side.reopen(before.store)
+            self._groups = [*groups]
             self._gds = open_gds(self._config, next(iter(kv_caches.values())).device)
         elif self._config.gds_mode == "required":
             raise ConfigError('gds_mode is "required", but the KV cache lies in CPU memory')
@@ -180,8 +180,8 @@ class WorkerSide:
             group.close()
         if self._gds is not None:
             self._gds.close()
-        for group in self._groups[:1]:  # one keeper for all
-            group.store.close()
+        if self._identity is not None:
+            self._groups[0].store.close()  # one keeper for all
         self._memory = Memory()  # the model may go
 
     # -- loads --------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class WorkerSide:
         after = self._groups[0].mark()  # all groups lie on one device
         for order in orders.loads:
             try:
-                self._follow(orders.epoch)
+                self._follow(orders.identity)
                 if not (current and self._memory.holds(order.adapter)):
                     self._report(order, order.parts[0].start, "reset")
                 elif self._loads_guard.allows():
@@ -220,7 +220,7 @@ class WorkerSide:
                 self._lock.wait_for(lambda: not self._in_step, _IDLE_WAIT_S)
 
     def _load(self, attempt: Attempt[LoadOrder], *, after: Fence) -> None:
-        order, epoch, began = attempt.what, self._epoch, time.monotonic()
+        order, identity, began = attempt.what, self._identity, time.monotonic()
         proven = self._memory.proof()
         short: int | None = order.parts[0].start
         reason: str | None = "error"
@@ -230,7 +230,7 @@ class WorkerSide:
                 short = reached if reached < part.stop else None
                 if short is not None:
                     break
-            same = epoch == self._epoch and self._left is None and proven()
+            same = identity == self._identity and self._left is None and proven()
             if not (same and self._memory.holds(order.adapter)):
                 short, reason = order.parts[0].start, "reset"
         except Exception:
@@ -326,7 +326,7 @@ class WorkerSide:
         self._saves.give_up()
         if not self._registered or not orders.saves or not self._is_current(orders.epoch):
             return
-        self._follow(orders.epoch)
+        self._follow(orders.identity)
         self._memory.look()
         try:
             for order in orders.saves:
@@ -352,6 +352,6 @@ class WorkerSide:
     def counts(self) -> Mapping[str, int]:
         """Events of this rank's stores so far."""
         counts: Counter[str] = Counter()
-        for group in self._groups:
+        for group in self._groups if self._identity is not None else ():
             counts.update(group.store.counts)
         return counts
