@@ -1,168 +1,105 @@
-"""Caches of one model against caches of others, by real models with random weights."""
+"""What counts as the same chunk computed twice, and what does not."""
 
 from __future__ import annotations
 
-import tempfile
+import math
 import unittest
-import warnings
-from importlib import util
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pytest
 import torch
+from hypothesis import strategies as st
 
-from helpers import DirectoryTest, caches_of, flip, kv_bits
-from vua.agreement import distance, tolerance
-from vua.core import VUA, VUAConfig
-from vua.errors import ConfigError
-from vua.testing.models import make_model
+from properties import given, settings
+from vua.agreement import compare, tolerance
 
-TOKENS = torch.arange(100, 132)
-
-
-class TestDistance(unittest.TestCase):
-    def test_distances(self) -> None:
-        """0 for equal arrays, about the square root of 2 for unrelated ones, the worst counts."""
-        rng = np.random.default_rng(1)
-        a, b = rng.standard_normal((2, 64, 128))
-        for ours, stored, expected in (
-            ([a], [a], 0.0),
-            ([a], [1.01 * a], 0.01),
-            ([a], [-a], 2.0),
-            ([a], [b], 1.4),
-            ([a, a], [a, b], 1.4),
-            ([a], [0 * a], 1.0),
-            ([0 * a], [0 * a], 0.0),
-            ([], [], 0.0),
-        ):
-            self.assertAlmostEqual(expected, distance(ours, stored), delta=0.1 * expected)
-
-    def test_outliers(self) -> None:
-        """A few rows far apart are no other model; NaN and infinity prove nothing."""
-        a = np.random.default_rng(1).standard_normal((64, 128))
-        for value in (1e6, np.nan, np.inf):
-            other = a.copy()
-            other[:20] = value
-            self.assertEqual(0.0, distance([a], [other]))
-        self.assertEqual(0.0, distance([a], [a * np.nan]))
+HEADS, LAYERS, TOKENS, DIM = 2, 3, 64, 16
+LAYER_NUMBERS = range(LAYERS)
 
 
-class TestLabels(DirectoryTest):
-    def open(self, **settings: Any) -> VUA:
-        """Another user of the directory."""
-        vua = VUA(VUAConfig(**{"split_factor": 16} | settings), self.root)
-        self.addCleanup(vua.close)
-        return vua
-
-    def caches(self, seed: int = 0, **settings: Any) -> list[list[torch.Tensor]]:
-        """A cache of two chunks."""
-        return caches_of(
-            **{"layers": 3, "heads": 2, "tokens": 32, "dim": 16, **settings}, seed=seed
-        )
-
-    def test_second_model(self) -> None:
-        """A second model under the same label is refused, whatever of its prompt is stored."""
-        ours = self.caches()
-        self.open().put(TOKENS, ours)
-        before = self.snapshot()
-        longer = torch.arange(100, 164)
-        second = self.open()
-        self.assertEqual(32, second.get_closest(TOKENS).num_tokens)  # it cannot know yet
-        for tokens, cache in (
-            (TOKENS, self.caches(1)),
-            (longer, self.caches(1, tokens=64)),
-            (torch.stack([TOKENS + 500, TOKENS]), self.caches(1, rows=2)),
-        ):
-            with self.assertRaisesRegex(ConfigError, r"'default'.*VUAConfig\(model=\.\.\.\)"):
-                self.open().put(tokens, cache)
-            with self.assertRaisesRegex(ConfigError, "'default'"):
-                second.put(tokens, cache)
-        self.assertEqual(before, self.snapshot())
-
-        with self.assertLogs("vua.label", "WARNING"):
-            self.assertFalse(second.get_closest(TOKENS))
-        with self.assertRaisesRegex(ConfigError, "'default'"):
-            second.put(TOKENS + 900, self.caches(1))
-        own = self.open(model="second")
-        self.assertEqual(2, own.put(TOKENS, self.caches(1)))
-        self.assertEqual(kv_bits(self.caches(1), 32), kv_bits(own.get_closest(TOKENS).data))
-
-    def test_same_model(self) -> None:
-        """The same model goes on, though its next run differs by rounding."""
-        for dtype, noise in ((torch.float32, 1e-3), (torch.bfloat16, 0.02), (torch.int8, 0.1)):
-            vua = self.open(model=str(dtype))
-            cache = [[20 * torch.randn(1, 2, 32, 16) for _ in "kv"] for _ in range(3)]
-            vua.put(TOKENS[:16], [[t[:, :, :16].to(dtype) for t in pair] for pair in cache])
-            again = [
-                [(t + 20 * noise * torch.randn(t.shape)).to(dtype) for t in pair] for pair in cache
-            ]
-
-            self.assertEqual(1, self.open(model=str(dtype)).put(TOKENS, again))
-
-    def test_no_verdict(self) -> None:
-        """A damaged chunk says nothing of the model; it is written anew."""
-        self.open().put(TOKENS[:16], self.caches(tokens=16))
-        flip(self.files()[0], 4100)
-        with self.assertLogs("vua.misses", "WARNING"):
-            self.assertEqual(2, self.open().put(TOKENS, self.caches(1)))
-
-    def test_reader_without_label(self) -> None:
-        """Who only reads without a label is told once that nobody can tell what is found."""
-        self.open().put(TOKENS, self.caches())
-        reader = self.open()
-        with self.assertLogs("vua.label", "WARNING") as logs:
-            reader.get_closest(TOKENS)
-            reader.get_closest(TOKENS)
-        self.assertEqual(1, len(logs.output))
-        self.assertIn("VUAConfig.model is not set", logs.output[0])
-        self.open(model="mine").put(TOKENS, self.caches())
-        with self.assertNoLogs("vua.label"):
-            self.open(model="mine").get_closest(TOKENS)
+def chunk(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """K and V of one chunk."""
+    noise = torch.Generator().manual_seed(seed)
+    shape = (HEADS, LAYERS, TOKENS, DIM)
+    return [torch.randn(shape, generator=noise).to(dtype) for _ in range(2)]
 
 
-@pytest.mark.thorough
-@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
-class TestModels(unittest.TestCase):
-    def test_gap(self) -> None:
-        """Batches, chunked prompts and kernels stay below half the tolerance, others far above."""
-        from transformers import AutoModelForCausalLM, DynamicCache
+class AgreementTest(unittest.TestCase):
+    def test_equal(self) -> None:
+        """A chunk agrees with itself, also where it is zero, or is no number."""
+        for value in (None, 0.0, math.nan, math.inf):
+            with self.subTest(value):
+                one = chunk()
+                if value is not None:
+                    one[0][:, 1] = value
+                found = compare(one, [each.clone() for each in one], "F32", LAYER_NUMBERS)
+                self.assertEqual(0.0, found.ratio)
+                self.assertTrue(found.holds)
 
-        warnings.simplefilter("ignore")
-        ids = torch.randint(4, 512, (1, 96), generator=torch.Generator().manual_seed(1))
+    def test_one_rounding_agrees(self) -> None:
+        """What was rounded to bfloat16 once more, or once differently, is the same."""
+        exact = chunk()
+        rounded = [each.bfloat16() for each in exact]
+        nudged = [(each * (1 + 2**-9)).bfloat16() for each in exact]
 
-        def rows(model: Any, prompt: torch.Tensor, step: int = 96) -> list[Any]:
-            cache = DynamicCache()
-            with torch.no_grad():
-                for at in range(0, 96, step):
-                    model(prompt[:, at : at + step], past_key_values=cache)
-            layer = cache.layers[-1]
-            return [t[0, 0, 64:].double().numpy() for t in (layer.keys, layer.values)]
+        found = compare(rounded, nudged, "BF16", LAYER_NUMBERS)
 
-        with tempfile.TemporaryDirectory() as folder:
-            for name, dtype in (("F32", torch.float32), ("BF16", torch.bfloat16)):
-                models = [
-                    AutoModelForCausalLM.from_pretrained(
-                        make_model(Path(folder, f"{seed}"), layers=4, seed=seed),
-                        dtype=dtype,
-                        attn_implementation=attention,
-                    )
-                    for seed, attention in ((0, "sdpa"), (0, "eager"), (1, "sdpa"))
-                ]
-                ours = rows(models[0], ids)
-                same = [
-                    rows(models[0], torch.cat([ids, ids.flip(1), ids])),
-                    rows(models[0], ids, 32),
-                    rows(models[1], ids),
-                    rows(models[1], torch.cat([ids, ids.flip(1)]), 1),
-                ]
-                others = [rows(models[2], ids), rows(models[0], ids.roll(1))]
-                for found in same:
-                    self.assertLess(distance(ours, found), tolerance(name) / 2)
-                for found in others:
-                    self.assertGreater(distance(ours, found), 2 * tolerance(name))
+        self.assertGreater(found.ratio, 0.0)
+        self.assertTrue(found.holds, str(found))
 
+    @settings(max_examples=30)
+    @given(
+        part=st.sampled_from([0, 1]),
+        layer=st.integers(0, LAYERS - 1),
+        times=st.floats(1.1, 1000.0),
+    )
+    def test_what_is_farther_than_the_tolerance(self, part: int, layer: int, times: float) -> None:
+        """A layer of K or V that is off by more than the tolerance is found, and named."""
+        stored, computed = chunk(), chunk()
+        allowed = tolerance("BF16", layer)
+        computed[part][:, layer] *= 1 + allowed * times
 
-if __name__ == "__main__":
-    unittest.main()
+        found = compare(computed, stored, "BF16", LAYER_NUMBERS)
+
+        self.assertEqual(("KV"[part], layer), (found.part, found.layer))
+        self.assertAlmostEqual(times, found.ratio, delta=0.01 * times)
+        self.assertFalse(found.holds)
+
+    def test_a_few_tokens_may_differ(self) -> None:
+        """As where another expert was chosen: fewer than half of the tokens decide nothing."""
+        for tokens, holds in ((TOKENS // 2 - 1, True), (TOKENS // 2 + 1, False)):
+            computed = chunk()
+            for each in computed:
+                each[:, :, :tokens] = 7.0
+            with self.subTest(tokens=tokens):
+                self.assertEqual(holds, compare(computed, chunk(), "F32", LAYER_NUMBERS).holds)
+
+    def test_no_number(self) -> None:
+        """Where one is no number and the other is, they differ."""
+        for value in (math.nan, math.inf):
+            for ours in (True, False):
+                one, other = chunk(), chunk()
+                (one if ours else other)[1][:] = value
+                with self.subTest(value=value, ours=ours):
+                    self.assertEqual(math.inf, compare(one, other, "F32", LAYER_NUMBERS).ratio)
+
+    def test_layers_are_those_of_the_model(self) -> None:
+        """The tolerance is that of the layer's number in the model, wherever the chunk has it."""
+        computed = [each * 1.02 for each in chunk()]
+        deep = compare(computed, chunk(), "BF16", [30, 31, 32])
+        first = compare(computed, chunk(), "BF16", LAYER_NUMBERS)
+
+        self.assertEqual([True, False], [deep.holds, first.holds])
+        self.assertEqual([30, 0], [deep.layer, first.layer])
+
+    def test_latent(self) -> None:
+        """Where there is no V, K decides; whole numbers have to be equal."""
+        (k, _), numbers = chunk(), torch.ones(1, 1, 8, 4, dtype=torch.uint8)
+        self.assertTrue(compare([k], [k], "F32", LAYER_NUMBERS).holds)
+        self.assertFalse(compare([k], [k * 1.1], "F32", LAYER_NUMBERS).holds)
+        self.assertTrue(compare([numbers], [numbers], "U8", [0]).holds)
+        self.assertEqual(math.inf, compare([numbers], [numbers + 1], "U8", [0]).ratio)
+
+    def test_quantised(self) -> None:
+        """Models that compute with quantised numbers may differ by more."""
+        computed = [each * 1.02 for each in chunk()]
+        self.assertFalse(compare(computed, chunk(), "BF16", LAYER_NUMBERS).holds)
+        self.assertTrue(compare(computed, chunk(), "BF16", LAYER_NUMBERS, quantised=True).holds)

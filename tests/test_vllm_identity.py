@@ -344,7 +344,7 @@ class RequestFieldsTest(DirectoryTest):
         self.hits(lora_request=lora, save=True)
         for generation, digest, found in ((1, "two", 0), (2, "one", 64)):
             note = AdapterNote(Adapter(1, digest, generation), 1)
-            self.side.learn(WorkerNotes(LoadTimes(), FileEvents([]), None, {1: note}))
+            self.side.learn(WorkerNotes(LoadTimes(), FileEvents([]), adapters={1: note}))
             self.assertEqual(found, self.hits(lora_request=lora))
 
     def test_no_name(self) -> None:

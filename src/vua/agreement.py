@@ -1,55 +1,148 @@
-"""Whether two KV caches of the same tokens can be of the same model.
+"""Whether two computations of one chunk's K and V agree, as far as arithmetic lets them.
 
-One model computes slightly different K and V in another batch, on another kernel or another number
-of devices; another model computes entirely different ones. Between the two lies a wide gap, and
-what is on its far side is not of the same model, whatever label it carries. What is on this side
-proves less: weights that were changed a little change K and V a little.
+Two engines never compute the very same numbers: another size of tensor parallelism, kernel or batch
+adds in another order and rounds in other places. What they then differ by is a few roundings of the
+dtype, more in deeper layers, where it has been amplified. Another checkpoint, adapter, rotary
+embedding or image differs by more, mostly in the first layers already, where arithmetic differs
+least. So the tolerance grows with the layer.
+
+The distance of a layer is, for K and for V by themselves, the median over the chunk's tokens of
+``|computed - stored| / |stored|`` (Euclidean, over all heads and elements of the token). A median,
+since a few tokens may differ by much without a fault: those that a mixture of experts sends to
+another expert for a rounding, and those on which attention piles up huge values.
+
+docs/vllm.md shows both sides as measured by ``benchmarks/witness.py``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
-__all__ = ["distance", "tolerance"]
+__all__ = ["Agreement", "compare", "tolerance"]
 
-_TOLERANCES: Final = {"F64": 0.05, "F32": 0.05, "F16": 0.1, "BF16": 0.2}
-_COARSE: Final = 0.4
-"""Of the dtypes that leave a value some 2 to 4 bits, as fp8 does."""
+_ROUNDING: Final = {
+    "F64": 2**-11,
+    "F32": 2**-11,
+    "F16": 2**-10,
+    "BF16": 2**-8,
+    "F8_E4M3": 2**-6,
+    "F8_E4M3FNUZ": 2**-6,
+    "F8_E5M2": 2**-5,
+    "F8_E5M2FNUZ": 2**-5,
+}
+"""What one rounding amounts to, by dtype of the K and V. Those of F32 (and F64) may be products of
+TF32, which has 10 bits. Of F8 only elements on the border between two values differ, so the
+distance of a token is well below one rounding of an element."""
+
+QUANTISED_ROUNDING: Final = 2**-6
+"""At least this, where a model computes with quantised numbers: these are scaled by what else is in
+the same part, which depends on the size of tensor parallelism."""
+
+_FIRST: Final = 2.0
+_DEEPER: Final = 8.0
+"""Roundings that the first layer may differ by, and those by which it grows with the square root of
+the layer's number, as a random walk does. Trained models stay far below, deeper layers included;
+small ones with random weights amplify a rounding more than twofold per layer, and decide this."""
 
 
-def tolerance(dtype: str) -> float:
-    """Return the :func:`distance` up to which caches of ``dtype`` can be of the same model.
-
-    Caches of unrelated models have about 1.4, the square root of 2; rounding alone has 0.001 in
-    BF16 and 0.03 in F8_E4M3. It grows from layer to layer.
-    """
-    return _TOLERANCES.get(dtype, _COARSE)
-
-
-def distance(ours: Sequence[npt.NDArray[Any]], stored: Sequence[npt.NDArray[Any]]) -> float:
-    """Return how far two caches of the same tokens are apart: 0 where they are equal.
-
-    For each array the median over its rows of ``|a - b| / max(|a|, |b|)``, and of these the
-    largest: single rows of outliers count little, an array that differs counts in full.
+def tolerance(dtype: str, layer: int, *, quantised: bool = False) -> float:
+    """Return the distance up to which a layer agrees; 0 for whole numbers, which are not rounded.
 
     Args:
-        ours: arrays, e.g. K and V of a layer, each ``[tokens, dim]`` of any real dtype.
-        stored: arrays of the same shapes.
-
-    Rows with NaN or infinity are left out.
+        dtype: of K and V, a safetensors name.
+        layer: the layer's number in the model, from 0.
+        quantised: whether the model computes with quantised weights or activations.
     """
-    return max(map(_median, ours, stored), default=0.0)
+    rounding = _ROUNDING.get(dtype)
+    if rounding is None:
+        return 0.0
+    if quantised:
+        rounding = max(rounding, QUANTISED_ROUNDING)
+    return rounding * (_FIRST + _DEEPER * math.sqrt(layer))
 
 
-def _median(ours: npt.NDArray[Any], stored: npt.NDArray[Any]) -> float:
-    a, b = (np.asarray(array, dtype=np.float64) for array in (ours, stored))
-    with np.errstate(all="ignore"):
-        apart = np.linalg.norm(a - b, axis=-1)
-        size = np.maximum(np.linalg.norm(a, axis=-1), np.linalg.norm(b, axis=-1))
-    known = np.isfinite(apart) & np.isfinite(size)
-    rows = apart[known] / np.where(size[known] > 0, size[known], 1.0)
-    return float(np.median(rows)) if len(rows) else 0.0
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far two computations of a chunk lie apart, where that is most against the tolerance."""
+
+    distance: float
+    """See the module; infinite where one of them is not a number."""
+    tolerance: float
+    layer: int
+    """Its number in the model."""
+    part: str
+    """``K`` or ``V``."""
+
+    @property
+    def ratio(self) -> float:
+        """The distance in tolerances: they agree up to 1."""
+        if not self.tolerance:
+            return math.inf if self.distance else 0.0
+        return self.distance / self.tolerance
+
+    @property
+    def holds(self) -> bool:
+        """Whether they agree."""
+        return self.ratio <= 1.0
+
+    def __str__(self) -> str:
+        """Say it in one phrase."""
+        return (
+            f"{self.part} of layer {self.layer} differs by {self.distance:.2g} of its size, "
+            f"{self.ratio:.2g} times the {self.tolerance:.2g} that arithmetic explains"
+        )
+
+
+def compare(
+    computed: Sequence[Tensor],
+    stored: Sequence[Tensor],
+    dtype: str,
+    layers: Sequence[int],
+    *,
+    quantised: bool = False,
+) -> Agreement:
+    """Compare two computations of one chunk.
+
+    Reads both once; needs memory for some float64 copies of one layer. Safe for threads.
+
+    Args:
+        computed: K, and V where there is one: ``[heads, layers, tokens, dim]`` each.
+        stored: likewise.
+        dtype: of both, a safetensors name.
+        layers: the numbers of these layers in the model.
+        quantised: see :func:`tolerance`.
+
+    Returns where they differ most.
+    """
+    worst: Agreement | None = None
+    for part, ours, theirs in zip("KV", computed, stored, strict=False):
+        for at, layer in enumerate(layers):
+            allowed = tolerance(dtype, layer, quantised=quantised)
+            found = Agreement(_distance(ours[:, at], theirs[:, at]), allowed, layer, part)
+            if worst is None or found.ratio > worst.ratio:
+                worst = found
+    if worst is None:
+        msg = "there are no layers to compare"
+        raise ValueError(msg)
+    return worst
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    """Median over the tokens of the relative distance; ``[heads, tokens, dim]`` each."""
+    one, other = ours.double(), theirs.double()  # float32 overflows in a square
+    apart = _norms(one - other)
+    apart = torch.where(_norms(one).isfinite() | _norms(other).isfinite(), apart, 0.0)
+    size = _norms(other)
+    relative = torch.where(apart == 0, 0.0, apart / size)
+    return float(relative.nan_to_num(nan=torch.inf, posinf=torch.inf).median())
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Euclidean size of each token."""
+    return rows.square().sum(dim=(0, 2)).sqrt()

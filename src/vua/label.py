@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Final
 
 from vua import agreement
 from vua.config import VUAConfig
@@ -21,6 +22,10 @@ from vua.tensors import Cache, stored_rows
 __all__ = ["Label"]
 
 log = logging.getLogger(__name__)
+
+_WHOLE_NUMBERS: Final = 0.4
+"""Distance up to which caches of integers can be of one model. They were rounded before they came
+here, nobody knows how coarsely; those of unrelated models have about 1.4, the square root of 2."""
 
 
 class Label:
@@ -39,19 +44,13 @@ class Label:
         ConfigError when they cannot be of one model, and from then on at every call.
         """
         if key is not None and not self._why:
-            layout = store.layout
-            last = Shard(layout.layers - 1, layout.layers, 0, 1)
-            theirs = stored_rows(store, key, last)
-            ours = cache.rows(last, range(key.start, key.stop))
-            apart = agreement.distance(ours, theirs) if theirs is not None else 0.0
-            if apart > (most := agreement.tolerance(layout.dtype)):
-                self._why = (
-                    f"{self._path} holds another model's caches under the label {self._name!r}: "
-                    f"what is stored for tokens {key.start} to {key.stop} and what was given are "
-                    f"{apart:.0%} apart, caches of one model {most:.0%} at most. Nothing was "
-                    "written. Give each model a label of its own, VUAConfig(model=...), and "
-                    "another epoch when its weights change"
-                )
+            apart = _difference(store, key, cache)
+            self._why = apart and (
+                f"{self._path} holds another model's caches under the label {self._name!r}: "
+                f"between what is stored for tokens {key.start} to {key.stop} and what was given, "
+                f"{apart}. Nothing was written. Give each model a label of its own, "
+                "VUAConfig(model=...), and another epoch when its weights change"
+            )
         if self._why:
             raise ConfigError(self._why)
         self._put = True
@@ -68,3 +67,15 @@ class Label:
                 self._path,
             )
         return not self._why
+
+
+def _difference(store: Store, key: ChunkKey, cache: Cache) -> str:
+    """Say what two models' caches differ in; "" for one model's, and where nothing can be read."""
+    layout = store.layout
+    last = Shard(layout.layers - 1, layout.layers, 0, 1)
+    theirs = stored_rows(store, key, last)
+    if theirs is None:  # damaged, or evicted meanwhile: the put goes on
+        return ""
+    ours = cache.rows(last, range(key.start, key.stop))
+    found = agreement.compare(ours, theirs, layout.dtype, [last.layer_start])
+    return str(found) if found.distance > (found.tolerance or _WHOLE_NUMBERS) else ""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vua.buffers import BufferPool
@@ -110,11 +109,11 @@ class Cache:
             chunk_tokens=chunk_tokens,
         )
 
-    def rows(self, shard: Shard, tokens: range) -> list[npt.NDArray[np.float64]]:
-        """Return K and V of one layer and head: arrays [tokens, dim], without those of no dim."""
+    def rows(self, shard: Shard, tokens: range) -> list[torch.Tensor]:
+        """Return K and V of one layer and head ``[1, 1, tokens, dim]``, without those of no dim."""
         place = (shard.head_start, slice(tokens.start, tokens.stop))
         cut = [array[shard.layer_start][place] for array in self.arrays]
-        return [_numbers(one) for one in cut if one.shape[-1]]
+        return [one.cpu()[None, None] for one in cut if one.shape[-1]]
 
     def memory(self, chunk_tokens: int) -> MemoryMap:
         """Return where the bytes lie: in the tensors themselves where their rows are plain."""
@@ -128,7 +127,7 @@ class Cache:
         return memory_map(arrays, chunk_tokens)
 
 
-def stored_rows(store: Store, key: ChunkKey, shard: Shard) -> list[npt.NDArray[np.float64]] | None:
+def stored_rows(store: Store, key: ChunkKey, shard: Shard) -> list[torch.Tensor] | None:
     """Load what is stored of one layer and head, as :meth:`Cache.rows` returns it.
 
     Args:
@@ -142,11 +141,7 @@ def stored_rows(store: Store, key: ChunkKey, shard: Shard) -> list[npt.NDArray[n
     shape, dtype = (1, layout.chunk_tokens), DTYPES[layout.dtype]
     arrays = [[torch.empty((*shape, dim), dtype=dtype)] for dim in layout.dims]
     loaded = store.load([key], memory_map(arrays, layout.chunk_tokens), target=shard)
-    return [_numbers(one[0]) for (one,) in arrays] if loaded.chunks else None
-
-
-def _numbers(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
-    return tensor.to("cpu", torch.float64).numpy()
+    return [one[None] for (one,) in arrays] if loaded.chunks else None
 
 
 def allocate(

@@ -34,6 +34,7 @@ from vua.vllm.messages import Orders
 from vua.vllm.model import Model, UncachedError, describe
 from vua.vllm.notes import WorkerNotes
 from vua.vllm.scheduler import SchedulerSide
+from vua.vllm.setups import setup_of
 from vua.vllm.stats import VUAPromMetrics, VUAStats
 from vua.vllm.versions import caveat, check_version
 from vua.vllm.weights import find_weights
@@ -103,6 +104,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                     saves=transfer.is_kv_producer,
                     loads_in_step=self._loads_in_step(vllm_config, model),
                     events=self._events,
+                    setup=setup_of(vllm_config),
                     identification=Identification(partial(find_weights, vllm_config)),
                 )
                 self._announce(transfer)
@@ -259,6 +261,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if side is not None and isinstance(notes, WorkerNotes):  # before the ends of these loads
             self._guarded(lambda: side.choices.measured(notes.times.seconds), None)
             self._guarded(lambda: side.learn(notes), None)
+            self._guarded(lambda: side.judge(notes.verdicts), None)
         if side is not None and (received or failed or blocks):  # not always in one step
             self._guarded(lambda: side.received(received, failed, blocks), None)
         events = self._events

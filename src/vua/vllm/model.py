@@ -82,6 +82,8 @@ class Model:
     """Tokens per block of each of vLLM's cache groups."""
     latent: bool
     """Whether K and V are one latent (MLA)."""
+    quantised: bool = False
+    """Whether the model computes with quantised weights or activations."""
     identified: bool = True
     """Whether the identity is complete; `describe` leaves the weights out, which takes longer."""
 
@@ -186,6 +188,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
         groups=groups,
         block_sizes=tuple(table.kv_cache_spec.block_size for table in tables),
         latent=latent,
+        quantised=vllm_config.model_config.quantization is not None,
         identified=False,
     )
 

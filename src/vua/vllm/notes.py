@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 
 from vua.vllm.adapters import AdapterNote, together
 from vua.vllm.events import FileEvents
-from vua.vllm.messages import LoadTimes
+from vua.vllm.messages import LoadTimes, Verdict
 
 __all__ = ["WorkerNotes"]
 
@@ -21,6 +21,8 @@ class WorkerNotes(KVConnectorWorkerMetadata):
     """How long loads took that ended in this step."""
     files: FileEvents
     """What was seen of files; nothing where no events are wanted."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    """Of comparisons that ended; one per worker and order."""
     left_epoch: str | None = None
     """The epoch with whose weights this engine does not run any more; None: none."""
     adapters: dict[int, AdapterNote] = field(default_factory=dict)
@@ -33,6 +35,7 @@ class WorkerNotes(KVConnectorWorkerMetadata):
         return WorkerNotes(
             self.times.aggregate(other.times),
             self.files.aggregate(other.files),
+            self.verdicts + other.verdicts,
             other.left_epoch if self.left_epoch is None else self.left_epoch,
             together(self.adapters, other.adapters),
         )

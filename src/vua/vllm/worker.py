@@ -22,6 +22,7 @@ from vua.device import Fence, Gds
 from vua.errors import ConfigError, StorageError
 from vua.identity import Identity
 from vua.store import Store
+from vua.vllm.comparisons import Comparisons
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.device_side import DeviceGroupSide, lies_on_device, open_gds
 from vua.vllm.events import FileEvents, FileWatch
@@ -90,6 +91,7 @@ class WorkerSide:
         """The epoch whose weights this engine does not run any more; None: that of the orders."""
         self._wanted: list[Any] = []
         self._saves = Saves(config, self._rank, self.stats, watch, self._memory)
+        self._comparisons = Comparisons(config, quantised=model.quantised)
         self._lock = threading.Condition()
         self._running = self._in_step = 0
         self._received: set[str] = set()
@@ -174,6 +176,7 @@ class WorkerSide:
     def shutdown(self) -> None:
         """Finish what was ordered: all loads, and the saves that are waiting; unless I/O hangs."""
         self._loaders.close()
+        self._comparisons.close()
         if not self._saves.close():
             log.warning("VUA: the storage does not answer; some chunks are not stored")
         for group in self._groups:
@@ -299,13 +302,13 @@ class WorkerSide:
         """Return what the scheduler's half wants to know of this step; None when nothing."""
         files = self.watch.take() if self.watch is not None else None
         wanted, self._wanted = self._wanted, []
-        adapters = self._memory.adapter_news(wanted)
-        nothing = not (self._took.seconds or adapters) and files is None and self._left is None
-        if nothing:  # what just ends waits for the next step
-            return None
+        adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
+        news = self._took.seconds or verdicts or adapters
+        if not news and files is None and self._left is None:
+            return None  # what just ends waits for the next step
         with self._lock:
             took, self._took = self._took, LoadTimes()
-        return WorkerNotes(took, files or FileEvents([]), self._left, adapters)
+        return WorkerNotes(took, files or FileEvents([]), verdicts, self._left, adapters)
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that were not filled, each once."""
@@ -322,9 +325,19 @@ class WorkerSide:
     # -- saves --------------------------------------------------------------------------------
 
     def save(self, orders: Orders) -> None:
-        """Copy this step's complete chunks out of the cache; they are written in the background."""
+        """Copy this step's complete chunks out of the cache; they are written in the background.
+
+        Likewise those to compare.
+        """
         self._saves.give_up()
-        if not self._registered or not orders.saves or not self._is_current(orders.epoch):
+        current = self._is_current(orders.epoch)
+        for asked in orders.witnesses:
+            if self._registered and current and self._spoilt.isdisjoint(asked.block_ids[0]):
+                self._follow(orders.identity)
+                self._comparisons.begin(asked, self._groups)
+            else:
+                self._comparisons.cannot(asked)
+        if not self._registered or not orders.saves or not current:
             return
         self._follow(orders.identity)
         self._memory.look()
