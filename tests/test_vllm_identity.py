@@ -245,7 +245,9 @@ class RequestFieldsTest(DirectoryTest):
 
         group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
-        config = ConnectorConfig(shared_storage_path=str(self.root / "kv"), chunk_tokens=16)
+        config = ConnectorConfig(
+            shared_storage_path=str(self.root / "kv"), chunk_tokens=16, witness_every=0
+        )
         self.side = SchedulerSide(model, config, loads=True, saves=True)
         self.addCleanup(self.side.shutdown)
         self.serial = 0
