@@ -238,30 +238,40 @@ class RequestFieldsTest(DirectoryTest):
     """Through the scheduler's half, with a real directory."""
 
     def setUp(self) -> None:
-        """Make a scheduler's half, and two adapters."""
+        """Make a scheduler's half."""
         super().setUp()
         from vua.vllm.model import Group, Model
         from vua.vllm.scheduler import SchedulerSide
 
         group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
-        config = ConnectorConfig(shared_storage_path=str(self.root / "kv"), chunk_tokens=16)
+        config = ConnectorConfig(
+            shared_storage_path=str(self.root / "kv"), chunk_tokens=16, witness_every=0
+        )
         self.side = SchedulerSide(model, config, loads=True, saves=True)
         self.addCleanup(self.side.shutdown)
         self.serial = 0
-        self.adapters = [self.adapter(name) for name in ("one", "two")]
+        self.loaded: dict[int, str] = {}
 
-    def adapter(self, name: str) -> Path:
-        """A LoRA adapter's directory."""
-        import torch
-        from safetensors.torch import save_file
+    def adapter(self, number: int, digest: str) -> Any:
+        """A request's adapter; the workers hold it under this number."""
+        self.loaded[number] = digest
+        return SimpleNamespace(lora_int_id=number, lora_name="l", lora_path="/anywhere")
 
-        path = self.root / name
-        path.mkdir()
-        (path / "adapter_config.json").write_text(json.dumps({"r": 4, "peft_type": "LORA"}))
-        weights = torch.full((4, 8), float(len(name) + ord(name[0])))
-        save_file({"q_proj.lora_A.weight": weights}, path / "adapter_model.safetensors")
-        return path
+    def answer(self) -> None:
+        """Let the workers say what they hold of what they are asked about."""
+        from vua.vllm.adapters import Adapter, AdapterNote
+        from vua.vllm.events import FileEvents
+        from vua.vllm.messages import LoadTimes
+        from vua.vllm.notes import WorkerNotes
+
+        notes = WorkerNotes(LoadTimes(), FileEvents([]))
+        for wanted in self.side.take_wanted_adapters():
+            number = wanted.lora_int_id
+            digest = self.loaded.get(number)
+            held = None if digest is None else Adapter(number, digest, 0)
+            notes.adapters[number] = AdapterNote(held, 1)
+        self.side.learn(notes)
 
     def hits(self, *, save: bool = False, **fields: Any) -> int:
         """Tokens found for a request with these fields; ``save``: store its chunks afterwards."""
@@ -278,6 +288,7 @@ class RequestFieldsTest(DirectoryTest):
         )
         while (answer := self.side.matched_tokens(request, 0))[0] is None:
             self.side.take_loads()
+            self.answer()
         if save:
             found = self.side._states[request.request_id].lookup.answer.result()
             if found is not None:
@@ -293,7 +304,7 @@ class RequestFieldsTest(DirectoryTest):
 
     def test_fields(self) -> None:
         """Each kind of request finds its own chunks and no other kind's."""
-        lora = [SimpleNamespace(lora_path=str(path), lora_name="l") for path in self.adapters]
+        lora = [self.adapter(1, "one"), self.adapter(2, "two")]
         kinds: dict[str, dict[str, Any]] = {
             "plain": {},
             "salt a": {"cache_salt": "a"},
@@ -324,23 +335,26 @@ class RequestFieldsTest(DirectoryTest):
         self.assertEqual(64, self.hits(**late))
         self.assertEqual(32, self.hits(mm_features=[image("y", 40)]))
 
-    def test_adapter_with_other_weights_at_the_same_path(self) -> None:
-        """Trained on: nothing of before is found; the old weights find everything again."""
-        lora = SimpleNamespace(lora_path=str(self.adapters[0]), lora_name="l")
-        weights = self.adapters[0] / "adapter_model.safetensors"
+    def test_adapter_replaced(self) -> None:
+        """Under the same number, nothing of before is found; loaded again, all of it."""
+        from vua.vllm.adapters import Adapter, AdapterNote
+        from vua.vllm.events import FileEvents
+        from vua.vllm.messages import LoadTimes
+        from vua.vllm.notes import WorkerNotes
+
+        lora = self.adapter(1, "one")
         self.hits(lora_request=lora, save=True)
-        size = weights.stat().st_size
-        flip(weights, size - 3)
-        self.assertEqual(0, self.hits(lora_request=lora))
-        flip(weights, size - 3)
-        self.assertEqual(64, self.hits(lora_request=lora))
+        for generation, digest, found in ((1, "two", 0), (2, "one", 64)):
+            note = AdapterNote(Adapter(1, digest, generation), 1)
+            self.side.learn(WorkerNotes(LoadTimes(), FileEvents([]), adapters={1: note}))
+            self.assertEqual(found, self.hits(lora_request=lora))
 
     def test_no_name(self) -> None:
-        """Prompt embeddings, and an adapter that cannot be read, are neither found nor stored."""
+        """Prompt embeddings, and an adapter that is not loaded, are neither found nor stored."""
         import torch
 
         self.hits(save=True)
-        nowhere = SimpleNamespace(lora_path=str(self.root / "nowhere"), lora_name="l")
+        nowhere = SimpleNamespace(lora_int_id=9, lora_name="l", lora_path="/nowhere")
         with self.assertLogs("vllm.vua.scheduler", "WARNING") as said:
             self.assertEqual(0, self.hits(prompt_embeds=torch.zeros(64, 8), save=True))
             self.assertEqual(0, self.hits(lora_request=nowhere, save=True))

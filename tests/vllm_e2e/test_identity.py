@@ -147,7 +147,7 @@ class AdapterTest(IdentityTest):
     def test_other_modules(self) -> None:
         """An engine that applies an adapter to fewer modules computes other K and V."""
         ask = Batch([PROMPT], loras=[str(self.adapter("used", 1))])
-        fewer = {**WITH_ADAPTERS, "lora_target_modules": ["q_proj"]}
+        fewer = {**WITH_ADAPTERS, "lora_target_modules": ["o_proj"]}
 
         self.assert_apart(self.phase(ask, engine=WITH_ADAPTERS), self.phase(ask, engine=fewer))
 

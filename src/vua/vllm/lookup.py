@@ -17,9 +17,10 @@ from vua.errors import VUAError
 from vua.hints import lift
 from vua.keys import KeyChain, token_ids
 from vua.store import Store
+from vua.vllm.adapters import Adapter
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import Announcer
-from vua.vllm.model import Model, fingerprint
+from vua.vllm.model import Model
 from vua.vllm.prefix import Found, find
 from vua.vllm.request import RequestOptions, SaveHints
 from vua.vllm.storage_guard import StorageGuard
@@ -38,8 +39,11 @@ class Lookup:
         request: Any,  # noqa: ANN401
         options: RequestOptions,
         guard: StorageGuard,
+        adapter: Adapter | None = None,
     ) -> None:
         """Ask now; :class:`Lookups` answers."""
+        self.adapter = adapter
+        """The request's LoRA adapter as the workers hold it."""
         self.request = request
         self.most_tokens: int = request.num_tokens
         """Tokens of which at least one is left to compute."""
@@ -109,9 +113,14 @@ class Lookups:
         self._guard = StorageGuard("lookups")
         self._warned: set[str] = set()
 
-    def ask(self, request: Any, options: RequestOptions) -> Lookup:  # noqa: ANN401
+    def ask(
+        self,
+        request: Any,  # noqa: ANN401
+        options: RequestOptions,
+        adapter: Adapter | None = None,
+    ) -> Lookup:
         """Begin a lookup; while the storage hangs, or for one that is not wanted, there is none."""
-        lookup = Lookup(request, options, self._guard)
+        lookup = Lookup(request, options, self._guard, adapter)
         if self._config.save_generated and request.num_output_tokens:  # it was preempted
             lookup.token_ids = list(request.all_token_ids)
         wanted = options.load or options.store
@@ -139,7 +148,7 @@ class Lookups:
         """Name the prompt's chunks and find the stored ones; None for a prompt without a name."""
         request = lookup.request
         try:
-            keys = self._keys(request, lookup.token_ids)
+            keys = self._keys(request, lookup.token_ids, lookup.adapter)
             if keys is None:
                 return None
             found = find(
@@ -173,14 +182,22 @@ class Lookups:
         if keeper is not None and hints.ttl_s is not None:
             lift(keeper.space, last, hints.ttl_s)
 
-    def _keys(self, request: Any, ids: Sequence[int] | None) -> KeyChain | None:  # noqa: ANN401
+    def _keys(
+        self,
+        request: Any,  # noqa: ANN401
+        ids: Sequence[int] | None,
+        adapter: Adapter | None,
+    ) -> KeyChain | None:
         if ids is None or request.prompt_embeds is not None:
             self._warn_once("embeds", "requests with prompt embeddings are not cached")
             return None
         size = self._model.chunk_tokens
         extras: dict[int, list[tuple[str, bytes]]] = {}
-        if request.lora_request is not None:
-            extras.setdefault(0, []).append(("lora", fingerprint(request.lora_request.lora_path)))
+        if adapter is not None:
+            extras.setdefault(0, []).append(("lora", adapter.digest.encode()))
+        elif request.lora_request is not None:
+            self._warn_once("lora", "requests whose LoRA adapter is not known are not cached")
+            return None
         salt = (request.cache_salt or "").encode()
         if salt:
             extras.setdefault(0, []).append(("salt", salt))

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vua.errors import ConfigError
-from vua.identity import Identity, config_digest, weights_fingerprint
+from vua.identity import Identity, config_digest
 from vua.layout import KVLayout, Shard
 from vua.rope import rope_order, varies_with_length
 from vua.states import state_layout, state_nbytes
@@ -37,9 +37,8 @@ from vua.vllm.obstacles import (
 )
 from vua.vllm.ranks import worker_shards
 from vua.vllm.state import signature, state_parts
-from vua.vllm.weights import local_directory
 
-__all__ = ["Group", "Model", "UncachedError", "describe", "fingerprint", "worker_shards"]
+__all__ = ["Group", "Model", "UncachedError", "describe", "worker_shards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +318,3 @@ def _name(model: str) -> str:
     path = Path(model)
     in_hub = path.parent.name == "snapshots"
     return path.parent.parent.name.rpartition("--")[2] if in_hub else path.name
-
-
-def fingerprint(path: str) -> bytes:
-    """Return what stands for a LoRA adapter in a request's keys. Raises UncachedError."""
-    try:
-        return weights_fingerprint(local_directory(path, None, None)).encode()
-    except (ConfigError, OSError) as problem:
-        msg = f"the adapter at {path!r} cannot be identified: {problem}"
-        raise UncachedError(msg) from problem
