@@ -16,6 +16,8 @@ SOURCE = Path(vua.__file__).parent
 # the package and may not import each other, unless they are listed: then their order counts.
 CORE = (
     "vua.errors",
+    "vua.forks",
+    "vua.threads",
     "vua.breaker",
     "vua.workers",
     "vua._linux",
@@ -49,11 +51,16 @@ CORE = (
     "vua.storage",
     "vua.recency",
     "vua.bounds",
+    "vua.namespace",
+    "vua.mark",
     "vua.survey",
+    "vua.usage",
+    "vua.ours",
     "vua.lease",
     "vua.lineage",
     "vua.hints",
     "vua.eviction",
+    "vua.removing",
     "vua.occupancy",
     "vua.room",
     "vua.inflight",
@@ -84,6 +91,7 @@ CORE = (
     "vua.buffers",
     "vua.tensors",
     "vua.config",
+    "vua.label",
     "vua.core",
 )
 # Above the core; none may import another one.

@@ -109,7 +109,7 @@ def compare(
 ) -> Agreement:
     """Compare two computations of one chunk.
 
-    Reads both once; needs memory for some float32 copies of one layer. Safe for threads.
+    Reads both once; needs memory for some float64 copies of one layer. Safe for threads.
 
     Args:
         computed: K, and V where there is one: ``[heads, layers, tokens, dim]`` each.
@@ -135,7 +135,7 @@ def compare(
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
     """Median over the tokens of the relative distance; ``[heads, tokens, dim]`` each."""
-    one, other = ours.float(), theirs.float()
+    one, other = ours.double(), theirs.double()  # float32 overflows in a square
     apart = _norms(one - other)
     apart = torch.where(_norms(one).isfinite() | _norms(other).isfinite(), apart, 0.0)
     size = _norms(other)

@@ -87,7 +87,7 @@ class SchedulerSide:
         self._stores: Sequence[Store]
         self._lookups: Lookups
         self._use_what_is_known()
-        self._options = OptionReader()
+        self._options = OptionReader(allow_pins=config.allow_pins)
         self._states: dict[str, RequestState] = {}
         self._loads: list[LoadOrder] = []
         self._patience_s: float | None = None
