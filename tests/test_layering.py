@@ -29,6 +29,7 @@ CORE = (
     "vua.security",
     "vua.keys",
     "vua.identity",
+    "vua.model_files",
     "vua.rope",
     "vua.claims",
     "vua.entry",

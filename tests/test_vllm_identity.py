@@ -5,6 +5,7 @@ One case per field: those of the engine decide about the namespace, those of a r
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from helpers import DirectoryTest, flip
 from vllm_e2e.engine import ENVIRONMENT
@@ -65,7 +67,6 @@ class EngineFieldsTest(unittest.TestCase):
 
     def described(self, made: Any, **vua: Any) -> Any:
         """How the connector describes an engine of this configuration."""
-        import torch
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from vua.vllm.model import describe
@@ -250,7 +251,6 @@ class RequestFieldsTest(DirectoryTest):
 
     def adapter(self, name: str) -> Path:
         """A LoRA adapter's directory."""
-        import torch
         from safetensors.torch import save_file
 
         path = self.root / name
@@ -334,8 +334,6 @@ class RequestFieldsTest(DirectoryTest):
 
     def test_no_name(self) -> None:
         """Prompt embeddings, and an adapter that cannot be read, are neither found nor stored."""
-        import torch
-
         self.hits(save=True)
         nowhere = SimpleNamespace(lora_path=str(self.root / "nowhere"), lora_name="l")
         with self.assertLogs("vllm.vua.scheduler", "WARNING") as said:
@@ -345,10 +343,28 @@ class RequestFieldsTest(DirectoryTest):
         self.assertEqual(4, len(self.files("kv/**/*.safetensors")))
 
 
-def image(identifier: str, offset: int, length: int = 4, modality: str = "image") -> Any:
-    """A multimodal input as vLLM describes it."""
-    place = SimpleNamespace(offset=offset, length=length)
-    return SimpleNamespace(mm_position=place, modality=modality, identifier=identifier)
+def image(
+    content: str, offset: int, length: int = 4, modality: str = "image", name: str | None = None
+) -> Any:
+    """A multimodal input as vLLM describes it; ``name``: an identifier not made from content."""
+    from vllm.multimodal.inputs import (
+        MultiModalFeatureSpec,
+        MultiModalFieldConfig,
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
+
+    pixels = torch.full((1, 3, 4, 4), float(sum(content.encode())))
+    items = MultiModalKwargsItems.from_hf_inputs(
+        {"pixel_values": pixels},
+        {"pixel_values": MultiModalFieldConfig.batched(modality)},
+    )
+    return MultiModalFeatureSpec(
+        data=items[modality][0],
+        modality=modality,
+        identifier=name or hashlib.sha256(content.encode()).hexdigest(),
+        mm_position=PlaceholderRange(offset=offset, length=length),
+    )
 
 
 if __name__ == "__main__":

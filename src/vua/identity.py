@@ -168,7 +168,7 @@ def config_digest(config: Mapping[str, object]) -> str:
         if key not in _IGNORED_CONFIG_KEYS and not str(key).startswith("_")
     }
     text = json.dumps(_canonical(counting, "config"), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(b"vua.config.v1\n" + text.encode()).hexdigest()
+    return hashlib.sha256(b"vua.config.v2\n" + text.encode()).hexdigest()
 
 
 def weights_fingerprint(path: str | os.PathLike[str], *, cache: bool = True) -> str:

@@ -7,8 +7,9 @@ the configuration alone. What cannot be told apart for certain is not cached.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from vllm.v1.kv_cache_interface import (
 from vua.errors import ConfigError
 from vua.identity import Identity, config_digest, weights_fingerprint
 from vua.layout import KVLayout, Shard
-from vua.rope import rope_order, varies_with_length
+from vua.rope import rope_order
 from vua.states import state_layout, state_nbytes
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.dtypes import Stored, stored_as
+from vua.vllm.engine_identity import NOTHING_MORE, EngineIdentity, engine_identity
 from vua.vllm.obstacles import (
     UncachedError,
     check_engine,
@@ -81,6 +83,10 @@ class Model:
     """Tokens per block of each of vLLM's cache groups."""
     latent: bool
     """Whether K and V are one latent (MLA)."""
+    engine: EngineIdentity = NOTHING_MORE
+    """What counts beside the identity for requests with an adapter or an image."""
+    blocks: int = 0
+    """Number of blocks in vLLM's own cache, of each of its groups."""
 
     def in_epoch(self, epoch: str) -> Model:
         """The same cache in another epoch, so in another namespace."""
@@ -172,12 +178,32 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
         msg = f"KV caches of different dtypes in one model ({', '.join(dtypes)})"
         raise UncachedError(msg)
     specs = (table.kv_cache_spec for table in tables)
-    stored = _stored(next(spec for spec in specs if type(spec) is not MambaSpec), vllm_config)
+    spec = next(spec for spec in specs if type(spec) is not MambaSpec)
+    stored, model = _stored(spec, vllm_config), vllm_config.model_config
+    try:
+        engine = engine_identity(vllm_config, spec.dtype, partial(_folder, vllm_config))
+        identity = Identity(
+            model=_label(
+                engine.config, groups, tables, vllm_config.parallel_config.tensor_parallel_size
+            ),
+            weights=_weights(vllm_config),
+            kv_dtype=stored.dtype,
+            kv_scales=stored.scales,
+            rope=rope_order(model.hf_text_config.model_type),
+            epoch=config.epoch,
+            chunk_tokens=config.chunk_tokens,
+            name=_name(str(model.model)),
+        )
+    except (ConfigError, OSError) as problem:
+        msg = f"the model cannot be identified: {problem}"
+        raise UncachedError(msg) from problem
     return Model(
-        identity=_identity(vllm_config, stored, config, groups, tables),
+        identity=identity,
         groups=groups,
         block_sizes=tuple(table.kv_cache_spec.block_size for table in tables),
         latent=latent,
+        engine=engine,
+        blocks=getattr(kv_cache_config, "num_blocks", 0),
     )
 
 
@@ -264,42 +290,17 @@ def _stored(spec: Any, vllm_config: Any) -> Stored:  # noqa: ANN401
     return found
 
 
-def _identity(
-    vllm_config: Any,  # noqa: ANN401
-    stored: Stored,
-    config: ConnectorConfig,
-    groups: Sequence[Group],
-    tables: Sequence[Any],
-) -> Identity:
-    model_config = vllm_config.model_config
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
-    text_config = dict(model_config.hf_text_config.to_dict())
-    rope = rope_order(model_config.hf_text_config.model_type)
-    if not rope:  # other engines may order K's elements differently
-        text_config["vua.engine"] = "vllm"
-    if varies_with_length(text_config):  # vLLM chooses the frequencies once, by this length
-        text_config["vua.vllm_max_model_len"] = model_config.max_model_len
+def _label(
+    config: Mapping[str, object], groups: Sequence[Group], tables: Sequence[Any], tp_size: int
+) -> str:
+    """Digest what the engine computes, and how it divides its layers."""
+    counted = dict(config)
     if any(group.layout.window for group in groups):  # other engines store these layers whole
-        text_config["vua.groups"] = [[group.layout.group, *group.layers] for group in groups]
+        counted["vua.groups"] = [[group.layout.group, *group.layers] for group in groups]
     specs = [table.kv_cache_spec for table in tables]
     if states := [signature(spec, tp_size) for spec in specs if isinstance(spec, MambaSpec)]:
-        text_config["vua.states"] = states
-    if model_config.quantization is not None:  # may be applied to weights that do not say so
-        text_config["vua.quantization"] = str(model_config.quantization)
-    try:
-        return Identity(
-            model=config_digest(text_config),
-            weights=_weights(vllm_config),
-            kv_dtype=stored.dtype,
-            kv_scales=stored.scales,
-            rope=rope,
-            epoch=config.epoch,
-            chunk_tokens=config.chunk_tokens,
-            name=_name(str(model_config.model)),
-        )
-    except ConfigError as problem:
-        msg = f"the model cannot be identified: {problem}"
-        raise UncachedError(msg) from problem
+        counted["vua.states"] = states
+    return config_digest(counted)
 
 
 def _name(model: str) -> str:
@@ -320,6 +321,10 @@ def _weights(vllm_config: Any) -> str:  # noqa: ANN401
     except OSError as problem:
         msg = f"the weights cannot be read: {problem}"
         raise UncachedError(msg) from problem
+
+
+def _folder(vllm_config: Any, model: str, revision: str | None) -> Path:  # noqa: ANN401
+    return local_directory(model, revision, vllm_config.load_config.download_dir)
 
 
 def local_directory(model: str, revision: str | None, download_dir: str | None) -> Path:

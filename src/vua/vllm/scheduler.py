@@ -21,6 +21,7 @@ from vua.vllm.config import ConnectorConfig
 from vua.vllm.decision import NOTHING_STORED, LoadOrCompute
 from vua.vllm.events import Announcer
 from vua.vllm.lookup import Lookup, Lookups
+from vua.vllm.media import Media
 from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Model
 from vua.vllm.prefix import Found
@@ -70,6 +71,8 @@ class SchedulerSide:
         """
         self._config, self._events = config, events
         self._may_load, self._may_save = loads, saves
+        engine, blocks = model.engine, model.blocks * len(model.block_sizes)
+        self._media = Media(engine.media, engine.media_refused, blocks)
         self._open(model)
         self._options = OptionReader()
         self._states: dict[str, RequestState] = {}
@@ -93,7 +96,7 @@ class SchedulerSide:
             security=self._config.security,
         )
         self._model = model
-        self._lookups = Lookups(model, self._stores, self._config, self._events)
+        self._lookups = Lookups(model, self._stores, self._config, self._media, self._events)
 
     def reset(self) -> None:
         """Leave everything stored so far unused: the model's weights may have been replaced.
@@ -314,7 +317,8 @@ class SchedulerSide:
     def _save(self, orders: Orders, state: RequestState, computed: int, output: Any) -> None:  # noqa: ANN401
         if not state.options.store or state.outdated or not state.lookup:
             return
-        if (found := state.lookup.answer.result()) is None:
+        found = state.lookup.answer.result()
+        if found is None or not self._lookups.may_store(state.lookup):
             return
         request_id, size = state.request.request_id, self._model.chunk_tokens
         reused, first = self._first_chunk(state, found, computed)
