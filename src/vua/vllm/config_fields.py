@@ -128,8 +128,10 @@ EXCLUDED: Final[Mapping[str, Mapping[str, str]]] = {
     "MambaConfig": {_KERNEL: "backend ssu_algorithm"},
     "ModelConfig": {
         _ELSEWHERE: "hf_config hf_text_config max_model_len seed",
-        _MADE: "hf_overrides config_format runner spec_target_max_model_len "
-        "word_embeddings_untied_by_checkpoint allow_deprecated_quantization",
+        # without a window the model's configuration has none either
+        _MADE: "hf_overrides config_format runner disable_sliding_window "
+        "spec_target_max_model_len word_embeddings_untied_by_checkpoint "
+        "allow_deprecated_quantization",
         _FILES: "model hf_config_path revision code_revision trust_remote_code hf_token",
         _TEXT: "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init served_model_name "
         "renderer_num_workers io_processor_plugin allowed_local_media_path allowed_media_domains",
@@ -299,7 +301,6 @@ NEUTRAL: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
     },
     "ModelConfig": {
         "convert": ("auto", "none"),
-        "disable_sliding_window": (False,),
         "dtype": (),  # except that of the KV cache, see `vua.vllm.settings`
         "is_submodel_config": (False,),
         "model_class_overrides": ({},),
