@@ -67,11 +67,22 @@ def engine_identity(vllm_config: Any, kv_dtype: torch.dtype, folder: Folder) -> 
         config["vua.class"] = foreign
     if model.trust_remote_code and (code := _code(model, folder)):
         config["vua.code"] = code
+    if settings.always.get("LoadConfig.load_format") == "dummy":
+        config["vua.random_weights"] = _random_weights(vllm_config)
     if model.quantization is not None:
         config["vua.quantization"] = quantization_digest(folder(model.model, model.revision))
     media, refused = _media(vllm_config, settings, folder)
     adapters = config_digest(settings.adapters) if settings.adapters else ""
     return EngineIdentity(config, adapters, media, refused)
+
+
+def _random_weights(vllm_config: Any) -> list[object]:  # noqa: ANN401
+    """Return what random weights depend on beside a seed: each rank draws its own part itself."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    return [vllm.__version__, current_platform.device_type, tp_size]
 
 
 def _whole(model: Any) -> str:  # noqa: ANN401
