@@ -5,6 +5,7 @@ One case per field: those of the engine decide about the namespace, those of a r
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -104,6 +105,11 @@ class EngineFieldsTest(unittest.TestCase):
             "chunk length": {"vua": {"chunk_tokens": 32}},
             "epoch": {"vua": {"epoch": "2"}},
             "random weights": {"load_format": "dummy"},
+            "other weight files": {"load_format": "pt"},
+            "implementation": {"model_impl": "transformers"},
+            "worker's extension": {"worker_extension_cls": "somebody.Extension"},
+            "a platform's switches": {"additional_config": {"switch": 1}},
+            "compute dtype": {"dtype": "bfloat16", "kv_cache_dtype": "float32"},
         }
         seen = {usual}
         for name, given in cases.items():
@@ -114,6 +120,51 @@ class EngineFieldsTest(unittest.TestCase):
                 self.assertEqual(usual, self.namespace())
         with self.subTest("seed of random weights"):
             self.assertNotIn(self.namespace(load_format="dummy", seed=3), seen)
+
+    def test_class_of_a_model(self) -> None:
+        """Another class in place of the one that vLLM has for an architecture: another namespace."""
+        from vllm.model_executor.models.registry import ModelRegistry
+
+        usual = self.namespace()
+        other = "vllm.model_executor.models.mistral:MistralForCausalLM"
+        with mock.patch.dict(ModelRegistry.models):
+            ModelRegistry.register_model("LlamaForCausalLM", other)
+            self.assertNotEqual(usual, self.namespace())
+        self.assertEqual(usual, self.namespace())
+
+    def test_code_of_a_model(self) -> None:
+        """Python that comes with the model and may run counts by content."""
+        usual = self.namespace()
+        self.edit_config(auto_map={"AutoModelForCausalLM": "modeling.Model"})
+        mapped = self.namespace()
+        code = self.model / "modeling.py"
+        seen = {usual, mapped}
+        for text in ("a = 1", "a = 2"):
+            code.write_text(text)
+            self.assertEqual(mapped, self.namespace())
+            found = self.namespace(trust_remote_code=True)
+            self.assertNotIn(found, seen)
+            seen.add(found)
+
+    def test_settings_of_adapters(self) -> None:
+        """They count for requests with an adapter, and leave the others alone."""
+
+        def described(**engine: Any) -> Any:
+            made = self.configure(model=str(self.model), enable_lora=True, **engine)
+            return self.described(made)
+
+        usual, same, other = (
+            described(**engine)
+            for engine in (
+                {},
+                {"max_loras": 3, "max_lora_rank": 64},
+                {"lora_target_modules": ["q_proj"]},
+            )
+        )
+        self.assertEqual("", usual.engine.adapters)
+        self.assertEqual("", same.engine.adapters)
+        self.assertNotEqual("", other.engine.adapters)
+        self.assertEqual({self.namespace()}, {each.identity.namespace for each in (usual, other)})
 
     def test_same_path(self) -> None:
         """The directory's content counts, not its name: weights and configuration alike."""
@@ -320,6 +371,40 @@ class RequestFieldsTest(DirectoryTest):
         self.assertEqual(32, self.hits(**late, save=True))
         self.assertEqual(64, self.hits(**late))
         self.assertEqual(32, self.hits(mm_features=[image("y", 40)]))
+
+    def test_images_by_content(self) -> None:
+        """Identifiers of counters and clients: what counts is the image, or nothing does."""
+        one = {"mm_features": [image("x", 0, name="renderer0-mm-1-image-0")]}
+        self.assertEqual(0, self.hits(**one, save=True))
+        self.assertEqual(64, self.hits(mm_features=[image("x", 0, name="renderer0-mm-2-image-0")]))
+        self.assertEqual(0, self.hits(mm_features=[image("y", 0, name="renderer0-mm-3-image-0")]))
+        with self.assertLogs("vllm.vua.scheduler", "WARNING") as said:
+            for content in "yxy":  # an engine of its own would take the next one's for the first's
+                again = {"mm_features": [image(content, 0, name="renderer0-mm-1-image-0")]}
+                self.assertEqual(0, self.hits(**again, save=True))
+        self.assertIn("identifier", said.output[0])
+        self.assertEqual(1, len(said.output))
+        self.assertEqual(4, len(self.files("kv/**/*.safetensors")))
+
+    def test_settings_of_adapters_and_images(self) -> None:
+        """What an engine says about them is in the keys of those requests, and of no others."""
+        from vua.vllm.engine_identity import EngineIdentity
+        from vua.vllm.scheduler import SchedulerSide
+
+        kinds: dict[str, dict[str, Any]] = {
+            "adapter": {"lora_request": SimpleNamespace(lora_path=str(self.adapters[0]))},
+            "image": {"mm_features": [image("x", 0)]},
+            "plain": {},
+        }
+        for fields in kinds.values():
+            self.hits(**fields, save=True)
+        model, config = self.side._model, self.side._config
+        other = dataclasses.replace(model, engine=EngineIdentity({}, "a", "m", ""))
+        refusing = dataclasses.replace(model, engine=EngineIdentity({}, "", "", "no images"))
+        for changed, expected in ((other, [0, 0, 64]), (refusing, [64, 0, 64]), (model, [64] * 3)):
+            self.side = SchedulerSide(changed, config, loads=True, saves=True)
+            self.addCleanup(self.side.shutdown)
+            self.assertEqual(expected, [self.hits(**fields) for fields in kinds.values()])
 
     def test_adapter_with_other_weights_at_the_same_path(self) -> None:
         """Trained on: nothing of before is found; the old weights find everything again."""

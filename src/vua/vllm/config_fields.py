@@ -262,7 +262,7 @@ NEUTRAL: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
         "indexer_kv_dtype": ("auto",),
         "indexer_sparse_logits": (False,),
         "trtllm_ragged_backend": ("trtllm-gen",),
-        "use_fp4_indexer_cache": (False,),
+        "use_fp4_indexer_cache": (False, None),
         "use_non_causal": (False,),
         "use_prefill_query_quantization": (False,),
     },
