@@ -73,7 +73,8 @@ class EngineFieldsTest(unittest.TestCase):
         from vua.vllm.model import describe
 
         cache = made.cache_config
-        dtype = torch.uint8 if cache.cache_dtype == "fp8" else made.model_config.dtype
+        dtypes = {"fp8": torch.uint8, "bfloat16": torch.bfloat16}
+        dtype = dtypes.get(cache.cache_dtype, made.model_config.dtype)
         tp_size = made.parallel_config.tensor_parallel_size
         spec = FullAttentionSpec(
             block_size=cache.block_size or 32,
@@ -109,7 +110,7 @@ class EngineFieldsTest(unittest.TestCase):
             "implementation": {"model_impl": "transformers"},
             "worker's extension": {"worker_extension_cls": "somebody.Extension"},
             "a platform's switches": {"additional_config": {"switch": 1}},
-            "compute dtype": {"dtype": "bfloat16", "kv_cache_dtype": "float32"},
+            "compute dtype": {"kv_cache_dtype": "bfloat16"},
         }
         seen = {usual}
         for name, given in cases.items():
@@ -122,7 +123,7 @@ class EngineFieldsTest(unittest.TestCase):
             self.assertNotIn(self.namespace(load_format="dummy", seed=3), seen)
 
     def test_class_of_a_model(self) -> None:
-        """Another class in place of the one that vLLM has for an architecture: another namespace."""
+        """Another class in place of the one that vLLM has for an architecture counts."""
         from vllm.model_executor.models.registry import ModelRegistry
 
         usual = self.namespace()

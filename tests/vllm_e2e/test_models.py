@@ -286,7 +286,7 @@ class SharedCachesTest(EngineTest):
                 cold = self.serve(BATCH, engine=engine)
                 warm = self.serve(BATCH, engine=engine)
                 self.assertEqual([expected] * 2, [cold.tokens, warm.tokens])
-                self.assertGreater(len(set(expected[0])), 4)
+                self.assertGreater(len(set(expected[0])), 2)
                 self.assertEqual([640], warm.cached)
                 self.assertIn("KV cache in", cold.log)
                 self.assertNotIn("loads and stores nothing", cold.log)
