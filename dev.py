@@ -19,6 +19,8 @@ from importlib import metadata, util
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
 
+import hatch_build
+
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -42,16 +44,24 @@ PEER_SUBJECTS = (
     "lmcache_subject.py:lmcache_fs_native",
 )
 TAIL_LINES = 40
+WHEELS = ("pure", "manylinux_2_17_x86_64", "manylinux_2_17_aarch64")
 SHARED = ("-n", "2", "--dist", "loadscope")  # two processes, a class's tests in one of them
 QUICK = "not thorough and not soak and not gpu"
 
 
-def step(title: str, command: list[str]) -> None:
+def step(title: str, command: list[str], **environment: str) -> None:
     """Runs one command of the set-up as one line of progress; shows its output only if it fails."""
     print(f"setup: {title} ...", end=" ", flush=True)
     start = time.monotonic()
     done = subprocess.run(
-        command, cwd=ROOT, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdin=DEVNULL,
+        stdout=PIPE,
+        stderr=STDOUT,
+        text=True,
+        errors="replace",
     )
     if done.returncode:
         print(f"failed with exit status {done.returncode}", flush=True)
@@ -129,7 +139,27 @@ def recipe_digest() -> str:
     return digest.hexdigest()
 
 
+def build_native(*, anew: bool = False) -> bool:
+    """Compiles the C files into the source tree if they have changed, or `anew`: in any case."""
+    start = time.monotonic()
+    try:
+        changed, path = hatch_build.build_in_place(anew=anew)
+    except hatch_build.BuildError as problem:
+        print(f"setup: no native code, Python does its work: {problem}", flush=True)
+        return False
+    if changed:
+        took_s = time.monotonic() - start
+        print(f"setup: native code, {path.relative_to(ROOT)} ... {took_s:.1f} s", flush=True)
+    return True
+
+
 def prepare() -> None:
+    """Brings .venv, and the native code in the source tree, up to date."""
+    prepare_environment()
+    build_native()
+
+
+def prepare_environment() -> None:
     """Brings .venv up to date."""
     digest = recipe_digest()
     if PYTHON.exists() and STAMP.exists() and STAMP.read_text(encoding="utf-8") == digest:
@@ -156,6 +186,20 @@ def run(*command: str) -> int:
 def setup() -> int:
     """Makes or updates .venv with everything that development needs."""
     print("setup: .venv is ready", flush=True)
+    return 0
+
+
+def build() -> int:
+    """Compiles the C files anew, for this source tree; needs no .venv."""
+    return 0 if build_native(anew=True) else 1
+
+
+def wheels() -> int:
+    """Builds a release into dist/: the source distribution and a wheel for each platform."""
+    uv = [str(VENV / "bin" / "uv"), "build", "--out-dir", "dist", "--python", str(PYTHON)]
+    step("source distribution", [*uv, *pip_settings_for_uv(), "--sdist"])
+    for tag in WHEELS:
+        step(f"wheel, {tag}", [*uv, *pip_settings_for_uv(), "--wheel"], VUA_WHEEL=tag)
     return 0
 
 
@@ -229,6 +273,13 @@ def scorecard(*arguments: str) -> int:
     return status
 
 
+def identity_campaign(*arguments: str) -> int:
+    """Runs random engines on one directory, judged by their own K and V (--setups 60)."""
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
+    command = [str(PYTHON), "-m", "vllm_e2e.campaign", *arguments]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}).returncode
+
+
 def soak(*arguments: str) -> int:
     """Runs the tests that take minutes."""
     return run("-m", "pytest", "-q", "-m", "soak", *arguments)
@@ -247,8 +298,8 @@ def ci() -> int:
 TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
-        *(setup, demo, test, thorough, test_oldest, lint, format_, bench, peers, scorecard),
-        *(soak, fuzz, ci),
+        *(setup, build, wheels, demo, test, thorough, test_oldest, lint, format_, bench),
+        *(peers, scorecard, identity_campaign, soak, fuzz, ci),
     )
 }
 
@@ -257,12 +308,13 @@ def main(arguments: list[str]) -> int:
     """Runs the target that the command line names."""
     target = TARGETS.get(arguments[0]) if arguments else None
     if target is None:
-        lines = "\n".join(f"  {name:12}{f.__doc__}" for name, f in TARGETS.items())
+        lines = "\n".join(f"  {name:19}{f.__doc__}" for name, f in TARGETS.items())
         print(f"usage: python3.11 dev.py TARGET [ARGUMENTS]\n{lines}", flush=True)
         return 2 if arguments and arguments[0] not in ("-h", "--help", "help") else 0
     if len(arguments) > 1 and not inspect.signature(target).parameters:
         sys.exit(f"dev.py: {arguments[0]} takes no arguments")
-    prepare()
+    if target is not build:
+        prepare()
     return target(*arguments[1:])
 
 

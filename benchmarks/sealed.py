@@ -111,7 +111,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=15)
     arguments.add_argument("--directory", help="where to make the caches; by default /tmp")
     given = arguments.parse_args()
-    print(f"native load loop: {'yes' if native.library(wait=True) else 'no'}")
+    print(f"native load loop: {'yes' if native.library() else 'no'}")
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
         run(Path(directory), given.rounds)
 

@@ -3,17 +3,19 @@
 #
 #     examples/serve-vllm.sh MODEL [DIRECTORY] [vllm serve options ...]
 #
-# Start it again, or on another host with the same directory: prompts that begin alike are loaded
-# from there, not computed again.
+# The directory is $VUA_PATH, or else ./vua_cache, where none is given. Start it again, or on another
+# host with the same directory: prompts that begin alike are loaded from there, not computed again.
 set -eu
 
 model=${1:?usage: serve-vllm.sh MODEL [DIRECTORY] [vllm serve options ...]}
-directory=${2:-./vua_cache}
-[ $# -gt 1 ] && shift
 shift
+directory=${VUA_PATH:-./vua_cache}
+case ${1:--} in
+    -*) ;;  # an option: no directory is given
+    *)
+        directory=$1
+        shift
+        ;;
+esac
 
-exec vua-vllm serve "$model" --kv-transfer-config '{
-    "kv_connector": "VUAStorageConnector_V1",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"shared_storage_path": "'"$directory"'"}
-}' "$@"
+exec "$(dirname "$0")/../bin/vua-vllm" serve "$model" --vua-path "$directory" "$@"

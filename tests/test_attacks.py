@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as some
 
 from helpers import DirectoryTest, caches_of, kv_bits
+from properties import HealthCheck, given, seed, settings
 from vua.core import VUA, VUAConfig
 from vua.entry import parse_entry
 from vua.errors import CorruptEntryError
@@ -29,7 +29,7 @@ GOLDEN = sorted(
     for folder in ("golden", "golden_sealed")
     for path in (Path(__file__).parent / folder).rglob("*.safetensors")
 )
-QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+QUIET = {"database": None, "suppress_health_check": list(HealthCheck)}
 SLOW_S = 5.0
 """No file takes so long on any machine; the bar on a quiet one is 0.1 s."""
 
@@ -86,9 +86,7 @@ class TestFuzz(unittest.TestCase):
     """Bytes that nobody thought of."""
 
     @seed(20)
-    @settings(
-        max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=150, database=None, suppress_health_check=list(HealthCheck))
     @given(some.sampled_from(GOLDEN), some.integers(0, 1 << 32), some.binary(max_size=64))
     def test_mutated(self, path: Path, number: int, extra: bytes) -> None:
         """Mutated headers of golden files never get further than CorruptEntryError."""
@@ -100,9 +98,7 @@ class TestFuzz(unittest.TestCase):
                     parse_entry(hostile)
 
     @seed(21)
-    @settings(
-        max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
     @given(
         some.recursive(
             some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=9),

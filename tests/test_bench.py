@@ -7,9 +7,12 @@ import io
 import json
 import sys
 import tempfile
+import time
 import unittest
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -31,6 +34,8 @@ from vua.bench.report import markdown, plots
 from vua.bench.suite import NUMBERS, Settings, run
 from vua.cli import main
 from vua.errors import InputError
+from vua.eviction import Evictor, Freed
+from vua.store import Store
 
 WORKER = Path(__file__).resolve().parent.parent / "benchmarks" / "peers" / "worker.py"
 
@@ -146,6 +151,42 @@ class TestReplay(DirectoryTest):
 
         with self.assertLogs("vua", "WARNING"), self.assertRaises(MeasurementError):
             replay(self.root, requests, quiet)
+
+    def test_evicted_after_the_lookup(self) -> None:
+        """What is evicted between lookup and load is a miss that is shown; the run goes on."""
+        requests = [Request(tuple(range(20)), 20 * 512)] * 3  # one prompt, nearly all of the room
+        evicted: list[Freed] = []
+        look_up = Store.lookup
+
+        def then_evict(store: Store, *keys: Any) -> int:
+            found = look_up(store, *keys)
+            if found == 20 and not evicted:  # the tail of what was found, which is the oldest
+                evictor = Evictor(self.root)
+                evicted.append(evictor.evict(5 * block_file_nbytes(), time.time_ns()))
+            return found
+
+        with mock.patch.object(Store, "lookup", then_evict):
+            done = replay(self.root, requests, quiet, max_bytes=22 * block_file_nbytes())
+
+        self.assertEqual([5], [freed.chunks for freed in evicted])
+        self.assertEqual((35, 5, 0), (done.hit_blocks, done.vanished_blocks, done.refused_blocks))
+        self.assertEqual((25, 40), (done.written_blocks, done.ideal_blocks))
+
+    def test_vanished_without_bounds(self) -> None:
+        """Control: where nothing may be evicted a block that is gone stops the replay."""
+        look_up = Store.lookup
+
+        def then_delete(store: Store, *keys: Any) -> int:
+            found = look_up(store, *keys)
+            if found:
+                self.files()[0].unlink()
+            return found
+
+        with (
+            mock.patch.object(Store, "lookup", then_delete),
+            self.assertRaisesRegex(MeasurementError, "missing"),
+        ):
+            replay(self.root, [Request((1, 2, 3), 1536)] * 2, quiet)
 
     def test_lru(self) -> None:
         """LRU with room for everything is ideal; with little room, what fits is found again."""

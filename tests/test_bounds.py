@@ -14,10 +14,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import DirectoryTest
+from properties import given, settings
 from replay import LAYOUT, NBYTES, Cache
 from vua import bounds as bounds_module
 from vua.bounds import Bounds, Limits, read_bounds, write_bounds
@@ -349,7 +349,7 @@ class TestKeeper(DirectoryTest):
         self.assertEqual(3, cache.store.lookup(keys))
         self.assertFalse(cache.store.storage.exists(lone[1].name, LAYOUT.full))
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(
         st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=5, max_size=40),
         st.integers(4, 20),

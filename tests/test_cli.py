@@ -260,6 +260,52 @@ class TestVerify(CliTest):
         self.assertIn(f"corrupt: {first}: ", out)
         self.assertEqual(before, {path: path.lstat().st_mtime_ns for path in self.root.rglob("*")})
 
+    def test_goes_on(self) -> None:
+        """Behind a file with further names, and all that cannot be read, the rest is looked at."""
+        self.put("mistral", 2)
+        linked = self.entries()[0]
+        os.link(linked, self.root.parent / f"{self.root.name}-link")
+        self.addCleanup(os.unlink, self.root.parent / f"{self.root.name}-link")
+        damaged = self.entries()[2]
+        flip(damaged, 4200)
+        pipe, loop = self.entries(2)
+        for path in (pipe, loop):
+            path.unlink()
+        os.mkfifo(pipe)
+        loop.symlink_to(loop)
+        (linked.parents[2] / "loop").symlink_to(linked.parents[2])
+        code, report = run_json("verify", self.root)
+        by_chunks = {sum(one[k] for k in ("sound", "corrupt", "foreign", "error")): one
+                     for one in report["namespaces"]}  # fmt: skip
+
+        self.assertEqual((1, [1, 2, 3]), (code, sorted(by_chunks)))
+        self.assertEqual([1, 0, 1], [by_chunks[n]["sound"] for n in (1, 2, 3)])
+        two, three = by_chunks[2]["problems"], by_chunks[3]["problems"]
+        self.assertEqual(["corrupt", "foreign"], sorted(one["outcome"] for one in three))
+        foreign = next(one for one in three if one["outcome"] == "foreign")
+        self.assertIn("further names (hard links)", foreign["reason"])
+        self.assertEqual(["not a regular file"] * 2, [one["reason"] for one in two])
+        self.assertEqual(1, run("verify", "--repair", self.root)[0])
+        self.assertTrue(linked.exists())  # somebody else's name for the same bytes
+        self.assertEqual([False] * 3, [os.path.lexists(p) for p in (damaged, pipe, loop)])
+
+    def test_namespace_that_cannot_be_opened(self) -> None:
+        """It is reported, and the next one is looked at."""
+        closed = self.entries()[0].parents[2]
+        with read_only(self.root):
+            if os.getuid() == 0:
+                os.seteuid(0)
+            closed.chmod(0)
+            if os.getuid() == 0:
+                os.seteuid(65534)
+            code, report = run_json("verify", self.root)
+
+        self.assertEqual(1, code)
+        counts = {one["namespace"]: one for one in report["namespaces"]}
+        problem = counts.pop(closed.name)["problems"][0]
+        self.assertEqual((".", "error", "Permission denied"), tuple(problem.values()))
+        self.assertEqual([1], [one["sound"] for one in counts.values()])
+
     def test_every_byte(self) -> None:
         """No flipped bit of a file escapes."""
         path = self.entries(1)[0]
@@ -412,7 +458,9 @@ class TestCommand(CliTest):
         done = self.start("verify", str(self.root))
         self.assertEqual((0, ""), (done.returncode, done.stderr))
         self.assertIn("llama", done.stdout)
-        self.assertEqual(f"vua {__version__}\n", self.start("--version").stdout)
+        version, native = self.start("--version").stdout.splitlines()
+        self.assertEqual(f"vua {__version__}", version)
+        self.assertIn("native code", native)
 
     def test_closed_pipe(self) -> None:
         """When nobody reads on, it stops without a word."""

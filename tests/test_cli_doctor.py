@@ -19,11 +19,14 @@ from vua import _linux
 from vua.bounds import Bounds, write_bounds
 from vua.cli import probes, quota
 from vua.cli.probes import PROBES, Finding, Ground, Mount, mount_of
+from vua.directory import check_root
+from vua.errors import ConfigError
+from vua.security import Security
 
 NAMES = [
-    "file system", "publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT", "cachestat",
-    "permissions", "time stamps", "clock", "visibility", "hard links", "speed", "space", "quota",
-    "native loop", "GDS",
+    "owner", "file system", "publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT",
+    "cachestat", "permissions", "time stamps", "clock", "visibility", "hard links", "speed",
+    "space", "quota", "native loop", "GDS",
 ]  # fmt: skip
 MOUNTS = r"""
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -54,6 +57,24 @@ class TestDoctor(DirectoryTest):
         self.assertEqual(
             (before, stamp), (self.snapshot(), (self.root / "file").stat().st_mtime_ns)
         )
+
+    def test_owner(self) -> None:
+        """Where an engine does not start the doctor says so, in the engine's own words."""
+        self.root.chmod(0o777)  # as Kubernetes makes an emptyDir
+        with self.assertRaises(ConfigError) as refused:
+            check_root(self.root, security=Security())
+        code, found = self.levels()
+
+        self.assertEqual((1, "bad"), (code, found["owner"][0]))
+        self.assertIn(str(refused.exception), found["owner"][1])
+        code, report = run_json("doctor", self.root, "--trusted-uids", "any")
+        self.assertEqual((0, "ok"), (code, report["findings"][0]["level"]))
+        inside = self.root / "vua"  # what the words advise
+        check_root(inside, security=Security())
+        self.assertEqual("ok", run_json("doctor", inside)[1]["findings"][0]["level"])
+        code, _, err = run("doctor", self.root, "--trusted-uids", "me")
+        self.assertEqual(2, code)
+        self.assertIn("user ids between commas", err)
 
     def test_quota(self) -> None:
         """A user's limit is told, near its end it is bad; what the kernel answers is understood."""

@@ -73,7 +73,10 @@ class TestPrefix(ExplainTest):
             code, (one,) = self.ask(tokens)
 
             self.assertEqual((0, 3, 12), (code, one["usable_chunks"], one["usable_tokens"]))
-            self.assertEqual("a hit: all 3 whole chunks, 12 of 14 tokens", one["verdict"])
+            self.assertEqual({"16": 0, "128": 0}, one["loads"])
+            self.assertRegex(
+                one["verdict"], "^a hit: all 3 whole chunks, 12 of 14 tokens, of which"
+            )
             self.assertEqual((3, 3), tuple(one["groups"][0][k] for k in ("galloping", "leading")))
             self.assertIsNone(one["groups"][0]["first_missing"])
 

@@ -331,7 +331,7 @@ class RunsTest(BlocksTest):
         self.assertEqual([*expected, (1, 3, 2, 2)], runs)
 
 
-@unittest.skipUnless(has_native(), "no C compiler here")
+@unittest.skipUnless(has_native(), "native code is not built: python3 dev.py build")
 class HostTest(BlocksTest):
     """What is chosen on a CPU: the loop in C."""
 

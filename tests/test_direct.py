@@ -188,7 +188,7 @@ class TestDirectReads(DirectoryTest):
         without direct reads the first load leaves them in the page cache.
         """
         if not has_native():
-            self.skipTest("no C compiler here")
+            self.skipTest("native code is not built: python3 dev.py build")
         if (why_not := direct_works(self.root)) is not None:
             self.skipTest(why_not)
         layout = KVLayout(layers=7, kv_heads=3, k_dim=40, v_dim=24, dtype="BF16", chunk_tokens=48)
@@ -217,7 +217,7 @@ class TestDirectReads(DirectoryTest):
     def test_flipped_bits(self) -> None:
         """A flipped bit of a cold file is a miss wherever it is; control: without one it is not."""
         if not has_native():
-            self.skipTest("no C compiler here")
+            self.skipTest("native code is not built: python3 dev.py build")
         if (why_not := direct_works(self.root)) is not None:
             self.skipTest(why_not)
         layout = KVLayout(layers=5, kv_heads=2, k_dim=64, v_dim=32, dtype="BF16", chunk_tokens=64)

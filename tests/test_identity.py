@@ -1,4 +1,4 @@
-"""What makes two caches the same: identities, config digests and weights fingerprints."""
+"""What makes two caches the same: identities and config digests; test_weights has the weights."""
 
 from __future__ import annotations
 
@@ -6,27 +6,20 @@ import dataclasses
 import json
 import math
 import os
-import struct
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from importlib import util
-from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
+from properties import given
 from vua.errors import ConfigError
-from vua.identity import Identity, config_digest, weights_fingerprint
+from vua.identity import Identity, config_digest
 
-PAGE = 4096
 TEXT = st.text(st.characters() | st.sampled_from(["\0", "\n", ":", "1"]), max_size=6)
 IDENTITIES = st.builds(
     Identity,
@@ -48,16 +41,6 @@ CONFIG: dict[str, object] = {
     "sliding_window": None,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-OPENED: list[str] = []
-
-
-def note_opened(event: str, args: tuple[object, ...]) -> None:
-    """Remember what this process opens; an audit hook stays for good, so it is one for all."""
-    if event == "open" and isinstance(args[0], str | os.PathLike):
-        OPENED.append(os.fspath(args[0]))
-
-
-sys.addaudithook(note_opened)
 
 
 def in_other_process(code: str, *args: str, **env: str) -> str:
@@ -274,219 +257,6 @@ print(json.dumps([digests, overridden]))
         self.assertEqual({"llama": 1, "qwen2": 1, "qwen3": 1, "mistral": 1}, each)
         distinct = {overridden, *(found[0] for found in digests.values())}
         self.assertEqual(5, len(distinct))
-
-
-class TestWeightsFingerprint(unittest.TestCase):
-    def setUp(self) -> None:
-        """A model of 24 tensors and a cache directory of its own."""
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
-        self.model = self.folder / "model"
-        self.cache = self.folder / "cache"
-        previous = os.environ.get("XDG_CACHE_HOME")
-        os.environ["XDG_CACHE_HOME"] = str(self.cache)
-        self.addCleanup(
-            lambda: (
-                os.environ.pop("XDG_CACHE_HOME")
-                if previous is None
-                else os.environ.__setitem__("XDG_CACHE_HOME", previous)
-            )
-        )
-        self.tensors = {
-            f"layer.{n}": np.random.default_rng(n).standard_normal((64, 64 + n), np.float32)
-            for n in range(24)
-        }
-        self.write(self.tensors)
-
-    def write(self, tensors: Mapping[str, np.ndarray], name: str = "model.safetensors") -> Path:
-        """Write tensors long ago, so that the fingerprint may be remembered at once."""
-        self.model.mkdir(exist_ok=True)
-        save_file(dict(tensors), self.model / name)
-        return self.age(self.model / name)
-
-    def age(self, file: Path, seconds: float = 3600.0) -> Path:
-        """Let a file look as if it had been written some time ago."""
-        then = time.time() - seconds
-        os.utime(file, (then, then))
-        return file
-
-    def opened(self, path: Path) -> list[str]:
-        """Return the names of the weight files that a fingerprint opens."""
-        OPENED.clear()
-        weights_fingerprint(path)
-        seen = {Path(name).name for name in OPENED}
-        return sorted(name for name in seen if name.endswith((".safetensors", ".bin", ".gguf")))
-
-    def test_each_single_tensor_counts(self) -> None:
-        """Changing any one tensor gives another fingerprint at the same size and time."""
-        file = self.model / "model.safetensors"
-        before = weights_fingerprint(self.model)
-        size, then = file.stat().st_size, file.stat().st_mtime
-        for name in self.tensors:
-            with self.subTest(name):
-                self.write({**self.tensors, name: self.tensors[name] + np.float32(1)})
-                os.utime(file, (then, then))
-
-                self.assertEqual(size, file.stat().st_size)
-                self.assertNotEqual(before, weights_fingerprint(self.model))
-
-    def test_place_and_time_do_not_count(self) -> None:
-        """The same weights elsewhere, also as a link or with other small files, are the same."""
-        before = weights_fingerprint(self.model)
-        blob = self.folder / "0123abcd"
-        (self.model / "model.safetensors").rename(blob)
-        (self.model / "model.safetensors").symlink_to(blob)
-        (self.model / "config.json").write_text("{}")
-        (self.model / "._model.safetensors").write_text("a resource fork")
-
-        self.assertEqual(before, weights_fingerprint(self.model))
-        self.assertEqual(before, weights_fingerprint(self.model / "model.safetensors"))
-
-    def test_names_and_files_count(self) -> None:
-        """Renaming, adding or cutting a weight file gives another fingerprint."""
-        found = [weights_fingerprint(self.model)]
-        (self.model / "model.safetensors").rename(self.model / "renamed.safetensors")
-        found.append(weights_fingerprint(self.model))
-        (self.model / "adapter_config.json").write_text('{"r": 8}')
-        found.append(weights_fingerprint(self.model))
-        (self.model / "adapter_config.json").write_text('{"r": 9}')
-        found.append(weights_fingerprint(self.model))
-        (self.model / "more.bin").write_bytes(b"")
-        found.append(weights_fingerprint(self.model))
-        os.truncate(self.model / "renamed.safetensors", PAGE)
-        found.append(weights_fingerprint(self.model))
-
-        self.assertEqual(len(found), len(set(found)))
-
-    def test_other_formats_are_sampled_throughout(self) -> None:
-        """Small GGUF and pickle files count in full, large ones at both ends and in between."""
-        for suffix, nbytes in ((".gguf", 100_001), (".bin", 64 << 20)):
-            file = self.model / f"x{suffix}"
-            content = bytearray(nbytes)
-            file.write_bytes(content)
-            before = weights_fingerprint(file)
-            for at in (0, 50_000, nbytes // 2 - nbytes // 2 % (4 * PAGE), nbytes - 1):
-                with self.subTest(suffix=suffix, at=at):
-                    changed = content.copy()
-                    changed[at : at + 5 * PAGE] = b"x" * len(changed[at : at + 5 * PAGE])
-                    file.write_bytes(changed)
-
-                    self.assertNotEqual(before, weights_fingerprint(file))
-
-    def test_broken_safetensors_still_have_a_fingerprint(self) -> None:
-        """A header that lies about its length, tensors or types is sampled as plain bytes."""
-        header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,%s]}}'
-        for content in (
-            b"",
-            b"\xff" * 8,
-            struct.pack("<Q", 1 << 40) + b"{}",
-            struct.pack("<Q", 2) + b"[]",
-            struct.pack("<Q", 2) + b"{]",
-            struct.pack("<Q", len(header)) + header.replace(b"%s", b" 9"),
-            struct.pack("<Q", len(header)) + header.replace(b"%s", b'""'),
-            struct.pack("<Q", 100_000) + b"[" * 100_000,
-        ):
-            with self.subTest(content[:40]):
-                (self.model / "model.safetensors").write_bytes(content)
-
-                self.assertRegex(weights_fingerprint(self.model), "^[0-9a-f]{64}$")
-
-    def test_no_weights_are_an_error(self) -> None:
-        """A directory without weights, another file or a hub name is refused."""
-        (self.model / "model.safetensors").rename(self.model / "notes.txt")
-        for path in (self.model, self.model / "notes.txt", Path("someone/some-model")):
-            with self.subTest(path), self.assertRaisesRegex(ConfigError, "no weights"):
-                weights_fingerprint(path)
-
-    def test_a_remembered_fingerprint_opens_no_weights(self) -> None:
-        """The second fingerprint of unchanged weights comes from a private memo beside them."""
-        self.assertEqual(["model.safetensors"], self.opened(self.model))
-        self.assertEqual([], self.opened(self.model))
-        memo = self.model / ".vua-weights.json"
-        self.assertEqual(0o600, memo.stat().st_mode & 0o777)
-        self.assertEqual(
-            weights_fingerprint(self.model, cache=False), weights_fingerprint(self.model)
-        )
-
-    def test_a_change_of_stamps_reads_again(self) -> None:
-        """Another mtime, size or inode of a file makes the memo worthless."""
-        self.opened(self.model)
-        file = self.model / "model.safetensors"
-        copy = self.folder / "copy"
-        self.age(file, 7200.0)
-        self.assertEqual(["model.safetensors"], self.opened(self.model))
-        copy.write_bytes(file.read_bytes())
-        os.utime(copy, (file.stat().st_mtime, file.stat().st_mtime))
-        copy.rename(file)
-        self.assertEqual(["model.safetensors"], self.opened(self.model))
-        self.age(self.write({**self.tensors, "more": np.zeros(1, np.float32)}))
-        self.assertEqual(["model.safetensors"], self.opened(self.model))
-        self.assertEqual([], self.opened(self.model))
-
-    def test_weights_just_written_are_not_remembered(self) -> None:
-        """The fingerprint of a file just written could hide the next write, so it is not kept."""
-        os.utime(self.model / "model.safetensors")
-        weights_fingerprint(self.model)
-
-        self.assertFalse((self.model / ".vua-weights.json").exists())
-
-    def test_a_damaged_memo_is_ignored(self) -> None:
-        """Whatever a memo holds, the fingerprint is right and the memo is made anew."""
-        expected = weights_fingerprint(self.model)
-        memo = self.model / ".vua-weights.json"
-        sound = memo.read_bytes()
-        state = next(iter(json.loads(sound)["vua.weights.v1"]))
-        for content in (
-            b"",
-            b"\xff\0",
-            b"[]",
-            b"{}",
-            b'{"vua.weights.v1": 7}',
-            b"[" * 100_000,
-            json.dumps({"vua.weights.v1": {state: "../../etc"}}).encode(),
-            json.dumps({"vua.weights.v1": {state: None}}).encode(),
-        ):
-            with self.subTest(content[:30]):
-                memo.write_bytes(content)
-
-                self.assertEqual(expected, weights_fingerprint(self.model))
-                self.assertEqual(sound, memo.read_bytes())
-
-    def test_a_directory_that_refuses_has_its_memo_elsewhere(self) -> None:
-        """Where the memo cannot lie beside the weights it lies in the user's cache directory."""
-        (self.model / ".vua-weights.json").mkdir()
-        self.assertEqual(["model.safetensors"], self.opened(self.model))
-        self.assertEqual([], self.opened(self.model))
-        memos = list((self.cache / "vua").iterdir())
-        self.assertEqual(1, len(memos))
-        self.assertEqual(0o600, memos[0].stat().st_mode & 0o777)
-        self.assertEqual(
-            {".vua-weights.json", "model.safetensors"},
-            {file.name for file in self.model.iterdir()},
-        )
-
-    def test_without_any_place_there_is_no_memo(self) -> None:
-        """A fingerprint needs no memo: where every place refuses, it is computed each time."""
-        (self.model / ".vua-weights.json").mkdir()
-        self.cache.write_text("not a directory")
-
-        self.assertEqual(
-            weights_fingerprint(self.model, cache=False), weights_fingerprint(self.model)
-        )
-
-    def test_processes_at_once_agree(self) -> None:
-        """Processes that fingerprint at once agree and leave one sound memo and no litter."""
-        code = "import sys; from vua.identity import *; print(weights_fingerprint(sys.argv[1]))"
-        with ThreadPoolExecutor(4) as pool:
-            found = set(pool.map(lambda _: in_other_process(code, str(self.model)), range(4)))
-
-        self.assertEqual({weights_fingerprint(self.model, cache=False) + "\n"}, found)
-        self.assertEqual([], self.opened(self.model))
-        self.assertEqual(
-            {".vua-weights.json", "model.safetensors"},
-            {file.name for file in self.model.iterdir()},
-        )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
+from properties import given
 from vua.errors import InputError
 from vua.keys import ChunkKey, KeyChain, extras_parent, token_ids
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import unittest
 from pathlib import Path
 
 import vua
+from properties import settings
 
 SOURCE = Path(vua.__file__).parent
 
@@ -17,7 +19,8 @@ CORE = (
     "vua.breaker",
     "vua.workers",
     "vua._linux",
-    "vua.native.build",
+    "vua.native.stamp",
+    "vua.native.bindings",
     "vua.native.batches",
     "vua.native.moves",
     "vua.native.prefixes",
@@ -28,6 +31,12 @@ CORE = (
     "vua.states",
     "vua.security",
     "vua.keys",
+    "vua.weights.content",
+    "vua.weights.files",
+    "vua.weights.memo",
+    "vua.weights.fingerprint",
+    "vua.weights.background",
+    "vua.weights",
     "vua.identity",
     "vua.model_files",
     "vua.rope",
@@ -71,6 +80,7 @@ CORE = (
     "vua.saver",
     "vua.store",
     "vua.directory",
+    "vua.place",
     "vua.buffers",
     "vua.tensors",
     "vua.config",
@@ -250,6 +260,24 @@ class TestLayering(unittest.TestCase):
         for module, source in sound:
             with self.subTest(module=module, source=source):
                 self.assertEqual([], faults(module, source, modules))
+
+
+class TestProperties(unittest.TestCase):
+    """Tests of properties run under one profile."""
+
+    def test_no_deadline(self) -> None:
+        """No example of any test fails for taking long, and no module leaves the profile out."""
+        direct = re.compile(
+            r"^(import hypothesis\b|from hypothesis import (?!strategies))", re.MULTILINE
+        )
+        others = [
+            path.name
+            for path in sorted(Path(__file__).parent.rglob("*.py"))
+            if path.name != "properties.py" and direct.search(path.read_text(encoding="utf-8"))
+        ]
+
+        self.assertEqual([], others)
+        self.assertIsNone(settings().deadline)
 
 
 if __name__ == "__main__":

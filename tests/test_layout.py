@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import unittest
 
-from hypothesis import given
 from hypothesis import strategies as st
 
+from properties import given
 from vua.errors import LayoutError
 from vua.layout import ITEMSIZE, KVLayout, Shard, cover
 from vua.serdes import DTYPES

@@ -13,10 +13,10 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import DirectoryTest
+from properties import given
 from vua import _linux
 from vua._linux import IOV_MAX, Iovecs, _rest
 

@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from helpers import bits, flip, noise, swap
+from properties import HealthCheck, settings
 from vua.core import VUA, VUAConfig
 from vua.keys import KeyChain, token_ids
 
@@ -161,6 +161,5 @@ TestCache = CacheMachine.TestCase
 TestCache.settings = settings(
     max_examples=150,
     stateful_step_count=30,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -1,4 +1,4 @@
-"""Mirrors `vua.native`: built once, only what this user made is loaded, never in the way."""
+"""Mirrors `vua.native`: what its loops do, against Python's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import ctypes
 import hashlib
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 import unittest
@@ -33,26 +31,18 @@ from helpers import (
 from vua import native
 from vua._linux import page_aligned
 from vua.bench.files import cool, direct_works, is_cold
-from vua.errors import ConfigError
 from vua.layout import KVLayout, Shard
-from vua.native import batches, build, moves
+from vua.native import batches, bindings, moves
 from vua.storage.local import LocalStorage
 from vua.store import Store
 
 NAMESPACE = "cd" * 32
 LAYOUT = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
+NOT_BUILT = "native code is not built: python3 dev.py build"
 CHUNKS = 40  # 38 MiB: enough for a second thread
 
-BUILD = """
-import logging, sys
-from vua import native
-logging.basicConfig(level=logging.INFO)
-library = native.library(wait=True)
-print("built" if library else "none", native.load(0, [], None, 0, 0)[0])
-"""
 
-
-@unittest.skipUnless(has_native(), "no C compiler here")
+@unittest.skipUnless(has_native(), NOT_BUILT)
 class TestIds(unittest.TestCase):
     """Token ids as they are hashed."""
 
@@ -107,7 +97,7 @@ class TestCrew(unittest.TestCase):
                     self.assertEqual((1, min(2, cores) if cores > 2 else 1), (few, many))
 
 
-@unittest.skipUnless(has_native(), "no C compiler here")
+@unittest.skipUnless(has_native(), NOT_BUILT)
 class TestLoad(DirectoryTest):
     """What the loop says about files, against what the Python path says."""
 
@@ -260,7 +250,7 @@ class TestLoad(DirectoryTest):
         self.assertGreater(max(calls), 0)
 
 
-@unittest.skipUnless(has_native(), "no C compiler here")
+@unittest.skipUnless(has_native(), NOT_BUILT)
 class TestChecksums(DirectoryTest):
     def test_same_as_in_python(self) -> None:
         """Of chunks in memory of any kind, of ranks' parts too; another chunk's are others."""
@@ -349,7 +339,7 @@ class TestDirectLoad(TestLoad):
 class TestChain(unittest.TestCase):
     """The chunks' hashes, against hashlib."""
 
-    @unittest.skipUnless(has_native() and build.sha256, "no C compiler or no OpenSSL here")
+    @unittest.skipUnless(has_native() and bindings.sha256, "no native code or no OpenSSL here")
     def test_same_digests(self) -> None:
         """They are those of the path in Python, which are those that hashlib gives."""
         random = np.random.default_rng(5)
@@ -374,91 +364,20 @@ class TestChain(unittest.TestCase):
 
     def test_library_does_it(self) -> None:
         """Where there is a library, it is not Python that hashes."""
-        if not has_native() or build.sha256 is None:
-            self.skipTest("no C compiler or no OpenSSL here")
+        if not has_native() or bindings.sha256 is None:
+            self.skipTest("no native code or no OpenSSL here")
         with mock.patch("vua.native.prefixes._in_python") as in_python:
             self.assertEqual(64, len(native.chain(b"", memoryview(bytes(512)), 256)))
         in_python.assert_not_called()
 
 
-class TestBuild(DirectoryTest):
-    """Where the library comes from. Each case is a process with a cache of its own."""
-
-    def run_build(self, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Look for the library in a fresh process."""
-        full = os.environ | {"XDG_CACHE_HOME": str(self.root)} | environment
-        return subprocess.run(
-            [sys.executable, "-c", BUILD], env=full, capture_output=True, text=True, check=False
-        )
-
-    def libraries(self) -> list[Path]:
-        """What stands in the cache."""
-        return sorted((self.root / "vua").glob("*"))
-
-    @unittest.skipUnless(has_native(), "no C compiler here")
-    def test_built_once(self) -> None:
-        """The second process takes what the first has built, without a compiler."""
-        self.assertEqual("built 0\n", self.run_build().stdout)
-        (library,) = self.libraries()
-        stamp = library.stat().st_mtime_ns
-        self.assertEqual("built 0\n", self.run_build(PATH="/nowhere", CC="").stdout)
-        self.assertEqual([library], self.libraries())
-        self.assertEqual(stamp, library.stat().st_mtime_ns)
-
-    def test_no_compiler(self) -> None:
-        """Without a compiler there is no library and no error, unless it is required."""
-        done = self.run_build(PATH="/nowhere", CC="")
-        self.assertEqual("none 0\n", done.stdout)
-        self.assertIn("no C compiler", done.stderr)
-        required = self.run_build(PATH="/nowhere", CC="", VUA_NATIVE="require")
-        self.assertNotEqual(0, required.returncode)
-        self.assertIn("VUA_NATIVE=require", required.stderr)
-
-    def test_failing_compiler(self) -> None:
-        """A compiler that fails is named, and leaves nothing behind."""
-        compiler = self.root / "cc"
-        compiler.write_text("#!/bin/sh\necho no such luck >&2; exit 1\n")
-        compiler.chmod(0o700)
-        done = self.run_build(CC=str(compiler))
-        self.assertEqual("none 0\n", done.stdout)
-        self.assertIn("no such luck", done.stderr)
-        self.assertEqual([], self.libraries())
-
-    @unittest.skipUnless(has_native(), "no C compiler here")
-    def test_writable_by_others(self) -> None:
-        """A library that another user could have put there is not loaded."""
-        self.run_build()
-        (library,) = self.libraries()
-        for path in (library, library.parent):
-            with self.subTest(path.name):
-                path.chmod(0o722)
-                done = self.run_build()
-                self.assertEqual("none 0\n", done.stdout)
-                self.assertIn("not loaded", done.stderr)
-                path.chmod(0o700)
-
-    def test_off(self) -> None:
-        """Off means that nothing is built."""
-        self.assertEqual("none 0\n", self.run_build(VUA_NATIVE="off").stdout)
-        self.assertEqual([], self.libraries())
-
-    def test_unknown_wish(self) -> None:
-        """A word that means nothing is refused with those that do."""
-        with (
-            mock.patch.dict(os.environ, VUA_NATIVE="yes"),
-            mock.patch.object(build, "_state", build._State()),
-            self.assertRaisesRegex(ConfigError, "auto, off or require"),
-        ):
-            native.library()
-
-
-@unittest.skipUnless(has_native(), "no C compiler here")
+@unittest.skipUnless(has_native(), NOT_BUILT)
 class TestMove(unittest.TestCase):
     """Copies between strides, against numpy's."""
 
     def test_any_strides(self) -> None:
         """Every element size and order of axes; what lies between the elements stays."""
-        native.library(wait=True)
+        native.library()
         draw, shape = np.random.default_rng(7), (3, 40, 64)  # heads, tokens, dims
         counts = np.array([40, 0, 1, 39, 17])
         for item, order, out in product(native.ITEMS, permutations(range(3)), (False, True)):
@@ -484,7 +403,7 @@ class TestMove(unittest.TestCase):
 
     def test_past_the_caches(self) -> None:
         """Rows of whole cache lines and others, heads inside and outside of tokens; K with V."""
-        native.library(wait=True)
+        native.library()
         draw = np.random.default_rng(9)
         cases = product((64, 48), ("heads", "tokens"), (7, 4), (False, True))
         for dims, outer, of_v, stream in cases:
@@ -510,7 +429,7 @@ class TestMove(unittest.TestCase):
 
     def test_many_at_once(self) -> None:
         """Threads that call it at the same time, each with helpers, get their own copies."""
-        native.library(wait=True)
+        native.library()
         source = np.random.default_rng(8).integers(0, 1 << 16, (64, 4, 64, 128), dtype=np.uint16)
         targets = [np.zeros((64, 4, 128, 64), dtype=np.uint16) for _ in range(4)]
 

@@ -6,10 +6,10 @@ import itertools
 import unittest
 
 import numpy as np
-from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import Memory, model_arrays, rectangle
+from properties import given
 from test_layout import DEEP, SMALL, shards
 from vua import _linux
 from vua.entry import EntryCodec

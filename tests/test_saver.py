@@ -145,7 +145,7 @@ LARGE = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_t
 """Chunks of 960 KiB, written by four calls each."""
 
 
-@unittest.skipUnless(has_native(), "no C compiler here")
+@unittest.skipUnless(has_native(), "native code is not built: python3 dev.py build")
 class TestRuns(DirectoryTest):
     """`Saver.save_all` by the native loop, against what the Python path does."""
 

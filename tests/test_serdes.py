@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from properties import given, settings
 from vua import serdes
 from vua.errors import CorruptEntryError, InputError
 from vua.serdes import bytes_to_tensor, tensor_to_bytes
@@ -173,7 +173,7 @@ class TestRoundTrip(unittest.TestCase):
 
                     self.assert_same(expected, bytes_to_tensor(tensor_to_bytes(expected)))
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(
         dtype=st.sampled_from(DTYPES),
         shape=st.lists(st.integers(0, 5), max_size=5),
@@ -329,7 +329,7 @@ class TestAttacks(unittest.TestCase):
             with self.subTest(nbytes=nbytes), self.assertRaises(CorruptEntryError):
                 bytes_to_tensor(written[:nbytes])
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(data=st.data())
     def test_changed_headers(self, data: st.DataObject) -> None:
         """A changed header gives a tensor of exactly the payload's size, or a refusal."""
@@ -343,7 +343,7 @@ class TestAttacks(unittest.TestCase):
 
         self.assertEqual(24, actual.nbytes)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.binary(max_size=200))
     def test_noise(self, noise: bytes) -> None:
         """Noise is refused as corrupt, whatever length of header it announces."""

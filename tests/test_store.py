@@ -599,7 +599,7 @@ class TestWays(StoreTest):
     def test_native(self) -> None:
         """With the load loop in C: it, and not what stands in for it, has done the work."""
         if not has_native():
-            self.skipTest("no C compiler here")
+            self.skipTest("native code is not built: python3 dev.py build")
         read_files, got = LocalStorage.read_files, []
 
         def count(*arguments: Any) -> int:

@@ -7,20 +7,24 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import unittest
 import warnings
 from importlib import import_module, util
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from vua import ConfigError, InputError
 from vua.core import VUA, VUAConfig
 from vua.identity import Identity, config_digest, weights_fingerprint
 from vua.rope import _INTERLEAVED, _NEOX, rope_order, varies_with_length
 from vua.testing.models import Family, make_model
+from vua.weights import identify_weights
 
 CHUNK = 16
 WINDOW = 40
@@ -115,12 +119,12 @@ class TestTransformers(unittest.TestCase):
         self.addCleanup(prefixes.close)
         return prefixes
 
-    def stored(self, model: Any) -> torch.Tensor:
+    def stored(self, model: Any, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
         """What the model generates for the prompt, after storing the prompt's prefix."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
-        out = generate(model, PROMPT, cache)
+        out = generate(model, prompt, cache)
         self.assertEqual(chunks(out), self.prefixes(model).save(out, cache))
         return out
 
@@ -223,6 +227,74 @@ class TestTransformers(unittest.TestCase):
         for name, (model, settings) in others.items():
             with self.subTest(name):
                 self.assertEqual(0, self.prefixes(model, **settings).load(PROMPT).num_tokens)
+
+    def test_ten_rows_of_the_embedding(self) -> None:
+        """A checkpoint with a few tokens trained has caches of its own; put back, it has all."""
+        path = make_model(self.folder / "trained")
+        file = path / "model.safetensors"
+        before = file.read_bytes()
+        prompt = torch.cat([torch.arange(100, 110), torch.arange(200, 274)])[None]
+        self.stored(load(path), prompt)
+        tensors = load_file(file)
+        tensors["model.embed_tokens.weight"][100:110] += 0.5
+        save_file(tensors, file, {"format": "pt"})
+        self.assertEqual(0, self.prefixes(load(path)).load(prompt).num_tokens)
+        file.write_bytes(before)
+        self.assertEqual(80, self.prefixes(load(path)).load(prompt).num_tokens)
+
+    def test_other_files_of_the_same_weights(self) -> None:
+        """Sharded otherwise, with other metadata, with a trainer's files beside: all is found."""
+        self.stored(load(self.model_path()))
+        model, path = load(self.model_path()), self.folder / "sharded"
+        model.save_pretrained(path, max_shard_size="300KB")
+        self.assertLess(1, len([*path.glob("*.safetensors")]))
+        (path / "training_args.bin").write_bytes(b"of no use")
+
+        self.assertEqual(144, self.prefixes(load(path)).load(PROMPT).num_tokens)
+
+    def test_until_the_weights_are_known(self) -> None:
+        """Before, nothing is loaded or saved and nobody waits; then everything is found."""
+        model = load(self.model_path())
+        expected = self.stored(model)
+        go = threading.Event()
+        self.addCleanup(go.set)
+
+        def later(*args: Any, **settings: Any) -> Any:
+            go.wait(60)
+            return identify_weights(*args, **settings)
+
+        with (
+            mock.patch("vua.transformers.cache.identify_weights", later),
+            mock.patch("vua.transformers.cache._START_WAIT_S", 0.01),
+        ):
+            prefixes = self.prefixes(model)
+        prefix = prefixes.load(PROMPT)
+        output = generate(model, PROMPT, prefix.cache)
+        self.assertEqual(
+            (0, 0, False),
+            (prefix.num_tokens, prefixes.save(output, prefix.cache), prefixes.ready(0.01)),
+        )
+        go.set()
+        self.assertTrue(prefixes.ready())
+        self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
+        self.assertEqual(expected.tolist(), output.tolist())
+
+    def test_weights_that_cannot_be_told(self) -> None:
+        """Known at once: an error; later: one line in the log, misses, and `ready` says why."""
+        model = load(self.model_path())
+        problem = mock.patch(
+            "vua.transformers.cache.identify_weights", side_effect=ConfigError("no way")
+        )
+        with problem, self.assertRaisesRegex(ConfigError, "no way"):
+            self.prefixes(model)
+        with problem, mock.patch("vua.transformers.cache.Identification.wait", return_value=False):
+            prefixes = self.prefixes(model)
+        self.assertTrue(prefixes._identification.wait(60))
+        with self.assertLogs("vua.transformers", "WARNING") as logs:
+            for _ in range(2):
+                self.assertEqual(0, prefixes.load(PROMPT).num_tokens)
+        self.assertEqual(1, len(logs.output))
+        self.assertRaises(ConfigError, prefixes.ready)
 
     def test_identity(self) -> None:
         """The identity has the fields that every adapter gives it, wherever the model lies."""

@@ -54,12 +54,13 @@ class AccountsTest(unittest.TestCase):
 
     def test_lookup_counts_once(self) -> None:
         """However often vLLM asks again, the first answer counts."""
-        self.accounts.answered("a", "hit", 700, 0.25)
+        self.accounts.answered("a", "hit", 700, 0.25, local_tokens=96)
         self.accounts.answered("a", "miss", 700, 9.0)
 
         expected = {
             "vua_lookups_total": {"hit": 1},
             "vua_prompt_tokens_total": {"": 700},
+            "vua_queried_tokens_total": {"": 604},
             "vua_lookup_seconds": {"": [0.25]},
         }
         self.assertEqual(expected, self.counted())

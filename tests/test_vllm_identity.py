@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import unittest
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -71,6 +72,7 @@ class EngineFieldsTest(unittest.TestCase):
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from vua.vllm.model import describe
+        from vua.vllm.weights import find_weights
 
         cache = made.cache_config
         dtypes = {"fp8": torch.uint8, "bfloat16": torch.bfloat16}
@@ -85,7 +87,8 @@ class EngineFieldsTest(unittest.TestCase):
         names = [f"model.layers.{layer}.attn" for layer in range(2)]
         group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
         config = ConnectorConfig(shared_storage_path=str(self.root), **vua)
-        return describe(made, SimpleNamespace(kv_cache_groups=[group]), config)
+        model = describe(made, SimpleNamespace(kv_cache_groups=[group]), config)
+        return model.with_weights(find_weights(made, threading.Event()).fingerprint)
 
     def edit_config(self, **values: Any) -> Callable[[], None]:
         """Change the checkpoint's config.json; return what restores it."""

@@ -108,7 +108,7 @@ class PagedTestCase(unittest.TestCase):
         """Copy with the loop in C where there is a compiler, or without it."""
         wish = {"VUA_NATIVE": "auto" if wanted else "off"}
         with mock.patch.dict(os.environ, wish):
-            self.assertEqual(wanted and has_native(), native.library(wait=wanted) is not None)
+            self.assertEqual(wanted and has_native(), native.library() is not None)
             yield
 
     def assert_same(self, expected: torch.Tensor, actual: torch.Tensor) -> None:

@@ -31,10 +31,12 @@ __all__ = ["Room"]
 
 log = logging.getLogger(__name__)
 
-_BURST: Final = 0.01
-"""Share of the limit that is freed at once."""
-_BURST_FILES: Final = 512
-"""And no more files than these: ext4 creates slowly after tens of thousands of deletes."""
+_BURST: Final = 1 / 200
+"""Share of the limit that is freed at once. What is freed early is missed: on traces of requests
+1 % less room costs up to 1.4 % of the hits."""
+_BURST_FILES: Final = (8, 512)
+"""But no fewer files (each burst takes the lease and asks for the time), unless they are more than
+a hundredth of the limit; and no more: ext4 creates slowly after tens of thousands of deletes."""
 _AT_ONCE: Final = 1 / 256
 """Share of the limit that a writer takes at once: several do so without knowing of each other."""
 _SEARCH_FROM: Final = 0.95
@@ -185,11 +187,11 @@ class Room:
 
     def _burst(self) -> int:
         """Bytes to free beside what is needed."""
-        limits = self._occupancy.limits
-        files = (
-            _BURST_FILES if limits is None else limits.max_bytes * _BURST // max(1, self._largest)
-        )
-        return int(min(files, _BURST_FILES)) * self._largest
+        limits, (few, most) = self._occupancy.limits, _BURST_FILES
+        if limits is None:
+            return most * self._largest
+        room = limits.max_bytes // max(1, self._largest)  # in files
+        return min(max(int(room * _BURST), few), room // 100, most) * self._largest
 
     def _wake(self) -> None:
         """Start the thread where there is none. Called with the lock held."""

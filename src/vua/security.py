@@ -110,7 +110,8 @@ def check_owner(directory: Path, security: Security) -> None:
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         msg = (
             f"{directory} has mode {stat.S_IMODE(status.st_mode):o}: every user of this machine "
-            f"can replace what lies in it; {remedy}"
+            f"can replace what lies in it; use a new directory inside it, which VUA makes private "
+            f"(such as {directory / 'vua'}); or {remedy}"
         )
         raise ConfigError(msg)
 

@@ -15,6 +15,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from unittest import mock
 from vllm_e2e.aborts import generate_and_abort
 from vllm_e2e.ahead import running_ahead
 from vllm_e2e.damage import strike
+from vllm_e2e.pictures import make_llava, picture, stand_in_for_torchvision
 from vllm_e2e.snapshots import snapshots
 from vllm_e2e.trouble import trouble
 
@@ -63,6 +65,7 @@ def main() -> None:
     """Answer jobs until there are no more."""
     for module in MODULES:
         importlib.import_module(module)
+    stand_in_for_torchvision()
     gc.collect()
     gc.freeze()  # what is here now no later collection looks at...
     gc.unfreeze = lambda: None  # ...also after an engine's shutdown: 2 s for each otherwise
@@ -158,6 +161,9 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
     if "make" in phase:
         make_model(Path(phase["make"]["at"]), phase["make"])
         return {}
+    if "llava" in phase:
+        make_llava(Path(phase["llava"].pop("at")), **phase["llava"])
+        return {}
     settings = dict(phase["engine"])
     if phase.get("transfer"):
         settings["kv_transfer_config"] = phase["transfer"]
@@ -206,10 +212,10 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
     if step.get("settle"):
         settle(llm)
         return []
-    prompts = [
-        {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
-        for ids, salt in zip(step["prompts"], step["salts"], strict=True)
-    ]
+    if "exchange" in step or "call" in step:
+        change(llm, step)
+        return []
+    prompts = described_prompts(step)
     greedy = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True)
     if step["abort"]:
         given = generate_and_abort(llm, prompts, greedy, step["abort"])
@@ -227,6 +233,30 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
         for done in given
     ]
     return [outputs]
+
+
+def change(llm: Any, step: dict[str, Any]) -> None:
+    """Replace files behind the engine's back, or have its workers do something."""
+    wait_for_saves()
+    if "exchange" in step:
+        shutil.copytree(step["exchange"]["source"], step["exchange"]["target"], dirs_exist_ok=True)
+    else:
+        llm.collective_rpc(step["call"], kwargs=step["arguments"])
+
+
+def described_prompts(step: dict[str, Any]) -> list[dict[str, Any]]:
+    """A batch's prompts in vLLM's form."""
+    prompts: list[dict[str, Any]] = [
+        {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
+        for ids, salt in zip(step["prompts"], step["salts"], strict=True)
+    ]
+    for prompt, seed, name in zip(prompts, step["images"], step["image_names"], strict=True):
+        if seed is not None:
+            prompt["multi_modal_data"] = {"image": picture(seed)}
+            prompt["mm_processor_kwargs"] = step["processor"]
+        if name is not None:
+            prompt["multi_modal_uuids"] = {"image": name}
+    return prompts
 
 
 def wait_for_saves(patience_s: float = 5.0) -> None:

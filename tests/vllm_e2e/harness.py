@@ -81,6 +81,12 @@ class Batch:
     """Per prompt the directory of its adapter; empty: none has one."""
     abort: Sequence[int] = ()
     """Prompts whose requests are aborted while they are loaded, see `aborts`."""
+    images: Sequence[int | None] = ()
+    """Per prompt the seed of the picture that it holds; empty: none has one."""
+    image_names: Sequence[str | None] = ()
+    """Per prompt the name that the client gives to its picture; empty: none has one."""
+    processor: dict[str, Any] = field(default_factory=dict)
+    """Settings of the picture's processor for these requests."""
 
     def describe(self) -> dict[str, Any]:
         """The driver's form of it."""
@@ -91,7 +97,34 @@ class Batch:
             "max_tokens": self.max_tokens,
             "loras": list(self.loras) or [None] * count,
             "abort": self.abort,
+            "images": list(self.images) or [None] * count,
+            "image_names": list(self.image_names) or [None] * count,
+            "processor": self.processor,
         }
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Instead of a batch: files of one directory are replaced by those of another one."""
+
+    source: Path
+    target: Path
+
+    def describe(self) -> dict[str, Any]:
+        """The driver's form of it."""
+        return {"exchange": {"source": str(self.source), "target": str(self.target)}}
+
+
+@dataclass(frozen=True)
+class Call:
+    """Instead of a batch: a method of all workers is called."""
+
+    method: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        """The driver's form of it."""
+        return {"call": self.method, "arguments": self.arguments}
 
 
 RESET = Batch((), max_tokens=0)
@@ -119,7 +152,7 @@ class Throttle:
 class Phase:
     """One engine, from start to shutdown."""
 
-    batches: Sequence[Batch | Throttle]
+    batches: Sequence[Batch | Call | Exchange | Throttle]
     engine: dict[str, Any] = field(default_factory=dict)
     root: Path | None = None
     """The connector's directory; None: no connector."""
@@ -236,6 +269,14 @@ def make(at: Path, config_class: str, **config: Any) -> Path:
     return at
 
 
+def make_llava(at: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """Make a checkpoint that takes pictures, see `pictures.make_llava`."""
+    answer = driver().ask([{"llava": {"at": str(at), "seed": seed, **changes}}])
+    if "phases" not in answer:
+        raise AssertionError(answer["log"][-6000:])
+    return at
+
+
 class Driver:
     """The process that runs the engines."""
 
@@ -338,11 +379,11 @@ class EngineTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name) / "kv"
 
-    def phase(self, *batches: Batch | Throttle, **settings: Any) -> Phase:
+    def phase(self, *batches: Batch | Call | Exchange | Throttle, **settings: Any) -> Phase:
         """An engine with the connector on this test's directory."""
         return Phase(batches, **{"root": self.root, **settings})
 
-    def serve(self, *batches: Batch | Throttle, **settings: Any) -> Served:
+    def serve(self, *batches: Batch | Call | Exchange | Throttle, **settings: Any) -> Served:
         """Run one engine with the connector in a process of its own."""
         (served,) = run(self.phase(*batches, **settings))
         self.assertIsNone(served.problem)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import shutil
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -10,6 +16,8 @@ import pytest
 
 from vllm_e2e.damage import CHUNK, stored
 from vllm_e2e.harness import PROMPT, RESET, Batch, EngineTest, Phase, loadable, run, tokens
+from vua import native
+from vua.cli import main
 from vua.directory import create_store, namespaces
 from vua.keys import KeyChain, token_ids
 from vua.slab import Slab
@@ -17,6 +25,16 @@ from vua.slab import Slab
 pytestmark = pytest.mark.vllm
 
 TAIL = tokens(90, seed=2)
+
+
+def explained(root: Path, prompt: Sequence[int], block: int) -> int:
+    """How many tokens of a prompt `vua explain` says that an engine with such blocks loads."""
+    with NamedTemporaryFile("w") as file, redirect_stdout(io.StringIO()) as out:
+        json.dump(list(prompt), file)
+        file.flush()
+        main(["explain", str(root), "--tokens", file.name, "--json", "--block-tokens", str(block)])
+    (one,) = json.loads(out.getvalue())["namespaces"]
+    return int(one["loads"][str(block)])
 
 
 class ReuseTest(EngineTest):
@@ -47,6 +65,8 @@ class ReuseTest(EngineTest):
         self.assertEqual(expected, warm.tokens)
         self.assertEqual([608], warm.cached)
         self.assertEqual(608, warm.counts["tokens_loaded"])
+        self.assertEqual(1, warm.log.count(f"VUA: {native.status().text}"))
+        self.assertEqual(608, explained(self.root, PROMPT[:640], 32))
 
     def test_partial_prefix(self) -> None:
         """A prompt that shares a beginning with a stored one loads the shared whole chunks."""
@@ -146,6 +166,9 @@ class ReuseTest(EngineTest):
                     ],
                     second.cached,
                 )
+                root = self.root.with_name(f"{block}-{chunk}")
+                said = [explained(root, prompt, block) for prompt in batch.prompts]
+                self.assertEqual(second.cached, said)
 
     def test_block_size_may_change(self) -> None:
         """What an engine with one block size stored an engine with another one loads."""

@@ -49,6 +49,7 @@ class ServeTest(ServerTest):
             f'vua_lookups_total{{{labels},outcome="hit"}}': 1,
             f'vua_lookups_total{{{labels},outcome="miss"}}': 0,
             f"vua_prompt_tokens_total{{{labels}}}": 700,
+            f"vua_queried_tokens_total{{{labels}}}": 700,
             f"vua_lookup_seconds_count{{{labels}}}": 1,
             f'vua_loads_total{{{labels},outcome="complete"}}': 1,
             f"vua_load_seconds_count{{{labels}}}": 1,
@@ -70,6 +71,9 @@ class ServeTest(ServerTest):
         self.assertEqual(640, found[f"vua_stored_tokens_total{{{labels}}}"])
         self.assertEqual(1, found[f'vua_lookups_total{{{labels},outcome="miss"}}'])
         self.assertGreater(found[f"vua_saved_prefill_seconds_total{{{labels}}}"], 0)
+        queried = found[f"vua_queried_tokens_total{{{labels}}}"]  # what vLLM had itself is not
+        self.assertLess(queried, found[f"vua_prompt_tokens_total{{{labels}}}"])
+        self.assertEqual(found[f"vllm:external_prefix_cache_queries_total{{{labels}}}"], queried)
 
     @soak
     def test_restarted_server(self) -> None:

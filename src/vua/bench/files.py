@@ -146,7 +146,7 @@ def describe_machine(directory: Path) -> dict[str, object]:
         "xxhash": xxhash.VERSION,
         "file_system": file_system(directory),
         "load_average": [round(value, 2) for value in os.getloadavg()],
-        "native_load_loop": native.library(wait=True) is not None,
+        "native_load_loop": native.library() is not None,
     }
 
 

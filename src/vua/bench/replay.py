@@ -73,6 +73,10 @@ class Replayed:
     """Whole blocks asked for."""
     hit_blocks: int
     """Of them, found stored and loaded, verified."""
+    vanished_blocks: int
+    """Found by the lookup, but evicted before they were loaded: misses."""
+    refused_blocks: int
+    """Not stored, since there was no room for them, and what followed them in their prompts."""
     ideal_blocks: int
     """What an unbounded store holds at that moment."""
     written_blocks: int
@@ -145,15 +149,17 @@ def replay(
     """Send requests through a store below ``root``: look up, load what is there, save the rest.
 
     The payload of a block is its id, which is compared when it is loaded. ``max_bytes`` bounds the
-    store (of files of :func:`block_file_nbytes`); without it nothing is evicted.
+    store (of files of :func:`block_file_nbytes`); without it nothing is evicted. A lookup is a
+    hint: what is evicted between it and the load is a miss, counted, as in an engine.
 
     Raises:
         ConfigError: ``max_bytes`` is no size.
-        MeasurementError: a load brought another block, or less than the lookup found.
+        MeasurementError: a load brought another block, or less than the lookup found for another
+            reason than eviction.
     """
     session = _Session(root, max_bytes)
     seen: set[int] = set()
-    hit = ideal = written = 0
+    hit = ideal = written = vanished = refused = 0
     lookups, start = [], time.perf_counter()
     for number, request in enumerate(requests):
         prompt = _prompt(request)
@@ -161,9 +167,11 @@ def replay(
         chain = KeyChain(token_ids(prompt), BLOCK_TOKENS)
         found = session.store.lookup(chain)
         lookups.append(time.perf_counter() - began)
-        session.load(request, chain, found)
-        written += session.save(request, chain, found)
-        hit, ideal = hit + found, ideal + _leading(seen, request.whole)
+        loaded = session.load(request, chain, found)
+        new, left = session.save(request, chain, loaded)
+        written, refused = written + new, refused + left
+        hit, vanished = hit + loaded, vanished + found - loaded
+        ideal += _leading(seen, request.whole)
         seen.update(request.whole)
         show(f"request {number + 1} of {len(requests)}")
     session.store.close()
@@ -172,9 +180,10 @@ def replay(
     p50, p90, p99 = (percentile(lookups, at) * 1e3 for at in (50, 90, 99))
     return Replayed(
         requests=len(requests), tokens=sum(request.tokens for request in requests), blocks=blocks,
-        hit_blocks=hit, ideal_blocks=ideal, written_blocks=written,
-        written_nbytes=written * file_nbytes, loaded_nbytes=hit * file_nbytes,
-        lookup_ms=(p50, p90, p99), seconds=time.perf_counter() - start,
+        hit_blocks=hit, vanished_blocks=vanished, refused_blocks=refused, ideal_blocks=ideal,
+        written_blocks=written, written_nbytes=written * file_nbytes,
+        loaded_nbytes=hit * file_nbytes, lookup_ms=(p50, p90, p99),
+        seconds=time.perf_counter() - start,
     )  # fmt: skip
 
 
@@ -182,32 +191,38 @@ class _Session:
     """A store of blocks, and the memory that they pass through."""
 
     def __init__(self, root: Path, max_bytes: int | str | None) -> None:
-        bounds = Bounds(max_bytes="100%" if max_bytes is None else max_bytes, min_free_bytes=0)
+        self._bounded = max_bytes is not None
+        bounds = Bounds(max_bytes=max_bytes if self._bounded else "100%", min_free_bytes=0)
         identity = Identity(model="replay", chunk_tokens=BLOCK_TOKENS)
         self.store = create_store(root, identity, _LAYOUT, bounds=bounds)
         self._id, one = _staged(1)
         self._ids, many = _staged(_ROOM)
         self._saver, self._loader = self.store.saver(one.memory), self.store.loader(many.memory)
 
-    def load(self, request: Request, chain: KeyChain, found: int) -> None:
-        """Load the blocks that were found, compare them, and note that they were used."""
+    def load(self, request: Request, chain: KeyChain, found: int) -> int:
+        """Note the use of the blocks that were found, load and compare them; return how many."""
+        self.store.used(chain, found, wait=True)
         for at in range(0, found, _ROOM):
             keys = [chain[n] for n in range(at, min(found, at + _ROOM))]
-            expect("a load after a hit", holds=self._loader.load(keys).chunks == len(keys))
-            ids = request.whole[at : at + len(keys)]
-            expect("the loaded blocks", holds=(self._ids[: len(keys)] == ids).all())
-        self.store.used(chain, found, wait=True)
+            done = self._loader.load(keys)
+            ids = request.whole[at : at + done.chunks]
+            expect("the loaded blocks", holds=(self._ids[: done.chunks] == ids).all())
+            if done.chunks < len(keys):
+                evicted = self._bounded and done.reason == "missing"
+                expect(f"a load after a hit ({done.reason})", holds=evicted)
+                return at + done.chunks
+        return found
 
-    def save(self, request: Request, chain: KeyChain, found: int) -> int:
-        """Save what follows the blocks that were found; return how many were written."""
+    def save(self, request: Request, chain: KeyChain, loaded: int) -> tuple[int, int]:
+        """Save what follows the blocks that were loaded; return how many were, and were not."""
         written = 0
-        for place in range(found, len(chain)):
+        for place in range(loaded, len(chain)):
             self._id[0] = request.whole[place]
             if self._saver.save(chain[place]):
                 written += 1
             elif not self.store.holds(chain[place], [_LAYOUT.full]):
-                break  # no room; what follows would not be found without it
-        return written
+                return written, len(chain) - place  # what follows would not be found without it
+        return written, 0
 
 
 def block_file_nbytes() -> int:

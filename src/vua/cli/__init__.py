@@ -4,7 +4,8 @@ All of it may run while others read and write there; `gc`, `rm`, `pin`, `ttl`, `
 --repair` alone change anything (`doctor` makes a directory for a while); `key` makes keys,
 elsewhere. Exit codes: 0 all is well, 1 damage was found (or a directory stays beyond its bounds,
 pins kept something, not all could be taken in, `doctor` found something bad), 2 the question makes
-no sense (or the directory cannot be read).
+no sense (or the directory cannot be read). Where the environment has VUA_PATH the directory may be
+left out.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Final
 
-from vua import __version__
+from vua import __version__, native
 from vua.bounds import Bounds
+from vua.cli.arguments import VARIABLE, Parser, parsed
 from vua.cli.bench import add_arguments, bench
 from vua.cli.capacity import du, gc, ttl
 from vua.cli.doctor import doctor
@@ -30,7 +32,7 @@ from vua.cli.key import add_key, key
 from vua.cli.keys import key_arguments, security_of
 from vua.cli.listing import ls
 from vua.cli.removal import pins, rm
-from vua.cli.text import UNUSABLE, Write, as_json
+from vua.cli.text import UNUSABLE, Write, as_json, guarded, plain
 from vua.cli.top import top
 from vua.cli.verification import verify
 from vua.errors import VUAError
@@ -38,12 +40,28 @@ from vua.errors import VUAError
 __all__ = ["main"]
 
 
+class _Version(argparse.Action):
+    """Shows the version, and whether native code is in use: looked for only when it is asked."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print it and end the program."""
+        print(f"vua {__version__}\n{native.status().text}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON for other programs")
     keys = key_arguments()
-    parser = argparse.ArgumentParser(prog="vua", description="Look into a VUA cache directory.")
-    parser.add_argument("--version", action="version", version=f"vua {__version__}")
+    parser: argparse.ArgumentParser = Parser(
+        prog="vua",
+        description="Look into a VUA cache directory.",
+        epilog=f"DIR may be left out where the environment's {VARIABLE} names it.",
+    )
+    parser.add_argument("--version", action=_Version, help="show the version, and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     one = commands.add_parser("ls", parents=[common], help="list what a directory holds")
@@ -62,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--once", action="store_true", help="look once, over one interval")
     one = commands.add_parser("doctor", parents=[common], help="test what VUA relies on")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    one.add_argument(
+        "--trusted-uids",
+        metavar="UIDS",
+        default="",
+        help='as engines are told: "any", or 1000,1001',
+    )
     _add_explain(commands, common, keys)
     _add_upkeep(commands, common, keys)
     _add_transfer(commands, common, keys)
@@ -90,6 +114,9 @@ def _add_explain(
     one.add_argument("--model", metavar="MODELDIR", help="the model's directory")
     one.add_argument("--namespace", metavar="NS", default="", help="first digits of a namespace")
     one.add_argument("--chunk-tokens", metavar="N", type=int, help="tokens per chunk")
+    one.add_argument(
+        "--block-tokens", metavar="N", type=int, help="the engine's block_size; default 16 and 128"
+    )
     one.add_argument("--salt", metavar="S", default="", help="the requests' cache salt")
     one.add_argument("--epoch", metavar="E", default="", help="the engine's epoch, with --model")
     one.add_argument("--quick", action="store_true", help="do not look for other continuations")
@@ -206,7 +233,9 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "verify": lambda said, write: verify(
         said.directory, repair=said.repair, security=said.security, write=write
     ),
-    "doctor": lambda said, write: doctor(said.directory, write=write),
+    "doctor": lambda said, write: doctor(
+        said.directory, trusted_uids=said.trusted_uids, write=write
+    ),
     "top": lambda said, write: top(said.directory, said.interval, once=said.once, write=write),
     "explain": _run_explain,
     "export": _run_export,
@@ -217,7 +246,12 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit with 2 as argparse does."""
-    options = _parser().parse_args(arguments)
+    with guarded():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    options = parsed(_parser(), sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
     try:
         if "key_file" in options:
@@ -228,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (VUAError, OSError) as problem:
-        print(f"vua {options.command}: {problem}", file=sys.stderr)
+        print(plain(f"vua {options.command}: {problem}"), file=sys.stderr)
         return UNUSABLE
     except KeyboardInterrupt:
         return 130

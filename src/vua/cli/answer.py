@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from vua.cli.identify import Difference
 from vua.cli.keys import UNSEALED, SealedAs
-from vua.cli.prefix import ChunkState, Continuations, GroupState, usable
+from vua.cli.prefix import ChunkState, Continuations, GroupState, loadable, usable
 from vua.cli.walk import described
 from vua.directory import Namespace
 
-__all__ = ["Answer", "verdict"]
+__all__ = ["BLOCKS", "Answer", "verdict"]
+
+BLOCKS: Final = (16, 128)
+"""Tokens per block of vLLM (its `block_size`) by default: on GPUs, and on CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class Answer:
     """With which key such a prompt's files are sealed, if any."""
     locked: str = ""
     """Why such a prompt is not cached at all."""
+    blocks: tuple[int, ...] = BLOCKS
+    """Tokens per block of the engines in question."""
 
     @property
     def usable(self) -> int:
@@ -39,6 +45,12 @@ class Answer:
     def size(self) -> int:
         """Tokens per chunk."""
         return self.groups[0].layout.chunk_tokens if self.groups else 0
+
+    @property
+    def loads(self) -> dict[int, int]:
+        """By tokens per block of vLLM, how many tokens of the prompt it can load."""
+        return {size: loadable(self.groups, self.length, size) for size in self.blocks
+                if self.groups}  # fmt: skip
 
     @property
     def gap(self) -> ChunkState | None:
@@ -64,11 +76,19 @@ def verdict(answer: Answer) -> str:
         return f"a miss: {answer.length} tokens are less than one chunk of {size}"
     gap = answer.gap
     if gap is None and count == chunks:
-        return f"a hit: all {chunks} whole chunks, {count * size} of {answer.length} tokens"
+        hit = f"a hit: all {chunks} whole chunks, {count * size} of {answer.length} tokens"
+        return f"{hit}{_loaded(answer)}"
     hit = f"a hit of {count * size} of {answer.length} tokens" if count else "a miss"
+    hit += _loaded(answer) if count else ""
     if gap is None or gap.index > count:
         return f"{hit}: no later window of the sliding layers is stored whole"
     return f"{hit}: chunk {gap.index} is {gap.state}{_reason(answer, gap)}"
+
+
+def _loaded(answer: Answer) -> str:
+    """How much of that vLLM loads: a hit ends with a block of it."""
+    words = [f"{tokens} with blocks of {size}" for size, tokens in answer.loads.items()]
+    return f", of which vLLM loads {' or '.join(words)}"
 
 
 def _reason(answer: Answer, gap: ChunkState) -> str:

@@ -15,8 +15,10 @@ files in the ustar form are read: no links, no devices, no extended headers, not
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,21 +26,23 @@ from typing import BinaryIO, Final
 
 import xxhash
 
-from vua.claims import MAX_HEADER_NBYTES
+from vua.claims import AUTHENTIC, ENCRYPTED, MAX_HEADER_NBYTES
 from vua.entry import EntryCodec, EntryInfo, codec_of, parse_entry
 from vua.errors import CorruptEntryError, ForeignEntryError, InputError
 from vua.layout import KVLayout
 
-__all__ = ["MAX_FILE_NBYTES", "Member", "Reader", "Writer", "verified"]
+__all__ = ["Member", "Reader", "Writer", "file_sizes", "verified"]
 
 FORMAT: Final = "vua.export.v1"
-MAX_FILE_NBYTES: Final = 4 << 30
+_MAX_FILE_NBYTES: Final = 4 << 30
 """No chunk's file is larger; one that claims to be is not read."""
 
 _START: Final = "vua-export.json"
 _END: Final = "vua-export.end.json"
 _BLOCK: Final = tarfile.BLOCKSIZE
 _MAX_END_NBYTES: Final = 4096
+_COPIED_NBYTES: Final = 1 << 20
+_KINDS: Final = ("", AUTHENTIC, ENCRYPTED)
 
 
 class Writer:
@@ -49,19 +53,42 @@ class Writer:
         self._stream, self._digest, self._members = stream, hashlib.sha256(), 0
         self.add(_START, json.dumps({"format": FORMAT}).encode() + b"\n")
 
-    def add(self, name: str, data: bytes | memoryview) -> None:
+    def add(self, name: str, data: bytes) -> None:
         """Append a file of that name, at most 100 characters behind its directory's 155."""
         self._digest.update(b"%s\0%d\0" % (name.encode(), len(data)))
         self._digest.update(data)
         self._members += 1
         self._put(name, data)
 
-    def _put(self, name: str, data: bytes | memoryview) -> None:
-        info = tarfile.TarInfo(name)
-        info.size, info.mode = len(data), 0o600
-        self._stream.write(info.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict"))
+    def add_file(self, name: str, source: BinaryIO) -> int:
+        """Append what ``source`` holds from its start on, block by block; return its bytes.
+
+        Raises OSError, also where it becomes shorter meanwhile: the archive is of no use then.
+        """
+        left = nbytes = source.seek(0, os.SEEK_END)
+        source.seek(0)
+        self._digest.update(b"%s\0%d\0" % (name.encode(), nbytes))
+        self._members += 1
+        self._begin(name, nbytes)
+        while left:
+            data = source.read(min(_COPIED_NBYTES, left))
+            if not data:
+                raise OSError(errno.EIO, f"{name} became shorter while it was read")
+            self._digest.update(data)
+            self._stream.write(data)
+            left -= len(data)
+        self._stream.write(bytes(-nbytes % _BLOCK))
+        return nbytes
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._begin(name, len(data))
         self._stream.write(data)
         self._stream.write(bytes(-len(data) % _BLOCK))
+
+    def _begin(self, name: str, nbytes: int) -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.mode = nbytes, 0o600
+        self._stream.write(info.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict"))
 
     def close(self) -> None:
         """Write what proves that nothing is missing."""
@@ -172,6 +199,13 @@ def _fields(data: bytearray) -> dict[str, object]:
     except (ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
+
+
+def file_sizes(codec: EntryCodec) -> list[int]:
+    """Return the bytes that a file of that shard may have: plain or sealed, and not too many."""
+    shard, layout = codec.shard, codec.layout
+    codecs = (EntryCodec(codec.namespace, layout, shard, kind) for kind in _KINDS)
+    return sorted({one.file_nbytes for one in codecs if one.file_nbytes <= _MAX_FILE_NBYTES})
 
 
 def verified(

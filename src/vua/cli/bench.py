@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vua.cli.arguments import VARIABLE
 from vua.cli.text import SOUND, Write, progress, table
 from vua.errors import InputError
 
@@ -52,6 +54,8 @@ def bench(options: argparse.Namespace, *, write: Write | None) -> int:
     """
     if options.path is not None:
         options.what, options.target = "path", options.path
+    if options.what == "path" and options.target is None and VARIABLE in os.environ:
+        options.target = Path(os.environ[VARIABLE])
     if options.what != "suite" and options.target is None:
         raise InputError(f"bench {options.what} needs one more word: DIR, TRACE or REPORT")
     with progress() as show:
@@ -179,7 +183,9 @@ def _print_replay(report: dict[str, Any]) -> None:
         print(f"{name.replace('_', ' ')}: {report[name]:.4f}")
     p50, p90, p99 = report["lookup_ms"]
     print(f"lookup, ms: p50 {p50:.3f}, p90 {p90:.3f}, p99 {p99:.3f}")
-    print(f"bytes written {report['written_nbytes']:,}, loaded {report['loaded_nbytes']:,}\n")
+    print(f"bytes written {report['written_nbytes']:,}, loaded {report['loaded_nbytes']:,}")
+    print(f"blocks evicted between lookup and load {report['vanished_blocks']:,}, ", end="")
+    print(f"not stored for want of room {report['refused_blocks']:,}\n")
     names = [" blocks", *(f" {name}" for name in list(report["bounded"][0])[1:])]
     rows = [[f"{one['blocks']:,}", *(f"{v:.4f}" for v in list(one.values())[1:])]
             for one in report["bounded"]]  # fmt: skip

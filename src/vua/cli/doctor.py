@@ -6,6 +6,7 @@ import contextlib
 import glob
 import os
 import shutil
+import stat
 import statistics
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from vua.cli.quota import quota
 from vua.cli.text import DAMAGED, SOUND, Write, plain, size
 from vua.directory import check_root
 from vua.errors import ConfigError
+from vua.security import Security, check_owner
 from vua.survey import measure
 
 __all__ = ["doctor"]
@@ -42,14 +44,16 @@ _CUFILE: Final = (
 )
 
 
-def doctor(directory: str, *, write: Write | None) -> int:
+def doctor(directory: str, *, trusted_uids: str = "", write: Write | None) -> int:
     """Try out what VUA needs; exit status 1 when something is bad.
 
     Works in a directory of its own below ``directory``, some MiB for some seconds, and removes it.
-    Raises ConfigError where there is no directory.
+    ``trusted_uids`` is what engines are told, user ids between commas or ``any``. Raises
+    ConfigError where there is no directory, or where these are no user ids.
     """
     root = check_root(directory, create=False)
-    findings = [*_tried(root), _space(root), quota(root), _native(), _gds()]
+    security = Security(trusted_uids=_uids(trusted_uids))
+    findings = [_owner(root, security), *_tried(root), _space(root), quota(root), _native(), _gds()]
     if write is not None:
         write({"directory": directory, "findings": [asdict(one) for one in findings]})
     else:
@@ -57,6 +61,28 @@ def doctor(directory: str, *, write: Write | None) -> int:
         for one in findings:
             print(plain(f"{one.level:<4}  {one.name:<{width}}  {one.text}"))
     return DAMAGED if any(one.level == "bad" for one in findings) else SOUND
+
+
+def _uids(text: str) -> list[int] | Literal["any"]:
+    if text == "any":
+        return "any"
+    try:
+        return [int(word) for word in text.split(",") if word]
+    except ValueError as problem:
+        msg = f'--trusted-uids must be user ids between commas or "any", found {text!r}'
+        raise ConfigError(msg) from problem
+
+
+def _owner(root: Path, security: Security) -> Finding:
+    """What an engine of this user would say to the directory: it does not start in every one."""
+    name = "owner"
+    try:
+        check_owner(root, security)
+    except ConfigError as problem:
+        return Finding(name, "bad", f"an engine of this user does not start here: {problem}")
+    status = root.stat()
+    text = f"uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}: engines start here"
+    return Finding(name, "ok", text)
 
 
 def _tried(root: Path) -> Iterator[Finding]:
@@ -202,16 +228,10 @@ def _space(root: Path) -> Finding:
 
 
 def _native() -> Finding:
-    try:
-        there = native.library(wait=True) is not None
-    except ConfigError as problem:
-        return Finding("native loop", "bad", str(problem))
-    if there:
-        return Finding("native loop", "ok", "the load loop in C is there")
-    if os.environ.get("VUA_NATIVE") == "off":
-        return Finding("native loop", "note", "switched off by VUA_NATIVE; loads are slower")
-    text = "not there: loads are slower beside a busy thread; install a C compiler (cc)"
-    return Finding("native loop", "note", text)
+    """Whether the loops in C do the work."""
+    found = native.status()
+    level: Level = "bad" if found.refused else "ok" if found.library else "note"
+    return Finding("native loop", level, found.text)
 
 
 def _gds() -> Finding:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from vua.cli.answer import Answer, verdict
+from vua.cli.answer import BLOCKS, Answer, verdict
 from vua.cli.identify import Difference, Expected, compare, expect, nearest
 from vua.cli.keys import NO_KEYS, prompt_keys
 from vua.cli.prefix import ChunkState, GroupState, continuations, look
@@ -45,6 +45,8 @@ class Question:
     """Directory of the model."""
     chunk_tokens: int | None = None
     """Only namespaces with chunks of so many tokens."""
+    block_tokens: int | None = None
+    """Tokens per block of the engine in question; by default those of GPUs and of CPUs."""
     salt: str = ""
     """The requests' cache salt."""
     epoch: str = ""
@@ -60,6 +62,9 @@ def explain(directory: str, question: Question, *, write: Write | None) -> int:
 
     A miss by itself is no damage. Raises ConfigError, InputError, StorageError.
     """
+    if question.block_tokens is not None and question.block_tokens < 1:
+        msg = f"--block-tokens must be a positive number, found {question.block_tokens}"
+        raise ConfigError(msg)
     try:
         if question.tokens is not None:
             ids = read_ids(question.tokens)
@@ -97,7 +102,15 @@ def _expected(question: Question) -> Expected | None:
         return None
     size = question.chunk_tokens or _DEFAULT_CHUNK_TOKENS
     try:
-        return expect(question.model, chunk_tokens=size, epoch=question.epoch)
+        with progress() as show:
+            return expect(
+                question.model,
+                chunk_tokens=size,
+                epoch=question.epoch,
+                progress=lambda done, of: show(
+                    f"reading weights: {done / 1e9:.1f} of {of / 1e9:.1f} GB"
+                ),
+            )
     except OSError as problem:
         raise explained(problem, question.model) from problem
 
@@ -152,7 +165,8 @@ def _answer(
             look(Store(storage, namespace.name, layout), keys, sealed_as)
             for layout in namespace.layouts
         )
-        answer = Answer(namespace, differences, length, groups, sealed_as=sealed_as)
+        blocks = (question.block_tokens,) if question.block_tokens else BLOCKS
+        answer = Answer(namespace, differences, length, groups, sealed_as=sealed_as, blocks=blocks)
         gap = answer.gap
         if question.quick or gap is None:
             return answer
@@ -184,6 +198,7 @@ def _describe(answer: Answer) -> dict[str, object]:
         "key": answer.sealed_as.key_id or None,
         "usable_chunks": answer.usable,
         "usable_tokens": answer.usable * answer.size,
+        "loads": {str(size): tokens for size, tokens in answer.loads.items()},
         "groups": [_describe_group(group) for group in answer.groups],
         "others": others and asdict(others),
         "verdict": verdict(answer),

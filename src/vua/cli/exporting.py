@@ -1,8 +1,13 @@
-"""`vua export`: chosen prefixes as one portable file. Reads and verifies, changes nothing."""
+"""`vua export`: chosen prefixes as one portable file. Reads and verifies, changes nothing.
+
+Memory does not grow with what is read: a file is checked block by block, and then copied so. One
+that is as long as no file of its namespace can be is not read at all.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -13,15 +18,29 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vua import _linux
-from vua.cli.archive import Writer, verified
+from vua.cli.archive import Writer, file_sizes
+from vua.cli.check import Checker, Place
 from vua.cli.keys import NO_KEYS, prompt_keys
 from vua.cli.names import Target, resolve
 from vua.cli.prompt import prompt_ids, read_ids
 from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size
-from vua.directory import DESCRIPTION, Namespace, check_root, read_namespace
-from vua.entry import EntryCodec
-from vua.errors import ConfigError, EntryError, LayoutError, StorageError
+from vua.directory import (
+    DESCRIPTION,
+    MAX_DESCRIPTION_NBYTES,
+    Namespace,
+    check_root,
+    read_namespace,
+)
+from vua.entry import EntryCodec, EntryInfo
+from vua.errors import (
+    ConfigError,
+    CorruptEntryError,
+    EntryError,
+    ForeignEntryError,
+    LayoutError,
+    StorageError,
+)
 from vua.keyring import Keyring
 from vua.keys import KeyChain
 from vua.layout import Shard
@@ -150,7 +169,8 @@ def _write(
             done.problems.append(f"{space.name}: {DESCRIPTION} is missing or damaged")
             continue
         done.namespaces.append(space.name)
-        writer.add(f"{space.name}/{DESCRIPTION}", (namespace.path / DESCRIPTION).read_bytes())
+        with _opened(space, DESCRIPTION) as stream:
+            writer.add(f"{space.name}/{DESCRIPTION}", stream.read(MAX_DESCRIPTION_NBYTES))
         kept: set[str] = set()
         for chunk in chunks:
             _write_chunk(namespace, space, chunk, writer, done, kept)
@@ -167,41 +187,67 @@ def _write_chunk(
     with listed(space.fd, path) as entries:
         names = sorted(entry.name for entry in entries)
     marks = [name for name in names if name.startswith(AFTER)]
-    files: list[tuple[str, bytes]] = []
     before = marks[0][len(AFTER) :] if marks else ""
-    try:
-        for name in names:
-            shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
-            layout = namespace.layout_of(shard)
-            if shard is None or layout is None:
-                continue
-            data = _read(space, f"{path}/{name}")
-            info = verified(data, EntryCodec(space.name, layout, shard), chunk, layout)
-            before = before or (info.parent if info.start else "")
-            files.append((name, data))
-    except FileNotFoundError:
-        return  # evicted this moment; what follows has no prefix then
-    except (EntryError, LayoutError, OSError) as problem:
-        done.problems.append(f"{space.name}/{path}: {problem}")
-        return
-    if not files or (before and before not in kept):
-        return
-    for name in marks[:1]:
-        writer.add(f"{space.name}/{path}/{name}", b"")
-    for name, data in files:
-        writer.add(f"{space.name}/{path}/{name}", data)
-        done.files += 1
-        done.nbytes += len(data)
+    with contextlib.ExitStack() as stack:
+        files: list[tuple[str, BinaryIO, tuple[int, int]]] = []
+        try:
+            for name in names:
+                shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
+                layout = namespace.layout_of(shard)
+                if shard is None or layout is None:
+                    continue
+                stream = stack.enter_context(_opened(space, f"{path}/{name}"))
+                state = _state(stream)
+                info = _checked(stream, EntryCodec(space.name, layout, shard), chunk)
+                before = before or (info.parent if info.start else "")
+                files.append((name, stream, state))
+        except FileNotFoundError:
+            return  # evicted this moment; what follows has no prefix then
+        except (EntryError, LayoutError, OSError) as problem:
+            done.problems.append(f"{space.name}/{path}: {problem}")
+            return
+        if not files or (before and before not in kept):
+            return
+        for name in marks[:1]:
+            writer.add(f"{space.name}/{path}/{name}", b"")
+        for name, stream, state in files:
+            done.nbytes += writer.add_file(f"{space.name}/{path}/{name}", stream)
+            done.files += 1
+            if _state(stream) != state:
+                raise StorageError(errno.EIO, f"{path}/{name} was changed while it was exported")
     done.chunks += 1
     kept.add(chunk)
 
 
-def _read(space: Space, path: str) -> bytes:
+def _opened(space: Space, path: str) -> BinaryIO:
+    """A regular file, open for reading; a FIFO does not hang it. Raises OSError."""
     fd = _linux.open_beneath(space.fd, path)
-    with open(fd, "rb") as stream:  # noqa: PTH123
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(22, "not a regular file")
-        return stream.read()
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return open(fd, "rb", buffering=0)  # noqa: PTH123 - a descriptor
+
+
+def _state(stream: BinaryIO) -> tuple[int, int]:
+    """What tells whether a file was written to: no writer of ours does that."""
+    status = os.fstat(stream.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def _checked(stream: BinaryIO, codec: EntryCodec, chunk: str) -> EntryInfo:
+    """What a file says that is wholly sound and belongs here. Raises EntryError, OSError."""
+    size_, sizes = os.fstat(stream.fileno()).st_size, file_sizes(codec)
+    if size_ not in sizes:
+        msg = f"{size_} bytes long, expected {' or '.join(map(str, sizes))}"
+        raise CorruptEntryError(msg)
+    place = Place(codec.namespace, chunk, codec.shard, codec.layout)
+    found = Checker().check(stream.fileno(), place)
+    if found.outcome == "sound" and found.info is not None:
+        return found.info
+    text = "; ".join(found.reasons)
+    if found.outcome == "error":
+        raise OSError(errno.EIO, text)
+    raise CorruptEntryError(text) if found.outcome == "corrupt" else ForeignEntryError(text)
 
 
 @contextlib.contextmanager

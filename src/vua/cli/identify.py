@@ -8,15 +8,16 @@ never proof of another model; everything else is compared as the adapters fill i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 from vua.directory import Namespace
 from vua.errors import ConfigError
-from vua.identity import Identity, config_digest, weights_fingerprint
+from vua.identity import Identity, config_digest
 from vua.rope import rope_order, varies_with_length
+from vua.weights import checkpoint_files, identify_weights
 
 __all__ = ["Difference", "Expected", "compare", "expect", "nearest"]
 
@@ -56,11 +57,17 @@ def _shown(value: str | int) -> str:
     return text if len(text) < 40 else f"{text[: _SHORT + 1]}...'"
 
 
-def expect(model: str, *, chunk_tokens: int, epoch: str) -> Expected:
+def expect(
+    model: str,
+    *,
+    chunk_tokens: int,
+    epoch: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> Expected:
     """Return the identity that the files in directory ``model`` give.
 
-    The fingerprint of the weights is remembered beside them, as engines do. Raises ConfigError
-    where there is no usable ``config.json``, OSError.
+    What the weights' files hold is remembered, as by engines; ``progress`` is told the bytes read
+    and to read. Raises ConfigError where there is no usable ``config.json``, OSError.
     """
     root = Path(model)
     config = _read_config(root)
@@ -90,7 +97,12 @@ def expect(model: str, *, chunk_tokens: int, epoch: str) -> Expected:
     unknown = [] if dtype else ["kv_dtype"]
     weights = ""
     try:
-        weights = weights_fingerprint(root)
+        files = checkpoint_files(root)
+        weights = identify_weights(files, progress=progress).fingerprint
+        if any(root.glob("consolidated*.safetensors")) and len(files) < len(
+            [*root.glob("*.safetensors")]
+        ):
+            notes.append("vLLM may load consolidated*.safetensors in place of the files compared")
     except ConfigError as problem:
         unknown.append("weights")
         notes.append(str(problem))

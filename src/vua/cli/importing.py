@@ -18,8 +18,7 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
-from vua.claims import AUTHENTIC, ENCRYPTED
-from vua.cli.archive import MAX_FILE_NBYTES, Member, Reader, verified
+from vua.cli.archive import Member, Reader, file_sizes, verified
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
 from vua.directory import (
     DESCRIPTION,
@@ -40,7 +39,6 @@ __all__ = ["import_"]
 
 _DESCRIPTION: Final = re.compile(rf"([0-9a-f]{{64}})/{re.escape(DESCRIPTION)}")
 _INSIDE: Final = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})/([a-z0-9.-]{1,100})")
-_KINDS: Final = (AUTHENTIC, ENCRYPTED)
 _MOST_PROBLEMS: Final = 20
 
 
@@ -159,9 +157,9 @@ class _Taker:
             msg = f"no sound {DESCRIPTION} of its namespace came before it"
             raise ConfigError(msg)
         codec = store.codec(shard)
-        sizes = {codec.file_nbytes, *(store.codec(shard, kind).file_nbytes for kind in _KINDS)}
-        if member.nbytes not in sizes or member.nbytes > MAX_FILE_NBYTES:
-            msg = f"{member.nbytes} bytes long, expected {' or '.join(map(str, sorted(sizes)))}"
+        sizes = file_sizes(codec)
+        if member.nbytes not in sizes:
+            msg = f"{member.nbytes} bytes long, expected {' or '.join(map(str, sizes))}"
             raise ConfigError(msg)
         data = self._reader.read(member)
         info = verified(data, codec, chunk, store.layout)

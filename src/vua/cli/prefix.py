@@ -20,7 +20,15 @@ from vua.layout import KVLayout, Shard, cover
 from vua.lineage import Chain
 from vua.store import Store
 
-__all__ = ["ChunkState", "Continuations", "GroupState", "continuations", "look", "usable"]
+__all__ = [
+    "ChunkState",
+    "Continuations",
+    "GroupState",
+    "continuations",
+    "loadable",
+    "look",
+    "usable",
+]
 
 State = Literal["stored", "absent", "partial", "damaged"]
 """``stored``: files that cover the group, sound by size and header. ``partial``: sound files that
@@ -147,20 +155,38 @@ def usable(groups: Sequence[GroupState]) -> int:
 
     A group without a window needs all of them, one with a window of w tokens those that hold the
     last w - 1 tokens. (Where all groups have windows each chunk of each is stored, and needed.)
-    Engines may use less: whole blocks of theirs, and never a prompt's last token.
+    An engine loads no more than that, see :func:`loadable`.
     """
-    full = [group for group in groups if group.layout.window is None] or list(groups)
-    windows = [group for group in groups if group not in full]
+    full, windows = _kinds(groups)
+    size = groups[0].layout.chunk_tokens
     for count in range(min(group.leading for group in full), 0, -1):
-        if all(_holds_window(group, count) for group in windows):
+        if all(_holds_window(group, count * size) for group in windows):
             return count
     return 0
 
 
-def _holds_window(group: GroupState, count: int) -> bool:
+def loadable(groups: Sequence[GroupState], prompt_tokens: int, block_tokens: int) -> int:
+    """Return how many tokens of a prompt vLLM can load: whole blocks, and never the last token."""
+    full, windows = _kinds(groups)
+    stored = min(group.leading for group in full) * groups[0].layout.chunk_tokens
+    most = max(0, min(stored, prompt_tokens - 1)) // block_tokens * block_tokens
+    for tokens in range(most, 0, -block_tokens):
+        if all(_holds_window(group, tokens) for group in windows):
+            return tokens
+    return 0
+
+
+def _kinds(groups: Sequence[GroupState]) -> tuple[list[GroupState], list[GroupState]]:
+    """The groups that need every chunk, and those that need a window of them."""
+    full = [group for group in groups if group.layout.window is None] or list(groups)
+    return full, [group for group in groups if group not in full]
+
+
+def _holds_window(group: GroupState, tokens: int) -> bool:
+    """Whether what a computation needs that goes on behind so many tokens is stored."""
     size, window = group.layout.chunk_tokens, group.layout.window or 0
-    first = max(0, count * size - window + 1) // size
-    return all(chunk.state == "stored" for chunk in group.chunks[first:count])
+    first, stop = max(0, tokens - window + 1) // size, -(-tokens // size)
+    return all(chunk.state == "stored" for chunk in group.chunks[first:stop])
 
 
 @dataclass(frozen=True, slots=True)

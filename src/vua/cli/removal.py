@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vua.cli.names import Target, resolve
 from vua.cli.spread import over_fans
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, progress, size
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
 from vua.directory import check_root
 from vua.errors import ConfigError, StorageError
 from vua.eviction import NOTHING, Freed, bury, delete_tree
@@ -104,7 +104,8 @@ def pins(directory: str, targets: list[str], *, remove: bool, write: Write | Non
         return SOUND
     word = "released" if remove else "held"
     for one in report:
-        print(f"{str(one['namespace'])[:SHORT]}  {one['chunk']}  {one['chunks']} chunks {word}")
+        line = f"{str(one['namespace'])[:SHORT]}  {one['chunk']}  {one['chunks']} chunks {word}"
+        print(plain(line))
     if not report:
         print(f"{directory}: nothing is pinned")
     return SOUND

@@ -1,4 +1,9 @@
-"""Words and tables for people, JSON for programs."""
+"""Words and tables for people, JSON for programs, and the border that both pass on their way out.
+
+Names in a directory, descriptions, headers and archives may be anybody's, and a terminal obeys what
+it is shown. So a command writes through :func:`guarded` streams: whatever it prints, nothing but
+printable characters and ends of lines comes out. (JSON has none of the others: it stays exact.)
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,23 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Final
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, Final, TextIO, cast
 
-__all__ = ["DAMAGED", "SOUND", "UNUSABLE", "Write", "as_json", "bar", "progress", "table", "when"]
+__all__ = [
+    "DAMAGED",
+    "SOUND",
+    "UNUSABLE",
+    "Write",
+    "as_json",
+    "bar",
+    "clear_screen",
+    "guarded",
+    "plain",
+    "progress",
+    "table",
+    "when",
+]
 
 SOUND: Final = 0
 DAMAGED: Final = 1
@@ -23,8 +41,8 @@ Write = Callable[[object], None]
 
 
 def as_json(report: object) -> None:
-    """Print a report as JSON."""
-    print(json.dumps(report, indent=1))
+    """Print a report as JSON, in ASCII without control characters."""
+    print(json.dumps(report, indent=1).replace("\x7f", "\\u007f"))
 
 
 def size(nbytes: int) -> str:
@@ -48,12 +66,52 @@ def when(seconds: float) -> str:
 
 
 def plain(text: str) -> str:
-    """Return ``text`` with nothing in it that a terminal would obey.
+    """Return ``text`` in one line, with nothing in it that a terminal would obey.
 
-    >>> plain("a label"), plain(chr(27) + "[2J") == chr(92) + "x1b[2J"
+    >>> plain("a label"), plain("1" + chr(27) + "[2J2") == "1" + chr(92) + "x1b[2J2"
     ('a label', True)
     """
-    return text if text.isprintable() else ascii(text)[1:-1]
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
+class _Guarded:
+    """A text stream to which only what a terminal shows as it is passes; lines may end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.beyond = stream
+        """The stream itself, for the few sequences that are meant."""
+        self._encoding = stream.encoding or "utf-8"
+
+    def write(self, text: str) -> int:
+        shown = "\n".join(map(plain, text.split("\n")))
+        self.beyond.write(shown.encode(self._encoding, "backslashreplace").decode(self._encoding))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the stream has
+        return getattr(self.beyond, name)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Let stdout and stderr pass only what is printable, escaping the rest, until the end."""
+    streams = (sys.stdout, sys.stderr)  # None where a descriptor was closed
+    out, err = (one and cast(TextIO, _Guarded(one)) for one in streams)
+    with redirect_stdout(out), redirect_stderr(err):
+        yield
+
+
+def _control(stream: TextIO, text: str) -> None:
+    """Write what a terminal is to obey."""
+    beyond = stream.beyond if isinstance(stream, _Guarded) else stream
+    beyond.write(text)
+
+
+def clear_screen() -> None:
+    """Clear stdout, where that is a terminal."""
+    if sys.stdout.isatty():
+        _control(sys.stdout, "\x1b[H\x1b[2J")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -88,12 +146,12 @@ def progress() -> Iterator[Callable[[str], None]]:
         nonlocal last
         if shown and time.monotonic() - last > 0.2:
             last = time.monotonic()
-            stream.write(f"\r\x1b[K{line}")
+            _control(stream, f"\r\x1b[K{plain(line)}")
             stream.flush()
 
     try:
         yield show
     finally:
         if shown and last:
-            stream.write("\r\x1b[K")
+            _control(stream, "\r\x1b[K")
             stream.flush()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from vua.bounds import Bounds, Limits
-from vua.cli.text import SHORT, SOUND, Write, size, table
+from vua.cli.text import SHORT, SOUND, Write, clear_screen, size, table
 from vua.directory import check_root, read_namespace
 from vua.errors import ConfigError, StorageError
 from vua.lineage import link_of
@@ -63,7 +63,9 @@ def top(directory: str, interval_s: float, *, once: bool, write: Write | None) -
             if write is not None:
                 write({"directory": directory, **report})
             else:
-                _print(directory, report, clear=not once and sys.stdout.isatty())
+                if not once:
+                    clear_screen()
+                _print(directory, report)
             sys.stdout.flush()
             if once:
                 return SOUND
@@ -138,9 +140,7 @@ def _row(before: _Look | None, now: _Look, newest_ns: int, took_s: float) -> dic
     }
 
 
-def _print(directory: str, report: dict[str, object], *, clear: bool) -> None:
-    if clear:
-        print("\x1b[H\x1b[2J", end="")
+def _print(directory: str, report: dict[str, object]) -> None:
     nbytes, most, free = (int(str(report[k])) for k in ("nbytes", "max_bytes", "free_nbytes"))
     print(
         f"{directory}: {report['chunks']} chunks, {size(nbytes)} of at most {size(most)}; "

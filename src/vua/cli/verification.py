@@ -1,19 +1,22 @@
 """`vua verify`: reads every file of a directory and checks it.
 
-Of files that are sealed with one of the keys given it also proves that somebody with that key
-wrote them. Changes nothing, unless it is to repair: then what is damaged or foreign is taken out of
-sight (into `quarantine/`, or deleted when that is full), as a reader does it who comes upon it.
-What others have replaced meanwhile stays.
+Whatever it meets it reports and goes on behind. Of files that are sealed with one of the keys given
+it also proves that somebody with that key wrote them. Changes nothing, unless it is to repair: then
+what is damaged or foreign is taken out of sight (into `quarantine/`, or deleted when that is full),
+as a reader does it who comes upon it. What others have replaced meanwhile stays, and so does a file
+with further names (hard links), whose bytes somebody else may be using: no reader takes it, and the
+next save puts a new one in its place.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Final
 
 from vua import _linux
 from vua.cli.check import Check, Checker, Outcome, Place
@@ -22,6 +25,7 @@ from vua.cli.spread import is_large, spread
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size, table
 from vua.cli.walk import Found, described, fans, open_root, walk_beside, walk_fan
 from vua.directory import DESCRIPTION, Namespace, read_namespace
+from vua.errors import UntrustedError, VUAError
 from vua.keyring import KnownKeys
 from vua.security import Security
 from vua.storage.local import FileReader, LocalStorage
@@ -30,6 +34,8 @@ from vua.survey import Space
 __all__ = ["verify"]
 
 _OUTCOMES: tuple[Outcome, ...] = ("sound", "corrupt", "foreign", "error")
+_ANYBODY: Final = Security(trusted_uids="any")
+"""Whose files are looked at: whose a file is does not make its bytes right or wrong."""
 
 
 @dataclass(slots=True)
@@ -152,11 +158,12 @@ def _verify(
     if result.description == "damaged":
         reason = "it does not describe this namespace; the next save writes it anew"
         result.problems.append((DESCRIPTION, "corrupt", reason))
-    storage = LocalStorage(namespace.path)
     try:
-        large = is_large(Space(namespace.name, storage.fileno()))
-    finally:
-        storage.close()
+        with closing(LocalStorage(namespace.path, security=_ANYBODY)) as storage:
+            large = is_large(Space(namespace.name, storage.fileno()))
+    except OSError as problem:
+        result.add(".", Check("error", (problem.strerror or str(problem),), 0))
+        return result
     names = ["", *fans(namespace.path)]
     parts = spread(partial(_part, namespace, keys, repair=repair), names, large=large)
     for number, part in enumerate(parts, 1):
@@ -171,20 +178,22 @@ def _verify(
 def _part(namespace: Namespace, keys: KnownKeys, fan: str, *, repair: bool) -> _Result:
     """Check one fan-out directory, or (for "") what lies beside them."""
     result, checker = _Result(namespace, ""), Checker(keys)
-    storage = LocalStorage(namespace.path)
     try:
-        for found in walk_fan(namespace.path, fan) if fan else walk_beside(namespace.path):
-            if found.kind == "unreadable":
-                result.add(found.path, Check("error", (found.problem,), 0))
-            elif found.kind != "entry":
-                result.others.setdefault(found.kind, []).append(found)
-            else:
-                check, removed = _check(storage, found, checker, namespace, repair=repair)
-                if check is not None:
-                    result.add(found.path, check)
-                    result.removed += removed
-    finally:
-        storage.close()
+        with closing(LocalStorage(namespace.path, security=_ANYBODY)) as storage:
+            for found in walk_fan(namespace.path, fan) if fan else walk_beside(namespace.path):
+                if found.kind == "unreadable":
+                    result.add(found.path, Check("error", (found.problem,), 0))
+                elif found.kind != "entry":
+                    result.others.setdefault(found.kind, []).append(found)
+                else:
+                    check, removed = _check(storage, found, checker, namespace, repair=repair)
+                    if check is not None:
+                        result.add(found.path, check)
+                        result.removed += removed
+    except FileNotFoundError:
+        pass  # the namespace was deleted this moment
+    except OSError as problem:
+        result.add(fan or ".", Check("error", (problem.strerror or str(problem),), 0))
     return result
 
 
@@ -203,18 +212,32 @@ def _check(
             check = Check("error", ("not a regular file",), 0)
     else:
         place = Place(namespace.name, found.chunk, found.shard, namespace.layout_of(found.shard))
-        check = checker.check(fd, place)
-        with contextlib.suppress(OSError):  # not a regular file; it closes what it is given
-            reader, fd = FileReader(fd), -1
+        check, reader = _read(fd, checker, place)
     if not repair or check.outcome == "sound" or found.shard is None:
         removed = False
     elif reader is None and found.regular:
-        removed = False  # it cannot be opened: whoever may, decides
+        removed = False  # it cannot be opened, or has further names: whoever may, decides
     else:
         removed = storage.remove(found.chunk, found.shard, reader)
     if reader is not None:
         reader.close()
     return check, removed
+
+
+def _read(fd: int, checker: Checker, place: Place) -> tuple[Check, FileReader | None]:
+    """Check an open file, and take it over as a reader does; None where no reader would."""
+    try:
+        check = checker.check(fd, place)
+    except VUAError as problem:
+        check = Check("error", (str(problem),), 0)
+    try:
+        return check, FileReader(fd)  # closes what it does not take
+    except UntrustedError:
+        links = "it has further names (hard links), so no reader takes it"
+        outcome: Outcome = "foreign" if check.outcome == "sound" else check.outcome
+        return replace(check, outcome=outcome, reasons=(*check.reasons, links)), None
+    except OSError:  # not a regular file
+        return check, None
 
 
 def _report(directory: str, results: list[_Result], strays: list[str], ids: frozenset[str]) -> None:

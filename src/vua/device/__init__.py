@@ -8,13 +8,12 @@ CPU tensors; CUDA is not touched unless a cache lies there.
 """
 
 from vua.device.copies import Choice, choose, gather, scatter, synchronize
-from vua.device.gds import GDS_MODES, DirectReader, Gds
+from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover, Mover, PosixMover
 from vua.device.pages import KNOWN_AXES, PagedCache, PagedLayout, Rows, slots_of
 from vua.device.staging import Fence, StagedSlab, Staging
 
 __all__ = [
-    "GDS_MODES",
     "KNOWN_AXES",
     "Choice",
     "CuFileMover",

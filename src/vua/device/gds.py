@@ -32,14 +32,13 @@ from vua.keys import ChunkKey
 from vua.storage import Reader, Storage
 from vua.workers import Attempt, Workers
 
-__all__ = ["GDS_MODES", "DirectReader", "Gds"]
+__all__ = ["DirectReader", "Gds"]
 
 log = logging.getLogger(__name__)
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
 _Sums: TypeAlias = npt.NDArray[np.uint64]
 
-GDS_MODES: Final = ("disabled", "auto", "required")
 _FAILURES: Final = 8
 """So many files in a row that cannot be read this way, and it is not tried any more."""
 _PROBE_NBYTES: Final = (1 << 20) + 4096 + 520

@@ -1,4 +1,4 @@
-"""A few loops in C, where the machine has a C compiler; everything works without them.
+"""A few loops in C, where the installation has them; everything works without them.
 
 `load.c` reads and hashes a batch of files in one call: one release of the GIL for all of them, and
 a second core where that pays; `direct.c` does so past the page cache. `save.c` hashes and writes a
@@ -7,13 +7,15 @@ is the one that judges whatever `load.c` does not find in order. `chain.c` hashe
 prompt, `move.c` copies between chunks and an engine's pages.
 docs/decisions/0006-native-loops.md says why, and what it brings.
 
-The library is compiled on first use, in the background, into ``$XDG_CACHE_HOME/vua`` (or
-``~/.cache/vua``) under a name made of its sources' digest. The environment variable ``VUA_NATIVE``
-says whether: ``auto`` (the default), ``off``, or ``require`` (wait for it, fail without it).
+They are one shared library without anything of Python's, `_vua_native.linux-MACHINE.so` in this
+folder, which `hatch_build.py` compiles when a wheel is built (`dev.py build`: in a checkout).
+At run time nothing is compiled; docs/decisions/0020-native-with-the-wheel.md says what is checked
+then. The environment variable ``VUA_NATIVE`` says whether the library is used: ``auto`` (the
+default), ``off``, or ``require`` (fail without it). :func:`status` says whether it is.
 """
 
 from vua.native.batches import ARRAYS_MAX, THREADS, Batch, Recipe, checksums, load
-from vua.native.build import library
+from vua.native.bindings import Status, library, status
 from vua.native.moves import ITEMS, Boxes, move
 from vua.native.prefixes import chain, narrow
 from vua.native.saves import LEFT, PRESENT, WRITTEN, Writing, save
@@ -28,6 +30,7 @@ __all__ = [
     "Batch",
     "Boxes",
     "Recipe",
+    "Status",
     "Writing",
     "chain",
     "checksums",
@@ -36,4 +39,5 @@ __all__ = [
     "move",
     "narrow",
     "save",
+    "status",
 ]

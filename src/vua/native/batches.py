@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua._linux import page_aligned
-from vua.native.build import library, xxh3
+from vua.native.bindings import library, xxh3
 
 __all__ = ["ARRAYS_MAX", "THREADS", "Batch", "Recipe", "checksums", "crew", "load"]
 

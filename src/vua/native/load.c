@@ -5,8 +5,8 @@
  * file that is not exactly as expected ends the batch, and the Python path looks into why. It
  * keeps no state and calls no Python.
  *
- * Built on first use by vua/native/__init__.py with the system's C compiler, loaded with ctypes.
- * Linux (openat2, preadv2), 64 bits.
+ * Built by hatch_build.py, loaded with ctypes. Linux (openat2, preadv2), 64 bits; any C library: what
+ * was added to glibc after 2.17 is called by its number.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -34,16 +34,23 @@ static int open_file(const struct work *work, uint64_t file)
 
 static void start_more(struct work *work);
 
+static ssize_t read_some(int fd, const struct iovec *rows, uint64_t count, uint64_t offset, int how)
+{
+    if (how == 0)
+        return preadv(fd, rows, (int)count, (off_t)offset);
+    return syscall(SYS_preadv2, fd, rows, count, offset, 0L, how); /* 0: the offset's upper half */
+}
+
 int vua_read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t count,
                   uint64_t nbytes, uint64_t offset, uint64_t stop, int *how)
 {
     struct iovec left[ROWS_MAX];
     for (;;) {
-        ssize_t got = preadv2(fd, rows, (int)count, (off_t)offset, *how);
+        ssize_t got = read_some(fd, rows, count, offset, *how);
         if (got < 0 && errno == EINTR)
             continue;
         if (got < 0 && *how != 0 && !(work->flags & NOWAIT) &&
-            (errno == EAGAIN || errno == EOPNOTSUPP)) {
+            (errno == EAGAIN || errno == EOPNOTSUPP || errno == ENOSYS)) {
             *how = 0;
             posix_fadvise(fd, (off_t)offset, (off_t)(stop - offset), POSIX_FADV_WILLNEED);
             start_more(work);

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.native.batches import crew
-from vua.native.build import library
+from vua.native.bindings import library
 
 __all__ = ["ITEMS", "Boxes", "move"]
 

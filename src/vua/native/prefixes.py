@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from vua.native.build import library, sha256
+from vua.native.bindings import library, sha256
 
 __all__ = ["chain", "narrow"]
 

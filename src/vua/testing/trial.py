@@ -177,7 +177,7 @@ def scored(
     """Register a function as test ``number``; see the module's description.
 
     Args:
-        number: 1..30, as in docs/guarantees.md.
+        number: 1..37, as in docs/guarantees.md.
         title: two or three words.
         gate: whether VUA may not ship without it.
         quick: ``trial.scale`` in the quick form, which takes a few seconds at most; 0 for none.

@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import DynamicCache
 
 from vua.core import VUA, VUAConfig
-from vua.errors import InputError
-from vua.transformers.model import DTYPE_NAMES, LAYERS, identity_of, layout_of
+from vua.directory import check_root
+from vua.errors import InputError, VUAError
+from vua.identity import Identity
+from vua.transformers.model import DTYPE_NAMES, LAYERS, described_model, layout_of
+from vua.weights import Identification, identify_weights
 
 __all__ = ["Prefix", "PrefixCache"]
 
 log = logging.getLogger(__name__)
+
+_START_WAIT_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,10 @@ class PrefixCache:
     ) -> None:
         """Use the directory ``path``, which is created (mode 0700) when missing.
 
+        Which weights the model has is found out from every byte of its files, once, on threads
+        beside this one, and then remembered (`vua.weights`). The constructor waits for it up to a
+        second; until it is known nothing is loaded or saved, see `ready`.
+
         Args:
             model: a causal language model that `from_pretrained` made.
             path: the directory; other models and engines may use it too.
@@ -68,9 +79,16 @@ class PrefixCache:
         """
         config = VUAConfig(split_factor=chunk_tokens, epoch=epoch, durable=durable)
         self.layout = layout_of(model, chunk_tokens=chunk_tokens)
-        self.identity = identity_of(model, chunk_tokens=chunk_tokens, epoch=epoch)
-        self._model = model
-        self._vua = VUA(config, path, identity=self.identity)
+        self._described = described_model(model, chunk_tokens=chunk_tokens, epoch=epoch)
+        self._model, self._config, self._path = model, config, check_root(path)
+        self._lock = threading.Lock()
+        self._vua: VUA | None = None
+        self._warned = False
+        self._identification = Identification(
+            lambda stop: identify_weights(self._described.files, stop=stop)
+        )
+        if self._identification.wait(_START_WAIT_S):
+            self._opened()
 
     def __enter__(self) -> PrefixCache:  # noqa: PYI034 - Python 3.10 has no Self
         """Return the object itself."""
@@ -82,14 +100,53 @@ class PrefixCache:
 
     def close(self) -> None:
         """Wait for running work and release the threads."""
-        self._vua.close()
+        self._identification.close()
+        with self._lock:
+            if self._vua is not None:
+                self._vua.close()
+
+    def ready(self, timeout_s: float | None = None) -> bool:
+        """Wait until the model is identified; return whether it is. None: for as long as it takes.
+
+        Raises:
+            ConfigError, StorageError, OSError: it cannot be, so nothing is ever loaded or saved.
+        """
+        if not self._identification.wait(timeout_s):
+            return False
+        self._opened()
+        return True
+
+    @property
+    def identity(self) -> Identity:
+        """Whose caches these are; waits and raises as `ready` without a limit."""
+        return self._described.identity(self._identification.answer.result())
+
+    def _opened(self) -> VUA:
+        """Return the open namespace of a model that is identified. Raises as `ready`."""
+        with self._lock:
+            if self._vua is None:
+                self._vua = VUA(self._config, self._path, identity=self.identity)
+            return self._vua
+
+    def _usable(self) -> VUA | None:
+        """Return the open namespace; None, with one line in the log, where there is none (yet)."""
+        if not self._identification.wait(0):
+            return None
+        try:
+            return self._opened()
+        except (VUAError, OSError, CancelledError) as problem:
+            if not self._warned:
+                self._warned = True
+                log.warning("nothing is loaded or saved: %s", problem)
+            return None
 
     def load(
         self, input_ids: torch.Tensor | Sequence[int], cache: DynamicCache | None = None
     ) -> Prefix:
         """Return the longest stored prefix, in whole chunks.
 
-        At least one token is left over, because `generate` has to compute one.
+        At least one token is left over, because `generate` has to compute one. Before the model is
+        identified that is none.
 
         Args:
             input_ids: one sequence, (T,) or (1, T), without padding.
@@ -107,7 +164,9 @@ class PrefixCache:
             raise InputError(
                 f"{type(filled).__name__} given to fill; expected an empty DynamicCache"
             )
-        found = self._vua.get_closest(ids[:-1], device=self._model.device)
+        if (vua := self._usable()) is None:
+            return Prefix(filled, 0)
+        found = vua.get_closest(ids[:-1], device=self._model.device)
         if not found:
             return Prefix(filled, 0)
         layout = self.layout
@@ -130,7 +189,8 @@ class PrefixCache:
             cache: what was passed to `generate` as `past_key_values`, or came back from it.
 
         Returns:
-            How many chunks were written.
+            How many chunks were written; none before the model is identified, since `generate`
+            does not wait for its cache. Call `ready` first where that matters.
 
         Raises:
             InputError: not one sequence, or a cache that does not hold every token.
@@ -143,7 +203,9 @@ class PrefixCache:
         length -= length % self.layout.chunk_tokens
         if not length:
             return 0
-        return self._vua.put(ids[:length], [(k[:, :, :length], v[:, :, :length]) for k, v in pairs])
+        if (vua := self._usable()) is None:
+            return 0
+        return vua.put(ids[:length], [(k[:, :, :length], v[:, :, :length]) for k, v in pairs])
 
     def _pairs(self, cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return K and V of every layer, after checking that they hold each token."""

@@ -1,13 +1,15 @@
 """What a loaded model is, in VUA's terms: whose caches it may use, and their layout.
 
 Promises that two models get one identity only if their K and V mean the same, and refuses a model
-of which that cannot be told. Weights are compared with their files only in samples; a change made
-to a model in memory after it was asked about goes unseen.
+of which that cannot be told. Weights are identified by every byte of their files; what is in memory
+is compared with these only in samples, and what changes there afterwards goes unseen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,13 +20,14 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from vua.errors import ConfigError
-from vua.identity import Identity, config_digest, weights_fingerprint
+from vua.identity import Identity, config_digest
 from vua.layout import KVLayout
 from vua.model_files import code_digest
 from vua.rope import rope_order, varies_with_length
 from vua.serdes import DTYPES
+from vua.weights import Weights, checkpoint_files, identify_weights
 
-__all__ = ["DTYPE_NAMES", "LAYERS", "identity_of", "layout_of"]
+__all__ = ["DTYPE_NAMES", "LAYERS", "Described", "described_model", "identity_of", "layout_of"]
 
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 LAYERS: Final = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -41,6 +44,8 @@ def identity_of(
 ) -> Identity:
     """Return the identity of the caches that ``model`` computes; vLLM's of that model is the same.
 
+    Reads the weights' files, unless it is remembered what they hold (`vua.weights`).
+
     Args:
         model: a model that `from_pretrained` made.
         chunk_tokens: tokens per chunk.
@@ -48,7 +53,28 @@ def identity_of(
 
     Raises:
         ConfigError: the model's weights cannot be identified, or are not those of its files.
+        OSError: a file cannot be read.
     """
+    described = described_model(model, chunk_tokens=chunk_tokens, epoch=epoch)
+    return described.identity(identify_weights(described.files))
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model's identity but for its weights, which take longer."""
+
+    files: Sequence[Path]
+    """Those that hold the weights."""
+    others: Identity
+    """The other fields."""
+
+    def identity(self, weights: Weights) -> Identity:
+        """Return the whole."""
+        return replace(self.others, weights=weights.fingerprint)
+
+
+def described_model(model: Any, *, chunk_tokens: int, epoch: str) -> Described:  # noqa: ANN401
+    """Return what `identity_of` returns but for the weights; raises the same."""
     text = model.config.get_text_config()
     described = text.to_dict()
     if getattr(model, "peft_config", None):
@@ -65,15 +91,15 @@ def identity_of(
         described["vua_stored_by"] = "transformers"
     if code := _code(model, folder):
         described["vua.code"] = code
-    return Identity(
+    others = Identity(
         model=config_digest(described),
-        weights=weights_fingerprint(folder),
         kv_dtype=_dtype_name(model),
         rope=rope,
         epoch=epoch,
         chunk_tokens=chunk_tokens,
         name=_name(model, folder),
     )
+    return Described(_weight_files(folder), others)
 
 
 def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:  # noqa: ANN401
@@ -165,6 +191,12 @@ def _code(model: Any, folder: Path) -> list[str]:  # noqa: ANN401
             "not tell the revision; copy the code beside the weights"
         )
     return [code_digest(folder)]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that `from_pretrained` reads: one that holds all comes before an index."""
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else checkpoint_files(folder)
 
 
 def _name(model: Any, folder: Path) -> str:  # noqa: ANN401

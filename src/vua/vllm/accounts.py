@@ -58,13 +58,25 @@ class Accounts:
 
     # -- per request --------------------------------------------------------------------------
 
-    def answered(self, request_id: str, outcome: str, prompt_tokens: int, seconds: float) -> None:
-        """Note the answer to a lookup; further calls for the same request change nothing."""
+    def answered(
+        self,
+        request_id: str,
+        outcome: str,
+        prompt_tokens: int,
+        seconds: float,
+        *,
+        local_tokens: int = 0,
+    ) -> None:
+        """Note the answer to a lookup; further calls for the same request change nothing.
+
+        ``local_tokens`` of the prompt lie in vLLM's own prefix cache already.
+        """
         if request_id in self._accounts:
             return
         self._accounts[request_id] = _Account(prompt_tokens, outcome, seconds)
         self._stats.add("vua_lookups_total", label=outcome)
         self._stats.add("vua_prompt_tokens_total", prompt_tokens)
+        self._stats.add("vua_queried_tokens_total", prompt_tokens - local_tokens)
         self._stats.observe("vua_lookup_seconds", seconds)
 
     def computing(self, request: Any, start: int, choice: Choice) -> None:  # noqa: ANN401

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from vua.bounds import Bounds
-from vua.device import GDS_MODES
 from vua.errors import ConfigError
 from vua.security import Security
 
@@ -16,6 +15,7 @@ __all__ = ["ConnectorConfig"]
 
 _MAY_BE_ZERO = frozenset({"load_in_step_mib"})
 _LOAD_POLICIES = ("faster", "always")
+_GDS_MODES = ("disabled", "auto", "required")
 _ALIASES = {"path": "shared_storage_path", "split_factor": "chunk_tokens"}
 
 
@@ -125,8 +125,8 @@ class ConnectorConfig:
                 f", found {self.load_policy!r}"
             )
             raise ConfigError(msg)
-        if self.gds_mode not in GDS_MODES:
-            msg = f"kv_connector_extra_config: gds_mode is {self.gds_mode!r}; expected {GDS_MODES}"
+        if self.gds_mode not in _GDS_MODES:
+            msg = f"kv_connector_extra_config: gds_mode is {self.gds_mode!r}; expected {_GDS_MODES}"
             raise ConfigError(msg)
         _ = self.bounds, self.security  # raise for unusable ones
 

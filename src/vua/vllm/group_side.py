@@ -46,6 +46,8 @@ class Rank(NamedTuple):
 class GroupSide:
     """One group's files, buffers, and its layers in vLLM's memory, on one rank."""
 
+    store: Store
+    """There once :meth:`reopen` was called; nothing is moved before."""
     gds: Gds | None = None
     """What may read files straight into GPU memory."""
 
@@ -53,17 +55,16 @@ class GroupSide:
         self,
         number: int,
         model: Model,
-        store: Store,
         rank: Rank,
         config: ConnectorConfig,
         stats: Recorder,
     ) -> None:
-        """Use ``store`` for group ``number`` of the model; record into ``stats``."""
+        """Move group ``number`` of the model; record into ``stats``."""
         self.number, self._stats = number, stats
         self.watch: FileWatch | None = None
         """Told of chunks that cannot be loaded."""
         self.group, self._model = model.groups[number], model
-        self.store, self.shard = store, self.group.shards[rank.pp][rank.tp]
+        self.shard = self.group.shards[rank.pp][rank.tp]
         row = self.group.shards[rank.pp]
         self.writes = row.index(self.shard) == rank.tp  # of the ranks that hold it, the first
         layout, payload = self.group.layout, self.shard.payload_nbytes(self.group.layout)
@@ -100,7 +101,7 @@ class GroupSide:
         self._places.append((table, layers, pages))
 
     def reopen(self, store: Store) -> None:
-        """Use another store from now on; what is running goes on with the one it began with."""
+        """Use a store from now on; what is running goes on with the one it began with."""
         self.store, self._loader_of, self._saver_of = store, {}, {}
 
     def _pages(self, caches: Sequence[torch.Tensor], block_size: int) -> PagedKV | StatePages:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,9 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vua import native
 from vua.directory import check_root
 from vua.errors import ConfigError, VUAError
 from vua.keyring import check_keys
+from vua.place import prepare
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import Announcer, FileWatch, enabled
 from vua.vllm.group_side import Rank
@@ -33,7 +36,9 @@ from vua.vllm.notes import WorkerNotes
 from vua.vllm.scheduler import SchedulerSide
 from vua.vllm.stats import VUAPromMetrics, VUAStats
 from vua.vllm.versions import caveat, check_version
+from vua.vllm.weights import find_weights
 from vua.vllm.worker import WorkerSide
+from vua.weights import Identification
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,7 +69,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
-        """Read the settings and open the directory.
+        """Read the settings and begin to find out which weights the engine has.
+
+        Does not wait for that (a second at most): the namespace is opened when it is known.
 
         Raises ConfigError for unusable settings, an unusable path or an unknown version of vLLM, so
         that a mistake is seen at start-up. An engine whose KV cache cannot be stored correctly is
@@ -78,6 +85,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         check_keys(self._config.security)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._ahead: Identification | None = None
+        """In the first worker: begins before the scheduler's half does, see `_make_worker`."""
         self._failures: set[str] = set()
         self._idle = False
         """Whether the current step computes nothing."""
@@ -93,21 +102,27 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                     saves=transfer.is_kv_producer,
                     loads_in_step=self._loads_in_step(vllm_config, model),
                     events=self._events,
+                    identification=Identification(partial(find_weights, vllm_config)),
                 )
-                self._announce(model, transfer)
+                self._announce(transfer)
             else:
                 watch = FileWatch(model) if enabled(vllm_config) else None
-                self._worker = self._make_worker(model, watch)
+                self._worker = self._make_worker(vllm_config, model, watch)
         except (UncachedError, VUAError) as problem:
             log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
 
-    def _announce(self, model: Model, transfer: Any) -> None:  # noqa: ANN401
-        log.info(
-            "VUA: KV cache in %s, namespace %s, chunks of %d tokens",
-            self._config.shared_storage_path,
-            model.identity.namespace[:12],
-            model.chunk_tokens,
-        )
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """False. On GPUs vLLM asks before it starts anything: a bad directory is refused here.
+
+        Raises ConfigError, StorageError.
+        """
+        config = ConnectorConfig.from_extra_config(extra_config)
+        prepare(config.shared_storage_path, config.security, writes=False)
+        return False
+
+    def _announce(self, transfer: Any) -> None:  # noqa: ANN401
+        log.info("VUA: %s", native.status().text)
         if (text := caveat()) is not None:
             log.warning("VUA: %s", text)
         if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
@@ -132,10 +147,19 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             )
         return safe
 
-    def _make_worker(self, model: Model, watch: FileWatch | None) -> WorkerSide:
+    def _make_worker(
+        self,
+        vllm_config: VllmConfig,
+        model: Model,
+        watch: FileWatch | None,
+    ) -> WorkerSide:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
         rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
+        if not any(rank):
+            # The scheduler's half, which asks for the weights, is made only after the engine has
+            # warmed up. What is read until then is remembered, and not read again.
+            self._ahead = Identification(partial(find_weights, vllm_config))
         return WorkerSide(model, self._config, rank, watch)
 
     def _guarded(self, hook: Callable[[], T], otherwise: T) -> T:
@@ -185,6 +209,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             self._scheduler.shutdown()
         if self._worker is not None:
             self._worker.shutdown()
+        if self._ahead is not None:
+            self._ahead.close()
 
     # -- scheduler's process ------------------------------------------------------------------
 
@@ -211,7 +237,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         side = self._scheduler
         if side is None:
             return Orders()
-        orders = Orders(loads=self._guarded(side.take_loads, []), epoch=side.epoch)
+        orders = Orders(loads=self._guarded(side.take_loads, []), identity=side.identity)
         self._guarded(lambda: side.add_saves(orders, scheduler_output), None)
         return orders
 

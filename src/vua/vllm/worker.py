@@ -14,14 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from vua.device import Fence, Gds
-from vua.directory import create_stores
-from vua.errors import ConfigError
+from vua.errors import ConfigError, StorageError
+from vua.identity import Identity
 from vua.store import Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.device_side import DeviceGroupSide, lies_on_device, open_gds
@@ -30,6 +29,7 @@ from vua.vllm.group_side import GroupSide, Rank, Tables
 from vua.vllm.messages import LoadOrder, LoadTimes, Orders
 from vua.vllm.model import Model
 from vua.vllm.notes import WorkerNotes
+from vua.vllm.opening import open_stores
 from vua.vllm.saves import Saves
 from vua.vllm.stats import Recorder, VUAStats
 from vua.vllm.storage_guard import StorageGuard
@@ -49,21 +49,24 @@ class WorkerSide:
     def __init__(
         self, model: Model, config: ConnectorConfig, rank: Rank, watch: FileWatch | None = None
     ) -> None:
-        """Open the namespace for the rectangles that ``rank`` holds; tell ``watch`` of files."""
+        """Move the rectangles that ``rank`` holds; tell ``watch`` of files.
+
+        The namespace is opened when the scheduler's half says which, at once if it is known.
+        """
         self._model, self._config = model, config
-        self._epoch = model.identity.epoch
-        stores = self._open(model)
+        self._identity: Identity | None = None
+        """Whose stores are open."""
         self.stats = Recorder()
         self._place, self._rank = rank, rank.pp * len(model.groups[0].shards[0]) + rank.tp
         self._groups = [
-            GroupSide(number, model, store, rank, config, self.stats)
-            for number, store in enumerate(stores)
+            GroupSide(number, model, rank, config, self.stats)
+            for number in range(len(model.groups))
         ]
         self.watch = watch
-        if watch is not None:
-            for group in self._groups:
-                group.watch = watch
-            self._watch(stores)
+        for group in self._groups:
+            group.watch = watch
+        if model.identified:
+            self._follow(model.identity)
         self._loaders: Workers[LoadOrder] = Workers(
             config.load_threads, timeout_s=config.io_timeout_s, name="vua-load"
         )
@@ -81,26 +84,18 @@ class WorkerSide:
         self._registered = False
         self._gds: Gds | None = None
 
-    def _open(self, model: Model) -> list[Store]:
-        return create_stores(
-            Path(self._config.shared_storage_path),
-            model.identity,
-            [group.layout for group in model.groups],
-            durable=self._config.durable,
-            direct_writes=self._config.direct_writes,
-            direct_reads=self._config.direct_reads,
-            bounds=self._config.bounds,
-            security=self._config.security,
-        )
-
-    def _follow(self, epoch: str | None) -> None:
-        """Leave what was stored before a reset. Raises StorageError."""
-        if epoch is not None and epoch != self._epoch:
-            stores = self._open(self._model.in_epoch(epoch))
-            for group, store in zip(self._groups, stores, strict=True):
-                group.reopen(store)
-            self._watch(stores)
-            self._epoch = epoch
+    def _follow(self, identity: Identity | None) -> None:
+        """Use the stores of an identity from now on. Raises StorageError, LayoutError."""
+        if identity is None and self._identity is None:
+            msg = "nothing can be loaded or stored before the model is identified"
+            raise StorageError(msg)
+        if identity is None or identity == self._identity:
+            return
+        stores = open_stores(self._config, self._model, identity)
+        for group, store in zip(self._groups, stores, strict=True):
+            group.reopen(store)
+        self._watch(stores)
+        self._identity = identity
 
     def _watch(self, stores: Sequence[Store]) -> None:
         """Have the watch told of chunks that this process evicts."""
@@ -122,10 +117,15 @@ class WorkerSide:
         required and does not work.
         """
         if lies_on_device(kv_caches):
-            self._groups = [
-                DeviceGroupSide(at, self._model, group.store, self._place, self._config, self.stats)
-                for at, group in enumerate(self._groups)
+            groups = [
+                DeviceGroupSide(at, self._model, self._place, self._config, self.stats)
+                for at in range(len(self._groups))
             ]
+            for side, before in zip(groups, self._groups, strict=True):
+                side.watch = before.watch
+                if self._identity is not None:
+                    side.reopen(before.store)
+            self._groups = [*groups]
             self._gds = open_gds(self._config, next(iter(kv_caches.values())).device)
         elif self._config.gds_mode == "required":
             raise ConfigError('gds_mode is "required", but the KV cache lies in CPU memory')
@@ -143,8 +143,8 @@ class WorkerSide:
             group.close()
         if self._gds is not None:
             self._gds.close()
-        for group in self._groups[:1]:  # one keeper for all
-            group.store.close()
+        if self._identity is not None:
+            self._groups[0].store.close()  # one keeper for all
 
     # -- loads --------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class WorkerSide:
         after = self._groups[0].mark()  # all groups lie on one device
         for order in orders.loads:
             try:
-                self._follow(orders.epoch)
+                self._follow(orders.identity)
                 if self._loads_guard.allows():
                     self._loaders.submit(partial(self._load, after=after), order)
                 else:
@@ -177,7 +177,7 @@ class WorkerSide:
                 self._lock.wait_for(lambda: not self._in_step, _IDLE_WAIT_S)
 
     def _load(self, attempt: Attempt[LoadOrder], *, after: Fence) -> None:
-        order, epoch, began = attempt.what, self._epoch, time.monotonic()
+        order, identity, began = attempt.what, self._identity, time.monotonic()
         short: int | None = order.parts[0].start
         reason: str | None = "error"
         try:
@@ -186,7 +186,7 @@ class WorkerSide:
                 short = reached if reached < part.stop else None
                 if short is not None:
                     break
-            if epoch != self._epoch:
+            if identity != self._identity:
                 short, reason = order.parts[0].start, "reset"
         except Exception:
             log.exception("load of request %s failed", order.request_id)
@@ -278,7 +278,7 @@ class WorkerSide:
         self._saves.give_up()
         if not self._registered or not orders.saves:
             return
-        self._follow(orders.epoch)
+        self._follow(orders.identity)
         try:
             for order in orders.saves:
                 if self._spoilt and not self._spoilt.isdisjoint(order.block_ids[0]):
@@ -301,6 +301,6 @@ class WorkerSide:
     def counts(self) -> Mapping[str, int]:
         """Events of this rank's stores so far."""
         counts: Counter[str] = Counter()
-        for group in self._groups:
+        for group in self._groups if self._identity is not None else ():
             counts.update(group.store.counts)
         return counts

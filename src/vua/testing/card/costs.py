@@ -67,7 +67,7 @@ def _medians(rounds: int, *arms: Callable[[], object]) -> list[float]:
 def verification(trial: Trial) -> None:
     """Load and save 1 MiB by turns with and without checksums; medians of one run are compared."""
     trial.needs_vua("a switch that turns checking off")
-    trial.needs("the native load loop", native.library(wait=True) is not None)
+    trial.needs("the native load loop", native.library() is not None)
     subject = trial.make(nbytes=1 << 20)
     if not isinstance(subject, StoreSubject):
         raise TypeError(subject)

@@ -1,4 +1,4 @@
-"""30: vLLM with a cache that is being destroyed answers as it does without one."""
+"""30, 31: what VUA gives a real vLLM is what that one would have computed."""
 
 from __future__ import annotations
 
@@ -23,22 +23,46 @@ _FULL = "tests/vllm_e2e/test_stress.py::StormTest"
 )  # fmt: skip
 def end_to_end(trial: Trial) -> None:
     """Run the engine tests of a checkout: one of damage, or the storms of many requests."""
+    marks = "vllm" if trial.quick else "vllm and (soak or thorough)"
+    status, said = _pytest(trial, "-m", marks, _QUICK if trial.quick else _FULL)
+    trial.must("the same tokens, no request fails", status == 0, said)
+    trial.must("control: tests were run", " passed" in said, said)
+
+
+@scored(
+    31, "Identity of engines", gate=True, quick=10, full=60,
+    bar="random models, settings, adapters, pictures: 0 hits across other K and V, 0.95 shared",
+)  # fmt: skip
+def identities(trial: Trial) -> None:
+    """Run the campaign of random engines of a checkout, judged by the K and V they compute."""
+    if trial.quick:
+        status, said = _pytest(trial, "tests/vllm_e2e/test_campaign.py")
+        trial.must("control: tests were run", " passed" in said, said)
+    else:
+        words = ["vllm_e2e.campaign", "--setups", str(trial.scale), "--seed", str(trial.seed)]
+        status, said = _run(trial, *words)
+    trial.must("nobody loads what it would have computed otherwise", status == 0, said)
+
+
+def _pytest(trial: Trial, *words: str) -> tuple[int, str]:
+    trial.needs("pytest", find_spec("pytest") is not None)
+    return _run(trial, "pytest", "-q", "-x", "-p", "no:cacheprovider", *words)
+
+
+def _run(trial: Trial, *words: str) -> tuple[int, str]:
+    """Run a module in a checkout; return its exit status and the last line that it wrote."""
     trial.needs_vua("an engine's connector")
     trial.needs("vLLM", find_spec("vllm") is not None)
     checkout = Path(vua.__file__).parents[2]
     trial.needs("a checkout with its tests", (checkout / "tests" / "vllm_e2e").is_dir())
-    trial.needs("pytest", find_spec("pytest") is not None)
-    marks = "vllm" if trial.quick else "vllm and (soak or thorough)"
-    test = _QUICK if trial.quick else _FULL
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    paths = (checkout / "src", checkout / "tests")
     done = subprocess.run(  # noqa: S603 - our own tests
-        [*command, "-m", marks, test],
+        [sys.executable, "-m", *words],
         cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout / "src")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
         text=True,
         check=False,
     )
-    last = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()[-1]
-    trial.must("the same tokens, no request fails", done.returncode == 0, last)
-    trial.must("control: tests were run", " passed" in last, last)
+    said = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()[-1]
+    return done.returncode, said

@@ -1,4 +1,4 @@
-"""Finds, builds and loads the library; :mod:`vua.native` says what it is and how it is chosen."""
+"""Finds and loads the library; :mod:`vua.native` says what it is and how it is chosen."""
 
 from __future__ import annotations
 
@@ -8,30 +8,25 @@ import importlib
 import logging
 import os
 import platform
-import shutil
-import stat
-import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import xxhash
 
 from vua.errors import ConfigError
+from vua.native.stamp import fault_of, library_path, sources_digest
 
-__all__ = ["Library", "library", "sha256", "xxh3"]
+__all__ = ["Library", "Status", "library", "sha256", "status", "xxh3"]
 
 log = logging.getLogger(__name__)
 
-_SOURCES: Final = tuple(
-    Path(__file__).with_name(f"{name}.c") for name in ("load", "direct", "save", "chain", "move")
-)
-_HEADERS: Final = (Path(__file__).with_name("load.h"),)
-_FLAGS: Final = ("-O2", "-std=c11", "-shared", "-fPIC", "-pthread")
-_COMPILE_TIMEOUT_S: Final = 60
+_FOLDER: Final = Path(__file__).parent
+_INSTEAD: Final = "no native code, Python does its work"
+_REMEDY: Final = "install vua again (in a checkout: `python3 dev.py build`)"
 
 
 def _find_xxh3() -> tuple[int, int, int] | None:
@@ -133,99 +128,80 @@ def _bind(function: Any, arguments: Sequence[type], result: type | None) -> Any:
     return function
 
 
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Whether the library does the work, or Python."""
+
+    library: Library | None
+    text: str
+    """The same in a sentence: the library's path, or why it is not used and what to do."""
+    refused: bool = False
+    """Whether it is to be mended: the library is unusable, or ``VUA_NATIVE`` is not met."""
+
+
 class _State:
-    """Whether the library is there, being built, or not to be had. One per process."""
+    """What came of looking for the library. One per process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.library: Library | None = None
-        self.thread: threading.Thread | None = None
+        self.found: Status | None = None
 
 
 _state = _State()
 
 
-def library(*, wait: bool = False) -> Library | None:
-    """Return the library, or None where there is none (yet).
+def library() -> Library | None:
+    """Return the library, or None where Python does its work.
 
-    The first call begins to look for it, and to build it, on a thread of its own; ``wait`` waits
-    for the outcome. Raises ConfigError when ``VUA_NATIVE=require`` cannot be met.
+    The first call looks for it, which takes about a millisecond, and logs the outcome: INFO, or
+    WARNING where a library is there that cannot be used. Safe for threads. Raises ConfigError when
+    ``VUA_NATIVE`` is an unknown word, or is ``require`` and cannot be met.
     """
     wish = os.environ.get("VUA_NATIVE", "auto")
-    if wish not in ("auto", "off", "require"):
+    if wish == "off":
+        return None
+    if wish not in ("auto", "require"):
         msg = f"VUA_NATIVE must be auto, off or require, found {wish!r}"
         raise ConfigError(msg)
-    if wish == "off" or _state.library is not None:
-        return _state.library if wish != "off" else None
-    with _state.lock:
-        if _state.thread is None:
-            _state.thread = threading.Thread(target=_prepare, name="vua-build", daemon=True)
-            _state.thread.start()
-    if wait or wish == "require":
-        _state.thread.join()
-    if wish == "require" and _state.library is None:
-        msg = "VUA_NATIVE=require, but the library could not be built here (the log says why)"
+    found = _state.found or _find_once()
+    if found.library is None and wish == "require":
+        msg = f"VUA_NATIVE=require cannot be met: {found.text}"
         raise ConfigError(msg)
-    return _state.library
+    return found.library
 
 
-def _prepare() -> None:
-    """Load the library, building it when it is not there."""
+def status() -> Status:
+    """Say whether the library does the work; raises nothing."""
+    if os.environ.get("VUA_NATIVE") == "off":
+        return Status(None, f"{_INSTEAD}: it is switched off by VUA_NATIVE=off")
     try:
-        if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8 or xxh3 is None:
-            log.debug("no native library: it needs Linux, 64 bits and xxhash's C functions")
-            return
-        path = _path()
-        if not _is_ours(path):
-            _build(path)
-            _is_ours(path)
-        _state.library = Library(path)
-        log.debug("native library: %s", path)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as problem:
-        log.info("no native library, Python does its work: %s", problem)
+        library()
+    except ConfigError as problem:
+        return Status(None, str(problem), refused=True)
+    return _find_once()
 
 
-def _path() -> Path:
-    text = b"".join(source.read_bytes() for source in (*_SOURCES, *_HEADERS))
-    text += repr((platform.machine(), _FLAGS)).encode()
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vua"
-    return home / f"load-{hashlib.sha256(text).hexdigest()[:16]}.so"
+def _find_once() -> Status:
+    with _state.lock:
+        if _state.found is None:
+            _state.found = found = _find(library_path(_FOLDER, platform.machine()))
+            log.log(logging.WARNING if found.refused else logging.INFO, "%s", found.text)
+        return _state.found
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether the library is there and only this user could have written it."""
-    for part in (path, path.parent):
-        try:
-            status = part.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            msg = f"{part} may be written by others than this user: it is not loaded"
-            raise PermissionError(msg)
-    return True
-
-
-def _build(path: Path) -> None:
-    """Compile to a temporary name and rename. Raises OSError, subprocess.SubprocessError."""
-    compiler = next(
-        (found for name in (os.environ.get("CC"), "cc", "gcc", "clang")
-         if name and (found := shutil.which(name))), None,
-    )  # fmt: skip
-    if compiler is None:
-        msg = "no C compiler found (looked for $CC, cc, gcc, clang)"
-        raise FileNotFoundError(msg)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    os.close(handle)
+def _find(path: Path) -> Status:
+    """Check the library and load it."""
+    if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return Status(None, f"{_INSTEAD}: it needs Linux and 64 bits")
+    if xxh3 is None:
+        return Status(None, f"{_INSTEAD}: it needs the C functions of xxhash, which are not found")
     try:
-        command = [compiler, *_FLAGS, "-o", name, *map(str, _SOURCES)]
-        done = subprocess.run(  # noqa: S603
-            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
-        )
-        if done.returncode != 0:
-            msg = f"{compiler} failed: {done.stderr.strip()[-500:]}"
-            raise OSError(msg)
-        Path(name).chmod(0o700)
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+        fault = fault_of(path.read_bytes(), sources_digest(_FOLDER))
+        if fault is None:
+            return Status(Library(path), f"native code in use: {path}")
+    except (FileNotFoundError, NotADirectoryError):  # the second: VUA in an archive
+        missing = f"{path} is missing, as after an installation without a C compiler"
+        return Status(None, f"{_INSTEAD}: {missing}. With one, {_REMEDY}")
+    except (OSError, AttributeError) as problem:  # cannot be read or loaded, or lacks a function
+        fault = str(problem)
+    return Status(None, f"{_INSTEAD}: {path} is not used: {fault}; {_REMEDY}", refused=True)

@@ -1,0 +1,251 @@
+"""What it costs to identify weights: beside reading them, by their size, and at an engine's start.
+
+    python benchmarks/identity_cost.py --gb 16 --warm-gb 2 --engine-gb 4
+
+Makes random checkpoints in ``--dir`` and deletes them. Reading alone (the same pieces, by as many
+threads) is the denominator; "from disk" means that the files were dropped from the page cache
+before. Prints JSON; ratios are what to quote, seconds belong to one machine and its load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from vua.weights import checkpoint_files, identify_weights
+
+_TENSOR_NBYTES: Final = 256 << 20
+_FILE_TENSORS: Final = 8
+_PIECE_NBYTES: Final = 4 << 20
+
+
+def make_checkpoint(folder: Path, nbytes: int) -> None:
+    """Write random bytes as safetensors files of 2 GiB; they do not stay in the page cache."""
+    folder.mkdir()
+    random, number = np.random.default_rng(0), 0
+    for left in range(nbytes, 0, -_FILE_TENSORS * _TENSOR_NBYTES):
+        count = -(-min(left, _FILE_TENSORS * _TENSOR_NBYTES) // _TENSOR_NBYTES)
+        header = {
+            f"layer.{number + n}": {
+                "dtype": "U8",
+                "shape": [_TENSOR_NBYTES],
+                "data_offsets": [n * _TENSOR_NBYTES, (n + 1) * _TENSOR_NBYTES],
+            }
+            for n in range(count)
+        }
+        text = json.dumps(header).encode()
+        with (folder / f"model-{number:05}.safetensors").open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for _ in range(count * _TENSOR_NBYTES // _PIECE_NBYTES):
+                stream.write(random.bytes(_PIECE_NBYTES))
+        number += count
+        drop(folder)
+
+
+def drop(folder: Path) -> None:
+    """Drop a directory's files from the page cache."""
+    for file in folder.iterdir():
+        with file.open("rb") as stream:
+            os.fdatasync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_alone(folder: Path) -> None:
+    """Read what is digested, in pieces of 4 MiB, by as many threads."""
+    pieces = iter(
+        [
+            (file, at)
+            for file in checkpoint_files(folder)
+            for at in range(0, file.stat().st_size, _PIECE_NBYTES)
+        ]
+    )
+    lock = threading.Lock()
+
+    def run() -> None:
+        buffer, opened = bytearray(_PIECE_NBYTES), dict[Path, int]()
+        while True:
+            with lock:
+                if (piece := next(pieces, None)) is None:
+                    break
+            file, at = piece
+            if file not in opened:
+                opened[file] = os.open(file, os.O_RDONLY)
+            os.preadv(opened[file], [buffer], at)
+        for fd in opened.values():
+            os.close(fd)
+
+    threads = [threading.Thread(target=run) for _ in range(min(8, len(os.sched_getaffinity(0))))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def digest(folder: Path) -> None:
+    """Digest everything; believe nothing that is remembered."""
+    identify_weights(checkpoint_files(folder), cache=False)
+
+
+def seconds(work: Callable[[Path], None], folder: Path) -> float:
+    """How long it takes."""
+    began = time.monotonic()
+    work(folder)
+    return round(time.monotonic() - began, 3)
+
+
+def measure_reading(folder: Path, *, cold: bool, rounds: int) -> list[dict[str, float]]:
+    """Digest and read alone by turns."""
+    found = []
+    for number in range(rounds):
+        row = {}
+        arms = [("read", read_alone), ("digest", digest)]
+        for name, work in arms if number % 2 else arms[::-1]:
+            if cold:
+                drop(folder)
+            else:
+                read_alone(folder)
+            row[name + "_s"] = seconds(work, folder)
+        found.append(row | {"ratio": round(row["digest_s"] / row["read_s"], 2)})
+    return found
+
+
+def remembered(folder: Path) -> dict[str, float]:
+    """Digest with an empty private cache, and again."""
+    time.sleep(2.5)  # what was just written is not remembered
+    files = checkpoint_files(folder)
+    first, again = identify_weights(files), identify_weights(files)
+    return {
+        "first_s": round(first.seconds, 3),
+        "again_s": round(again.seconds, 4),
+        "again_read_bytes": again.read_nbytes,
+    }
+
+
+# -- engines ----------------------------------------------------------------------------------
+
+
+def make_engine_model(folder: Path, nbytes: int) -> Path:
+    """Make a Llama of two small layers that has nearly all of its bytes in its embedding."""
+    from vua.testing.models import make_model
+
+    hidden = 4096
+    vocab = nbytes // (2 * hidden)
+    return make_model(
+        folder, hidden_size=hidden, vocab_size=vocab, dtype="bfloat16", tie=True, layers=2
+    )
+
+
+def start_engine(model: str, root: str) -> None:
+    """Start an engine and print when it was ready, and when its weights were identified."""
+    began, known_s = time.monotonic(), list[float]()
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "weights identified" in record.getMessage():
+                known_s.append(time.monotonic() - began)
+
+    logging.getLogger("vllm.vua.scheduler").addHandler(Watch())
+    logging.getLogger("vllm.vua.scheduler").setLevel(logging.INFO)
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    imported_s = time.monotonic() - began
+    settings: dict[str, Any] = {}
+    if root:
+        settings["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="VUAStorageConnector_V1",
+            kv_connector_module_path="vua.vllm.kv_connector_v1",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"shared_storage_path": root},
+        )
+    LLM(
+        model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=512,
+        kv_cache_memory_bytes=64 << 20, **settings,
+    )  # fmt: skip
+    ready_s = time.monotonic() - began
+    while root and not known_s and time.monotonic() - began < 600:
+        time.sleep(0.01)
+    answer = {"start_s": ready_s - imported_s}
+    if known_s:
+        answer["identified_after_ready_s"] = max(0.0, known_s[0] - ready_s)
+    print("ANSWER", json.dumps({name: round(value, 2) for name, value in answer.items()}))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def measure_engines(folder: Path, nbytes: int, rounds: int) -> list[dict[str, Any]]:
+    """Start engines without VUA, with a cold and with a warm cache of digests, by turns."""
+    model = make_engine_model(folder / "model", nbytes)
+    time.sleep(2.5)
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+    found = []
+    for number in range(rounds):
+        row: dict[str, Any] = {}
+        for name in ("without", "cold", "warm") if number % 2 == 0 else ("cold", "warm", "without"):
+            if name == "cold":
+                shutil.rmtree(folder / "cache" / "vua" / "weights", ignore_errors=True)
+            root = "" if name == "without" else str(folder / f"kv-{number}")
+            ran = subprocess.run(
+                [sys.executable, __file__, "--start", str(model), root],
+                env=environment, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            answers = [line[7:] for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
+            row[name] = json.loads(answers[0]) if answers else ran.stderr[-500:]
+        found.append(row)
+    return found
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    if sys.argv[1:2] == ["--start"]:
+        start_engine(sys.argv[2], sys.argv[3])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", default=tempfile.gettempdir())
+    parser.add_argument("--gb", type=float, default=0, help="read from disk")
+    parser.add_argument("--warm-gb", type=float, default=0, help="read from the page cache")
+    parser.add_argument("--engine-gb", type=float, default=0, help="size of the engine's model")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    report: dict[str, Any] = {"processors": len(os.sched_getaffinity(0))}
+    with tempfile.TemporaryDirectory(prefix="vua-identity-", dir=given.dir) as folder:
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
+        for name, size_gb, cold in (("page cache", given.warm_gb, False), ("disk", given.gb, True)):
+            if size_gb:
+                model = Path(folder, "checkpoint")
+                make_checkpoint(model, int(size_gb * 1e9))
+                report[f"{size_gb} GB from {name}"] = measure_reading(
+                    model, cold=cold, rounds=given.rounds
+                )
+                report[f"{size_gb} GB from {name}, remembered"] = remembered(model)
+                shutil.rmtree(model)
+        if given.engine_gb:
+            report[f"engine of {given.engine_gb} GB"] = measure_engines(
+                Path(folder), int(given.engine_gb * 1e9), given.rounds
+            )
+    report["load"] = os.getloadavg()
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

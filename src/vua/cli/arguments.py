@@ -1,0 +1,69 @@
+"""A command's words: errors of usage, and the directory that may be left out."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from vua.cli.text import UNUSABLE, plain
+
+__all__ = ["VARIABLE", "Parser", "parsed"]
+
+VARIABLE: Final = "VUA_PATH"
+"""Names the directory where a command is given none; engines know it too."""
+_WITHOUT: Final = ("bench", "inspect", "key")
+"""Commands whose words do not begin with a directory."""
+_NAME: Final = re.compile("[0-9a-f]{6,64}")
+_NUMBER: Final = re.compile(r"[0-9.e+]+|inf|nan", re.IGNORECASE)
+
+
+class _UsageError(Exception):
+    def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
+        super().__init__(message)
+        self.parser = parser
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors :func:`parsed` tells."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong, for :func:`parsed`."""
+        raise _UsageError(self, message)
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Return what the arguments of a :class:`Parser` say, with VUA_PATH for a missing directory.
+
+    A first word that reads as what follows the directory is that: hex digits of a name, a number of
+    seconds. (A directory of such a name is written ``./NAME``.) Without VUA_PATH the first word is
+    the directory. Exits with 2 and one line for what makes no sense.
+    """
+    home = os.environ.get(VARIABLE, "")
+    filled = [*arguments[:1], home, *arguments[1:]]
+    may_fill = bool(home) and bool(arguments) and arguments[0] not in _WITHOUT
+    try:
+        options = parser.parse_args(arguments)
+    except _UsageError as problem:
+        if may_fill:
+            with contextlib.suppress(_UsageError):
+                return parser.parse_args(filled)
+        problem.parser.print_usage(sys.stderr)
+        print(plain(f"{problem.parser.prog}: error: {problem}"), file=sys.stderr)
+        sys.exit(UNUSABLE)
+    if may_fill and _is_left_out(options):
+        with contextlib.suppress(_UsageError):
+            return parser.parse_args(filled)
+    return options
+
+
+def _is_left_out(options: argparse.Namespace) -> bool:
+    if "seconds" in options:
+        return options.seconds is None and bool(_NUMBER.fullmatch(options.directory))
+    if "names" in options:
+        return bool(_NAME.fullmatch(options.file if "file" in options else options.directory))
+    return False

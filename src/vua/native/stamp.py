@@ -1,0 +1,65 @@
+"""Where the library lies, and the line at the end of its file that says what it was built from.
+
+The line is read before the library is loaded: a file that is cut short or has lost pages would end
+the process with SIGBUS or SIGSEGV, and one of other C sources would be called with wrong arguments.
+ELF files may be followed by other bytes, so the file and what vouches for it are one, and are
+replaced together. It guards against damage and mix-ups, not against whoever may write the file.
+
+`hatch_build.py`, which builds the library, loads this module by its path: it needs nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Final
+
+__all__ = ["NBYTES", "fault_of", "library_path", "sources", "sources_digest", "stamp"]
+
+_LINE: Final = b"\nVUA native code, built from %s, sha256 %s\n"
+_DIGITS: Final = 64  # of a SHA-256 in hexadecimal
+NBYTES: Final = len(_LINE) + 2 * (_DIGITS - len(b"%s"))
+"""Length of the line."""
+
+
+def library_path(folder: Path, machine: str) -> Path:
+    """Return the library's place in ``vua/native``, for a machine as `platform.machine()` says."""
+    return folder / f"_vua_native.linux-{machine}.so"
+
+
+def sources(folder: Path) -> list[Path]:
+    """Return the C files and headers in ``vua/native``, in order of name. Raises OSError."""
+    return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
+
+
+def sources_digest(folder: Path) -> bytes:
+    """Return what changes with any of :func:`sources`: 64 hexadecimal digits. Raises OSError."""
+    digest = hashlib.sha256()
+    for path in sources(folder):
+        text = path.read_bytes()
+        digest.update(b"%s %d\n" % (path.name.encode(), len(text)))
+        digest.update(text)
+    return digest.hexdigest().encode()
+
+
+def stamp(compiled: bytes, built_from: bytes) -> bytes:
+    """Return the line to put behind a library that was compiled from sources of this digest."""
+    said = hashlib.sha256(compiled + built_from).hexdigest().encode()
+    return _LINE % (built_from, said)
+
+
+def fault_of(library: bytes, built_from: bytes) -> str | None:
+    """Return what is wrong with a library's file, in words; None if it may be loaded.
+
+    Args:
+        library: all bytes of the file.
+        built_from: :func:`sources_digest` of the sources that it has to be built from.
+    """
+    compiled, line = library[:-NBYTES], library[-NBYTES:]
+    begin = _LINE.index(b"%s")
+    said = line[begin : begin + _DIGITS]
+    if line != stamp(compiled, said):
+        return "it is damaged or was changed after it was built"
+    if said != built_from:
+        return "it was built from other C files than those beside it"
+    return None

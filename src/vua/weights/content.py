@@ -1,0 +1,342 @@
+"""What a weight file holds, as digests of all of its bytes.
+
+A safetensors file is digested tensor by tensor, so that it does not matter in which file a tensor
+lies; any other file as a whole. Bytes are cut into pieces of 4 MiB from the start of a tensor or
+file, each piece has its SHA-256, and the digest of the whole is the SHA-256 of those (a hash tree
+of depth two): so many threads work on one large tensor, and nothing is left out.
+
+The safetensors format: an 8-byte length, that many bytes of JSON, then the tensors without gaps
+(https://github.com/huggingface/safetensors). A file that keeps to it in any way but this one is
+digested whole, which notices every change, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from vua.errors import ConfigError
+
+__all__ = ["METADATA", "Content", "State", "Work", "framed", "read_content", "read_digest"]
+
+_PIECE_NBYTES: Final = 4 << 20
+_SMALL_NBYTES: Final = 16 << 20
+"""Up to here a file is not worth starting threads for."""
+_MAX_THREADS: Final = 8
+_NICENESS: Final = 10
+_MAX_HEADER_NBYTES: Final = 100_000_000  # the safetensors library refuses longer ones too
+METADATA: Final = "__metadata__"
+"""The key in a header that names no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What changes when a file is written to or exchanged; its times cannot be set back.
+
+    (A file's ctime is the kernel's: `utime` sets it to the present.)
+    """
+
+    device: int
+    inode: int
+    nbytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, file: int | Path) -> State:
+        """Return the state of an open file, or of the one that a path leads to. Raises OSError."""
+        found = os.stat(file)  # noqa: PTH116 - descriptors, too
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    @property
+    def changed_s(self) -> float:
+        """When the file was written or renamed last, or its attributes set."""
+        return max(self.mtime_ns, self.ctime_ns) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The digests (64 hex digits) of one file."""
+
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """By name: of each tensor's name, dtype, shape and bytes. `METADATA` stands for metadata that
+    says what the tensors mean (torchao's)."""
+    whole: str = ""
+    """Of all bytes, where the file is not taken as tensors; else empty."""
+
+
+@dataclass(slots=True)
+class Work:
+    """How to read, and how far it got."""
+
+    stop: threading.Event | None = None
+    """Once set, reading ends with CancelledError."""
+    progress: Callable[[int], None] | None = None
+    """Told the bytes read so far after each piece, from any thread."""
+    done_nbytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def did(self, nbytes: int) -> None:
+        """Note bytes that were read. Raises CancelledError."""
+        with self._lock:
+            self.done_nbytes += nbytes
+            if self.progress is not None:
+                self.progress(self.done_nbytes)
+        if self.stop is not None and self.stop.is_set():
+            raise CancelledError
+
+
+def framed(part: bytes) -> bytes:
+    """Return the bytes with their length, so that no two sequences of parts look alike."""
+    return len(part).to_bytes(8, "little") + part
+
+
+def read_content(file: Path, expected: State, work: Work) -> Content:
+    """Read all of a file and return its digests.
+
+    Reads through the page cache, on up to 8 threads of low priority and no more than there are
+    processors. Memory: 4 MiB for each.
+
+    Args:
+        file: any file; its name's suffix tells whether it holds tensors.
+        expected: its state; another one before or after reading is an error.
+        work: how to read.
+
+    Raises:
+        ConfigError: it changed while it was read.
+        OSError: it cannot be read.
+        CancelledError: `work` was stopped.
+    """
+    # Never waits for a writer, should a pipe have taken the file's place.
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _check(file, expected, State.of(fd))
+        size = expected.nbytes
+        header = _read_header(fd, size) if file.suffix == ".safetensors" else None
+        if header is None:
+            parts = [_Part(b"file", 0, size)]
+            content = Content(whole=_digests(fd, parts, work)[0])
+        else:
+            start, tensors, metadata = header
+            work.did(start)
+            digests = _digests(fd, [one.part(name, start) for name, one in tensors.items()], work)
+            content = Content(dict(zip(tensors, digests, strict=True)) | metadata)
+        _check(file, expected, State.of(fd))
+    finally:
+        os.close(fd)
+    _check(file, expected, State.of(file))  # the name leads to it still
+    return content
+
+
+def read_digest(file: Path, expected: State, work: Work) -> str:
+    """Return the SHA-256 of all of a file's bytes, read by the calling thread; else as above."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(_PIECE_NBYTES, expected.nbytes)))
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _check(file, expected, State.of(fd))
+        for at in range(0, expected.nbytes, _PIECE_NBYTES):
+            piece = buffer[: expected.nbytes - at]
+            _read_into(fd, piece, at)
+            digest.update(piece)
+            work.did(len(piece))
+        _check(file, expected, State.of(fd))
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
+
+
+def _check(file: Path, expected: State, found: State) -> None:
+    if found != expected:
+        msg = (
+            f"{file} changed while it was read ({expected} before, {found} now), so nobody can "
+            "tell which weights were loaded; start again when nothing writes to it"
+        )
+        raise ConfigError(msg)
+
+
+# -- safetensors ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A range of a file, and the bytes before its own that make its digest one of a kind."""
+
+    head: bytes
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def part(self, name: str, start: int) -> _Part:
+        texts = (name, self.dtype, json.dumps(self.shape))
+        head = b"".join(framed(text.encode(errors="surrogatepass")) for text in texts)
+        return _Part(b"tensor" + head, start + self.begin, self.end - self.begin)
+
+
+def _read_header(fd: int, size: int) -> tuple[int, dict[str, _Tensor], dict[str, str]] | None:
+    """Return where the tensors begin, what they are, and a digest of metadata that counts.
+
+    None where the file keeps not to the format, byte for byte.
+    """
+    try:
+        start = 8 + int.from_bytes(_read(fd, min(size, 8), 0), "little")
+        if size < 8 or start > min(size, _MAX_HEADER_NBYTES):
+            return None
+        header = json.loads(_read(fd, start - 8, 8), object_pairs_hook=_distinct)
+        metadata = header.pop(METADATA, {})
+        tensors = {name: _tensor(described) for name, described in header.items()}
+        counting = {}
+        if "tensor_names" in metadata:  # torchao: tensors are put together as it says
+            text = json.dumps(metadata, sort_keys=True).encode()
+            counting[METADATA] = hashlib.sha256(b"metadata" + text).hexdigest()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    reached = 0
+    for tensor in sorted(tensors.values(), key=lambda one: (one.begin, one.end)):
+        if tensor.begin != reached:
+            return None
+        reached = tensor.end
+    return (start, tensors, counting) if start + reached == size else None
+
+
+def _tensor(described: Any) -> _Tensor:  # noqa: ANN401
+    """Return what a header says of a tensor. Raises ValueError, TypeError, KeyError."""
+    begin, end = described["data_offsets"]
+    numbers = [begin, end, *described["shape"]]
+    if any(type(number) is not int or number < 0 for number in numbers) or begin > end:
+        msg = f"no tensor: {described}"
+        raise ValueError(msg)
+    if type(described["dtype"]) is not str:
+        msg = f"no dtype: {described}"
+        raise ValueError(msg)
+    return _Tensor(described["dtype"], tuple(described["shape"]), begin, end)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        msg = "a name stands twice"
+        raise ValueError(msg)
+    return found
+
+
+# -- hashing ----------------------------------------------------------------------------------
+
+
+def _digests(fd: int, parts: Sequence[_Part], work: Work) -> list[str]:
+    """Return the digest of each part of a file."""
+    pieces = [
+        (at, min(_PIECE_NBYTES, part.start + part.nbytes - at))
+        for part in parts
+        for at in range(part.start, part.start + part.nbytes, _PIECE_NBYTES)
+    ]
+    hashed = iter(_hash(fd, pieces, work))
+    found = []
+    for part in parts:
+        digest = hashlib.sha256(part.head + part.nbytes.to_bytes(8, "little"))
+        for piece in itertools.islice(hashed, -(-part.nbytes // _PIECE_NBYTES)):
+            digest.update(piece)
+        found.append(digest.hexdigest())
+    return found
+
+
+def _hash(fd: int, pieces: Sequence[tuple[int, int]], work: Work) -> list[bytes]:
+    """Return the SHA-256 of each (offset, length)."""
+    found: list[bytes] = [b""] * len(pieces)
+    if sum(nbytes for _, nbytes in pieces) <= _SMALL_NBYTES:
+        _hash_some(fd, pieces, iter(range(len(pieces))), found, work)
+        return found
+    todo, failed = _Numbers(len(pieces)), list[BaseException]()
+
+    def run() -> None:
+        try:
+            with contextlib.suppress(OSError):  # Linux knows a niceness of each thread
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            _hash_some(fd, pieces, todo, found, work)
+        except BaseException as problem:  # noqa: BLE001 - raised in the caller's thread
+            todo.end()
+            failed.append(problem)
+
+    count = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    threads = [threading.Thread(target=run, name="vua-weights", daemon=True) for _ in range(count)]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        try:
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        except BaseException:  # Ctrl-C: the file may be closed only when nobody reads it
+            todo.end()
+            for thread in threads:
+                thread.join()
+            raise
+    if failed:
+        raise failed[0]
+    return found
+
+
+class _Numbers(Iterator[int]):
+    """0, 1, 2, ... for several threads."""
+
+    def __init__(self, count: int) -> None:
+        self._lock, self._next, self._count = threading.Lock(), 0, count
+
+    def __next__(self) -> int:
+        with self._lock:
+            if self._next >= self._count:
+                raise StopIteration
+            self._next += 1
+            return self._next - 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count = 0
+
+
+def _hash_some(
+    fd: int,
+    pieces: Sequence[tuple[int, int]],
+    numbers: Iterator[int],
+    found: list[bytes],
+    work: Work,
+) -> None:
+    buffer = memoryview(bytearray(max((nbytes for _, nbytes in pieces), default=0)))
+    for number in numbers:
+        at, nbytes = pieces[number]
+        _read_into(fd, buffer[:nbytes], at)
+        found[number] = hashlib.sha256(buffer[:nbytes]).digest()
+        work.did(nbytes)
+
+
+def _read(fd: int, nbytes: int, at: int) -> bytes:
+    parts = bytearray(nbytes)
+    _read_into(fd, memoryview(parts), at)
+    return bytes(parts)
+
+
+def _read_into(fd: int, buffer: memoryview, at: int) -> None:
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:]], at + done)
+        if not count:
+            raise OSError(errno.EIO, "a weight file became shorter while it was read")
+        done += count

@@ -1,0 +1,99 @@
+"""Which files of a directory hold a model's weights, and what is known of a file without reading.
+
+The rule is that of vLLM's default loader and of transformers for directories that hold a model in
+one format: safetensors files (those that the index names, where there is one), else torch's,
+without what trainers leave beside them, else GGUF. An engine that knows better gives its own list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from vua.errors import ConfigError
+
+__all__ = ["blob_of", "checkpoint_files", "link_changed_s"]
+
+_INDEX: Final = "model.safetensors.index.json"
+_MAX_INDEX_NBYTES: Final = 1 << 28
+_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""The first of these that there is; never two of them together."""
+_OF_TRAINING: Final = frozenset(
+    ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+)
+"""What vLLM's loader passes over (`filter_files_not_needed_for_inference`)."""
+_GGUF_PART: Final = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
+_BLOB: Final = re.compile("[0-9a-f]{64}")
+
+
+def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the weight files at ``path``, a directory of a model or adapter, or one file.
+
+    Hidden files and those below subdirectories are passed over, as engines do. An adapter's
+    ``adapter_config.json`` is among them.
+
+    Raises:
+        ConfigError: there are none.
+        OSError: the directory cannot be read.
+    """
+    root = Path(path).absolute()
+    listed = sorted(root.iterdir()) if root.is_dir() else [root]
+    seen = [file for file in listed if not file.name.startswith(".") and file.is_file()]
+    seen = [file for file in seen if file.name not in _OF_TRAINING]
+    found: list[Path] = []
+    for suffix in _SUFFIXES:
+        found = found or [file for file in seen if file.suffix == suffix]
+    if not found:
+        raise ConfigError(
+            f"no weights ({', '.join(_SUFFIXES)}) at {root}, so caches cannot be told apart; pass "
+            "the local directory or file that the engine loads"
+        )
+    if not root.is_dir():
+        return _gguf_parts(root)
+    if found[0].suffix == ".safetensors":
+        found = _indexed(root, found)
+    return found + [file for file in seen if file.name == "adapter_config.json"]
+
+
+def _indexed(root: Path, found: list[Path]) -> list[Path]:
+    """Return those that the index names; all of them where it names others, or is none."""
+    try:
+        with (root / _INDEX).open("rb") as stream:
+            named = set(json.loads(stream.read(_MAX_INDEX_NBYTES))["weight_map"].values())
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return found
+    chosen = [file for file in found if file.name in named]
+    return chosen if {file.name for file in chosen} == named else found
+
+
+def _gguf_parts(file: Path) -> list[Path]:
+    """Return the file with its other parts; and what vLLM takes images' weights from."""
+    if file.suffix != ".gguf":
+        return [file]
+    parts = _GGUF_PART.fullmatch(file.name)
+    beside = sorted(file.parent.glob("*.gguf"))
+    of_one = [
+        other for other in beside
+        if (match := _GGUF_PART.fullmatch(other.name)) and parts and match[1] == parts[1]
+    ]  # fmt: skip
+    return (of_one or [file]) + [other for other in beside if other.name.startswith("mmproj")]
+
+
+def blob_of(file: Path) -> str | None:
+    """Return the SHA-256 that names a file of the Hugging Face hub's cache; None for any other.
+
+    That is one that lies at ``models--*/blobs/<64 hex digits>``, mostly behind a link. Files that
+    are no weights have 40 digits there: git's SHA-1, which is not of their content alone.
+    """
+    blob = Path(os.path.realpath(file))
+    layout = blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--")
+    return blob.name if layout and _BLOB.fullmatch(blob.name) else None
+
+
+def link_changed_s(file: Path) -> float:
+    """Return when a link on the way to a file was made last; 0.0 where there is none."""
+    links = [part for part in (file, *file.parents) if part.is_symlink()]
+    return max((link.lstat().st_ctime for link in links), default=0.0)

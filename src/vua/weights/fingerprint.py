@@ -1,0 +1,235 @@
+"""One digest of a model's weights, from what each file holds, read or remembered.
+
+Tensors count, not files: the same tensors in other files, with other metadata or with other files
+beside them have the same fingerprint, and any one changed byte another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from vua.weights.content import Content, State, Work, framed, read_content, read_digest
+from vua.weights.files import blob_of, checkpoint_files, link_changed_s
+from vua.weights.memo import locked, recall, remember
+
+__all__ = ["Weights", "identify_weights", "prove_blob_names", "weights_fingerprint"]
+
+log = logging.getLogger(__name__)
+
+_VERSION: Final = "vua.weights.v2"
+_SETTLED_S: Final = 2.0
+"""File systems' clocks tick coarsely: only so long after a change the next one is sure to show."""
+_MAX_COPIES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What `identify_weights` found."""
+
+    fingerprint: str
+    """64 hex digits."""
+    files: tuple[Path, ...]
+    """Those that were asked about."""
+    nbytes: int
+    """Bytes of the files."""
+    read_nbytes: int
+    """Of these, those that were read; the others' digests were remembered."""
+    seconds: float
+    """How long it took, with any wait for another process that read the same files."""
+    changed_s: float
+    """When one of the files, or a link to it, was changed last (seconds since the epoch; renaming
+    and `chmod` count). Blobs of the hub's cache, which are named by their content, do not."""
+
+
+def weights_fingerprint(path: str | os.PathLike[str], *, cache: bool = True) -> str:
+    """Return 64 hex digits that stand for the weights at ``path``; see `identify_weights`.
+
+    Args:
+        path: a local directory of a model or adapter, or one weight file.
+        cache: believe and keep what is remembered of the files.
+
+    Raises:
+        ConfigError: there are no weights at ``path``, or they change while they are read.
+        OSError: a file cannot be read.
+    """
+    return identify_weights(checkpoint_files(path), cache=cache).fingerprint
+
+
+def identify_weights(
+    files: Sequence[Path],
+    *,
+    cache: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+    stop: threading.Event | None = None,
+) -> Weights:
+    """Digest weight files, or take from a private memo what they hold.
+
+    The name, dtype, shape and bytes of each tensor of the safetensors files; name and bytes of
+    other files. Where two files hold different tensors of one name, their names count too, for then
+    the order of loading does. Neither place nor times nor sharding count.
+
+    Remembered is what a file holds by device, inode, size, mtime and ctime; of a blob in the hub's
+    cache, by its name, too (`prove_blob_names`), so that a new copy is not read. A file that was
+    changed within the last 2 s is not remembered. Safe for concurrent threads and processes: those
+    of one user read the same files once, the others wait. A crash leaves no half-written memo; the
+    files that had been read are remembered.
+
+    Args:
+        files: all of them, in any order.
+        cache: believe and keep what is remembered.
+        progress: told the bytes read so far, and the bytes to read, from any thread.
+        stop: once set, the call ends with CancelledError.
+
+    Raises:
+        ConfigError: a file changes while it is read.
+        OSError: a file cannot be read.
+        CancelledError: ``stop`` was set (`concurrent.futures`).
+    """
+    began = time.monotonic()
+    known = [_File.at(file) for file in sorted(files)]
+    found = {one.path: content for one in known if cache and (content := one.recall()) is not None}
+    work = Work(stop)
+    if len(found) < len(known):
+        key = json.dumps([asdict(one.state) for one in known])
+        with locked(key, stop):
+            if cache:  # somebody else may have read them meanwhile
+                found |= {one.path: got for one in known if (got := one.recall()) is not None}
+            unread = [one for one in known if one.path not in found]
+            total = sum(one.state.nbytes for one in unread)
+            if progress is not None:
+                tell = progress
+                work.progress = lambda nbytes: tell(nbytes, total)
+            for one in unread:
+                found[one.path] = one.read(work, cache=cache)
+    return Weights(
+        fingerprint=_combined(found),
+        files=tuple(files),
+        nbytes=sum(one.state.nbytes for one in known),
+        read_nbytes=work.done_nbytes,
+        seconds=time.monotonic() - began,
+        changed_s=max(one.changed_s for one in known),
+    )
+
+
+def prove_blob_names(files: Sequence[Path], *, stop: threading.Event | None = None) -> None:
+    """Read the hub's blobs among ``files`` once more, and remember by name those that keep theirs.
+
+    For a process's idle time, after `identify_weights`: a blob's name is the SHA-256 of the file as
+    a whole, which one thread alone can compute. Only what was found right here is ever believed of
+    another copy with that name.
+
+    Raises:
+        ConfigError, OSError, CancelledError: as `identify_weights`.
+    """
+    known = [_File.at(file) for file in sorted(files)]
+    blobs = [one for one in known if one.blob is not None]
+    if not blobs:
+        return
+    with locked(json.dumps([asdict(one.state) for one in known]), stop):
+        for one in blobs:
+            one.prove_name(Work(stop))
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file, as it was when it was first looked at."""
+
+    path: Path
+    state: State
+    blob: str | None
+
+    @classmethod
+    def at(cls, path: Path) -> _File:
+        return cls(path, State.of(path), blob_of(path))
+
+    @property
+    def changed_s(self) -> float:
+        return 0.0 if self.blob else max(self.state.changed_s, link_changed_s(self.path))
+
+    @property
+    def _key(self) -> str:
+        # what a file holds depends on its suffix, too
+        return json.dumps(["file", self.path.suffix, *asdict(self.state).values()])
+
+    @property
+    def _blob_key(self) -> str:
+        return json.dumps(["blob", self.path.suffix, self.blob, self.state.nbytes])
+
+    @property
+    def _inode(self) -> str:
+        return f"{self.state.device}:{self.state.inode}"
+
+    @property
+    def _times(self) -> list[int]:
+        return [self.state.mtime_ns, self.state.ctime_ns]
+
+    def recall(self) -> Content | None:
+        if (content := _content(recall(self._key))) is not None or self.blob is None:
+            return content
+        remembered = recall(self._blob_key)
+        if (content := _content(remembered)) is None or remembered is None:
+            return None
+        seen = remembered["seen"]
+        if self._inode not in seen:  # a new copy
+            self._remember_blob(content, seen)
+        elif seen[self._inode] != self._times:  # written to since
+            return None
+        return content
+
+    def read(self, work: Work, *, cache: bool) -> Content:
+        settled = time.time() - self.state.changed_s > _SETTLED_S
+        content = read_content(self.path, self.state, work)
+        if cache and settled:
+            remember(self._key, asdict(content))
+        return content
+
+    def prove_name(self, work: Work) -> None:
+        """Remember by its name what a blob holds, if it is what the name says."""
+        content = _content(recall(self._key))
+        if content is None or self.blob is None or recall(self._blob_key) is not None:
+            return
+        if read_digest(self.path, self.state, work) == self.blob:
+            self._remember_blob(content, {})
+        else:
+            log.warning("%s was changed: its content is not what its name says", self.path)
+
+    def _remember_blob(self, content: Content, seen: Mapping[str, list[int]]) -> None:
+        latest = dict([*seen.items(), (self._inode, self._times)][-_MAX_COPIES:])
+        remember(self._blob_key, asdict(content) | {"seen": latest})
+
+
+def _content(remembered: Mapping[str, Any] | None) -> Content | None:
+    if remembered is None:
+        return None
+    return Content(remembered["tensors"], remembered["whole"])
+
+
+def _combined(found: Mapping[Path, Content]) -> str:
+    """Return one digest of all files' tensors, and of the files that are none."""
+    holders: dict[str, dict[str, list[bytes]]] = defaultdict(lambda: defaultdict(list))
+    entries: set[bytes] = set()
+    for path, content in found.items():
+        file = framed(os.fsencode(path.name))
+        if content.whole:
+            entries.add(b"file" + file + bytes.fromhex(content.whole))
+        for name, digest in content.tensors.items():
+            holders[name][digest].append(file)
+    for digests in holders.values():
+        for digest, names in digests.items():
+            # which of several comes last depends on the files' order, so on their names
+            suffix = b"".join(sorted(names)) if len(digests) > 1 else b""
+            entries.add(b"tensor" + bytes.fromhex(digest) + suffix)
+    combined = hashlib.sha256(framed(_VERSION.encode()))
+    for entry in sorted(entries):
+        combined.update(framed(entry))
+    return combined.hexdigest()
