@@ -109,7 +109,7 @@ class EngineFieldsTest(unittest.TestCase):
             "chunk length": {"vua": {"chunk_tokens": 32}},
             "epoch": {"vua": {"epoch": "2"}},
             "random weights": {"load_format": "dummy"},
-            "other weight files": {"load_format": "pt"},
+            "how files are read": {"safetensors_load_strategy": "torchao"},
             "implementation": {"model_impl": "transformers"},
             "worker's extension": {"worker_extension_cls": "somebody.Extension"},
             "a platform's switches": {"additional_config": {"switch": 1}},
