@@ -121,7 +121,7 @@ class NativeBuildHook(BuildHookInterface):
 
     def dependencies(self) -> list[str]:
         """What has to be installed for this build besides hatchling."""
-        return ["ziglang"] if os.environ.get("VUA_WHEEL", "pure") != "pure" else []
+        return ["ziglang"] if os.environ.get("VUA_WHEEL", "") not in ("", "pure") else []
 
     def initialize(self, version: str, build_data: dict) -> None:
         """Compiles before the wheel is put together."""

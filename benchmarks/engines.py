@@ -78,6 +78,7 @@ class Engine:
                 "kv_connector_extra_config": {
                     "shared_storage_path": str(root),
                     "load_policy": "always",
+                    "witness_every": 0,
                     **extra,
                 },
             }

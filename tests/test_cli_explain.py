@@ -290,6 +290,30 @@ class TestModel(ExplainTest):
         self.assertEqual([], one["differences"])
 
 
+class TestLoads(ExplainTest):
+    """What of a hit vLLM loads: whole blocks of its own, and never a prompt's last token."""
+
+    def loads(self, tokens: list[int], *arguments: str) -> dict[str, int]:
+        """By tokens per block, what is loaded of a prompt."""
+        (one,) = self.ask(tokens, *arguments)[1]
+        return dict(one["loads"])
+
+    def test_whole_blocks(self) -> None:
+        """A hit ends with a block, before the last token; the verdict says where."""
+        tokens = list(range(1, 1473))
+        self.put(tokens, split_factor=64)  # 23 chunks
+        self.assertEqual({"16": 1472, "128": 1408}, self.loads([*tokens, 7, 8]))
+        self.assertEqual({"16": 1456, "128": 1408}, self.loads(tokens))
+        self.assertEqual({"16": 1264, "128": 1152}, self.loads(tokens[:1280]))
+        self.assertEqual({"64": 1472}, self.loads([*tokens, 7], "--block-tokens", "64"))
+        (one,) = self.ask([*tokens, 7])[1]
+        self.assertIn("loads 1472 with blocks of 16 or 1408 with blocks of 128", one["verdict"])
+        path = self.tokens(tokens)
+        code, _, err = run("explain", self.cache, "--tokens", path, "--block-tokens", "0")
+        self.assertEqual(2, code)
+        self.assertIn("--block-tokens must be a positive number, found 0", err)
+
+
 class TestQuestion(ExplainTest):
     """What can be asked."""
 

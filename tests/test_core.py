@@ -581,6 +581,24 @@ class TestConfig(DirectoryTest):
             with self.subTest(settings), self.assertRaises(ConfigError):
                 VUA(VUAConfig(**settings), self.root)
 
+    def test_too_small(self) -> None:
+        """Bounds in which not one chunk fits are refused, with the numbers."""
+        with (
+            VUA(VUAConfig(split_factor=4, max_bytes="1K"), self.root) as vua,
+            self.assertRaisesRegex(ConfigError, r"'1K', 1,024 bytes; one chunk .* takes 4,224"),
+        ):
+            vua.put(TOKENS, caches_of(layers=1, heads=1, tokens=12, dim=4))
+
+    def test_swapped(self) -> None:
+        """Swapped arguments are refused with words, and nothing is made."""
+        swapped: Any = (str(self.root / "new"), VUAConfig())
+        with self.assertRaisesRegex(ConfigError, "expected a VUAConfig first, found '/"):
+            VUA(*swapped)
+        nothing: Any = (VUAConfig(), None)
+        with self.assertRaisesRegex(ConfigError, "expected a path second, found None"):
+            VUA(*nothing)
+        self.assertFalse((self.root / "new").exists())
+
     def test_repr(self) -> None:
         """The repr is a call that makes an equal config."""
         config = VUAConfig(split_factor=5, model="a b", durable=True)

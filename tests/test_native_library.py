@@ -278,10 +278,15 @@ class TestBuild(DirectoryTest):
         command, machine = hatch_build.release_compiler("manylinux_2_17_aarch64")
         self.assertEqual("aarch64", machine)
         self.assertIn("aarch64-linux-gnu.2.17", command)
-        for wish, needed in (("manylinux_2_17_aarch64", ["ziglang"]), ("pure", []), (None, [])):
+        for wish, needed in (
+            ("manylinux_2_17_aarch64", ["ziglang"]),
+            ("pure", []),
+            ("", []),
+            (None, []),
+        ):
             with mock.patch.dict(os.environ):
                 os.environ.pop("VUA_WHEEL", None)
-                if wish:
+                if wish is not None:
                     os.environ["VUA_WHEEL"] = wish
                 self.assertEqual(needed, new_hook().dependencies())
 

@@ -389,6 +389,52 @@ print(one.namespace == other.namespace, one.name)
         self.assertEqual(chunks(out) - 2, prefixes.save(out, found.cache))
         return out
 
+    def kinds(self) -> dict[str, Any]:
+        """Random models of kinds that only computing tells apart; each named by its own files."""
+        import transformers
+
+        one = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4}
+        gemma = {**one, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8}
+        gemma |= {"intermediate_size": 64, "sliding_window": 8, "vocab_size_per_layer_input": 64}
+        gemma |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        gemma["hidden_size_per_layer_input"] = 8
+        made = {}
+        for name, kind, settings in (
+            ("one head", "Falcon", {**one, "num_hidden_layers": 2, "multi_query": True}),
+            ("shared", "Gemma4", {**gemma, "num_kv_shared_layers": 2, "global_head_dim": 8}),
+            ("two sizes", "Gemma4", {**gemma, "num_kv_shared_layers": 0, "global_head_dim": 16}),
+        ):
+            made_by = getattr(transformers, f"{kind}ForCausalLM", None)
+            if made_by is None:  # an older transformers
+                continue
+            config = getattr(transformers, kind + ("Config" if kind == "Falcon" else "TextConfig"))
+            path = self.folder / name
+            made_by(config(**settings)).save_pretrained(path)
+            made[name] = made_by.from_pretrained(path)
+        return made
+
+    def test_kinds(self) -> None:
+        """What a model computes counts, not what its config lets expect; refused before any use."""
+        from transformers import DynamicCache
+
+        kinds = self.kinds()
+        ids = torch.arange(5, 55)[None]
+        cache = DynamicCache()
+        with torch.no_grad():
+            kinds["one head"](ids, past_key_values=cache)
+        prefixes = self.prefixes(kinds.pop("one head"))
+        self.assertEqual(3, prefixes.save(ids, cache))
+        self.assertEqual((48, 1), (prefixes.load(ids).num_tokens, prefixes.layout.kv_heads))
+        words = {
+            "shared": "K and V for 2 of its 4 layers, the others keep none or share them",
+            "two sizes": "different shapes",
+        }
+        for name, model in kinds.items():
+            self.store = self.folder / f"kv {name}"
+            with self.assertRaisesRegex(ConfigError, words[name]):
+                self.prefixes(model)
+            self.assertFalse(self.store.exists())
+
     def test_refused_caches(self) -> None:
         """What cannot be stored whole is refused, and the message says why."""
         from transformers import DynamicCache, StaticCache

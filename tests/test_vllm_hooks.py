@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from vua.errors import ConfigError
 from vua.identity import Identity
 from vua.layout import KVLayout
 from vua.slab import Slab
@@ -54,6 +55,15 @@ class HooksTest(unittest.TestCase):
         made._connector_metadata = Orders(loads=[], saves=[])
         made._kv_cache_config = SimpleNamespace(kv_cache_groups=[])  # type: ignore[assignment]
         return made
+
+    def test_directory_before_the_model(self) -> None:
+        """What vLLM asks on GPUs before it loads a model refuses a bad directory."""
+        ask = VUAStorageConnector_V1.requires_piecewise_for_cudagraph
+        with tempfile.TemporaryDirectory() as name, tempfile.NamedTemporaryFile() as file:
+            self.assertFalse(ask({"shared_storage_path": f"{name}/kv"}))
+            for path, words in ((file.name, "found a file"), (f"{name}/mnt/kv", "missing too")):
+                with self.assertRaisesRegex(ConfigError, words):
+                    ask({"shared_storage_path": path})
 
     def hooks(self, made: Any) -> dict[str, tuple[Callable[[], Any], Any]]:
         """What vLLM calls in steps, with the answer that means "nothing cached"."""

@@ -91,6 +91,7 @@ class ThrottledConnectorTest(DirectoryTest):
 
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
+        settings |= {"witness_every": 0}
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
         self.side = SchedulerSide(model, config, loads=True, saves=True)
         self.addCleanup(self.side.shutdown)

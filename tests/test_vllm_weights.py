@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import tempfile
 import threading
 import unittest
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,16 @@ pytestmark = pytest.mark.vllm
 NO_FILES = Weights("f" * 64, (), 2_000_000, 1_000_000, 0.5, 0.0)
 
 
+@cache
+def engine_config() -> Any:
+    """What vLLM makes of a tiny Llama, once: it takes seconds."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
+        model = make_model(Path(folder, "model"), layers=2)
+        return EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
+
+
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class FilesTest(unittest.TestCase):
     """Which files count."""
@@ -44,17 +56,15 @@ class FilesTest(unittest.TestCase):
 
     def find(self, load_format: str = "auto", **fields: Any) -> Weights:
         """What the connector finds for an engine with this load format."""
-        from vllm.engine.arg_utils import EngineArgs
-
         from vua.vllm.weights import find_weights
 
-        arguments = EngineArgs(
-            model=str(self.model), load_format=load_format, skip_tokenizer_init=True
-        )
-        made = arguments.create_engine_config()
-        for name, value in fields.items():
-            setattr(made.model_config, name, value)
-        return find_weights(made, threading.Event())
+        made = engine_config()
+        model_config, load_config = copy.copy(made.model_config), copy.copy(made.load_config)
+        for name, value in {"model": str(self.model), **fields}.items():
+            setattr(model_config, name, value)
+        load_config.load_format = load_format
+        given = SimpleNamespace(model_config=model_config, load_config=load_config)
+        return find_weights(given, threading.Event())
 
     def names(self, *given: Any, **fields: Any) -> list[str]:
         """The files that count."""

@@ -284,7 +284,7 @@ class TestContent(WeightsCase):
             head = struct.pack("<Q", len(header)) + header.encode()
             file = self.model / "model.safetensors"
             found = []
-            for at in (None, 0, nbytes - 1):
+            for at in (None, 0, nbytes // 2, nbytes - 1):
                 data = bytearray(nbytes)
                 if at is not None:
                     data[at] = 1
@@ -478,7 +478,7 @@ print(found.fingerprint, found.read_nbytes)
         )
 
     def test_change_while_reading(self) -> None:
-        """A file that is written to, cut or exchanged meanwhile is an error, never remembered."""
+        """A file that is written to, cut or exchanged meanwhile is an error and not remembered."""
         tensors = {"large": np.zeros(20 << 20, np.uint8)}
 
         def touch(file: Path) -> None:
@@ -490,12 +490,20 @@ print(found.fingerprint, found.read_nbytes)
             (self.folder / "new").write_bytes(file.read_bytes())
             (self.folder / "new").rename(file)
 
-        for name, change in (
-            ("written to", touch),
-            ("cut", lambda file: os.truncate(file, 1 << 20)),
-            ("exchanged", exchange),
+        def turn(link: Path) -> None:
+            (self.folder / "new").write_bytes(link.read_bytes())
+            link.unlink()
+            link.symlink_to(self.folder / "new")
+
+        link = self.model / "link.safetensors"
+        link.symlink_to(self.file)
+        for name, change, file in (
+            ("written to", touch, self.file),
+            ("cut", lambda file: os.truncate(file, 1 << 20), self.file),
+            ("exchanged", exchange, self.file),
+            ("a link turned", turn, link),
         ):
-            file = self.write(tensors)
+            self.write(tensors)
             todo = [partial(change, file)]
 
             def meanwhile(done: int, total: int, todo: list[Any] = todo) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vua.forks import watch
+
 __all__ = ["BufferPool"]
 
 _LEAST_NBYTES: Final = 1 << 20
@@ -34,6 +36,11 @@ class BufferPool:
         """Keep at most ``limit_nbytes`` bytes of memory that nobody uses."""
         self._limit = limit_nbytes
         self._idle: list[npt.NDArray[np.uint8]] = []
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with free locks; see :mod:`vua.forks`."""
         self._lock = threading.Lock()
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vua.bounds import Bounds
+from vua.bounds import Bounds, nbytes_of
 from vua.errors import ConfigError
 from vua.security import Security
 
@@ -87,6 +87,23 @@ class VUAConfig:
         return Bounds(
             max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
         )
+
+    def check_room(self, path: str | os.PathLike[str], chunk_nbytes: int) -> None:
+        """Refuse a `max_bytes` that has no room for a chunk's file of ``chunk_nbytes``.
+
+        Raises ConfigError, and OSError where the file system of ``path`` cannot be asked.
+        """
+        if self.max_bytes is None:
+            return
+        system = os.statvfs(path)
+        limit = nbytes_of(self.max_bytes, system.f_blocks * system.f_frsize)
+        if chunk_nbytes > limit:
+            msg = (
+                f"VUAConfig.max_bytes is {self.max_bytes!r}, {limit:,} bytes; one chunk of "
+                f"{self.split_factor} tokens of this model takes {chunk_nbytes:,}, so nothing "
+                "would ever be stored. Set more, or a smaller split_factor"
+            )
+            raise ConfigError(msg)
 
     def __repr__(self) -> str:
         """Return the call that makes an equal config."""

@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, overload
 
 import torch
@@ -20,14 +19,18 @@ import torch
 from vua.buffers import BufferPool
 from vua.config import VUAConfig
 from vua.directory import check_root, create_store, open_store
+from vua.entry import EntryCodec
 from vua.errors import ConfigError, InputError, LayoutError
+from vua.forks import watch
 from vua.identity import Identity
 from vua.keyring import Keyring, NoKeyError, check_keys
 from vua.keys import KeyChain
+from vua.label import Label
 from vua.lineage import is_pin, pin, unpin
 from vua.store import Store
 from vua.survey import Space, spaces
 from vua.tensors import Cache, allocate, memory_map, sequences
+from vua.threads import Call, Threads
 
 __all__ = ["VUA", "ClosestKV", "VUAConfig"]
 
@@ -56,7 +59,10 @@ class ClosestKV(NamedTuple):
 
 
 class VUA:
-    """KV caches of token prefixes in a directory. Safe for threads, processes and hosts.
+    """KV caches of token prefixes in a directory. Safe for threads, processes, hosts and forks.
+
+    A call that an exception from a signal ends (Ctrl-C) raises it when nothing is read from the
+    caller's tensors any more; a second one does not wait for that.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as path, VUA(VUAConfig(split_factor=4), path) as vua:
@@ -86,6 +92,12 @@ class VUA:
             StorageError: the directory cannot be created.
         """
         self.config = config() if isinstance(config, type) else config
+        if not isinstance(self.config, VUAConfig):
+            msg = f"VUA(config, path): expected a VUAConfig first, found {config!r:.80}"
+            raise ConfigError(msg)
+        if not isinstance(path, str | os.PathLike):
+            msg = f"VUA(config, path): expected a path second, found {path!r:.80}"
+            raise ConfigError(msg)
         check_keys(self.config.security)
         self.path = check_root(path, security=self.config.security)
         self._identity = identity or Identity(
@@ -103,10 +115,16 @@ class VUA:
         self._keyring = Keyring(self._identity.namespace, self.config.security)
         self._reader: Store | None = None
         self._writer: Store | None = None
-        self._lock = threading.Lock()
+        self._label = None if identity else Label(self.path, self.config.model)
         self._buffers = BufferPool(self.config.buffer_bytes)
-        self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="vua")
+        self._threads = Threads(self.config.threads, "vua")
+        self.after_fork()
+        watch(self)
         log.debug("open %s, namespace %s", self.path, self._identity.namespace[:12])
+
+    def after_fork(self) -> None:
+        """Begin with a free lock; see :mod:`vua.forks`."""
+        self._lock = threading.Lock()
 
     def __enter__(self) -> VUA:  # noqa: PYI034 - typing.Self needs Python 3.11
         """Return the object itself."""
@@ -118,7 +136,7 @@ class VUA:
 
     def close(self) -> None:
         """Wait for running work and release the threads."""
-        self._pool.shutdown()
+        self._threads.close()
         for store in filter(None, (self._reader, self._writer)):
             store.close()
 
@@ -143,6 +161,8 @@ class VUA:
         Raises:
             InputError: tokens or tensors are unusable (untrimmed, ragged, mixed dtypes...).
             LayoutError: they differ from what the directory holds for this model.
+            ConfigError: another model's caches are stored under this model's label, seen by one
+                chunk of those stored already; or `max_bytes` has no room for a single chunk.
             NotWritableError, StorageFullError, StorageError: the directory refuses.
 
         A chunk is visible to others only when it is whole. An error, or a crash at any moment,
@@ -161,8 +181,19 @@ class VUA:
         if not any(batch.ids):
             return 0
         store = self._store_for(caches)
-        pairs = zip(batch.ids, caches, strict=True)
-        return sum(self._pool.map(lambda pair: self._put(store, *pair), pairs))
+        chains = [self._keys(ids) for ids in batch.ids]
+        pairs = list(zip(chains, caches, strict=True))
+        met = self._threads.map(lambda _, pair: self._meet(store, *pair), pairs)
+        return sum(
+            self._threads.map(
+                lambda call, one: self._put(call, store, *one[0], one[1]),
+                zip(pairs, met, strict=True),
+            )
+        )
+
+    def _keys(self, ids: bytes) -> KeyChain:
+        """Name a sequence's chunks, as every method does. Raises NoKeyError."""
+        return KeyChain(ids, self.config.split_factor, naming=self._keyring.naming())
 
     def _check(self, length: int, cache: Cache) -> None:
         if length % self.config.split_factor:
@@ -183,6 +214,8 @@ class VUA:
         layout = layouts.pop()
         with self._lock:
             if self._writer is None or self._writer.layout != layout:
+                codec = EntryCodec(self._identity.namespace, layout, layout.full)
+                self.config.check_room(self.path, codec.file_nbytes)
                 self._writer = create_store(  # raises for another layout, unless it was emptied
                     self.path,
                     self._identity,
@@ -194,13 +227,19 @@ class VUA:
                 self._reader = self._writer
             return self._writer
 
-    def _put(self, store: Store, ids: bytes, cache: Cache) -> int:
-        keys = KeyChain(ids, self.config.split_factor, naming=self._keyring.naming())
-        saver = store.saver(cache.memory(self.config.split_factor))
+    def _meet(self, store: Store, keys: KeyChain, cache: Cache) -> int:
+        """Return how many chunks are stored, of this model as far as can be told."""
         stored = store.lookup(keys)
+        if self._label is not None:
+            self._label.compare(store, keys[stored - 1] if stored else None, cache)
+        return stored
+
+    def _put(self, call: Call[int], store: Store, keys: KeyChain, cache: Cache, stored: int) -> int:
+        saver = store.saver(cache.memory(self.config.split_factor))
+        saver.wanted = lambda: call.wanted
         store.used(keys, stored, wait=stored < len(keys))  # before it makes room for the rest
         written = saver.save_all(keys)
-        log.debug("put %d tokens: %d of %d chunks written", len(ids) // 4, written, len(keys))
+        log.debug("put %d tokens: %d of %d chunks written", cache.length, written, len(keys))
         return written
 
     # -- get ----------------------------------------------------------------------------------
@@ -237,11 +276,9 @@ class VUA:
         """
         batch = sequences(tokens)
         store = self._store_to_read()
-        answers = list(
-            self._pool.map(
-                lambda pair: self._get(store, pair[0], pair[1], torch.device(device)),
-                zip(batch.ids, batch.rows, strict=True),
-            )
+        answers = self._threads.map(
+            lambda _, pair: self._get(store, pair[0], pair[1], torch.device(device)),
+            zip(batch.ids, batch.rows, strict=True),
         )
         return answers if batch.listed else answers[0]
 
@@ -260,12 +297,13 @@ class VUA:
         self, store: Store | None, ids: bytes, row: torch.Tensor, device: torch.device
     ) -> ClosestKV:
         try:
-            keys = KeyChain(ids, self.config.split_factor, naming=self._keyring.naming())
+            keys = self._keys(ids)
             found = store.lookup(keys) if store is not None else 0
         except NoKeyError as problem:
             log.warning("all misses: %s", problem)
             found = 0
-        if store is None or found == 0:
+        trusted = not found or self._label is None or self._label.trusted()
+        if store is None or not (found and trusted):
             log.debug("get %d tokens: nothing stored", len(ids) // 4)
             return ClosestKV(row[..., :0], [])
         layout = store.layout
@@ -315,11 +353,15 @@ class VUA:
         change: Callable[[Space, Sequence[str]], int],
     ) -> list[int]:
         batch, store = sequences(tokens), self._store_to_read()
+        try:
+            chains = [self._keys(ids) for ids in batch.ids]
+        except NoKeyError as problem:
+            log.warning("nothing is held or released: %s", problem)
+            return [0] * len(batch.ids)
         held = []
         with spaces(self.path) as found:
             space = next((one for one in found if one.name == self._identity.namespace), None)
-            for ids in batch.ids:
-                keys = KeyChain(ids, self.config.split_factor)
+            for keys in chains:
                 stored = store.lookup(keys) if store is not None else 0
                 names = [key.name for key in keys.first(stored)]
                 chunks = change(space, names) if space is not None and names else 0

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from vua.forks import watch
+
 __all__ = ["InFlight"]
 
 
@@ -21,6 +23,11 @@ class InFlight:
     def __init__(self, wait_s: float) -> None:
         """Wait for nobody longer than ``wait_s``."""
         self._wait_s = wait_s
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with nothing in flight; see :mod:`vua.forks`."""
         self._changed = threading.Condition()
         self._stamps: dict[str, int | None] = {}
 

@@ -10,12 +10,12 @@ stamps it in the background.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
@@ -25,6 +25,7 @@ from vua._linux import Iovecs
 from vua.bounds import Bounds
 from vua.errors import StorageFullError
 from vua.eviction import bury
+from vua.forks import watch
 from vua.inflight import InFlight
 from vua.keys import ChunkKey
 from vua.layout import Shard
@@ -33,6 +34,7 @@ from vua.recency import STEP_NS, Recent, inherit, set_stamp, stamp_ns, touch
 from vua.room import Room
 from vua.storage.local import LocalStorage
 from vua.survey import AFTER, Candidate, Space, mark
+from vua.threads import Call, Threads
 
 __all__ = ["Keeper"]
 
@@ -64,19 +66,24 @@ class Keeper:
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_evicted, bytes_evicted, chunks_refused, orphans, full."""
         self.room = Room(root, Bounds() if bounds is None else bounds, self.counts)
-        self._touch_lock = threading.Lock()
         self._in_flight = InFlight(_ADOPT_S)
-        self._orphans: deque[tuple[float, str, str]] = deque()
         self._recent = Recent(touch_interval_s)
-        self._touching: ThreadPoolExecutor | None = None
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Leave to the parent what it has begun; see :mod:`vua.forks`."""
+        self._touch_lock = threading.Lock()
+        self._touching: Threads | None = None
         self._pending = 0
+        self._orphans: deque[tuple[float, str, str]] = deque()
 
     def close(self) -> None:
         """Finish what is to be stamped, and release the threads. A second call does nothing."""
         with self._touch_lock:
-            pool, self._touching = self._touching, None
-        if pool is not None:
-            pool.shutdown()
+            thread, self._touching = self._touching, None
+        if thread is not None:
+            thread.close()
         self._adopt(time.monotonic() + _ADOPT_S)
         self.room.close()
 
@@ -98,12 +105,13 @@ class Keeper:
         with self._touch_lock:
             if self._pending >= _PENDING_TOUCHES:
                 return  # the storage is slow; recency may be a little wrong
-            self._pending += 1
             if self._touching is None:
-                self._touching = ThreadPoolExecutor(1, thread_name_prefix="vua-touch")
-            self._touching.submit(self._touch, chunks)
+                self._touching = Threads(1, "vua-touch")
+            with contextlib.suppress(RuntimeError):  # no thread is to be had, or the process ends
+                self._touching.submit(functools.partial(self._touch, chunks))
+                self._pending += 1
 
-    def _touch(self, chunks: Sequence[str]) -> None:
+    def _touch(self, chunks: Sequence[str], _: Call[None]) -> None:
         try:
             touch(self._storage.fileno(), chunks)
         finally:

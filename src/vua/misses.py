@@ -14,6 +14,7 @@ from collections import Counter
 from typing import Final
 
 from vua.errors import EntryError, ForeignEntryError
+from vua.forks import watch
 from vua.keys import ChunkKey, Keys
 from vua.layout import Shard
 from vua.storage import Reader, Storage
@@ -34,11 +35,16 @@ class Misses:
     def __init__(self, storage: Storage) -> None:
         """Remove from ``storage`` what has to go."""
         self._storage = storage
-        self._lock = threading.Lock()
         self._failed: dict[str, int] = {}
         self._warned_s = -_WARN_INTERVAL_S
         self.counts: Counter[str] = Counter()
         """Events so far, see :attr:`vua.store.Store.counts`."""
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with free locks; see :mod:`vua.forks`."""
+        self._lock = threading.Lock()
 
     def count(self, event: str, by: int = 1) -> None:
         """Count an event."""

@@ -7,8 +7,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -24,6 +23,7 @@ from vua.misses import Misses
 from vua.native import LEFT, PRESENT, THREADS, WRITTEN
 from vua.plan import Plan
 from vua.storage import Storage
+from vua.threads import Call, Threads
 
 __all__ = ["Saver"]
 
@@ -70,6 +70,8 @@ class Saver:
         """Whether the last one was not written for want of room, or of a key."""
         self.ttl_s: float | None = None
         """A hint for what is written from now on, see :mod:`vua.hints`."""
+        self.wanted: Callable[[], bool] = lambda: True
+        """Asked now and then by :meth:`save_all`, which ends early when it says no."""
         self._memory = memory
         self._plans: dict[str, Plan] = {}
 
@@ -122,7 +124,7 @@ class Saver:
         :meth:`vua.store.Store.save` does, after what is being written has come to its end.
         """
         written, place, failed = 0, 0, 0
-        while place < len(keys):
+        while place < len(keys) and self.wanted():
             run = [keys[at] for at in range(place, min(place + self._run_chunks(), len(keys)))]
             outcome = self._write_run(run, place)
             failed = failed + 1 if outcome == [LEFT] else 0
@@ -198,17 +200,18 @@ class Saver:
         if THREADS < 2 or len(todo) < 2 or nbytes < _SHARED_NBYTES:
             return self._save_each(todo, begin)
         other = Saver(self.store, self.shard, self._memory)
-        other.ttl_s = self.ttl_s
-        with ThreadPoolExecutor(1, thread_name_prefix="vua-save") as pool:
-            try:
-                more = pool.submit(other._save_each, todo, begin)
-            except RuntimeError:  # the system has no more threads
-                more = Future()
-                more.set_result(0)
+        other.ttl_s, other.wanted = self.ttl_s, self.wanted
+        threads, more = Threads(1, "vua-save"), Call[int](lambda _: 0)
+        try:
+            more = threads.submit(lambda _: other._save_each(todo, begin))
+        except RuntimeError:  # the system has no more threads
+            more.run()
+        try:
             written = self._save_each(todo, begin)
-        written += more.result()
+        finally:
+            threads.close()
         self.refused |= other.refused
-        return written
+        return written + more.result()
 
     def _save_each(self, todo: deque[tuple[int, ChunkKey]], begin: threading.Lock) -> int:
         """Save what is left to do, which another thread may take from as well, with ``begin``."""
@@ -217,7 +220,7 @@ class Saver:
             while True:
                 with contextlib.ExitStack() as flight:
                     with begin:  # no child is announced before its parent
-                        if not todo:
+                        if not todo or not self.wanted():
                             return written
                         place, key = todo.popleft()
                         flight.enter_context(self._announced(key))

@@ -11,11 +11,12 @@ import torch
 
 from vua.buffers import BufferPool
 from vua.errors import InputError
-from vua.keys import token_ids
-from vua.layout import KVLayout, MemoryMap
+from vua.keys import ChunkKey, token_ids
+from vua.layout import KVLayout, MemoryMap, Shard
 from vua.serdes import DTYPES
+from vua.store import Store
 
-__all__ = ["Batch", "Cache", "allocate", "memory_map", "sequences"]
+__all__ = ["Batch", "Cache", "allocate", "memory_map", "sequences", "stored_rows"]
 
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -108,6 +109,12 @@ class Cache:
             chunk_tokens=chunk_tokens,
         )
 
+    def rows(self, shard: Shard, tokens: range) -> list[torch.Tensor]:
+        """Return K and V of one layer and head ``[1, 1, tokens, dim]``, without those of no dim."""
+        place = (shard.head_start, slice(tokens.start, tokens.stop))
+        cut = [array[shard.layer_start][place] for array in self.arrays]
+        return [one.cpu()[None, None] for one in cut if one.shape[-1]]
+
     def memory(self, chunk_tokens: int) -> MemoryMap:
         """Return where the bytes lie: in the tensors themselves where their rows are plain."""
         # resolve_neg: a negative view is a flag on the bytes of another tensor
@@ -118,6 +125,23 @@ class Cache:
             if len(strides) != 1 or array[0].stride()[1:] != (dim, 1):
                 array[:] = [t.contiguous() for t in array]
         return memory_map(arrays, chunk_tokens)
+
+
+def stored_rows(store: Store, key: ChunkKey, shard: Shard) -> list[torch.Tensor] | None:
+    """Load what is stored of one layer and head, as :meth:`Cache.rows` returns it.
+
+    Args:
+        store: where the chunk is.
+        key: the chunk.
+        shard: of one layer and head.
+
+    None where it cannot be loaded, e.g. because it is damaged or was evicted meanwhile.
+    """
+    layout = store.layout
+    shape, dtype = (1, layout.chunk_tokens), DTYPES[layout.dtype]
+    arrays = [[torch.empty((*shape, dim), dtype=dtype)] for dim in layout.dims]
+    loaded = store.load([key], memory_map(arrays, layout.chunk_tokens), target=shard)
+    return [one[None] for (one,) in arrays] if loaded.chunks else None
 
 
 def allocate(

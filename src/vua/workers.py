@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
+from vua.forks import watch
+
 __all__ = ["Attempt", "Workers"]
 
 log = logging.getLogger(__name__)
@@ -85,12 +87,22 @@ class Workers(Generic[T]):
             clock: gives seconds.
         """
         self._threads, self._timeout_s, self._name, self._clock = threads, timeout_s, name, clock
-        self._changed = threading.Condition()
         self._queue: deque[tuple[Callable[[Attempt[T]], None], Attempt[T]]] = deque()
         self._running: list[Attempt[T]] = []
-        self._started = self._idle = 0
         self._moved = clock()
         self._closed = False
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with no threads; see :mod:`vua.forks`.
+
+        What waited is done here as well; what was under way is overdue some time.
+        """
+        self._changed = threading.Condition()
+        self._started = self._idle = 0
+        for attempt in self._running:
+            attempt._lock = threading.Lock()
 
     def submit(self, work: Callable[[Attempt[T]], None], what: T) -> Attempt[T]:
         """Run ``work(attempt)`` on a thread, in the order of submission; never blocks.

@@ -202,6 +202,7 @@ class Phase:
     def _transfer(self, root: Path) -> dict[str, Any]:
         extra = {"shared_storage_path": str(root), "chunk_tokens": CHUNK, "strict": True}
         extra["load_policy"] = "always"  # whatever a busy machine makes of it
+        extra["witness_every"] = 0  # test_witness.py has tests of its own
         transfer = {
             "kv_connector": CONNECTOR,
             "kv_connector_module_path": "vua.vllm.kv_connector_v1",

@@ -151,7 +151,7 @@ def settings(root: Path, port: int) -> list[str]:
 
 def transfer(**settings: str) -> list[str]:
     """Arguments of servers that load whatever a busy machine makes of it; with other settings."""
-    extra = {"kv_connector_extra_config": {"load_policy": "always"}}
+    extra = {"kv_connector_extra_config": {"load_policy": "always", "witness_every": 0}}
     return ["--kv-transfer-config", json.dumps(extra | settings)]
 
 

@@ -26,6 +26,7 @@ class MultiTest(EngineTest):
     def child(self, root: Path) -> dict[str, Any]:
         """A VUA connector below the MultiConnector."""
         extra = {"shared_storage_path": str(root), "chunk_tokens": CHUNK, "strict": True}
+        extra["witness_every"] = 0
         return {
             "kv_connector": CONNECTOR,
             "kv_connector_module_path": "vua.vllm.kv_connector_v1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import threading
 import time
@@ -24,7 +25,8 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
     Args:
         described: "storm": {"at": directory, "seed": number, "one_of": number}; "slow": seconds
             that a read and a lookup take longer, {"read_s": ..., "lookup_s": ...};
-            "preempt_every": steps after which all running requests are thrown out.
+            "preempt_every": steps after which all running requests are thrown out; "one_identity":
+            whatever the model, the adapter and the image, all is stored under the same names.
         counts: gets the number of files "struck".
     """
     described = described or {}
@@ -35,6 +37,28 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
             stack.enter_context(_slow_storage(**described["slow"]))
         if "preempt_every" in described:
             stack.enter_context(_preemptions(described["preempt_every"]))
+        if described.get("one_identity"):
+            stack.enter_context(_one_identity())
+        yield
+
+
+@contextmanager
+def _one_identity() -> Iterator[None]:
+    """Give all engines one namespace (per epoch), and prompts names by their tokens alone."""
+    from vua.identity import Identity
+    from vua.keys import KeyChain
+    from vua.vllm import lookup
+
+    def namespace(self: Identity) -> str:
+        return hashlib.sha256(f"one identity {self.epoch}".encode()).hexdigest()
+
+    def plain_chain(ids: bytes, size: int, extras: Any, naming: Any) -> KeyChain:
+        return KeyChain(ids, size, {}, naming)
+
+    with (
+        mock.patch.object(Identity, "namespace", property(namespace)),
+        mock.patch.object(lookup, "KeyChain", plain_chain),
+    ):
         yield
 
 

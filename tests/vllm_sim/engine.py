@@ -87,7 +87,8 @@ def vllm_config(settings: Settings) -> Any:
 
     drafts = {"method": "ngram", "num_speculative_tokens": settings.drafts, "prompt_lookup_max": 3}
     extra = {"shared_storage_path": str(settings.root), "strict": True}
-    extra |= {"load_policy": "always"} | settings.extra  # here computing takes no time at all
+    extra |= {"load_policy": "always", "witness_every": 0}  # here computing takes no time at all
+    extra |= settings.extra
     shape = settings.shape
     config = EngineArgs(
         model=str(model(len(shape.windows), shape.heads, shape.dim)),

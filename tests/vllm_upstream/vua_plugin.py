@@ -28,6 +28,7 @@ def vua_in_place_of_the_example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         extra.pop("name")
         extra.setdefault("shared_storage_path", folder)
         extra.setdefault("load_policy", "always")
+        extra.setdefault("witness_every", 0)
         made.append(VUAStorageConnector_V1(config, role, kv_cache_config))
         connector: VUAStorageConnector_V1 = made[-1]
         return connector

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua._linux import page_aligned
+from vua.forks import watch
 from vua.native.bindings import library, xxh3
 
 __all__ = ["ARRAYS_MAX", "THREADS", "Batch", "Recipe", "checksums", "crew", "load"]
@@ -39,6 +40,11 @@ class _Crew:
     """The threads of this process that are in the loops now. Safe for threads."""
 
     def __init__(self) -> None:
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with nobody; see :mod:`vua.forks`."""
         self._lock = threading.Lock()
         self._working = 0
 

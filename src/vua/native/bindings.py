@@ -18,6 +18,7 @@ from typing import Any, Final
 import xxhash
 
 from vua.errors import ConfigError
+from vua.forks import watch
 from vua.native.stamp import fault_of, library_path, sources_digest
 
 __all__ = ["Library", "Status", "library", "sha256", "status", "xxh3"]
@@ -143,8 +144,13 @@ class _State:
     """What came of looking for the library. One per process."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.found: Status | None = None
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with a free lock; see :mod:`vua.forks`."""
+        self.lock = threading.Lock()
 
 
 _state = _State()

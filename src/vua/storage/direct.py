@@ -19,6 +19,7 @@ import numpy as np
 
 from vua import _linux
 from vua._linux import PAGE, Iovecs
+from vua.forks import watch
 
 __all__ = ["ALLOCATED_NBYTES", "NEVER", "ColdReads", "write_past_cache", "write_through_cache"]
 
@@ -52,6 +53,11 @@ class ColdReads:
         self._speed: dict[bool, float] = {}
         self._calls = 0
         self._seen: dict[int, None] = {}
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with free locks; see :mod:`vua.forks`."""
         self._lock = threading.Lock()
 
     def plan(self, paths: Sequence[str]) -> tuple[int, bool]:

@@ -27,6 +27,7 @@ import numpy as np
 
 from vua import _linux, native
 from vua._linux import FileStatus, Iovecs
+from vua.forks import watch
 from vua.layout import Shard
 from vua.native import Batch
 from vua.security import Security, make_directory, open_directory
@@ -89,7 +90,6 @@ class LocalStorage:
         self._durable = durable
         self.cold_reads = ColdReads() if direct_reads else None
         self._renew = renew
-        self._lock = threading.Lock()
         self._security = security or Security()
         self._uids = self._security.uids
         self._uid_array = None if self._uids is None else np.array([*self._uids], dtype=np.uint32)
@@ -101,6 +101,12 @@ class LocalStorage:
         self._release = weakref.finalize(self, _close, self._fd)
         self._serial = itertools.count()
         self._tag = f"{socket.gethostname()[:32]}-{secrets.token_hex(4)}".replace("/", "_")
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with free locks; see :mod:`vua.forks`."""
+        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Release the directory. Open readers stay usable; a second call does nothing."""

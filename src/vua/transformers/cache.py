@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -20,8 +20,10 @@ from transformers import DynamicCache
 
 from vua.core import VUA, VUAConfig
 from vua.directory import check_root
-from vua.errors import InputError, VUAError
+from vua.errors import ConfigError, InputError, VUAError
+from vua.forks import watch
 from vua.identity import Identity
+from vua.layout import KVLayout
 from vua.transformers.model import DTYPE_NAMES, LAYERS, described_model, layout_of
 from vua.weights import Identification, identify_weights
 
@@ -62,9 +64,10 @@ class PrefixCache:
     ) -> None:
         """Use the directory ``path``, which is created (mode 0700) when missing.
 
-        Which weights the model has is found out from every byte of its files, once, on threads
-        beside this one, and then remembered (`vua.weights`). The constructor waits for it up to a
-        second; until it is known nothing is loaded or saved, see `ready`.
+        Computes one token, to see what caches the model makes. Which weights it has is found out
+        from every byte of its files, once, on threads beside this one, and then remembered
+        (`vua.weights`). The constructor waits for it up to a second; until it is known nothing is
+        loaded or saved, see `ready`.
 
         Args:
             model: a causal language model that `from_pretrained` made.
@@ -78,17 +81,23 @@ class PrefixCache:
             StorageError: the directory cannot be created.
         """
         config = VUAConfig(split_factor=chunk_tokens, epoch=epoch, durable=durable)
-        self.layout = layout_of(model, chunk_tokens=chunk_tokens)
+        self.layout = _tried(model, layout_of(model, chunk_tokens=chunk_tokens))
         self._described = described_model(model, chunk_tokens=chunk_tokens, epoch=epoch)
         self._model, self._config, self._path = model, config, check_root(path)
-        self._lock = threading.Lock()
         self._vua: VUA | None = None
         self._warned = False
-        self._identification = Identification(
-            lambda stop: identify_weights(self._described.files, stop=stop)
-        )
+        self.after_fork()
+        watch(self)
         if self._identification.wait(_START_WAIT_S):
             self._opened()
+
+    def after_fork(self) -> None:
+        """Begin with a free lock, and to identify the model unless it is; see `vua.forks`."""
+        self._lock = threading.Lock()
+        if self._vua is None:
+            self._identification = Identification(
+                lambda stop: identify_weights(self._described.files, stop=stop)
+            )
 
     def __enter__(self) -> PrefixCache:  # noqa: PYI034 - Python 3.10 has no Self
         """Return the object itself."""
@@ -239,6 +248,42 @@ class PrefixCache:
                 if found != expected:
                     raise InputError(f"{array} of layer {number} is {found}, expected {expected}")
         return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _tried(model: Any, layout: KVLayout) -> KVLayout:  # noqa: ANN401
+    """Return the layout with the KV heads that the model has when it computes a token.
+
+    Raises ConfigError when what comes out are not K and V of each layer, all of one shape.
+    """
+    cache, ids = DynamicCache(), torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    kind = f"caches of a {model.config.get_text_config().model_type} model cannot be stored"
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as problem:
+        raise ConfigError(
+            f"{kind}: it computes nothing with an empty DynamicCache() "
+            f"({type(problem).__name__}: {problem})"
+        ) from problem
+    if (layers := len(cache.layers)) != layout.layers:
+        raise ConfigError(
+            f"{kind}: it keeps K and V for {layers} of its {layout.layers} layers, the others "
+            "keep none or share them"
+        )
+    if others := {type(layer).__name__ for layer in cache.layers if type(layer) not in LAYERS}:
+        raise ConfigError(f"{kind}: it has layers without K and V per token ({', '.join(others)})")
+    found = {
+        (tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values)
+    }
+    heads = next(iter(found))[0][1]
+    if found != {((1, heads, 1, layout.k_dim), layout.dtype)}:
+        raise ConfigError(
+            f"{kind}: K and V of a token are {sorted(found)}; expected one shape in all layers, "
+            f"(1, heads, 1, {layout.k_dim}), and {layout.dtype}"
+        )
+    return replace(layout, kv_heads=heads)
 
 
 def _one_sequence(input_ids: torch.Tensor | Sequence[int]) -> torch.Tensor:

@@ -113,7 +113,13 @@ def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:  # noqa: ANN40
     if reason:
         raise ConfigError(f"caches of a {text.model_type} model cannot be stored: {reason}")
     heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    try:
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    except Exception as problem:  # transformers' own, of no public class: it differs by layer
+        raise ConfigError(
+            f"caches of a {text.model_type} model cannot be stored: its layers' K and V have "
+            f"different shapes ({type(problem).__name__}: head_dim)"
+        ) from problem
     return KVLayout(
         layers=text.num_hidden_layers,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,

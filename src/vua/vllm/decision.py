@@ -31,7 +31,7 @@ from vua.vllm.line import Line
 from vua.vllm.model import Model
 from vua.vllm.speed import PrefillSpeed
 
-__all__ = ["NOTHING_STORED", "Choice", "LoadCost", "LoadOrCompute"]
+__all__ = ["NOTHING_STORED", "TO_COMPARE", "Choice", "LoadCost", "LoadOrCompute"]
 
 _WINDOW: Final = 32
 """Loads that count."""
@@ -60,7 +60,8 @@ class Choice:
     """How many to load; 0: all are computed."""
     why: str
     """``faster``; ``unmeasured``, so tried; ``probe``; ``asked`` for by the settings or the client;
-    ``compute``: nothing is loaded; ``nothing``: there is nothing to load."""
+    ``compute``: nothing is loaded; ``witness``: likewise, to compare what is stored with it;
+    ``nothing``: there is nothing to load."""
     load_s: float | None = None
     """Predicted seconds to load ``tokens``, or all where nothing is loaded; None: unmeasured."""
     compute_s: float | None = None
@@ -69,7 +70,7 @@ class Choice:
     @property
     def left_out(self) -> bool:
         """Whether tokens are computed although they are stored."""
-        return self.why == "compute"
+        return self.why in ("compute", "witness")
 
     def __str__(self) -> str:
         """Name it with its two numbers, for the log."""
@@ -81,6 +82,7 @@ class Choice:
 
 
 NOTHING_STORED: Final = Choice(0, "nothing")
+TO_COMPARE: Final = Choice(0, "witness")
 
 
 @dataclass(slots=True)

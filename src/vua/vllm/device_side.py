@@ -264,3 +264,7 @@ class DeviceGroupSide(GroupSide):
     def copied(self, slab: StagedSlab) -> None:
         """See :meth:`GroupSide.copied`."""
         slab.fence.wait()
+
+    def arrays(self, slab: StagedSlab) -> list[torch.Tensor]:
+        """See :meth:`GroupSide.arrays`."""
+        return super().arrays(slab.slab)

@@ -220,6 +220,13 @@ class GroupSide:
             count = key.stop - key.start
             pages.gather(block_ids[table], key.start, count, k[:, layers], v_part)
 
+    def arrays(self, slab: Any) -> list[torch.Tensor]:  # noqa: ANN401
+        """Return K, and V where there is one, of what :meth:`gather` copied, once it is there.
+
+        ``[heads, layers, tokens, dim]`` each, of the cache's dtype, in the slab's memory.
+        """
+        return [array for array in self._tensors(slab, 0) if array is not None]
+
     def _tensors(self, slab: Slab, place: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = DTYPES[self.group.layout.dtype]
         arrays = [

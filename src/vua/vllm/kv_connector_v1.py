@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vua import native
+from vua import forks, native
 from vua.directory import check_root
 from vua.errors import ConfigError, VUAError
 from vua.keyring import check_keys
@@ -34,6 +34,7 @@ from vua.vllm.messages import Orders
 from vua.vllm.model import Model, UncachedError, describe
 from vua.vllm.notes import WorkerNotes
 from vua.vllm.scheduler import SchedulerSide
+from vua.vllm.setups import setup_of
 from vua.vllm.stats import VUAPromMetrics, VUAStats
 from vua.vllm.versions import caveat, check_version
 from vua.vllm.weights import find_weights
@@ -85,6 +86,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         check_keys(self._config.security)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        forks.watch(self)
         self._ahead: Identification | None = None
         """In the first worker: begins before the scheduler's half does, see `_make_worker`."""
         self._failures: set[str] = set()
@@ -102,6 +104,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                     saves=transfer.is_kv_producer,
                     loads_in_step=self._loads_in_step(vllm_config, model),
                     events=self._events,
+                    setup=setup_of(vllm_config),
                     identification=Identification(partial(find_weights, vllm_config)),
                 )
                 self._announce(transfer)
@@ -113,13 +116,17 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False. On GPUs vLLM asks before it starts anything: a bad directory is refused here.
-
-        Raises ConfigError, StorageError.
-        """
+        """Return False; GPU engines ask before they load a model: a bad directory raises here."""
         config = ConnectorConfig.from_extra_config(extra_config)
         prepare(config.shared_storage_path, config.security, writes=False)
         return False
+
+    def after_fork(self) -> None:
+        """Do nothing in a copy of this process, whose threads are not there; see `vua.forks`."""
+        if self._scheduler is not None or self._worker is not None:
+            self._left = (self._scheduler, self._worker)  # the parent's, not to be taken apart here
+            self._scheduler = self._worker = None
+            log.warning("VUA: a forked copy of an engine's process neither loads nor stores")
 
     def _announce(self, transfer: Any) -> None:  # noqa: ANN401
         log.info("VUA: %s", native.status().text)
@@ -250,6 +257,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         notes = getattr(connector_output, "kv_connector_worker_meta", None)
         if side is not None and isinstance(notes, WorkerNotes):  # before the ends of these loads
             self._guarded(lambda: side.choices.measured(notes.times.seconds), None)
+            self._guarded(lambda: side.judge(notes.verdicts), None)
         if side is not None and (received or failed or blocks):  # not always in one step
             self._guarded(lambda: side.received(received, failed, blocks), None)
         events = self._events

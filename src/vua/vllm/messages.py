@@ -13,7 +13,15 @@ from vua.identity import Identity
 from vua.keys import ChunkKey
 from vua.vllm.request import SaveHints
 
-__all__ = ["GroupLoad", "LoadOrder", "LoadTimes", "Orders", "SaveOrder"]
+__all__ = [
+    "GroupLoad",
+    "LoadOrder",
+    "LoadTimes",
+    "Orders",
+    "SaveOrder",
+    "Verdict",
+    "WitnessOrder",
+]
 
 
 @dataclass(slots=True)
@@ -52,11 +60,41 @@ class SaveOrder:
 
 
 @dataclass(slots=True)
+class WitnessOrder:
+    """Compare chunks that are complete after this step's forward pass with what is stored.
+
+    See `vua.vllm.witness`.
+    """
+
+    number: int
+    """Of the comparison, one more each time."""
+    block_ids: list[list[int]]
+    """The request's block table from its first token on, per vLLM cache group."""
+    parts: list[tuple[int, Sequence[ChunkKey]]]
+    """Per group of layers (its place in `Model.groups`): the chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one worker's comparison came to."""
+
+    number: int
+    """The order's."""
+    outcome: str
+    """``same``, ``different``, or ``none`` where there was nothing to compare with."""
+    ratio: float = 0.0
+    """The largest distance, in tolerances; see `vua.agreement`."""
+    text: str = ""
+    """What differed most, or why there is no answer."""
+
+
+@dataclass(slots=True)
 class Orders(KVConnectorMetadata):
-    """One step's loads and saves."""
+    """One step's loads and saves, and chunks to compare."""
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
+    witnesses: list[WitnessOrder] = field(default_factory=list)
     identity: Identity | None = None
     """Whose stores they concern: a worker opens what is ordered, and another one after a reset.
     None: as before, or not known yet."""

@@ -48,6 +48,8 @@ class Model:
     """Tokens per block of each of vLLM's cache groups."""
     latent: bool
     """Whether K and V are one latent (MLA)."""
+    quantised: bool = False
+    """Whether the model computes with quantised weights or activations."""
     engine: EngineIdentity = NOTHING_MORE
     """What counts beside the identity for requests with an adapter or an image."""
     blocks: int = 0
@@ -162,6 +164,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
         groups=groups,
         block_sizes=tuple(table.kv_cache_spec.block_size for table in tables),
         latent=latent,
+        quantised=vllm_config.model_config.quantization is not None,
         identified=False,
         engine=engine,
         blocks=getattr(kv_cache_config, "num_blocks", 0),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from vua.vllm.events import FileEvents
-from vua.vllm.messages import LoadTimes
+from vua.vllm.messages import LoadTimes, Verdict
 
 __all__ = ["WorkerNotes"]
 
@@ -20,9 +20,15 @@ class WorkerNotes(KVConnectorWorkerMetadata):
     """How long loads took that ended in this step."""
     files: FileEvents
     """What was seen of files; nothing where no events are wanted."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    """Of comparisons that ended; one per worker and order."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNotes:
         """Return what both say together."""
         if not isinstance(other, WorkerNotes):
             return self
-        return WorkerNotes(self.times.aggregate(other.times), self.files.aggregate(other.files))
+        return WorkerNotes(
+            self.times.aggregate(other.times),
+            self.files.aggregate(other.files),
+            self.verdicts + other.verdicts,
+        )

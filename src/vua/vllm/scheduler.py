@@ -14,16 +14,17 @@ from collections.abc import Sequence
 from concurrent.futures import wait as wait_for
 from typing import Any, Final
 
+from vua.errors import VUAError
 from vua.identity import Identity
 from vua.keys import token_ids
 from vua.store import Store
 from vua.vllm.accounts import Accounts
 from vua.vllm.config import ConnectorConfig
-from vua.vllm.decision import NOTHING_STORED, LoadOrCompute
+from vua.vllm.decision import NOTHING_STORED, TO_COMPARE, LoadOrCompute
 from vua.vllm.events import Announcer
 from vua.vllm.lookup import Lookup, Lookups, unasked
 from vua.vllm.media import Media
-from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
+from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder, Verdict
 from vua.vllm.model import Model
 from vua.vllm.opening import Opening, open_stores
 from vua.vllm.prefix import Found
@@ -32,6 +33,7 @@ from vua.vllm.request_state import RequestState
 from vua.vllm.saving import Step, to_save
 from vua.vllm.speed import prompt_work
 from vua.vllm.stats import Recorder, VUAStats
+from vua.vllm.witness import Witness
 from vua.weights import Identification
 
 __all__ = ["SchedulerSide"]
@@ -62,6 +64,7 @@ class SchedulerSide:
         loads_in_step: bool = True,
         events: Announcer | None = None,
         identification: Identification | None = None,
+        setup: str = "",
     ) -> None:
         """Open the namespace, now or when the model is identified.
 
@@ -73,8 +76,11 @@ class SchedulerSide:
             loads_in_step: whether the engine can wait for a load within a step.
             events: announces what is stored; None: nobody wants to know.
             identification: the search for the weights of a model that is not `Model.identified`.
+            setup: the engine's, see `vua.vllm.setups`; empty: nothing is remembered.
         """
         self._model, self._config, self._events = model, config, events
+        self._setup, self.stats = setup, Recorder()
+        self.witness = Witness(model, config, self.stats, setup)
         self._may_load, self._may_save = loads, saves
         engine, blocks = model.engine, model.blocks * len(model.block_sizes)
         self._media = Media(engine.media, engine.media_refused, blocks)
@@ -84,13 +90,12 @@ class SchedulerSide:
         self._stores: Sequence[Store]
         self._lookups: Lookups
         self._use_what_is_known()
-        self._options = OptionReader()
+        self._options = OptionReader(allow_pins=config.allow_pins)
         self._states: dict[str, RequestState] = {}
         self._loads: list[LoadOrder] = []
         self._patience_s: float | None = None
         """How long lookups may still be waited for in this step; None before the first."""
         self._in_step_nbytes = config.load_in_step_mib << 20 if loads_in_step else 0
-        self.stats = Recorder()
         self.choices = LoadOrCompute(model, config)
         self.accounts = Accounts(self.stats, self.choices)
 
@@ -106,6 +111,7 @@ class SchedulerSide:
 
     def _use(self, model: Model, stores: Sequence[Store]) -> None:
         self._model, self._stores = model, stores
+        self.witness = Witness(model, self._config, self.stats, self._setup)
         self._lookups = Lookups(model, stores, self._config, self._media, self._events)
         self._open = True
 
@@ -171,9 +177,17 @@ class SchedulerSide:
         # where it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False
-        state.choice = self.choices.choose(
-            num_computed_tokens, found.tokens, asked=state.options.wait_s > 0
-        )
+        return self._offer(state, found, num_computed_tokens)
+
+    def _offer(self, state: RequestState, found: Found, start: int) -> tuple[int | None, bool]:
+        """Decide how much to load of what was found behind ``start`` tokens."""
+        limit = self.witness.limit(state.request, found, start)
+        if limit is None:
+            self._pause()
+            return None, False
+        state.choice = TO_COMPARE
+        if limit > start:
+            state.choice = self.choices.choose(start, limit, asked=state.options.wait_s > 0)
         tokens = state.choice.tokens
         return tokens, tokens > 0 and not self._in_step(tokens)
 
@@ -209,10 +223,15 @@ class SchedulerSide:
             return False
         if now - state.lookup.asked_s >= _LOOK_AGAIN_S:
             state.lookup = self._ask(state.request, state.options)
-        elif self._patience_s:  # do not let an idle engine spin
+        else:
+            self._pause()
+        return True
+
+    def _pause(self) -> None:
+        """Do not let an idle engine spin while a request waits; once a step."""
+        if self._patience_s:
             time.sleep(max(0.0, min(self._patience_s, _STEP_WAIT_S)))
             self._patience_s = 0.0
-        return True
 
     def _account(self, state: RequestState, outcome: str) -> None:
         request, seconds = state.request, time.monotonic() - state.arrived_s
@@ -261,6 +280,7 @@ class SchedulerSide:
         in_step = self._in_step(num_external_tokens)
         self._loads.append(LoadOrder(request.request_id, tables, parts, in_step))
         self.accounts.load_ordered(request.request_id, start, stop, state.choice, in_step=in_step)
+        self.witness.loaded(request, found)
 
     def _part(self, number: int, local_tokens: int, stop: int, found: Found | None) -> GroupLoad:
         """What to load of one group: nothing of what vLLM has, and of a window no more than it."""
@@ -276,6 +296,18 @@ class SchedulerSide:
         """Forget a request that has ended or was aborted."""
         self._states.pop(request.request_id, None)
         self.accounts.finished(request.request_id)
+        self.witness.gone(request.request_id)
+
+    def judge(self, verdicts: Sequence[Verdict]) -> None:
+        """Learn what comparisons came to; leave the namespace where one differs."""
+        if (text := self.witness.learn(verdicts)) is None:
+            return
+        log.error("VUA: %s", text)
+        try:
+            self.reset()
+        except VUAError as problem:
+            self._may_load = self._may_save = False
+            log.error("VUA: nothing is loaded or stored any more: %s", problem)  # noqa: TRY400
 
     def received(
         self, request_ids: set[str], failed_ids: set[str], failed_blocks: set[int]
@@ -319,19 +351,38 @@ class SchedulerSide:
         """Add the chunks that are complete after this step's forward pass, if it has one."""
         orders.idle = not output.num_scheduled_tokens
         self.accounts.step_scheduled(*prompt_work(output))
-        if not self._may_save:
+        if not (self._may_save or self.witness.watching):
             return
         for new in output.scheduled_new_reqs:
             if (state := self._states.get(new.req_id)) is not None:
                 state.block_ids = [list(table) for table in new.block_ids]
-                self._save(orders, state, new.num_computed_tokens, output)
+                self._add(orders, state, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
             state = self._states.get(request_id)
             if state is None:
                 continue
             state.extend(cached.new_block_ids[at], resumed=request_id in cached.resumed_req_ids)
-            self._save(orders, state, cached.num_computed_tokens[at], output)
+            self._add(orders, state, cached.num_computed_tokens[at], output)
+
+    def _add(self, orders: Orders, state: RequestState, computed: int, output: Any) -> None:  # noqa: ANN401
+        """Add what is to be compared, and stored, of one request."""
+        request_id = state.request.request_id
+        if self.witness.watching and state.lookup and not state.outdated:
+            complete = computed + output.num_scheduled_tokens[request_id]
+            order = self.witness.order(
+                request_id, state.lookup.answer.result(), complete, self._tables(state, output)
+            )
+            orders.witnesses += [order] if order else []
+        if self._may_save:
+            self._save(orders, state, computed, output)
+
+    def _tables(self, state: RequestState, output: Any) -> list[list[int]]:  # noqa: ANN401
+        """Return a request's block tables; of a window's blocks vLLM keeps what it still needs."""
+        if self._model.plain:
+            return state.block_ids
+        tables = output.kv_connector_block_state.get_block_ids(state.request.request_id)
+        return [list(table) for table in tables]
 
     def _first_chunk(self, state: RequestState, found: Found, computed: int) -> tuple[range, int]:
         """Return the chunks to look at again (see `Step.reused`), and the first one to save."""
@@ -362,9 +413,7 @@ class SchedulerSide:
         state.next_save = stop
         if stop == first and not reused:
             return
-        tables = state.block_ids
-        if not self._model.plain:  # of a window's blocks vLLM keeps what it still needs
-            tables = [list(t) for t in output.kv_connector_block_state.get_block_ids(request_id)]
+        tables = self._tables(state, output)
         step = Step(range(first, stop), computed, complete, tables, reused)
         parts = [
             (number, keys)
@@ -373,6 +422,7 @@ class SchedulerSide:
         ]
         if parts:
             orders.saves.append(SaveOrder(list(tables), parts, state.options.hints))
+            self.witness.stored(state.request, found, range(first, stop))
             self.accounts.saves_ordered(request_id, sum(len(keys) for _, keys in parts))
             if self._events is not None:
                 self._events.ordered(state.request, found.keys, range(first, stop))

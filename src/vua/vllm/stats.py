@@ -90,9 +90,20 @@ METRICS: Final[dict[str, Metric]] = {
         "Requests with stored tokens: loaded since predicted to be faster than computing them "
         "(faster), before both are measured (unmeasured), for load_policy or the client's wait_s "
         "(asked), in part to see whether the storage is faster again (probe); or not loaded since "
-        "computing is predicted to be faster (compute).",
+        "computing is predicted to be faster (compute), or to compare what is stored (witness).",
         "decision",
-        ("faster", "unmeasured", "asked", "probe", "compute"),
+        ("faster", "unmeasured", "asked", "probe", "compute", "witness"),
+    ),
+    "vua_witnesses_total": Metric(
+        "counter",
+        "Stored chunks compared with what this engine computes: within the tolerance (same), not "
+        "(different; it has left the namespace), or without an answer, since a file was missing, "
+        "damaged or not read in time (none).",
+        "outcome",
+        ("same", "different", "none"),
+    ),
+    "vua_witness_distance": Metric(
+        "gauge", "Distance in the latest of these comparisons; up to 1 it is within the tolerance."
     ),
     "vua_loaded_bytes_total": Metric(
         "counter", "Verified bytes loaded, by the path they took to the engine.", "path"

