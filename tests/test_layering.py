@@ -40,6 +40,7 @@ CORE = (
     "vua.weights.background",
     "vua.weights",
     "vua.identity",
+    "vua.model_files",
     "vua.rope",
     "vua.claims",
     "vua.entry",

@@ -5,6 +5,8 @@ One case per field: those of the engine decide about the namespace, those of a r
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -19,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from helpers import DirectoryTest, flip
 from vllm_e2e.engine import ENVIRONMENT
@@ -66,14 +69,14 @@ class EngineFieldsTest(unittest.TestCase):
 
     def described(self, made: Any, **vua: Any) -> Any:
         """How the connector describes an engine of this configuration."""
-        import torch
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from vua.vllm.model import describe
         from vua.vllm.weights import find_weights
 
         cache = made.cache_config
-        dtype = torch.uint8 if cache.cache_dtype == "fp8" else made.model_config.dtype
+        dtypes = {"fp8": torch.uint8, "bfloat16": torch.bfloat16}
+        dtype = dtypes.get(cache.cache_dtype, made.model_config.dtype)
         tp_size = made.parallel_config.tensor_parallel_size
         spec = FullAttentionSpec(
             block_size=cache.block_size or 32,
@@ -106,6 +109,11 @@ class EngineFieldsTest(unittest.TestCase):
             "chunk length": {"vua": {"chunk_tokens": 32}},
             "epoch": {"vua": {"epoch": "2"}},
             "random weights": {"load_format": "dummy"},
+            "how files are read": {"safetensors_load_strategy": "torchao"},
+            "implementation": {"model_impl": "transformers"},
+            "worker's extension": {"worker_extension_cls": "somebody.Extension"},
+            "a platform's switches": {"additional_config": {"switch": 1}},
+            "compute dtype": {"kv_cache_dtype": "bfloat16"},
         }
         seen = {usual}
         for name, given in cases.items():
@@ -116,6 +124,51 @@ class EngineFieldsTest(unittest.TestCase):
                 self.assertEqual(usual, self.namespace())
         with self.subTest("seed of random weights"):
             self.assertNotIn(self.namespace(load_format="dummy", seed=3), seen)
+
+    def test_class_of_a_model(self) -> None:
+        """Another class in place of the one that vLLM has for an architecture counts."""
+        from vllm.model_executor.models.registry import ModelRegistry
+
+        usual = self.namespace()
+        other = "vllm.model_executor.models.mistral:MistralForCausalLM"
+        with mock.patch.dict(ModelRegistry.models):
+            ModelRegistry.register_model("LlamaForCausalLM", other)
+            self.assertNotEqual(usual, self.namespace())
+        self.assertEqual(usual, self.namespace())
+
+    def test_code_of_a_model(self) -> None:
+        """Python that comes with the model and may run counts by content."""
+        usual = self.namespace()
+        self.edit_config(auto_map={"AutoModelForCausalLM": "modeling.Model"})
+        mapped = self.namespace()
+        code = self.model / "modeling.py"
+        seen = {usual, mapped}
+        for text in ("a = 1", "a = 2"):
+            code.write_text(text)
+            self.assertEqual(mapped, self.namespace())
+            found = self.namespace(trust_remote_code=True)
+            self.assertNotIn(found, seen)
+            seen.add(found)
+
+    def test_settings_of_adapters(self) -> None:
+        """They count for requests with an adapter, and leave the others alone."""
+
+        def described(**engine: Any) -> Any:
+            made = self.configure(model=str(self.model), enable_lora=True, **engine)
+            return self.described(made)
+
+        usual, same, other = (
+            described(**engine)
+            for engine in (
+                {},
+                {"max_loras": 3, "max_lora_rank": 64},
+                {"lora_target_modules": ["q_proj"]},
+            )
+        )
+        self.assertEqual("", usual.engine.adapters)
+        self.assertEqual("", same.engine.adapters)
+        self.assertNotEqual("", other.engine.adapters)
+        self.assertEqual({self.namespace()}, {each.identity.namespace for each in (usual, other)})
 
     def test_same_path(self) -> None:
         """The directory's content counts, not its name: weights and configuration alike."""
@@ -335,6 +388,40 @@ class RequestFieldsTest(DirectoryTest):
         self.assertEqual(64, self.hits(**late))
         self.assertEqual(32, self.hits(mm_features=[image("y", 40)]))
 
+    def test_images_by_content(self) -> None:
+        """Identifiers of counters and clients: what counts is the image, or nothing does."""
+        one = {"mm_features": [image("x", 0, name="renderer0-mm-1-image-0")]}
+        self.assertEqual(0, self.hits(**one, save=True))
+        self.assertEqual(64, self.hits(mm_features=[image("x", 0, name="renderer0-mm-2-image-0")]))
+        self.assertEqual(0, self.hits(mm_features=[image("y", 0, name="renderer0-mm-3-image-0")]))
+        with self.assertLogs("vllm.vua.scheduler", "WARNING") as said:
+            for content in "yxy":  # an engine of its own would take the next one's for the first's
+                again = {"mm_features": [image(content, 0, name="renderer0-mm-1-image-0")]}
+                self.assertEqual(0, self.hits(**again, save=True))
+        self.assertIn("identifier", said.output[0])
+        self.assertEqual(1, len(said.output))
+        self.assertEqual(4, len(self.files("kv/**/*.safetensors")))
+
+    def test_settings_of_adapters_and_images(self) -> None:
+        """What an engine says about them is in the keys of those requests, and of no others."""
+        from vua.vllm.engine_identity import EngineIdentity
+        from vua.vllm.scheduler import SchedulerSide
+
+        kinds: dict[str, dict[str, Any]] = {
+            "adapter": {"lora_request": self.adapter(1, "one")},
+            "image": {"mm_features": [image("x", 0)]},
+            "plain": {},
+        }
+        for fields in kinds.values():
+            self.hits(**fields, save=True)
+        model, config = self.side._model, self.side._config
+        other = dataclasses.replace(model, engine=EngineIdentity({}, "a", "m", ""))
+        refusing = dataclasses.replace(model, engine=EngineIdentity({}, "", "", "no images"))
+        for changed, expected in ((other, [0, 0, 64]), (refusing, [64, 0, 64]), (model, [64] * 3)):
+            self.side = SchedulerSide(changed, config, loads=True, saves=True)
+            self.addCleanup(self.side.shutdown)
+            self.assertEqual(expected, [self.hits(**fields) for fields in kinds.values()])
+
     def test_adapter_replaced(self) -> None:
         """Under the same number, nothing of before is found; loaded again, all of it."""
         from vua.vllm.adapters import Adapter, AdapterNote
@@ -351,8 +438,6 @@ class RequestFieldsTest(DirectoryTest):
 
     def test_no_name(self) -> None:
         """Prompt embeddings, and an adapter that is not loaded, are neither found nor stored."""
-        import torch
-
         self.hits(save=True)
         nowhere = SimpleNamespace(lora_int_id=9, lora_name="l", lora_path="/nowhere")
         with self.assertLogs("vllm.vua.scheduler", "WARNING") as said:
@@ -362,10 +447,28 @@ class RequestFieldsTest(DirectoryTest):
         self.assertEqual(4, len(self.files("kv/**/*.safetensors")))
 
 
-def image(identifier: str, offset: int, length: int = 4, modality: str = "image") -> Any:
-    """A multimodal input as vLLM describes it."""
-    place = SimpleNamespace(offset=offset, length=length)
-    return SimpleNamespace(mm_position=place, modality=modality, identifier=identifier)
+def image(
+    content: str, offset: int, length: int = 4, modality: str = "image", name: str | None = None
+) -> Any:
+    """A multimodal input as vLLM describes it; ``name``: an identifier not made from content."""
+    from vllm.multimodal.inputs import (
+        MultiModalFeatureSpec,
+        MultiModalFieldConfig,
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
+
+    pixels = torch.full((1, 3, 4, 4), float(sum(content.encode())))
+    items = MultiModalKwargsItems.from_hf_inputs(
+        {"pixel_values": pixels},
+        {"pixel_values": MultiModalFieldConfig.batched(modality)},
+    )
+    return MultiModalFeatureSpec(
+        data=items[modality][0],
+        modality=modality,
+        identifier=name or hashlib.sha256(content.encode()).hexdigest(),
+        mm_position=PlaceholderRange(offset=offset, length=length),
+    )
 
 
 if __name__ == "__main__":

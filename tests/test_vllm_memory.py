@@ -197,22 +197,21 @@ class AdaptersTest(unittest.TestCase):
         """Equal where all is equal but the number; another one for anything else."""
         same, renumbered = lora(), lora()
         renumbered.id = 7
-        self.assertEqual(adapter_digest(same, []), adapter_digest(renumbered, []))
+        self.assertEqual(adapter_digest(same), adapter_digest(renumbered))
         flagged = lora()
         flagged.a_flag_of_a_later_release = True
         others = {
-            "scaling": (lora(scaling=1.0), []),
-            "one value": (lora(lora_b=torch.ones(8, 4).index_fill(0, torch.tensor([7]), 2)), []),
-            "shape": (lora(lora_a=torch.ones(8, 4)), []),
-            "dtype": (lora(lora_a=torch.ones(4, 8, dtype=torch.bfloat16)), []),
-            "settings": (same, [["target_modules", ["q_proj"]]]),
-            "attribute": (flagged, []),
+            "scaling": lora(scaling=1.0),
+            "one value": lora(lora_b=torch.ones(8, 4).index_fill(0, torch.tensor([7]), 2)),
+            "shape": lora(lora_a=torch.ones(8, 4)),
+            "dtype": lora(lora_a=torch.ones(4, 8, dtype=torch.bfloat16)),
+            "attribute": flagged,
         }
-        digests = {name: adapter_digest(*given) for name, given in others.items()}
-        self.assertEqual(len(others) + 1, len({adapter_digest(same, []), *digests.values()}))
+        digests = {name: adapter_digest(given) for name, given in others.items()}
+        self.assertEqual(len(others) + 1, len({adapter_digest(same), *digests.values()}))
         flagged.a_flag_of_a_later_release = object()
         with self.assertRaises(UncachedError):
-            adapter_digest(flagged, [])
+            adapter_digest(flagged)
 
     def manager(self) -> Any:
         """What a runner has, holding what is loaded last under its number."""
@@ -230,10 +229,8 @@ class AdaptersTest(unittest.TestCase):
 
     def test_loads(self) -> None:
         """Told once, loaded when wanted, refused once replaced, known again with old content."""
-        from vllm.config.lora import LoRAConfig
-
         runner = self.manager()
-        adapters = Adapters(runner, LoRAConfig())
+        adapters = Adapters(runner)
         request = SimpleNamespace(lora_int_id=3, lora_name="l")
         self.assertEqual({}, adapters.news([]))
         first = adapters.news([request])[3].adapter
@@ -257,15 +254,13 @@ class AdaptersTest(unittest.TestCase):
 
     def test_not_from_files(self) -> None:
         """What somebody put there is not known; a manager of another kind is refused."""
-        from vllm.config.lora import LoRAConfig
-
         runner = self.manager()
-        adapters = Adapters(runner, LoRAConfig())
+        adapters = Adapters(runner)
         runner.kept[1] = lora()
         adapters.look()
         self.assertEqual({}, adapters.news([]))
         with self.assertRaises(UncachedError):
-            Adapters(SimpleNamespace(lora_manager=object()), LoRAConfig())
+            Adapters(SimpleNamespace(lora_manager=object()))
 
     def test_book(self) -> None:
         """Only what all workers say counts; who does not agree, or answer, is not waited for."""

@@ -58,6 +58,7 @@ class Worker:
         """Make the connector's worker half, then the KV cache, as `Worker` does."""
         from vllm.distributed import kv_transfer
         from vllm.model_executor.models.utils import extract_layer_index
+
         self._config = vllm_config
         model = torch.nn.Linear(8, 8)  # what the K/V are said to be of
         wrapper = _wrapper()()

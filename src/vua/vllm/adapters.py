@@ -2,10 +2,10 @@
 
 vLLM loads an adapter when a worker first needs it or is told to (``add_lora``), keeps it under a
 number, replaces it (``load_inplace``), and may drop it and read its files again. A worker takes an
-adapter's digest when vLLM has read it: of every tensor as loaded, with rank and scaling, and of the
-engine's settings for adapters. The scheduler's half learns it from the workers; until all of them
-have said the same, a request with that adapter is neither loaded nor stored. What it then orders
-names the adapter that it means, and a worker that holds another one refuses.
+adapter's digest when vLLM has read it: of every tensor as loaded, with rank and scaling. The
+scheduler's half learns it from the workers; until all of them have said the same, a request with
+that adapter is neither loaded nor stored. What it then orders names the adapter that it means, and
+a worker that holds another one refuses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,15 +25,6 @@ __all__ = ["Adapter", "AdapterNote", "Adapters", "adapter_digest", "together"]
 log = logging.getLogger("vllm.vua.worker")
 
 _VERSION: Final = b"vua.lora.v1"
-_SETTINGS_WITHOUT_EFFECT: Final = frozenset(
-    # How many adapters there may be, how large, where they are kept, how kernels are shaped.
-    "max_lora_rank max_loras max_cpu_loras fully_sharded_loras specialize_active_lora "  # noqa: SIM905
-    # Applied to the tensors when they are loaded.
-    "lora_dtype "
-    # Which adapter a request gets that names none; classification heads.
-    "default_mm_loras max_lora_cls_labels".split()
-)
-"""Of vLLM's ``LoRAConfig``; any other field is part of the digest."""
 _NAMES: Final = frozenset({"id"})
 """Attributes of a loaded adapter that do not tell what it does."""
 
@@ -72,12 +62,11 @@ def together(one: Mapping[int, AdapterNote], other: Mapping[int, AdapterNote]) -
 class Adapters:
     """What one worker's LoRA manager holds. For the worker's thread, except :meth:`holds`."""
 
-    def __init__(self, runner: Any, settings: Any) -> None:  # noqa: ANN401
+    def __init__(self, runner: Any) -> None:  # noqa: ANN401
         """Watch the manager of a model runner from now on.
 
         Args:
             runner: vLLM's, with LoRA enabled; no adapter is loaded yet.
-            settings: vLLM's ``LoRAConfig``.
 
         Raises:
             UncachedError: the manager is built in a way that is not known.
@@ -88,7 +77,7 @@ class Adapters:
         if not (callable(load) and callable(getattr(kept, "list_adapters", None))):
             msg = "this vLLM keeps its LoRA adapters in a way that is not known"
             raise UncachedError(msg)
-        self._runner, self._settings, self._kept = runner, _settings(settings), kept
+        self._runner, self._kept = runner, kept
         self._load: Callable[[Any], Any] = load
         manager._load_adapter = self._take_digest  # type: ignore[union-attr]  # noqa: SLF001
         self._digests: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -101,7 +90,7 @@ class Adapters:
         """Load an adapter as vLLM does; its errors are its own."""
         adapter = self._load(lora_request)
         try:
-            self._digests[adapter] = adapter_digest(adapter, self._settings)
+            self._digests[adapter] = adapter_digest(adapter)
         except (UncachedError, TypeError) as problem:
             name = getattr(lora_request, "lora_name", "")
             log.warning("VUA: requests with the adapter %.80r are not cached: %s", name, problem)
@@ -147,27 +136,18 @@ class Adapters:
         return {n: AdapterNote(self._held.get(n), 1) for n in {*changed, *gone, *asked}}
 
 
-def _settings(config: Any) -> list[Any]:  # noqa: ANN401
-    """What the engine's settings say about how adapters are applied."""
-    names = sorted(field.name for field in fields(config))
-    found = [
-        [name, getattr(config, name)] for name in names if name not in _SETTINGS_WITHOUT_EFFECT
-    ]
-    return [[name, sorted(v) if name == "target_modules" and v else v] for name, v in found]
-
-
-def adapter_digest(adapter: Any, settings: Any) -> str:  # noqa: ANN401
+def adapter_digest(adapter: Any) -> str:  # noqa: ANN401
     """Return 64 hex digits that stand for a loaded adapter (vLLM's ``LoRAModel``).
 
-    Covers every attribute but its number, all bytes of all tensors, and ``settings``; so nothing
-    that a release adds is forgotten. Must be called before vLLM packs the adapter, which scales
-    tensors in place.
+    Covers every attribute but its number, and all bytes of all tensors; so nothing that a
+    release adds is forgotten. The engine's settings for adapters count beside it, see
+    `engine_identity`. Must be called before vLLM packs the adapter, which scales tensors in
+    place.
 
     Raises:
         UncachedError: it has an attribute of a kind that has no lasting bytes.
     """
     digest = hashlib.sha256(_VERSION)
-    _add(digest, settings)
     _add(digest, adapter)
     return digest.hexdigest()
 

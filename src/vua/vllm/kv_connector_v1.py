@@ -29,6 +29,7 @@ from vua.place import prepare
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import Announcer, FileWatch, enabled
 from vua.vllm.group_side import Rank
+from vua.vllm.groups import own_caches
 from vua.vllm.memory import Memory
 from vua.vllm.messages import Orders
 from vua.vllm.model import Model, UncachedError, describe
@@ -313,10 +314,11 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if self._worker is None:
             return
         try:
-            layer_of = {name: extract_layer_index(name) for name in kv_caches}
             groups = self._kv_cache_config.kv_cache_groups
             tables = {name: n for n, group in enumerate(groups) for name in group.layer_names}
-            self._worker.register(kv_caches, layer_of, tables)
+            own = own_caches(kv_caches, tables)
+            layer_of = {name: extract_layer_index(name) for name in own}
+            self._worker.register(own, layer_of, tables)
         except ConfigError:
             raise  # GPUDirect Storage is required and does not work
         except (VUAError, AssertionError) as problem:

@@ -44,7 +44,7 @@ class Memory:
         except UncachedError as problem:
             return cls(unknown=str(problem))
         try:
-            adapters = None if lora is None else Adapters(engine.runner, lora)
+            adapters = None if lora is None else Adapters(engine.runner)
         except UncachedError as problem:
             log.warning("VUA: requests with LoRA adapters are not cached: %s", problem)
             adapters = None

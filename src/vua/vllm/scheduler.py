@@ -25,6 +25,7 @@ from vua.vllm.config import ConnectorConfig
 from vua.vllm.decision import NOTHING_STORED, TO_COMPARE, LoadOrCompute
 from vua.vllm.events import Announcer
 from vua.vllm.lookup import Lookup, Lookups, unasked
+from vua.vllm.media import Media
 from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder, Verdict
 from vua.vllm.model import Model
 from vua.vllm.notes import WorkerNotes
@@ -88,6 +89,8 @@ class SchedulerSide:
         self._setup, self.stats = setup, Recorder()
         self.witness = Witness(model, config, self.stats, setup)
         self._may_load, self._may_save = loads, saves
+        engine, blocks = model.engine, model.blocks * len(model.block_sizes)
+        self._media = Media(engine.media, engine.media_refused, blocks)
         self._opening = Opening(model, config, identification)
         self._open = False
         """Whether there is a namespace: the two below are there then."""
@@ -119,7 +122,7 @@ class SchedulerSide:
     def _use(self, model: Model, stores: Sequence[Store]) -> None:
         self._model, self._stores = model, stores
         self.witness = Witness(model, self._config, self.stats, self._setup)
-        self._lookups = Lookups(model, stores, self._config, self._events)
+        self._lookups = Lookups(model, stores, self._config, self._media, self._events)
         self._open = True
 
     def reset(self) -> None:
@@ -303,9 +306,10 @@ class SchedulerSide:
 
     def _ask(self, request: Any, options: RequestOptions, adapter: Adapter | None) -> Lookup:  # noqa: ANN401
         self._use_what_is_known()
-        if not self._open:
-            return unasked(request, options)
-        return self._lookups.ask(request, options, adapter)
+        if self._open:
+            return self._lookups.ask(request, options, adapter)
+        self._media.look_at(request.mm_features)  # to know what identifiers stood for later
+        return unasked(request, options)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Order the load that was promised, into the blocks that were allocated for it."""
@@ -470,7 +474,8 @@ class SchedulerSide:
     def _save(self, orders: Orders, state: RequestState, computed: int, output: Any) -> None:  # noqa: ANN401
         if not state.options.store or state.outdated or not state.lookup:
             return
-        if (found := state.lookup.answer.result()) is None:
+        found = state.lookup.answer.result()
+        if found is None or not self._lookups.may_store(state.lookup):
             return
         request_id, size = state.request.request_id, self._model.chunk_tokens
         reused, first = self._first_chunk(state, found, computed)
