@@ -155,7 +155,7 @@ def _meaning_changes() -> dict[str, Change]:
             s, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
         ),
         "epsilon": lambda s, _: text(s, rms_norm_eps=0.5),
-        "one layer": lambda s, _: text(s, num_hidden_layers=1),
+        "gelu": lambda s, _: text(s, hidden_act="gelu"),
         "bfloat16": lambda s, _: s.set(dtype="bfloat16"),
         "bfloat16 cache": lambda s, _: s.set(kv_cache_dtype="bfloat16"),
         "noise": lambda s, _: s.set(load_format="dummy"),
