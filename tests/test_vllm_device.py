@@ -326,7 +326,7 @@ class FormsTest(worker.DirectoryTest):
 
         with on("cuda"):
             check_engine(config)
-            self.assertEqual("F8_E4M3", model._stored(fp8, config).dtype)
+            self.assertEqual("F8_E4M3", model.how_stored(fp8, config).dtype)
         with on("xpu"), self.assertRaisesRegex(model.UncachedError, "xpu"):
             check_engine(config)
         for place, name, word in (
@@ -340,7 +340,7 @@ class FormsTest(worker.DirectoryTest):
                 check_engine(config)
             delattr(part, name)
         with on("cpu"), self.assertRaisesRegex(model.UncachedError, "uint8"):
-            model._stored(fp8, config)
+            model.how_stored(fp8, config)
 
     def test_required(self) -> None:
         """Where GDS is required and there is none, the engine does not start; `auto` goes on."""
