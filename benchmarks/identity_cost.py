@@ -144,14 +144,43 @@ def remembered(folder: Path) -> dict[str, float]:
 
 
 def make_engine_model(folder: Path, nbytes: int) -> Path:
-    """Make a Llama of two small layers that has nearly all of its bytes in its embedding."""
+    """Make a Llama of two small layers that has nearly all of its bytes in its embedding.
+
+    The embedding is written piece by piece: no memory would hold it beside an engine's.
+    """
+    import torch
+    from safetensors.torch import load_file
+
     from vua.testing.models import make_model
 
     hidden = 4096
-    vocab = nbytes // (2 * hidden)
-    return make_model(
-        folder, hidden_size=hidden, vocab_size=vocab, dtype="bfloat16", tie=True, layers=2
-    )
+    rows = nbytes // (2 * hidden)
+    small = make_model(folder, hidden_size=hidden, dtype="bfloat16", tie=True, layers=2)
+    file = small / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    del tensors[name]
+    header: dict[str, Any] = {}
+    end = 0
+    for key, tensor in tensors.items():
+        place = [end, end := end + tensor.nbytes]
+        header[key] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": place}
+    piece = (0.02 * torch.randn(1024, hidden)).bfloat16().view(torch.uint8).numpy().tobytes()
+    pieces = rows // 1024
+    place = [end, end + pieces * len(piece)]
+    header[name] = {"dtype": "BF16", "shape": [pieces * 1024, hidden], "data_offsets": place}
+    text = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            stream.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for _ in range(pieces):
+            stream.write(piece)
+    said = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(said | {"vocab_size": pieces * 1024}))
+    drop(small)
+    return small
 
 
 def start_engine(model: str, root: str) -> None:
@@ -179,8 +208,8 @@ def start_engine(model: str, root: str) -> None:
             kv_connector_extra_config={"shared_storage_path": root},
         )
     LLM(
-        model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=512,
-        kv_cache_memory_bytes=64 << 20, **settings,
+        model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=256,
+        kv_cache_memory_bytes=64 << 20, max_num_batched_tokens=256, max_num_seqs=1, **settings,
     )  # fmt: skip
     ready_s = time.monotonic() - began
     while root and not known_s and time.monotonic() - began < 600:
