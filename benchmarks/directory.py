@@ -39,7 +39,8 @@ from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout
 from vua.lineage import chain_of
 from vua.slab import Slab
-from vua.survey import measure, spaces
+from vua.survey import spaces
+from vua.usage import measure
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, k_dim=16, v_dim=16, dtype="BF16", chunk_tokens=4)
 IDENTITY = Identity(model="benchmark", kv_dtype="BF16", chunk_tokens=4, name="benchmark")

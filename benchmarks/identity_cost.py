@@ -99,11 +99,11 @@ def digest(folder: Path) -> None:
     identify_weights(checkpoint_files(folder), cache=False)
 
 
-def seconds(work: Callable[[Path], None], folder: Path) -> float:
-    """How long it takes."""
-    began = time.monotonic()
+def seconds(work: Callable[[Path], None], folder: Path) -> tuple[float, float]:
+    """How long it takes, and how much of that processors compute for it, all threads together."""
+    began, computed = time.monotonic(), time.process_time()
     work(folder)
-    return round(time.monotonic() - began, 3)
+    return round(time.monotonic() - began, 3), round(time.process_time() - computed, 3)
 
 
 def measure_reading(folder: Path, *, cold: bool, rounds: int) -> list[dict[str, float]]:
@@ -117,8 +117,14 @@ def measure_reading(folder: Path, *, cold: bool, rounds: int) -> list[dict[str, 
                 drop(folder)
             else:
                 read_alone(folder)
-            row[name + "_s"] = seconds(work, folder)
-        found.append(row | {"ratio": round(row["digest_s"] / row["read_s"], 2)})
+            row[name + "_s"], row[name + "_cpu_s"] = seconds(work, folder)
+        found.append(
+            row
+            | {
+                "ratio": round(row["digest_s"] / row["read_s"], 2),
+                "cpu_ratio": round(row["digest_cpu_s"] / row["read_cpu_s"], 2),
+            }
+        )
     return found
 
 

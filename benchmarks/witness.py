@@ -234,6 +234,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("arithmetic", "else"))
     asked = parser.parse_args()
     os.environ.update(ENVIRONMENT)
+    torch.set_num_threads(1)  # a fork of a process with threads of OpenMP hangs
     import vllm.entrypoints.llm
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401 - once, for all engines

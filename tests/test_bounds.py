@@ -8,6 +8,7 @@ import json
 import os
 import random
 import subprocess
+import time
 import unittest
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from vua.eviction import Evictor
 from vua.keys import KeyChain, token_ids
 from vua.lease import lease, upkeep_directory
 from vua.recency import Recent, server_now_ns, set_stamp, stamp_ns, touch
-from vua.survey import measure, oldest, spaces
+from vua.survey import oldest, spaces
+from vua.usage import measure
 
 DAY_NS = 86_400 * 10**9
 
@@ -172,7 +174,7 @@ class TestSurvey(DirectoryTest):
         for place, name in enumerate(names):
             set_stamp(fd, name, DAY_NS + place * 1000)
         with spaces(self.root) as found:
-            some, whole = oldest(found, 50), oldest(found, 5000)
+            some, whole = oldest(found, 50).oldest, oldest(found, 5000).oldest
 
         self.assertEqual(names, [one.chunk for one in whole])
         self.assertEqual(names[: len(some)], [one.chunk for one in some])
@@ -377,7 +379,7 @@ class TestKeeper(DirectoryTest):
         fd = cache.store.storage.fileno()
         for name in names_of(blocks):
             set_stamp(fd, name, DAY_NS + int(name[:8], 16))
-        Evictor(self.root).evict(20 * NBYTES, 0)
+        Evictor(self.root).evict(20 * NBYTES, time.time_ns())
         there = {path.parent.name for path in self.root.rglob("*.safetensors")}
         present = [name in there for name in names_of(blocks)]
         self.assertNotEqual(sorted(present, reverse=True), present)

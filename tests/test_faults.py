@@ -53,7 +53,7 @@ class WorldTest(DirectoryTest):
     def test_leftovers(self) -> None:
         """What a crash leaves is seen, stays while it is young, and is swept when it is old."""
         chunk = self.files()[0].parent
-        (chunk / f"{TEMPORARY}x").touch()
+        (chunk / f"{TEMPORARY}x-01234567-1-2").touch()
         (chunk.parents[1] / f"trash-{'0' * 16}").mkdir()
         (chunk.parent / (chunk.parent.name * 32)).mkdir()
 
@@ -65,14 +65,14 @@ class WorldTest(DirectoryTest):
     def test_tidying_is_no_use(self) -> None:
         """A collection that sweeps a temporary file leaves the chunk as old as it was."""
         chunk = self.files()[0].parent
-        (chunk / f"{TEMPORARY}x").touch()
+        (chunk / f"{TEMPORARY}x-01234567-1-2").touch()
         self.world.age()
         space = os.open(chunk.parents[1], os.O_RDONLY)
         self.addCleanup(os.close, space)
         before = stamp_ns(space, chunk.name)
         self.world.collect()
 
-        self.assertFalse((chunk / f"{TEMPORARY}x").exists())
+        self.assertFalse((chunk / f"{TEMPORARY}x-01234567-1-2").exists())
         self.assertEqual(before, stamp_ns(space, chunk.name))
 
     def test_stale_while_asking(self) -> None:

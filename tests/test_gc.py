@@ -26,7 +26,8 @@ from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout
 from vua.lineage import ancestors, chain_of, pin, unpin
 from vua.recency import server_now_ns, set_stamp
-from vua.survey import Space, measure, spaces
+from vua.survey import Space, spaces
+from vua.usage import measure
 
 HOUR_NS = 3600 * 10**9
 CONFIG = VUAConfig(split_factor=4, max_bytes="1G", min_free_bytes=0)
@@ -121,28 +122,32 @@ class TestCollect(GcTest):
     def test_leftovers(self) -> None:
         """What a crash left behind goes after an hour of the server's, not before."""
         chunk = self.path(names_of(self.trunk)[0])
-        old = [
-            chunk / ".tmp-a",
-            self.space / ".tmp-b",
-            self.space / "trash-c",
-            self.root / ".tmp-d",
-        ]
-        new = [path.with_name(path.name + "new") for path in old]
+        old, new = (
+            [
+                chunk / f".tmp-host-{digit * 8}-1-2",
+                self.space / f".tmp-{digit * 16}",
+                self.space / f"trash-{digit * 16}",
+                self.root / f".tmp-{digit * 16}",
+                self.root / f"trash-{digit * 16}",
+            ]
+            for digit in "ab"
+        )
         empty = self.space / "00" / ("0" * 64)
         for path in (*old, *new):
             if "trash" in path.name:
+                name = "l0-1.h0-1.safetensors" if path.parent == self.space else "namespace.json"
                 path.mkdir()
-                (path / "file").write_bytes(bytes(100))
+                (path / name).write_bytes(bytes(100))
             else:
-                path.write_bytes(bytes(100))
+                path.write_bytes(b'{\n "format": "vua.'.ljust(100))
         empty.mkdir(parents=True)
         past = server_now_ns(self.fd) - 2 * HOUR_NS
         for path in (*old, empty):
             os.utime(path, ns=(past, past))
         report = collect(self.root, self.limits())
 
-        self.assertEqual((4, 400), report.leftovers)
-        self.assertEqual([False] * 4 + [True] * 4, [path.exists() for path in (*old, *new)])
+        self.assertEqual((5, 500), report.leftovers)
+        self.assertEqual([False] * 5 + [True] * 5, [path.exists() for path in (*old, *new)])
         self.assertFalse(empty.exists())
 
     def test_bounds_and_recency(self) -> None:
@@ -306,7 +311,7 @@ class TestCommands(GcTest):
             self.assertEqual(3, vua.put(torch.tensor(self.trunk), kv))
             self.assertEqual(12, vua.get_closest(torch.tensor(self.trunk)).num_tokens)
         self.assertEqual((0, 3), (run("rm", self.root, "--all")[0], 3))
-        self.assertEqual([], self.files("*"), "all gone but the lease's directory")
+        self.assertEqual(["vua.json"], [path.name for path in self.files("*")])
 
 
 WORK = """

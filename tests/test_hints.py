@@ -123,9 +123,9 @@ class HintsTest(DirectoryTest):
         self.age(one, 250)
         self.age(two[2:], 251)
         now = server_now_ns(self.space.fd)
-        order = [one.chunk for one in hints.expired([self.space], now)]
+        order = [one.chunk for one in hints.expired([self.space], now)[0]]
         self.assertEqual([one[3], one[2]], order)
-        later = [each.chunk for each in hints.expired([self.space], now + 100 * SECOND_NS)]
+        later = [each.chunk for each in hints.expired([self.space], now + 100 * SECOND_NS)[0]]
         self.assertEqual(sorted(later, key=later.index), later)
         for first, then in ((two[3], two[2]), (two[2], two[1]), (two[1], two[0])):
             self.assertLess(later.index(first), later.index(then))

@@ -179,6 +179,27 @@ class TestConfigDigest(unittest.TestCase):
             with self.subTest(key):
                 self.assertEqual(config_digest(CONFIG), config_digest({**CONFIG, key: object()}))
 
+    @unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
+    def test_every_base_key_is_judged(self) -> None:
+        """Of the keys that all of transformers' configs have none is unknown: a new one is seen."""
+        from transformers import PreTrainedConfig
+
+        counted = {"architectures", "chunk_size_feed_forward", "is_encoder_decoder", "model_type"}
+        base = PreTrainedConfig()
+        keys = {*base.to_dict(), *vars(base)}
+        self.assertLess({"dtype", "architectures"}, keys)
+        for key in keys:
+            with self.subTest(key):
+                one, other = ({**CONFIG, key: value} for value in ("one", "other"))
+                counts = config_digest(one) != config_digest(other)
+                self.assertEqual(key in counted, counts)
+
+    def test_no_window(self) -> None:
+        """A window of 0 tokens is how some say that there is none."""
+        none, zero = (config_digest({**CONFIG, "sliding_window": each}) for each in (None, 0))
+        self.assertEqual(none, zero)
+        self.assertNotEqual(none, config_digest({**CONFIG, "sliding_window": 1}))
+
     def test_order_and_spelling_do_not_count(self) -> None:
         """The same values in another order, as tuple or as a whole float have the same digest."""
         shuffled = dict(reversed(CONFIG.items()))

@@ -14,6 +14,7 @@ import torch
 from helpers import DirectoryTest, caches_of, read_only
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError, NotWritableError
+from vua.mark import MARK
 from vua.place import prepare
 from vua.security import Security
 
@@ -44,7 +45,7 @@ class TestPrepare(DirectoryTest):
         """It is made where it alone is missing; a mistyped path is not."""
         made = prepare(self.root / "kv", Security())
         self.assertEqual((True, f"{self.root}/kv (made now, empty)"), (made.made, str(made)))
-        self.assertEqual([], [*(self.root / "kv").iterdir()])
+        self.assertEqual([MARK], [path.name for path in (self.root / "kv").iterdir()])
         self.assertEqual(f"{self.root}/kv (empty)", str(prepare(self.root / "kv", Security())))
         with self.assertRaisesRegex(ConfigError, f"{self.root}/mnt is missing too"):
             prepare(self.root / "mnt" / "kv", Security())
@@ -77,10 +78,12 @@ class TestPrepare(DirectoryTest):
             prepare(shared, Security())
         prepare(shared / "vua", Security())
         self.root.chmod(0o755)
+        kept = self.root / "kept"
+        prepare(kept, Security())
         with read_only(self.root):
             with self.assertRaisesRegex(NotWritableError, "may not write here"):
-                prepare(self.root, Security(trusted_uids="any"))
-            prepare(self.root, Security(trusted_uids="any"), writes=False)
+                prepare(kept, Security(trusted_uids="any"))
+            prepare(kept, Security(trusted_uids="any"), writes=False)
 
 
 class TestServe(DirectoryTest):
@@ -117,7 +120,9 @@ class TestServe(DirectoryTest):
     def test_only_loads(self) -> None:
         """Where nothing can be written an engine that only loads starts, another one does not."""
         consumer = json.dumps({"kv_role": "kv_consumer"})
-        one = ("serve", "m", "--vua-path", "/sys/kernel")  # not even root may
+        folders = (path for path in Path("/sys").glob("*/*") if path.is_dir())
+        empty = next(path for path in folders if not [*path.iterdir()])
+        one = ("serve", "m", "--vua-path", str(empty))  # not even root may
         done = self.serve(*one)
         self.assertEqual(2, done.returncode)
         self.assertIn('"kv_role": "kv_consumer"', done.stderr)

@@ -22,6 +22,7 @@ from vua.errors import ConfigError, StorageError, UntrustedError
 from vua.identity import Identity
 from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout, Shard
+from vua.mark import MARK, claim
 from vua.security import Security
 from vua.storage.local import LocalStorage
 from vua.testing.attacks import FOREIGN_UID, PLANTS, clear, foreign_uid, hostile_names
@@ -192,6 +193,7 @@ class TestForeign(SecurityTest):
         """A namespace that another user made beforehand is not used, and nothing is put into it."""
         self.cache.mkdir()
         self.cache.chmod(0o1777)
+        claim(self.cache)
         identity = Identity(model="default", chunk_tokens=8, name="default")
         planted = self.cache / identity.namespace
         planted.mkdir()
@@ -206,6 +208,7 @@ class TestForeign(SecurityTest):
     def test_namespace_link(self) -> None:
         """A link in a namespace's place is not followed."""
         self.cache.mkdir()
+        claim(self.cache)
         elsewhere = self.root / "elsewhere"
         elsewhere.mkdir()
         identity = Identity(model="default", chunk_tokens=8, name="default")
@@ -368,7 +371,7 @@ class TestNames(SecurityTest):
         for number, name in enumerate(names):
             with VUA(VUAConfig(split_factor=1, model=name, threads=1), self.cache) as vua:
                 self.assertEqual(1, vua.put(torch.tensor([number]), kv))
-        inside = [path for path in self.cache.iterdir() if path.name != ".upkeep"]
+        inside = [path for path in self.cache.iterdir() if path.name not in (".upkeep", MARK)]
 
         self.assertEqual({"cache"}, {path.name for path in self.root.iterdir()})
         self.assertEqual(len(names), len(inside))

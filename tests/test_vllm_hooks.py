@@ -127,6 +127,7 @@ class HooksTest(unittest.TestCase):
         store, half = side._stores[0], tokens // 2
         memory = Slab(store.layout, store.layout.full, 1).memory
         state = side._state(request)
+        assert state is not None
         keys = state.lookup.answer.result(timeout=30).keys  # type: ignore[union-attr]
         for at in range(half // CHUNK):
             store.save(keys[at], memory)

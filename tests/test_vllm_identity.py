@@ -5,6 +5,8 @@ One case per field: those of the engine decide about the namespace, those of a r
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -19,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from helpers import DirectoryTest, flip
 from vllm_e2e.engine import ENVIRONMENT
@@ -66,14 +69,14 @@ class EngineFieldsTest(unittest.TestCase):
 
     def described(self, made: Any, **vua: Any) -> Any:
         """How the connector describes an engine of this configuration."""
-        import torch
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from vua.vllm.model import describe
         from vua.vllm.weights import find_weights
 
         cache = made.cache_config
-        dtype = torch.uint8 if cache.cache_dtype == "fp8" else made.model_config.dtype
+        dtypes = {"fp8": torch.uint8, "bfloat16": torch.bfloat16}
+        dtype = dtypes.get(cache.cache_dtype, made.model_config.dtype)
         tp_size = made.parallel_config.tensor_parallel_size
         spec = FullAttentionSpec(
             block_size=cache.block_size or 32,
@@ -106,6 +109,11 @@ class EngineFieldsTest(unittest.TestCase):
             "chunk length": {"vua": {"chunk_tokens": 32}},
             "epoch": {"vua": {"epoch": "2"}},
             "random weights": {"load_format": "dummy"},
+            "how files are read": {"safetensors_load_strategy": "torchao"},
+            "implementation": {"model_impl": "transformers"},
+            "worker's extension": {"worker_extension_cls": "somebody.Extension"},
+            "a platform's switches": {"additional_config": {"switch": 1}},
+            "compute dtype": {"kv_cache_dtype": "bfloat16"},
         }
         seen = {usual}
         for name, given in cases.items():
@@ -116,6 +124,51 @@ class EngineFieldsTest(unittest.TestCase):
                 self.assertEqual(usual, self.namespace())
         with self.subTest("seed of random weights"):
             self.assertNotIn(self.namespace(load_format="dummy", seed=3), seen)
+
+    def test_class_of_a_model(self) -> None:
+        """Another class in place of the one that vLLM has for an architecture counts."""
+        from vllm.model_executor.models.registry import ModelRegistry
+
+        usual = self.namespace()
+        other = "vllm.model_executor.models.mistral:MistralForCausalLM"
+        with mock.patch.dict(ModelRegistry.models):
+            ModelRegistry.register_model("LlamaForCausalLM", other)
+            self.assertNotEqual(usual, self.namespace())
+        self.assertEqual(usual, self.namespace())
+
+    def test_code_of_a_model(self) -> None:
+        """Python that comes with the model and may run counts by content."""
+        usual = self.namespace()
+        self.edit_config(auto_map={"AutoModelForCausalLM": "modeling.Model"})
+        mapped = self.namespace()
+        code = self.model / "modeling.py"
+        seen = {usual, mapped}
+        for text in ("a = 1", "a = 2"):
+            code.write_text(text)
+            self.assertEqual(mapped, self.namespace())
+            found = self.namespace(trust_remote_code=True)
+            self.assertNotIn(found, seen)
+            seen.add(found)
+
+    def test_settings_of_adapters(self) -> None:
+        """They count for requests with an adapter, and leave the others alone."""
+
+        def described(**engine: Any) -> Any:
+            made = self.configure(model=str(self.model), enable_lora=True, **engine)
+            return self.described(made)
+
+        usual, same, other = (
+            described(**engine)
+            for engine in (
+                {},
+                {"max_loras": 3, "max_lora_rank": 64},
+                {"lora_target_modules": ["q_proj"]},
+            )
+        )
+        self.assertEqual("", usual.engine.adapters)
+        self.assertEqual("", same.engine.adapters)
+        self.assertNotEqual("", other.engine.adapters)
+        self.assertEqual({self.namespace()}, {each.identity.namespace for each in (usual, other)})
 
     def test_same_path(self) -> None:
         """The directory's content counts, not its name: weights and configuration alike."""
@@ -238,30 +291,40 @@ class RequestFieldsTest(DirectoryTest):
     """Through the scheduler's half, with a real directory."""
 
     def setUp(self) -> None:
-        """Make a scheduler's half, and two adapters."""
+        """Make a scheduler's half."""
         super().setUp()
         from vua.vllm.model import Group, Model
         from vua.vllm.scheduler import SchedulerSide
 
         group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
-        config = ConnectorConfig(shared_storage_path=str(self.root / "kv"), chunk_tokens=16)
+        config = ConnectorConfig(
+            shared_storage_path=str(self.root / "kv"), chunk_tokens=16, witness_every=0
+        )
         self.side = SchedulerSide(model, config, loads=True, saves=True)
         self.addCleanup(self.side.shutdown)
         self.serial = 0
-        self.adapters = [self.adapter(name) for name in ("one", "two")]
+        self.loaded: dict[int, str] = {}
 
-    def adapter(self, name: str) -> Path:
-        """A LoRA adapter's directory."""
-        import torch
-        from safetensors.torch import save_file
+    def adapter(self, number: int, digest: str) -> Any:
+        """A request's adapter; the workers hold it under this number."""
+        self.loaded[number] = digest
+        return SimpleNamespace(lora_int_id=number, lora_name="l", lora_path="/anywhere")
 
-        path = self.root / name
-        path.mkdir()
-        (path / "adapter_config.json").write_text(json.dumps({"r": 4, "peft_type": "LORA"}))
-        weights = torch.full((4, 8), float(len(name) + ord(name[0])))
-        save_file({"q_proj.lora_A.weight": weights}, path / "adapter_model.safetensors")
-        return path
+    def answer(self) -> None:
+        """Let the workers say what they hold of what they are asked about."""
+        from vua.vllm.adapters import Adapter, AdapterNote
+        from vua.vllm.events import FileEvents
+        from vua.vllm.messages import LoadTimes
+        from vua.vllm.notes import WorkerNotes
+
+        notes = WorkerNotes(LoadTimes(), FileEvents([]))
+        for wanted in self.side.take_wanted_adapters():
+            number = wanted.lora_int_id
+            digest = self.loaded.get(number)
+            held = None if digest is None else Adapter(number, digest, 0)
+            notes.adapters[number] = AdapterNote(held, 1)
+        self.side.learn(notes)
 
     def hits(self, *, save: bool = False, **fields: Any) -> int:
         """Tokens found for a request with these fields; ``save``: store its chunks afterwards."""
@@ -278,6 +341,7 @@ class RequestFieldsTest(DirectoryTest):
         )
         while (answer := self.side.matched_tokens(request, 0))[0] is None:
             self.side.take_loads()
+            self.answer()
         if save:
             found = self.side._states[request.request_id].lookup.answer.result()
             if found is not None:
@@ -293,7 +357,7 @@ class RequestFieldsTest(DirectoryTest):
 
     def test_fields(self) -> None:
         """Each kind of request finds its own chunks and no other kind's."""
-        lora = [SimpleNamespace(lora_path=str(path), lora_name="l") for path in self.adapters]
+        lora = [self.adapter(1, "one"), self.adapter(2, "two")]
         kinds: dict[str, dict[str, Any]] = {
             "plain": {},
             "salt a": {"cache_salt": "a"},
@@ -324,23 +388,58 @@ class RequestFieldsTest(DirectoryTest):
         self.assertEqual(64, self.hits(**late))
         self.assertEqual(32, self.hits(mm_features=[image("y", 40)]))
 
-    def test_adapter_with_other_weights_at_the_same_path(self) -> None:
-        """Trained on: nothing of before is found; the old weights find everything again."""
-        lora = SimpleNamespace(lora_path=str(self.adapters[0]), lora_name="l")
-        weights = self.adapters[0] / "adapter_model.safetensors"
+    def test_images_by_content(self) -> None:
+        """Identifiers of counters and clients: what counts is the image, or nothing does."""
+        one = {"mm_features": [image("x", 0, name="renderer0-mm-1-image-0")]}
+        self.assertEqual(0, self.hits(**one, save=True))
+        self.assertEqual(64, self.hits(mm_features=[image("x", 0, name="renderer0-mm-2-image-0")]))
+        self.assertEqual(0, self.hits(mm_features=[image("y", 0, name="renderer0-mm-3-image-0")]))
+        with self.assertLogs("vllm.vua.scheduler", "WARNING") as said:
+            for content in "yxy":  # an engine of its own would take the next one's for the first's
+                again = {"mm_features": [image(content, 0, name="renderer0-mm-1-image-0")]}
+                self.assertEqual(0, self.hits(**again, save=True))
+        self.assertIn("identifier", said.output[0])
+        self.assertEqual(1, len(said.output))
+        self.assertEqual(4, len(self.files("kv/**/*.safetensors")))
+
+    def test_settings_of_adapters_and_images(self) -> None:
+        """What an engine says about them is in the keys of those requests, and of no others."""
+        from vua.vllm.engine_identity import EngineIdentity
+        from vua.vllm.scheduler import SchedulerSide
+
+        kinds: dict[str, dict[str, Any]] = {
+            "adapter": {"lora_request": self.adapter(1, "one")},
+            "image": {"mm_features": [image("x", 0)]},
+            "plain": {},
+        }
+        for fields in kinds.values():
+            self.hits(**fields, save=True)
+        model, config = self.side._model, self.side._config
+        other = dataclasses.replace(model, engine=EngineIdentity({}, "a", "m", ""))
+        refusing = dataclasses.replace(model, engine=EngineIdentity({}, "", "", "no images"))
+        for changed, expected in ((other, [0, 0, 64]), (refusing, [64, 0, 64]), (model, [64] * 3)):
+            self.side = SchedulerSide(changed, config, loads=True, saves=True)
+            self.addCleanup(self.side.shutdown)
+            self.assertEqual(expected, [self.hits(**fields) for fields in kinds.values()])
+
+    def test_adapter_replaced(self) -> None:
+        """Under the same number, nothing of before is found; loaded again, all of it."""
+        from vua.vllm.adapters import Adapter, AdapterNote
+        from vua.vllm.events import FileEvents
+        from vua.vllm.messages import LoadTimes
+        from vua.vllm.notes import WorkerNotes
+
+        lora = self.adapter(1, "one")
         self.hits(lora_request=lora, save=True)
-        size = weights.stat().st_size
-        flip(weights, size - 3)
-        self.assertEqual(0, self.hits(lora_request=lora))
-        flip(weights, size - 3)
-        self.assertEqual(64, self.hits(lora_request=lora))
+        for generation, digest, found in ((1, "two", 0), (2, "one", 64)):
+            note = AdapterNote(Adapter(1, digest, generation), 1)
+            self.side.learn(WorkerNotes(LoadTimes(), FileEvents([]), adapters={1: note}))
+            self.assertEqual(found, self.hits(lora_request=lora))
 
     def test_no_name(self) -> None:
-        """Prompt embeddings, and an adapter that cannot be read, are neither found nor stored."""
-        import torch
-
+        """Prompt embeddings, and an adapter that is not loaded, are neither found nor stored."""
         self.hits(save=True)
-        nowhere = SimpleNamespace(lora_path=str(self.root / "nowhere"), lora_name="l")
+        nowhere = SimpleNamespace(lora_int_id=9, lora_name="l", lora_path="/nowhere")
         with self.assertLogs("vllm.vua.scheduler", "WARNING") as said:
             self.assertEqual(0, self.hits(prompt_embeds=torch.zeros(64, 8), save=True))
             self.assertEqual(0, self.hits(lora_request=nowhere, save=True))
@@ -348,10 +447,28 @@ class RequestFieldsTest(DirectoryTest):
         self.assertEqual(4, len(self.files("kv/**/*.safetensors")))
 
 
-def image(identifier: str, offset: int, length: int = 4, modality: str = "image") -> Any:
-    """A multimodal input as vLLM describes it."""
-    place = SimpleNamespace(offset=offset, length=length)
-    return SimpleNamespace(mm_position=place, modality=modality, identifier=identifier)
+def image(
+    content: str, offset: int, length: int = 4, modality: str = "image", name: str | None = None
+) -> Any:
+    """A multimodal input as vLLM describes it; ``name``: an identifier not made from content."""
+    from vllm.multimodal.inputs import (
+        MultiModalFeatureSpec,
+        MultiModalFieldConfig,
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
+
+    pixels = torch.full((1, 3, 4, 4), float(sum(content.encode())))
+    items = MultiModalKwargsItems.from_hf_inputs(
+        {"pixel_values": pixels},
+        {"pixel_values": MultiModalFieldConfig.batched(modality)},
+    )
+    return MultiModalFeatureSpec(
+        data=items[modality][0],
+        modality=modality,
+        identifier=name or hashlib.sha256(content.encode()).hexdigest(),
+        mm_position=PlaceholderRange(offset=offset, length=length),
+    )
 
 
 if __name__ == "__main__":

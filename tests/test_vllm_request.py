@@ -11,7 +11,7 @@ from vua.vllm.request import MAX_WAIT_S, OptionReader, RequestOptions, SaveHints
 class OptionsTest(unittest.TestCase):
     def setUp(self) -> None:
         """A reader that has not complained yet."""
-        self.reader = OptionReader()
+        self.reader = OptionReader(allow_pins=True)
 
     def read(self, **given: Any) -> RequestOptions:
         """Read VUA's own section."""
@@ -43,6 +43,16 @@ class OptionsTest(unittest.TestCase):
             )
             self.assertEqual(0, self.read(max_load_tokens=0).max_load_tokens)
             self.assertEqual(MAX_WAIT_S, self.read(wait_s=1e9).wait_s)
+
+    def test_pins_need_leave(self) -> None:
+        """Nobody pins unless the operator allows it; the rest of the request's words hold."""
+        self.reader = OptionReader()
+        with self.assertLogs("vllm.vua.requests") as log:
+            for _ in range(3):
+                self.assertEqual(SaveHints(ttl_s=60.0), self.read(pin=True, ttl_s=60).hints)
+        self.assertEqual(1, len(log.output))
+        self.assertIn("allow_pins", log.output[0])
+        self.assertEqual(SaveHints(), self.read(pin=False).hints)
 
     def test_unsound_values(self) -> None:
         """A value that makes no sense is ignored with a word, and the others are used."""

@@ -242,7 +242,7 @@ class SchedulerTest(unittest.TestCase):
         from vua.vllm.messages import Orders
         from vua.vllm.request import SaveHints
 
-        side = self.side()
+        side = self.side(allow_pins=True)
         asked = {
             "usual": asking("usual"),
             "not": asking("not", store=False),
@@ -258,7 +258,7 @@ class SchedulerTest(unittest.TestCase):
 
     def test_hints_for_what_is_stored_already(self) -> None:
         """A client's word counts for a prompt that others stored, unless it wants none stored."""
-        side = self.side()
+        side = self.side(allow_pins=True)
         store(side, 0, 3)
         space = side._stores[0].keeper.space
         names = [key.name for key in keys_of(range(64), 16)[:3]]

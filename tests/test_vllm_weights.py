@@ -267,6 +267,8 @@ class UntilKnownTest(unittest.TestCase):
         side = self.side()
         side.shutdown()
         self.assertTrue(self.search._stop.is_set())
+        self.known()
+        self.assertEqual([], [*self.root.iterdir()])
 
     def test_a_worker_opens_what_is_ordered(self) -> None:
         """Nothing before, then the ordered identity's stores, then another one's."""

@@ -11,10 +11,10 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vua.errors import ConfigError
 
@@ -31,7 +31,13 @@ DEFAULT_MIN_FREE: Final = "5%"
 DEFAULT_MIN_FREE_MOST: Final = 10 << 30
 """And no more than this: of a large share 5 % would be much."""
 
+MAX_NBYTES: Final = (1 << 63) - 1
+"""What file systems count in."""
+MAX_TTL_S: Final = 10**10
+"""Some 300 years."""
+
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:iB|B)?", re.IGNORECASE)
+_MAX_FILE_NBYTES: Final = 1 << 16
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
@@ -43,15 +49,18 @@ def nbytes_of(value: int | str, whole: int) -> int:
 
     Raises ConfigError for anything else.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NBYTES:
         return value
     text = value.strip() if isinstance(value, str) else ""
     if match := _SHARE.fullmatch(text):
         if float(match[1]) <= 100:
             return int(whole * float(match[1]) / 100)
     elif match := _SIZE.fullmatch(text):
-        return int(float(match[1]) * (1 << 10 * " KMGTP".index(match[2].upper() or " ")))
-    msg = f"{value!r} is no size; give a number of bytes, '500G' or a share of the disk like '80%'"
+        nbytes = float(match[1]) * (1 << 10 * " KMGTP".index(match[2].upper() or " "))
+        if nbytes <= MAX_NBYTES:
+            return int(nbytes)
+    known = "a number of bytes, '500G' or a share of the disk like '80%'"
+    msg = f"{value!r:.40} is no size; give {known}"
     raise ConfigError(msg)
 
 
@@ -80,9 +89,11 @@ class Bounds:
                     raise ConfigError(msg) from problem
         ttl_s = self.ttl_s
         if ttl_s is not None and (
-            isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not ttl_s > 0
+            isinstance(ttl_s, bool)
+            or not isinstance(ttl_s, int | float)
+            or not 0 < ttl_s < MAX_TTL_S
         ):
-            msg = f"ttl_s must be a positive number of seconds, found {ttl_s!r}"
+            msg = f"ttl_s must be a positive number of seconds below 10^10, found {ttl_s!r:.40}"
             raise ConfigError(msg)
 
 
@@ -96,19 +107,26 @@ class Limits:
     max_bytes_per_salt: int | None
 
     @classmethod
-    def of(cls, root: str | os.PathLike[str], *said: Bounds, file: bool = True) -> Limits:
+    def of(
+        cls,
+        root: str | os.PathLike[str],
+        *said: Bounds,
+        file: bool = True,
+        refused: Callable[[str], None] | None = None,
+    ) -> Limits:
         """Combine what was said with ``bounds.json`` of ``root``, for its file system as it is now.
 
         Args:
             root: directory of the cache.
             said: what the process says.
             file: whether ``bounds.json`` is read.
+            refused: as for `read_bounds`.
 
         Raises ConfigError (an unusable ``bounds.json``), OSError.
         """
         status = os.statvfs(root)
         whole = status.f_blocks * status.f_frsize
-        everything = (*said, read_bounds(root)) if file else said
+        everything = (*said, read_bounds(root, refused)) if file else said
 
         def sizes(name: str) -> list[int]:
             values = (getattr(bounds, name) for bounds in everything)
@@ -125,13 +143,19 @@ class Limits:
         )
 
 
-def read_bounds(root: str | os.PathLike[str]) -> Bounds:
-    """Return what ``bounds.json`` says; nothing where there is none. Raises ConfigError."""
+def read_bounds(
+    root: str | os.PathLike[str], refused: Callable[[str], None] | None = None
+) -> Bounds:
+    """Return what ``bounds.json`` says; nothing where there is none.
+
+    Raises ConfigError for an unusable file, and for an unusable value: but with ``refused`` that is
+    told instead what is wrong with the value, which is left out.
+    """
     path = Path(root) / SETTINGS
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(path, flags), "rb") as stream:  # noqa: PTH123
-            said = json.loads(stream.read(1 << 16))
+            said = json.loads(stream.read(_MAX_FILE_NBYTES))
         if not isinstance(said, Mapping) or said.get("format") != FORMAT:
             msg = f"expected an object of format {FORMAT!r}"
             raise ConfigError(msg)
@@ -139,12 +163,29 @@ def read_bounds(root: str | os.PathLike[str]) -> Bounds:
         if unknown := said.keys() - known - {"format"}:
             msg = f"unknown settings {sorted(unknown)}, known are {sorted(known)}"
             raise ConfigError(msg)
-        return Bounds(**{name: value for name, value in said.items() if name != "format"})
     except FileNotFoundError:
         return Bounds()
     except (OSError, ValueError, TypeError, RecursionError) as problem:
-        msg = f"{path} is unusable: {problem}; mend or delete it, `vua gc --set` writes a new one"
-        raise ConfigError(msg) from problem
+        raise _unusable(path, problem) from problem
+    sound: dict[str, Any] = {}
+    for name, value in said.items():
+        if name == "format":
+            continue
+        try:
+            Bounds(**{name: value})
+        except ConfigError as problem:
+            if refused is None:
+                raise _unusable(path, problem) from problem
+            refused(f"{path}: {problem}; this setting is ignored")
+        else:
+            sound[name] = value
+    return Bounds(**sound)
+
+
+def _unusable(path: Path, problem: Exception) -> ConfigError:
+    return ConfigError(
+        f"{path} is unusable: {problem}; mend or delete it, `vua gc --set` writes a new one"
+    )
 
 
 def write_bounds(root: str | os.PathLike[str], bounds: Bounds) -> None:

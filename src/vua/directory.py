@@ -8,30 +8,40 @@ a chunk: the files say it themselves.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import logging
 import os
-import re
 import secrets
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from vua.bounds import Bounds
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.identity import Identity
 from vua.keeper import Keeper
 from vua.keyring import Keyring
-from vua.layout import KVLayout, Shard
+from vua.layout import KVLayout
+from vua.mark import MARK, claim, is_namespace_name
+from vua.namespace import (
+    DESCRIPTION,
+    FORMAT,
+    MAX_DESCRIPTION_NBYTES,
+    Namespace,
+    parse_description,
+    read_namespace,
+)
 from vua.security import Security, check_owner, open_directory
 from vua.storage.local import LocalStorage
 from vua.storage.problems import explained
 from vua.store import Store
 
 __all__ = [
+    "DESCRIPTION",
+    "MAX_DESCRIPTION_NBYTES",
     "Namespace",
     "check_root",
     "create_store",
@@ -39,40 +49,10 @@ __all__ = [
     "namespaces",
     "open_store",
     "parse_description",
+    "read_namespace",
 ]
 
 log = logging.getLogger(__name__)
-
-DESCRIPTION: Final = "namespace.json"
-FORMAT: Final = "vua.namespace.v1"
-MAX_DESCRIPTION_NBYTES: Final = 1 << 20
-_NAME: Final = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, slots=True)
-class Namespace:
-    """A namespace on disk and what it says about itself."""
-
-    path: Path
-    identity: Identity | None
-    """None where the description is missing or damaged; the chunks stay readable."""
-    layouts: tuple[KVLayout, ...] = ()
-    """One per group of layers; empty where they are not known."""
-
-    @property
-    def layout(self) -> KVLayout | None:
-        """The layout of the first group, the only one of most models."""
-        return self.layouts[0] if self.layouts else None
-
-    def layout_of(self, shard: Shard | None) -> KVLayout | None:
-        """The layout of the group that ``shard`` belongs to, where it is known."""
-        group = None if shard is None else shard.group
-        return next((layout for layout in self.layouts if layout.group == group), None)
-
-    @property
-    def name(self) -> str:
-        """The directory's name: the identity's digest."""
-        return self.path.name
 
 
 def check_root(
@@ -82,12 +62,14 @@ def check_root(
 
     Args:
         root: the directory.
-        create: whether to create it.
+        create: whether it is to be written to: it is created where it is missing, and gets the mark
+            (see `vua.mark`) where it is empty.
         security: who may own it, and its mode; by default it is not looked at.
 
     Raises:
         ConfigError: it is a file, or it is missing and ``create`` is False, or others than those
-            whom ``security`` trusts could replace what lies in it.
+            whom ``security`` trusts could replace what lies in it; or it is to be written to and
+            holds other things than a cache.
         StorageError: it cannot be created or searched.
     """
     path = Path(root)
@@ -103,6 +85,13 @@ def check_root(
             raise ConfigError(msg)
         if security is not None:
             check_owner(path, security)
+        mode = (security or Security()).file_mode
+        if create and not claim(path, mode=mode) and os.access(path, os.W_OK):
+            log.warning(
+                "%s was made by a version of VUA that left no %s: it is used, and nothing in it is "
+                "ever deleted; `vua adopt %s` looks at it and makes one",
+                *(path, MARK, path),
+            )
     except FileExistsError as problem:
         msg = f"{path}: expected a directory, found a file; name the directory of the cache"
         raise ConfigError(msg) from problem
@@ -114,47 +103,10 @@ def check_root(
     return path
 
 
-def read_namespace(path: Path) -> Namespace:
-    """Read a namespace's description; never raises for what the file says."""
-    try:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO cannot hang it
-        with open(os.open(path / DESCRIPTION, flags), "rb") as stream:  # noqa: PTH123
-            identity, layouts = parse_description(stream.read(MAX_DESCRIPTION_NBYTES))
-    except FileNotFoundError:
-        return Namespace(path, None)
-    except (OSError, ConfigError) as problem:
-        log.warning("%s is unusable and will be written anew: %s", path / DESCRIPTION, problem)
-        return Namespace(path, None)
-    if identity.namespace != path.name:
-        log.warning("%s describes another namespace, ignored", path / DESCRIPTION)
-        return Namespace(path, None)
-    return Namespace(path, identity, layouts)
-
-
-def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
-    """Return what a ``namespace.json`` says: the identity, and a layout per group of layers.
-
-    Raises ConfigError for anything else.
-    """
-    try:
-        described = json.loads(data)
-        found = described["format"]
-        identity = Identity.from_description(described["identity"])
-        groups = [described["layout"], *described.get("further_groups", ())]
-        layouts = tuple(KVLayout.from_description(group) for group in groups)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        msg = f"no description of a namespace: {problem!r:.200}"
-        raise ConfigError(msg) from problem
-    if found != FORMAT:
-        msg = f"format {found!r:.40}, expected {FORMAT!r}"
-        raise ConfigError(msg)
-    return identity, layouts
-
-
 def namespaces(root: str | os.PathLike[str]) -> Iterator[Namespace]:
     """Yield the namespaces below ``root``, in order of name."""
     for path in sorted(Path(root).iterdir()):
-        if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+        if is_namespace_name(path.name) and path.is_dir() and not path.is_symlink():
             yield read_namespace(path)
 
 
@@ -262,8 +214,15 @@ def _difference(path: Path, stored: Sequence[KVLayout], given: Sequence[KVLayout
 
 
 def _make(path: Path, identity: Identity, layouts: Sequence[KVLayout], security: Security) -> None:
-    """Make a namespace's directory and describe it, where that is not done yet."""
+    """Make a namespace's directory and describe it, where that is not done yet.
+
+    Raises OSError; StorageError where its parent holds other things than a cache.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        claim(path.parent, mode=security.file_mode)
+    except ConfigError as problem:
+        raise StorageError(errno.EPERM, str(problem)) from problem
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     fd = open_directory(path, security)  # it may be a link, or somebody else's

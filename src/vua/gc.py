@@ -1,7 +1,8 @@
 """The full pass over a cache directory: what no process that serves requests has time for.
 
 Reads every chunk's header once. Sweeps what crashes left behind, chunks whose prefix is gone (a
-crash, a foreign delete), and what exceeds the quota of a salt; then evicts down to the bounds. Safe
+crash, a foreign delete), and what exceeds the quota of a salt; then evicts down to the bounds, and
+deletes namespaces that are empty. What others have put into the directory stays as it is. Safe
 beside readers, writers and other passes: nothing younger than an hour is taken for a leftover, and
 a chunk is looked at again before it is deleted.
 """
@@ -18,20 +19,22 @@ from typing import Final
 
 import numpy as np
 
-from vua.bounds import Limits
-from vua.eviction import NOTHING, Evictor, Freed, bury, delete_tree
-from vua.lease import UPKEEP, lease, upkeep_directory
+from vua import hints
+from vua.bounds import Bounds, Limits
+from vua.eviction import GRACE_S, NOTHING, PINNED_SHARE, Evictor, Freed
+from vua.lease import lease, upkeep_directory
 from vua.lineage import Chain, Spread, chain_of, link_of, one_by_one
 from vua.lost import bury_lost
+from vua.mark import UPKEEP, claim
 from vua.occupancy import TOLERANCE
+from vua.ours import is_ours, is_temporary, trash_in
 from vua.recency import server_now_ns, set_stamp, stamp_ns
-from vua.storage.local import TEMPORARY, chunk_path
-from vua.survey import TRASH, Space, Usage, listed, measure, spaces, unused
+from vua.removing import Remover
+from vua.storage.local import chunk_path
+from vua.survey import Space, listed, spaces
+from vua.usage import Usage, measure
 
 __all__ = ["GRACE_S", "Report", "collect"]
-
-GRACE_S: Final = 3600.0
-"""No writer takes longer for a file: what is temporary and older was left behind by a crash."""
 
 _EVERY_NAME: Final = sys.maxsize
 _LEASE_WAIT_S: Final = 60.0
@@ -55,7 +58,13 @@ class Report:
     """Deleted because no lookup could reach it any more."""
     leftovers: Freed = field(default=NOTHING)
     """Temporary files and half-deleted chunks; their bytes count too."""
+    emptied: int = 0
+    """Namespaces without a chunk that were deleted."""
     free_nbytes: int = 0
+    pinned_nbytes: int | None = None
+    """None where it was not looked at."""
+    pins_most: int = 0
+    """How many bytes of it stay when room is needed: a share of the bounds that hold for good."""
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
@@ -72,6 +81,7 @@ def collect(
     limits: Limits,
     *,
     quick: bool = False,
+    rehearse: bool = False,
     known: Callable[[], frozenset[str]] | None = None,
     show: Callable[[str], None] = lambda line: None,  # noqa: ARG005
     spread: Spread = one_by_one,
@@ -82,49 +92,69 @@ def collect(
         root: directory of the cache.
         limits: what to keep to.
         quick: leave out orphans and quotas, which need every header.
+        rehearse: change nothing, and report what would go (now, by this host's clock).
         known: returns the ids of all keys that are not lost; what is sealed with another one goes.
         show: told what is going on, often.
         spread: how to go through a namespace's fan-out directories, by default one by one.
 
-    Raises OSError where ``root`` cannot be listed or written to.
+    Raises ConfigError for a directory without the mark (`vua.mark`), OSError where ``root`` cannot
+    be listed or written to.
     """
     began_s, report = time.monotonic(), Report(limits=limits)
-    directory = upkeep_directory(root)
+    claim(root, tool=True)
+    remover = Remover(rehearse=rehearse)
+    standing = Limits.of(root, Bounds(), refused=lambda _: None)
+    report.pins_most = int(PINNED_SHARE * max(limits.max_bytes, standing.max_bytes))
+    directory = None if rehearse else upkeep_directory(root)
     try:
+        now_ns = remover.now_ns(directory)
         with spaces(root) as found:
-            now_ns = server_now_ns(directory)
-            report.leftovers = _sweep(root, found, now_ns - int(GRACE_S * 1e9))
+            mine = [space for space in found if is_ours(space)]
+            report.leftovers = _sweep(root, mine, now_ns, remover)
             if known is not None:
-                for space in found:
-                    _bury_lost(space, known, report, show, spread)
-            for space in [] if quick else found:
+                for space in mine:
+                    _bury_lost(space, known, report, show, spread, remover)
+            for space in [] if quick else mine:
                 chain = chain_of(space, show, spread)
-                report.leftovers += _settle(space, chain, now_ns - int(GRACE_S * 1e9))
-                report.orphans += _bury_orphans(space, chain)
+                report.leftovers += _settle(space, chain, now_ns, remover)
+                report.orphans += _bury_orphans(space, chain, remover)
                 if limits.max_bytes_per_salt is not None:
-                    report.over_quota += _keep_quota(space, chain, limits.max_bytes_per_salt)
+                    most = limits.max_bytes_per_salt
+                    report.over_quota += _keep_quota(space, chain, most, remover)
+                _weigh_pins(report, int(chain.nbytes[chain.pinned].sum()))
         show("measuring")
-        _evict(root, directory, limits, report, show)
+        if directory is None:
+            _rehearse_eviction(root, now_ns, limits, report, remover)
+        else:
+            _evict(root, directory, limits, report, show)
+        report.emptied = _drop_empty(root, now_ns, remover)
     finally:
-        os.close(directory)
+        if directory is not None:
+            os.close(directory)
+    _judge_pins(report)
     report.seconds = time.monotonic() - began_s
     return report
 
 
-def _sweep(root: str | os.PathLike[str], found: list[Space], before_ns: int) -> Freed:
-    """Delete temporary files and half-deleted directories that are older than ``before_ns``."""
+def _is_old(stamp: int, now_ns: int) -> bool:
+    """Whether nobody is at work there. A time far ahead is of before the clock was set back."""
+    return abs(now_ns - stamp) > GRACE_S * 1e9
+
+
+def _sweep(
+    root: str | os.PathLike[str], found: list[Space], now_ns: int, remover: Remover
+) -> Freed:
+    """Delete temporary files and half-deleted directories that are old enough."""
     freed = NOTHING
     for space in found:
-        for name, stamp, _ in list(unused(space)):
-            if stamp < before_ns:
-                freed += Freed(1, delete_tree(space.fd, name))
+        for name, stamp in list(trash_in(space.fd, roots=False)):
+            if _is_old(stamp, now_ns):
+                freed += remover.leftover(space.fd, name)
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for name in os.listdir(fd):
-            if name.startswith((TEMPORARY, TRASH)):
-                with contextlib.suppress(OSError):
-                    if os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime_ns < before_ns:
-                        freed += Freed(1, delete_tree(fd, name))
+        for name, stamp in list(trash_in(fd, roots=True)):
+            if _is_old(stamp, now_ns):
+                freed += remover.leftover(fd, name)
     finally:
         os.close(fd)
     return freed
@@ -136,8 +166,9 @@ def _bury_lost(
     report: Report,
     show: Callable[[str], None],
     spread: Spread,
+    remover: Remover,
 ) -> None:
-    freed, pinned = bury_lost(space, known, show=show, spread=spread)
+    freed, pinned = bury_lost(space, known, show=show, spread=spread, bury=remover.bury)
     report.lost_keys += freed
     if pinned:
         report.problems.append(
@@ -146,27 +177,26 @@ def _bury_lost(
         )
 
 
-def _settle(space: Space, chain: Chain, before_ns: int) -> Freed:
+def _settle(space: Space, chain: Chain, now_ns: int, remover: Remover) -> Freed:
     """Delete temporary files in chunks, and chunks without any file, that are old enough."""
     freed = NOTHING
     for chunk in chain.unsettled:
         path, stamp = chunk_path(chunk), stamp_ns(space.fd, chunk)
         with listed(space.fd, path) as entries:
-            names = [entry.name for entry in entries if entry.name.startswith(TEMPORARY)]
+            names = [one.name for one in entries if is_temporary(one.name) and one.is_file()]
         for name in names:
             with contextlib.suppress(OSError):
                 status = os.stat(f"{path}/{name}", dir_fd=space.fd, follow_symlinks=False)
-                if status.st_mtime_ns < before_ns:
-                    freed += Freed(1, delete_tree(space.fd, f"{path}/{name}"))
-                    if stamp is not None:  # it was not used, only tidied up
-                        set_stamp(space.fd, chunk, stamp)
-        if (stamp or before_ns) < before_ns:
-            with contextlib.suppress(OSError):  # only an empty directory can be removed so
-                os.rmdir(path, dir_fd=space.fd)
+                if _is_old(status.st_mtime_ns, now_ns):
+                    freed += remover.file(space.fd, f"{path}/{name}")
+                    if stamp is not None and not remover.rehearse:
+                        set_stamp(space.fd, chunk, stamp)  # it was not used, only tidied up
+        if stamp is None or _is_old(stamp, now_ns):
+            remover.empty(space.fd, path)
     return freed
 
 
-def _bury_orphans(space: Space, chain: Chain) -> Freed:
+def _bury_orphans(space: Space, chain: Chain, remover: Remover) -> Freed:
     """Delete chunks that no lookup can reach, those nearest to the gap first.
 
     Each one's parent is looked for again: it may have been stored since. So what is deleted is
@@ -182,16 +212,16 @@ def _bury_orphans(space: Space, chain: Chain) -> Freed:
         index = stack.pop()
         name = chain.name(index)
         before = link_of(space, name).before
-        if not before or stamp_ns(space.fd, before) is not None:
+        if not before or remover.is_there(space, before):
             continue
-        nbytes = bury(space, name)
+        nbytes = remover.bury(space, name)
         if nbytes is not None:
             freed += Freed(1, nbytes)
             stack += children.get(index, [])
     return freed
 
 
-def _keep_quota(space: Space, chain: Chain, most: int) -> Freed:
+def _keep_quota(space: Space, chain: Chain, most: int, remover: Remover) -> Freed:
     """Evict the oldest of every salt that occupies more than ``most`` bytes."""
     freed, first = NOTHING, chain.first
     families: dict[bytes, list[int]] = {}
@@ -205,10 +235,51 @@ def _keep_quota(space: Space, chain: Chain, most: int) -> Freed:
                 break
             name = chain.name(index)
             if stamp_ns(space.fd, name) == chain.stamps[index]:
-                nbytes = bury(space, name)
+                nbytes = remover.bury(space, name)
                 freed += NOTHING if nbytes is None else Freed(1, nbytes)
                 excess -= nbytes or 0
     return freed
+
+
+def _weigh_pins(report: Report, nbytes: int) -> None:
+    report.pinned_nbytes = (report.pinned_nbytes or 0) + nbytes
+
+
+def _judge_pins(report: Report) -> None:
+    """Say so where pins hold more than they may."""
+    if (report.pinned_nbytes or 0) > report.pins_most:
+        report.problems.append(
+            f"{report.pinned_nbytes} bytes are pinned, more than {PINNED_SHARE:.0%} of the limit: "
+            "pinned chunks beyond that, those not used for longest, go when room is needed"
+        )
+
+
+def _rehearse_eviction(
+    root: str | os.PathLike[str], now_ns: int, limits: Limits, report: Report, remover: Remover
+) -> None:
+    """Note what would be too old, or too much, when the rest has gone."""
+    evictor = Evictor(root, remover.bury)
+    report.expired = _expire(evictor, now_ns, limits)
+    gone = sum(
+        freed.nbytes
+        for freed in (report.lost_keys, report.orphans, report.over_quota, report.expired)
+    )
+    need = _look(root, limits, report) - gone
+    if need > 0:
+        report.evicted = evictor.evict(need, now_ns, pins_nbytes=report.pins_most)
+    nbytes = max(0, report.usage.nbytes - gone - report.evicted.nbytes)
+    report.usage = report.usage._replace(nbytes=nbytes)
+    report.free_nbytes += gone + report.evicted.nbytes
+
+
+def _expire(
+    evictor: Evictor,
+    now_ns: int,
+    limits: Limits,
+    pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
+) -> Freed:
+    expired_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
+    return evictor.evict(0, now_ns, expired_ns=expired_ns, hinted=True, pulse=pulse)
 
 
 def _evict(
@@ -229,13 +300,11 @@ def _evict(
                     show(f"{freed.chunks} chunks evicted")
 
                 now_ns = server_now_ns(directory)
-                expired_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
-                report.expired = evictor.evict(
-                    0, now_ns, expired_ns=expired_ns, hinted=True, pulse=pulse
-                )
+                report.expired = _expire(evictor, now_ns, limits, pulse)
                 need = _look(root, limits, report)
                 if need > 0:
-                    report.evicted = evictor.evict(need, now_ns, pulse=pulse)
+                    most = report.pins_most
+                    report.evicted = evictor.evict(need, now_ns, pins_nbytes=most, pulse=pulse)
                     _look(root, limits, report)  # others go on writing meanwhile
                 return
         if _look(root, limits, report) <= 0 and limits.ttl_s is None:
@@ -244,6 +313,19 @@ def _evict(
             report.problems.append(f"{UPKEEP}/lease was held by somebody else for a minute")
             return
         time.sleep(0.05)
+
+
+def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> int:
+    """Delete namespaces that nobody has used for a while and that hold nothing; return how many."""
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with spaces(root) as found:
+            if not remover.rehearse:
+                hints.tidy(found)
+            names = [space.name for space in found]
+        return sum(remover.namespace(fd, name, now_ns) for name in names)
+    finally:
+        os.close(fd)
 
 
 def _look(root: str | os.PathLike[str], limits: Limits, report: Report) -> int:

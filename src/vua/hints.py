@@ -18,14 +18,16 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from vua.lineage import link_of
+from vua.ours import is_ours
 from vua.recency import stamp_ns
-from vua.survey import Candidate, Space, listed
+from vua.survey import HINTS, Candidate, Space, listed
 
-__all__ = ["any_in", "count", "expired", "forget", "lift", "settle", "ttl_s_of"]
+__all__ = ["any_in", "count", "expired", "forget", "lift", "settle", "tidy", "ttl_s_of"]
 
-FOLDER: Final = "ttl"
 _DIGITS: Final = 10
 _MOST: Final = 10**_DIGITS - 1
+_TRIES: Final = 3
+"""The directory of marks is removed when it is empty: perhaps just before one is made in it."""
 _NAME: Final = re.compile(r"[0-9a-f]{64}")
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -51,27 +53,24 @@ def lift(space: Space, chunk: str, ttl_s: float | None) -> None:
 
     Never raises for the state of the storage.
     """
-    while chunk and (now_s := ttl_s_of(space, chunk)) is not None:
-        if ttl_s is None:
-            forget(space, chunk)
-        elif now_s >= ttl_s:
-            return
-        else:
-            _write(space, chunk, ttl_s)
-        chunk = link_of(space, chunk).before
+    seen = set()  # what others have written there may lead in a circle
+    with contextlib.suppress(OSError):
+        while chunk not in seen and (now_s := ttl_s_of(space, chunk)) is not None:
+            seen.add(chunk)
+            if ttl_s is None:
+                forget(space, chunk)
+            elif now_s >= ttl_s:
+                return
+            else:
+                _write(space, chunk, ttl_s)
+            chunk = link_of(space, chunk).before
 
 
 def _write(space: Space, chunk: str, ttl_s: float) -> None:
     """Write a mark in one piece of always the same length; half of one counts as none."""
-    text = f"{min(math.ceil(ttl_s), _MOST):0{_DIGITS}d}".encode()
-    path, flags = f"{FOLDER}/{chunk}", os.O_WRONLY | os.O_CREAT | _FLAGS
+    text = f"{math.ceil(min(ttl_s, _MOST)):0{_DIGITS}d}".encode()
     with contextlib.suppress(OSError):
-        try:
-            fd = os.open(path, flags, 0o600, dir_fd=space.fd)
-        except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(FOLDER, 0o700, dir_fd=space.fd)
-            fd = os.open(path, flags, 0o600, dir_fd=space.fd)
+        fd = _open_mark(space, chunk)
         try:
             if os.pwrite(fd, text, 0) < len(text):
                 os.ftruncate(fd, 0)
@@ -79,10 +78,22 @@ def _write(space: Space, chunk: str, ttl_s: float) -> None:
             os.close(fd)
 
 
+def _open_mark(space: Space, chunk: str) -> int:
+    path, flags = f"{HINTS}/{chunk}", os.O_WRONLY | os.O_CREAT | _FLAGS
+    for _ in range(_TRIES):
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, flags, 0o600, dir_fd=space.fd)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(HINTS, 0o700, dir_fd=space.fd)
+    return os.open(path, flags, 0o600, dir_fd=space.fd)
+
+
 def ttl_s_of(space: Space, chunk: str) -> int | None:
     """Return the seconds of a chunk's mark; None where there is none, or one that says nothing."""
+    if not chunk:
+        return None
     try:
-        fd = os.open(f"{FOLDER}/{chunk}", os.O_RDONLY | _FLAGS, dir_fd=space.fd)
+        fd = os.open(f"{HINTS}/{chunk}", os.O_RDONLY | _FLAGS, dir_fd=space.fd)
         try:
             text = os.read(fd, _DIGITS + 1)
         finally:
@@ -95,20 +106,20 @@ def ttl_s_of(space: Space, chunk: str) -> int | None:
 def forget(space: Space, chunk: str) -> None:
     """Remove a chunk's mark, if it has one."""
     with contextlib.suppress(OSError):
-        os.unlink(f"{FOLDER}/{chunk}", dir_fd=space.fd)
+        os.unlink(f"{HINTS}/{chunk}", dir_fd=space.fd)
 
 
 def _marked(space: Space) -> Iterator[str]:
-    with listed(space.fd, FOLDER) as entries:
+    with listed(space.fd, HINTS) as entries:
         for entry in entries:
             if _NAME.fullmatch(entry.name):
                 yield entry.name
 
 
 def any_in(space: Space) -> bool:
-    """Whether any chunk ever had a mark there. Costs one look."""
+    """Whether any chunk has, or lately had, a mark there. Costs one look."""
     try:
-        os.stat(FOLDER, dir_fd=space.fd, follow_symlinks=False)
+        os.stat(HINTS, dir_fd=space.fd, follow_symlinks=False)
     except OSError:
         return False
     return True
@@ -119,21 +130,44 @@ def count(found: Sequence[Space]) -> int:
     return sum(1 for space in found for _ in _marked(space))
 
 
-def expired(found: Sequence[Space], now_ns: int) -> list[Candidate]:
-    """Return the chunks that their marks let go, what follows before what it depends on.
+def tidy(found: Sequence[Space]) -> bool:
+    """Remove the directories of marks that are empty; whether any mark is left."""
+    left = False
+    for space in found:
+        if any_in(space) and is_ours(space):
+            try:
+                os.rmdir(HINTS, dir_fd=space.fd)
+            except OSError:
+                left = True
+    return left
 
-    Removes the marks of chunks that are gone. Some 20 us for each mark.
+
+def expired(
+    found: Sequence[Space], now_ns: int, latest_ns: int | None = None, *, tidies: bool = True
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Find the chunks that their marks let go, what follows before what it depends on.
+
+    Some 20 us for each mark.
 
     Args:
         found: namespaces.
         now_ns: the server's time, as :func:`vua.recency.server_now_ns` gives it.
+        latest_ns: stamps after this are from the future; none by default.
+        tidies: whether to remove the marks of chunks that are gone.
+
+    Returns those, and the chunks with marks whose stamps are from the future, in order too.
     """
-    over = []
+    over, ahead = [], []
     for space in found:
         for chunk in list(_marked(space)):
             stamp, ttl_s = stamp_ns(space.fd, chunk), ttl_s_of(space, chunk)
+            if ttl_s is None:
+                continue  # it says nothing, and is perhaps somebody else's
             if stamp is None:
-                forget(space, chunk)
-            elif ttl_s is not None and stamp + ttl_s * 10**9 < now_ns:
+                if tidies:
+                    forget(space, chunk)
+            elif latest_ns is not None and stamp > latest_ns:
+                ahead.append(Candidate(stamp, space.name, chunk))
+            elif stamp + ttl_s * 10**9 < now_ns:
                 over.append(Candidate(stamp, space.name, chunk))
-    return sorted(over)
+    return sorted(over), sorted(ahead)

@@ -27,9 +27,12 @@ _ROPE_ORDERS = ("", "neox", "interleaved")
 # hits, never a wrong one. `architectures` counts, because it chooses the code that runs.
 _IGNORED_CONFIG_KEYS = frozenset(
     # The KV dtype is a field of its own; loaders set these to what they were asked for.
-    "dtype torch_dtype transformers_version name_or_path "  # noqa: SIM905 - one word each
+    "dtype torch_dtype transformers_version name_or_path _name_or_path "  # noqa: SIM905 - words
+    "_commit_hash _auto_class _is_quantized "
     # What a call returns, and which kernel computes attention.
     "use_cache return_dict output_attentions output_hidden_states attn_implementation "
+    "_output_attentions _attn_implementation _attn_implementation_internal "
+    "_attn_implementation_autoset _experts_implementation _experts_implementation_internal "
     # The head behind the last layer; vLLM unties it where the checkpoint holds one.
     "tie_word_embeddings id2label label2id num_labels problem_type "
     # How tokens are chosen; the tokens themselves are in the key.
@@ -143,13 +146,11 @@ def config_digest(config: Mapping[str, object]) -> str:
     Raises:
         ConfigError: a value is nothing that JSON knows, so it has no digest that lasts.
     """
-    counting = {
-        key: value
-        for key, value in config.items()
-        if key not in _IGNORED_CONFIG_KEYS and not str(key).startswith("_")
-    }
+    counting = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
+    if counting.get("sliding_window") == 0:  # some write 0 for no window, and vLLM makes it None
+        counting["sliding_window"] = None
     text = json.dumps(_canonical(counting, "config"), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(b"vua.config.v1\n" + text.encode()).hexdigest()
+    return hashlib.sha256(b"vua.config.v2\n" + text.encode()).hexdigest()
 
 
 def _framed(part: bytes) -> bytes:

@@ -34,6 +34,9 @@ ITEMSIZE: Final[Mapping[str, int]] = {
 _UNIT_NBYTES: Final = 128 << 10
 """What a checksum covers at most (or one run): xxhash keeps the GIL for inputs of this size."""
 
+_MAX_CELLS: Final = 1 << 20
+"""Layers times KV heads, far beyond any model: what somebody claims must not fill the memory."""
+
 _SHARD_NAME = re.compile(r"(?:([sw]\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
 _GROUP = re.compile(r"([sw][1-9]\d{0,8})?")
 
@@ -62,6 +65,9 @@ class KVLayout:
             if getattr(self, name) < 1:
                 msg = f"{name} must be at least 1, found {getattr(self, name)}"
                 raise LayoutError(msg)
+        if self.layers * self.kv_heads > _MAX_CELLS:
+            msg = f"{self.layers} layers x {self.kv_heads} KV heads: expected at most {_MAX_CELLS}"
+            raise LayoutError(msg)
         if self.v_dim < 0 or self.dtype not in ITEMSIZE:
             msg = f"v_dim {self.v_dim}, dtype {self.dtype}: expected >= 0 and one of {[*ITEMSIZE]}"
             raise LayoutError(msg)

@@ -9,17 +9,19 @@ worst a burst too many; no wrong byte and no lost prefix can come of it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from vua.mark import UPKEEP
 from vua.recency import server_now_ns
 
 __all__ = ["EXPIRY_S", "UPKEEP", "lease", "upkeep_directory"]
 
-UPKEEP: Final = ".upkeep"
 EXPIRY_S: Final = 30.0
 """Without a sign of life for so long a holder counts as dead. A burst takes a second or so."""
 
@@ -27,9 +29,19 @@ _LEASE: Final = "lease"
 
 
 def upkeep_directory(root: str | os.PathLike[str]) -> int:
-    """Open (and make, 0700) the directory of the lease; the caller closes it. Raises OSError."""
-    path = Path(root) / UPKEEP
-    path.mkdir(mode=0o700, exist_ok=True)
+    """Open (and make) the directory of the lease; the caller closes it. Raises OSError.
+
+    Whoever may write to ``root`` may write to it: it gets the same mode, and group.
+    """
+    path, above = Path(root) / UPKEEP, os.stat(root)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    else:
+        with contextlib.suppress(OSError):  # another's group
+            os.chown(path, -1, above.st_gid)
+        path.chmod(stat.S_IMODE(above.st_mode))
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
@@ -80,8 +92,16 @@ def _create(directory: int) -> int | None:
 
 
 def _expired(directory: int) -> bool:
+    """Whether the holder is dead.
+
+    A time from the future is no sign of life: the clock was set back since, and the living go on
+    giving signs.
+    """
     try:
-        renewed = os.stat(_LEASE, dir_fd=directory, follow_symlinks=False).st_mtime_ns
-        return server_now_ns(directory) - renewed > EXPIRY_S * 1e9
+        found = os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return True
+    if not stat.S_ISREG(found.st_mode) or found.st_size:
+        msg = f"{UPKEEP}/{_LEASE} is no lease of VUA; what is it doing there?"
+        raise FileExistsError(errno.EEXIST, msg)
+    return abs(server_now_ns(directory) - found.st_mtime_ns) > EXPIRY_S * 1e9

@@ -80,13 +80,16 @@ class Chain:
 
     @property
     def first(self) -> npt.NDArray[np.int64]:
-        """Index of each chunk's first ancestor; len(names) where the chain is broken."""
+        """Index of each chunk's first ancestor; len(names) where the chain is broken.
+
+        A chain that leads in a circle is broken, too: only what others wrote does that.
+        """
         above = np.append(self.parent, len(self.names))
-        while True:
-            further = above[above]
-            if np.array_equal(further, above):
-                return above[:-1]
-            above = further
+        known = above.copy()
+        for _ in range(len(above).bit_length()):  # each time twice as far
+            above = above[above]
+        ends = known[above] == above
+        return np.where(ends, above, len(self.names))[:-1]
 
     def descendants(self, chunk: str) -> list[str]:
         """Return a chunk and all that follow it, parents before children; [] if it is not there."""
@@ -96,9 +99,9 @@ class Chain:
                 children.setdefault(before, []).append(index)
         start = np.flatnonzero(self.names == np.frombuffer(bytes.fromhex(chunk), "V32"))
         found = start.tolist()
-        for index in found:  # grows meanwhile
-            found += children.get(index, [])
-        return [self.name(index) for index in found]
+        for index in found:  # grows meanwhile, not for ever where it leads in a circle
+            found += children.pop(index, [])
+        return [self.name(index) for index in dict.fromkeys(found)]
 
     def in_order(self) -> list[str]:
         """Return all chunks that have their whole prefix, parents before children."""

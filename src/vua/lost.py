@@ -40,6 +40,7 @@ def bury_lost(
     *,
     show: Callable[[str], None] = lambda line: None,  # noqa: ARG005
     spread: Spread = one_by_one,
+    bury: Callable[[Space, str], int | None] = bury,
 ) -> tuple[Freed, int]:
     """Delete the sealed chunks of a namespace whose key is not known, children before parents.
 
@@ -53,6 +54,7 @@ def bury_lost(
             raised here before anything is deleted.
         show: told what is going on, often.
         spread: how to go through the fan-out directories, by default one by one.
+        bury: deletes a chunk.
 
     Returns what was deleted, and how many chunks stay because they are pinned. Raises OSError
     where the directory may not be written to.

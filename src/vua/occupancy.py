@@ -16,7 +16,8 @@ from typing import Final
 
 from vua.bounds import Bounds, Limits
 from vua.errors import ConfigError
-from vua.survey import measure
+from vua.survey import EXHAUSTED
+from vua.usage import measure
 
 __all__ = ["TOLERANCE", "Occupancy"]
 
@@ -40,6 +41,8 @@ class Occupancy:
         self._root, self._bounds, self._lock = root, bounds, lock
         self.limits: Limits | None = None
         """None until it was measured once, and where it cannot be measured."""
+        self.is_unknown = False
+        """Whether there was nothing to measure it with, the last time."""
         self._usage = self._free = self._since = self._pending = 0
         self._step, self._share = 0.0, _STEPS[0]
         self._measured_s = self._cost_s = 0.0
@@ -101,7 +104,9 @@ class Occupancy:
             limits = self._read_limits(warn)
             usage = measure(self._root).nbytes
             status = os.statvfs(self._root)
+            self.is_unknown = False
         except OSError as problem:
+            self.is_unknown = problem.errno in EXHAUSTED
             warn("measure", f"{self._root} cannot be measured: {problem}")
             return
         with self._lock:
@@ -117,7 +122,9 @@ class Occupancy:
 
     def _read_limits(self, warn: Callable[[str, str], None]) -> Limits:
         try:
-            return Limits.of(self._root, self._bounds)
+            return Limits.of(
+                self._root, self._bounds, refused=lambda text: warn(f"bounds.json: {text}", text)
+            )
         except ConfigError as problem:
             warn("bounds.json", str(problem))
             return self.limits or Limits.of(self._root, self._bounds, file=False)

@@ -16,7 +16,7 @@ from vua.errors import ConfigError, StorageError
 from vua.security import Security
 from vua.storage.local import TEMPORARY
 from vua.storage.problems import explained
-from vua.survey import Usage, measure
+from vua.usage import Usage, measure
 
 __all__ = ["Place", "look_at", "prepare"]
 
@@ -71,7 +71,7 @@ def prepare(root: str | os.PathLike[str], security: Security, *, writes: bool = 
             "mount what belongs there, or make that directory"
         )
         raise ConfigError(msg)
-    check_root(path, security=security)
+    check_root(path, create=writes or made, security=security)
     try:
         if writes:
             _try_to_write(path)

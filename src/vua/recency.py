@@ -16,6 +16,8 @@ first.) Where a file system keeps whole seconds only, equal stamps have no order
 from __future__ import annotations
 
 import os
+import secrets
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -87,15 +89,32 @@ def inherit(directory: int, chunk: str, parent: str) -> bool:
 def server_now_ns(directory: int) -> int:
     """Return the file system's own time, ns since 1970; costs a write to a file named ``clock``.
 
-    Raises OSError where ``directory`` (a descriptor) cannot be written to.
+    Where that file is another user's, it costs a new file that is deleted again. Raises OSError
+    where ``directory`` (a descriptor) cannot be written to.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    fd = os.open(CLOCK, flags, 0o600, dir_fd=directory)
     try:
+        fd = os.open(CLOCK, flags, 0o600, dir_fd=directory)
+    except OSError:
+        return _time_of_new_file(directory, flags)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size or status.st_nlink != 1:
+            return _time_of_new_file(directory, flags)  # something else has that name
         os.utime(fd)
         return os.fstat(fd).st_mtime_ns
     finally:
         os.close(fd)
+
+
+def _time_of_new_file(directory: int, flags: int) -> int:
+    name = f"{CLOCK}-{secrets.token_hex(4)}"
+    fd = os.open(name, flags | os.O_EXCL, 0o600, dir_fd=directory)
+    try:
+        return os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)
+        os.unlink(name, dir_fd=directory)
 
 
 class Recent:

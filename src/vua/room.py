@@ -21,9 +21,11 @@ from typing import Final
 
 from vua import hints
 from vua.bounds import Bounds
-from vua.eviction import NOTHING, Evictor, Freed
+from vua.errors import ConfigError
+from vua.eviction import NOTHING, PINNED_SHARE, Evictor, Freed
 from vua.forks import watch
 from vua.lease import Lease, lease, upkeep_directory
+from vua.mark import MARK, is_marked
 from vua.occupancy import Occupancy
 from vua.recency import server_now_ns
 from vua.survey import Candidate, spaces
@@ -274,7 +276,9 @@ class Room:
             if limits is not None:
                 text = f"chunks of {nbytes:,} bytes, the whole cache may have {limits.max_bytes:,}"
                 self.warn_once("size", f"{self._root}: nothing can be stored: {text}")
-            return limits is None  # it cannot be measured: let the storage itself decide
+            # Where it cannot be measured the storage itself decides; not where this process could
+            # measure nothing now, for want of descriptors.
+            return limits is None and not occupancy.is_unknown
         need = occupancy.missing(nbytes)
         if need <= 0:
             return True
@@ -307,6 +311,9 @@ class Room:
     def _search(self) -> None:
         """Look for victims; meanwhile evict those known already, as far as somebody waits."""
         began_s = time.monotonic()
+        if not self._may_delete():
+            self._search_from_s = began_s + _HINTS_S
+            return
         try:
             directory = upkeep_directory(self._root)
             try:
@@ -350,9 +357,22 @@ class Room:
     def _has_hints(self) -> bool:
         try:
             with spaces(self._root) as found:
-                return hints.count(found) > 0
+                return self._may_delete() and hints.tidy(found)
         except OSError:
             return False
+
+    def _may_delete(self) -> bool:
+        """Whether the directory has the mark, without which nothing in it is deleted."""
+        try:
+            if is_marked(self._root):
+                return True
+            text = f"{self._root} has no {MARK}, so nothing is deleted there: it fills up to its"
+            self.warn_once(
+                "mark", f"{text} bounds; `vua adopt {self._root}` looks at it and makes one"
+            )
+        except (OSError, ConfigError) as problem:
+            self.warn_once("mark", f"{self._root}: nothing is deleted there: {problem}")
+        return False
 
     def _evict(
         self,
@@ -365,6 +385,9 @@ class Room:
     ) -> Freed:
         """Evict while nobody else does; what cannot be evicted is not, with one warning."""
         self._someone_evicts = False
+        if not self._may_delete():
+            return NOTHING
+        limits = self._occupancy.limits
         try:
             directory = upkeep_directory(self._root)
             try:
@@ -383,6 +406,9 @@ class Room:
                         before_ns=before_ns,
                         expired_ns=0 if ttl_s is None else now_ns - int(ttl_s * 1e9),
                         hinted=hinted,
+                        pins_nbytes=None
+                        if limits is None
+                        else int(limits.max_bytes * PINNED_SHARE),
                         pulse=lambda _: self._pulse(held),
                     )
             finally:

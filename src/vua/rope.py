@@ -21,7 +21,8 @@ __all__ = ["rope_order", "varies_with_length"]
 _NEOX: Final = frozenset(
     "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text "  # noqa: SIM905 - one word each
     "phi phi3 olmo olmo2 granite granitemoe starcoder2 stablelm smollm3 seed_oss "
-    "gpt_neox gpt_oss nemotron".split()
+    "gpt_neox gpt_oss nemotron arcee hunyuan_v1_dense hunyuan_v1_moe "
+    "opt".split()  # learned positions: K is not rotated, so there is nothing to order
 )
 _INTERLEAVED: Final = frozenset({"cohere", "cohere2", "ernie4_5", "glm", "glm4", "gptj"})
 

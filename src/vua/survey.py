@@ -1,4 +1,4 @@
-"""What lies in a cache directory, seen from above: how many bytes, and which chunks are oldest.
+"""What lies in a cache directory, seen from above: namespaces, chunks, and which are oldest.
 
 Reads names and times, no bytes of chunks; nothing here changes anything, and everything may run
 while others write and delete. Symbolic links are not followed. Prefix hashes are uniform over a
@@ -8,33 +8,36 @@ namespace's 256 fan-out directories, so some of these are a fair sample of all.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import random
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from vua._linux import open_beneath
-from vua.storage.local import QUARANTINE, TEMPORARY, chunk_path
+from vua.storage.local import chunk_path
 
 __all__ = [
     "AFTER",
+    "EXHAUSTED",
+    "GONE",
+    "HINTS",
     "PIN",
     "TRASH",
     "Candidate",
+    "Seen",
     "Space",
-    "Usage",
     "chunk_nbytes",
     "chunks_of",
     "fans_of",
+    "files_nbytes",
     "listed",
     "mark",
-    "measure",
     "oldest",
     "spaces",
-    "unused",
 ]
 
 PIN: Final = "pin-"
@@ -44,32 +47,90 @@ AFTER: Final = "after-"
 TRASH: Final = "trash-"
 """A directory of such a name is being deleted."""
 
+HINTS: Final = "ttl"
+"""The directory of a namespace's hints, see :mod:`vua.hints`."""
+
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{64}")
 _FAN: Final = re.compile(r"[0-9a-f]{2}")
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_COUNTED: Final = 1 << 16
-"""Names after which the rest of a namespace is extrapolated: 0.4 % off at most times."""
-_SIZED: Final = 256
-"""Chunks whose files are looked at for the mean size. They mostly are of one size."""
+_MOST_OPEN: Final = 16
+"""Descriptors of namespaces at a time. Engines are often started with 1024 in all."""
+EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""This process has no more descriptors or memory: what a call would have found is not known."""
+GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
+"""There is no such directory (any more)."""
+
 _SAMPLED_FANS: Final = 16
 
 
-class Space(NamedTuple):
-    """A namespace directory that is open."""
+class Space:
+    """A namespace directory: its name, and a descriptor for the calls of the moment.
 
-    name: str
-    fd: int
+    The descriptor may be another one the next time: of any number of namespaces only some are open
+    (see `spaces`). One that was deleted meanwhile is like a file: nothing lies below it.
+    """
+
+    __slots__ = ("_fd", "_pool", "name")
+
+    def __init__(self, name: str, fd: int, pool: _Pool | None = None) -> None:
+        """Use the open descriptor ``fd``, or those of ``pool``."""
+        self.name, self._fd, self._pool = name, fd, pool
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, to be used at once. Raises OSError where this process has no more."""
+        return self._fd if self._pool is None else self._pool.fd(self.name)
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it is there, and may not be opened."""
+        return self._pool is not None and self._pool.is_hidden(self.name)
+
+    def __reduce__(self) -> tuple[type[Space], tuple[str, int]]:
+        """Go to a process that was forked, where descriptors are the same ones."""
+        return Space, (self.name, self.fd)
+
+    def __repr__(self) -> str:
+        """Return the name."""
+        return f"Space({self.name!r})"
 
 
-class Usage(NamedTuple):
-    """What a cache occupies."""
+class _Pool:
+    """Descriptors of namespaces, few at a time whatever their number. For one thread at a time."""
 
-    nbytes: int
-    """Bytes of files in chunks and in quarantine."""
-    chunks: int
-    exact: bool
-    """Whether everything was counted, or the most extrapolated from a sample."""
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = os.fspath(root)
+        self._open: dict[str, int] = {}
+        self._hidden: set[str] = set()
+
+    def fd(self, name: str) -> int:
+        """Return a descriptor, valid until some others were asked for. Raises OSError."""
+        found = self._open.get(name)
+        if found is not None:
+            return found
+        if len(self._open) >= _MOST_OPEN:
+            os.close(self._open.pop(next(iter(self._open))))
+        try:
+            fd = os.open(f"{self._root}/{name}", _DIRECTORY)
+        except OSError as problem:
+            if problem.errno in EXHAUSTED:
+                raise
+            if problem.errno not in GONE:
+                self._hidden.add(name)
+            fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._open[name] = fd
+        return fd
+
+    def is_hidden(self, name: str) -> bool:
+        """Whether it could not be opened though it is there. Raises OSError."""
+        self.fd(name)
+        return name in self._hidden
+
+    def close(self) -> None:
+        """Close them all."""
+        while self._open:
+            os.close(self._open.popitem()[1])
 
 
 class Candidate(NamedTuple):
@@ -83,24 +144,34 @@ class Candidate(NamedTuple):
 
 @contextlib.contextmanager
 def spaces(root: str | os.PathLike[str]) -> Iterator[list[Space]]:
-    """Open every namespace of ``root``, in order of name. Raises OSError for ``root`` alone."""
-    with contextlib.ExitStack() as stack:
-        found = []
-        for name in sorted(os.listdir(root)):
-            if _NAMESPACE.fullmatch(name):
-                with contextlib.suppress(OSError):  # deleted meanwhile, or not a directory
-                    fd = os.open(f"{os.fspath(root)}/{name}", _DIRECTORY)
-                    stack.callback(os.close, fd)
-                    found.append(Space(name, fd))
-        yield found
+    """List every namespace of ``root``, in order of name, to be used within the context.
+
+    They are opened when they are used, some at a time. Raises OSError for ``root`` alone.
+    """
+    with os.scandir(root) as entries:
+        names = [
+            one.name
+            for one in entries
+            if _NAMESPACE.fullmatch(one.name) and one.is_dir(follow_symlinks=False)
+        ]
+    pool = _Pool(root)
+    try:
+        yield [Space(name, -1, pool) for name in sorted(names)]
+    finally:
+        pool.close()
 
 
 @contextlib.contextmanager
 def listed(parent: int, path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-    """List a directory below ``parent``; an absent or unreadable one is empty."""
+    """List a directory below ``parent``; an absent or unreadable one is empty.
+
+    Raises OSError where this process has no more descriptors or memory: then nothing is known.
+    """
     try:
         fd = os.open(path, _DIRECTORY, dir_fd=parent)
-    except OSError:
+    except OSError as problem:
+        if problem.errno in EXHAUSTED:
+            raise
         yield iter(())
         return
     try:
@@ -131,12 +202,17 @@ def chunks_of(space: Space, fan: str) -> Iterator[tuple[str, int]]:
 
 def chunk_nbytes(space: Space, path: str) -> int:
     """Return the bytes of the files in a chunk's directory (or any other, not recursively)."""
-    total = 0
     with listed(space.fd, path) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                status = entry.stat(follow_symlinks=False)
-                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+        return files_nbytes(entries)
+
+
+def files_nbytes(entries: Iterable[os.DirEntry[str]]) -> int:
+    """Return the bytes of the regular files among ``entries``; what vanishes has none."""
+    total = 0
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            status = entry.stat(follow_symlinks=False)
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
 
 
@@ -154,62 +230,52 @@ def mark(directory: int, chunk: str, name: str) -> bool:
     return True
 
 
-def measure(root: str | os.PathLike[str], *, counted: int = _COUNTED) -> Usage:
-    """Return what ``root`` occupies, in about a tenth of a second however large it is.
+class Seen(NamedTuple):
+    """What a pass over all stamps found."""
 
-    Counts ``counted`` names per namespace (or somewhat more) and extrapolates from there;
-    multiplies by the mean size of 256 random chunks. Raises OSError for ``root`` alone.
-    """
-    nbytes, chunks, whole = 0, 0, True
-    with spaces(root) as found:
-        for space in found:
-            one = _measure(space, counted)
-            nbytes += one.nbytes + chunk_nbytes(space, QUARANTINE)
-            chunks += one.chunks
-            whole = whole and one.exact
-    return Usage(nbytes, chunks, whole)
-
-
-def _measure(space: Space, counted: int) -> Usage:
-    fans = fans_of(space)
-    random.shuffle(fans)
-    names: list[str] = []
-    seen = 0
-    for fan in fans:
-        with listed(space.fd, fan) as entries:
-            names += [f"{fan}/{entry.name}" for entry in entries if len(entry.name) == 64]
-        seen += 1
-        if len(names) >= counted:
-            break
-    if not names:
-        return Usage(0, 0, exact=True)
-    sized = names if len(names) <= _SIZED else random.sample(names, _SIZED)
-    total = sum(chunk_nbytes(space, path) for path in sized)
-    chunks = round(len(names) * len(fans) / seen)
-    return Usage(round(total / len(sized) * chunks), chunks, exact=len(sized) == chunks)
+    oldest: list[Candidate]
+    """In order of age."""
+    ahead: list[Candidate]
+    """Those with stamps from the future, the first of them in order."""
+    empty: list[str]
+    """Namespaces without a chunk."""
 
 
 def oldest(
-    found: Sequence[Space], room: int, pulse: Callable[[], None] = lambda: None
-) -> list[Candidate]:
-    """Return the chunks of ``found`` that were not used for longest, oldest first.
+    found: Sequence[Space],
+    room: int,
+    pulse: Callable[[], None] = lambda: None,
+    *,
+    latest_ns: int | None = None,
+) -> Seen:
+    """Find the chunks of ``found`` that were not used for longest.
 
     Looks at every chunk's stamp (3 us each where names are cached), keeps only what is below the
     ``room``-th one as estimated from a sample, and so returns about ``room`` of them: the exact
-    oldest, in order. Calls ``pulse`` after every 256th of a namespace.
+    oldest, in order. Calls ``pulse`` after every 256th of a namespace. A stamp after ``latest_ns``
+    is from the future.
     """
     limit = _quantile(found, room, pulse)
-    kept = []
+    kept: list[Candidate] = []
+    ahead: list[Candidate] = []
+    empty = []
     for space in found:
+        chunks = 0
         for fan in fans_of(space):
             pulse()
-            kept += [
-                Candidate(stamp, space.name, chunk)
-                for chunk, stamp in chunks_of(space, fan)
-                if limit is None or stamp <= limit
-            ]
+            for chunk, stamp in chunks_of(space, fan):
+                chunks += 1
+                if limit is None or stamp <= limit:
+                    kept.append(Candidate(stamp, space.name, chunk))
+                if latest_ns is not None and stamp > latest_ns:
+                    ahead.append(Candidate(stamp, space.name, chunk))
+            if len(ahead) > 2 * room:
+                ahead = sorted(ahead)[:room]
+        if not chunks and not space.is_hidden:
+            empty.append(space.name)
     kept.sort()
-    return kept
+    ahead.sort()
+    return Seen(kept, ahead, empty)
 
 
 def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None]) -> int | None:
@@ -232,15 +298,3 @@ def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None]) -> i
     below = itertools.accumulate(weight for _, weight in stamps)
     pairs = zip(stamps, below, strict=True)
     return next((stamp for (stamp, _), reached in pairs if reached >= room), None)
-
-
-def unused(space: Space) -> Iterator[tuple[str, int, int]]:
-    """Yield (path, stamp, nbytes) of temporary files and of directories that are being deleted."""
-    with listed(space.fd, ".") as entries:
-        for entry in list(entries):
-            if entry.name.startswith((TEMPORARY, TRASH)):
-                with contextlib.suppress(OSError):
-                    status = entry.stat(follow_symlinks=False)
-                    is_file = stat.S_ISREG(status.st_mode)
-                    nbytes = status.st_size if is_file else chunk_nbytes(space, entry.name)
-                    yield entry.name, status.st_mtime_ns, nbytes

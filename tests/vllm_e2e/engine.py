@@ -30,6 +30,7 @@ from unittest import mock
 
 from vllm_e2e.aborts import generate_and_abort
 from vllm_e2e.ahead import running_ahead
+from vllm_e2e.changes import change_memory
 from vllm_e2e.damage import strike
 from vllm_e2e.pictures import make_llava, picture, stand_in_for_torchvision
 from vllm_e2e.snapshots import snapshots
@@ -208,6 +209,10 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
         wait_for_saves()
         if not llm.reset_prefix_cache(reset_connector=step["reset"] == "all"):
             raise RuntimeError("the prefix cache could not be reset")
+        return []
+    if "change" in step:
+        wait_for_saves()
+        change_memory(llm, **step["change"])
         return []
     if step.get("settle"):
         settle(llm)

@@ -149,10 +149,22 @@ class Throttle:
 
 
 @dataclass(frozen=True)
+class Change:
+    """Instead of a batch: what the engine computes with is replaced in memory, see `changes`."""
+
+    how: str
+    source: str
+
+    def describe(self) -> dict[str, Any]:
+        """The driver's form of it."""
+        return {"change": asdict(self)}
+
+
+@dataclass(frozen=True)
 class Phase:
     """One engine, from start to shutdown."""
 
-    batches: Sequence[Batch | Call | Exchange | Throttle]
+    batches: Sequence[Batch | Call | Change | Exchange | Throttle]
     engine: dict[str, Any] = field(default_factory=dict)
     root: Path | None = None
     """The connector's directory; None: no connector."""
@@ -380,11 +392,15 @@ class EngineTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name) / "kv"
 
-    def phase(self, *batches: Batch | Call | Exchange | Throttle, **settings: Any) -> Phase:
+    def phase(
+        self, *batches: Batch | Call | Change | Exchange | Throttle, **settings: Any
+    ) -> Phase:
         """An engine with the connector on this test's directory."""
         return Phase(batches, **{"root": self.root, **settings})
 
-    def serve(self, *batches: Batch | Call | Exchange | Throttle, **settings: Any) -> Served:
+    def serve(
+        self, *batches: Batch | Call | Change | Exchange | Throttle, **settings: Any
+    ) -> Served:
         """Run one engine with the connector in a process of its own."""
         (served,) = run(self.phase(*batches, **settings))
         self.assertIsNone(served.problem)

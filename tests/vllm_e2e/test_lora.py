@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_e2e.damage import stored
-from vllm_e2e.harness import PROMPT, Batch, EngineTest, Served
+from vllm_e2e.harness import PROMPT, RESET, Batch, Change, EngineTest, Exchange, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
@@ -93,3 +93,19 @@ class LoraTest(EngineTest):
         self.assertEqual([0], changed.cached)
         self.assertNotEqual(expected, changed.tokens)
         self.assertEqual(20, len(stored(self.root)))
+
+    def test_loaded_anew_in_place(self) -> None:
+        """Under its number and name: the first one's chunks and blocks are left."""
+        one, two = self.paths
+        engine = {**ENGINE, "enable_prefix_caching": True}
+        old, new = (self.baseline(self.ask(path), engine=engine) for path in (one, two))
+        longer = Batch([PROMPT + PROMPT[:200]], loras=[one])
+        served = self.serve(
+            *(self.ask(one), Exchange(Path(two), Path(one)), Change("add", one)),
+            *(longer, RESET, self.ask(one), RESET, self.ask(one)),
+            engine=engine,
+        )
+        self.assertEqual(old, served.tokens[:1])
+        self.assertEqual(new * 2, served.tokens[2:])
+        self.assertEqual(0, served.cached[2])  # nothing of what began with the first one's blocks
+        self.assertEqual(640, served.cached[3])

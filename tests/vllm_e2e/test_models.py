@@ -76,6 +76,27 @@ def gemma3() -> Path:
 
 
 @cache
+def gemma3n(*kinds: str) -> Path:
+    """A Gemma 3n of four layers, of which the last two use the caches of the first two."""
+    return make(
+        models() / f"gemma3n-{len(set(kinds))}",
+        "Gemma3nTextConfig",
+        **_sizes()
+        | {"num_hidden_layers": 4, "tie_word_embeddings": True, "initializer_range": 0.03},
+        activation_sparsity_pattern=[0.0] * 4,
+        altup_num_inputs=2,
+        head_dim=32,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        layer_types=list(kinds),
+        num_key_value_heads=2,
+        num_kv_shared_layers=2,
+        sliding_window=128,
+        vocab_size_per_layer_input=512,
+    )
+
+
+@cache
 def gpt_oss() -> Path:
     """A gpt-oss: layers with a window of 128 and without one take turns, with attention sinks."""
     return make(
@@ -248,6 +269,27 @@ class WindowedModelsTest(EngineTest):
         self.assertEqual(expected + self.baseline(other, engine=engine), warm.tokens)
         self.assertEqual([640, 384], warm.cached)
         self.assertEqual(2 * WINDOW_CHUNKS, warm.counts["chunks_loaded"])
+
+
+@needs_windows
+class SharedCachesTest(EngineTest):
+    @pytest.mark.thorough
+    def test_gemma3n(self) -> None:
+        """Layers that use other layers' caches: what the owners have is stored, and is enough."""
+        for which, kinds in {
+            "two kinds": ["sliding_attention", "full_attention"] * 2,
+            "one kind": ["full_attention"] * 4,
+        }.items():
+            with self.subTest(which):
+                engine = {"model": str(gemma3n(*kinds))}
+                expected = self.baseline(BATCH, engine=engine)
+                cold = self.serve(BATCH, engine=engine)
+                warm = self.serve(BATCH, engine=engine)
+                self.assertEqual([expected] * 2, [cold.tokens, warm.tokens])
+                self.assertGreater(len(set(expected[0])), 2)
+                self.assertEqual([640], warm.cached)
+                self.assertIn("KV cache in", cold.log)
+                self.assertNotIn("loads and stores nothing", cold.log)
 
 
 class UncachedModelsTest(EngineTest):

@@ -10,9 +10,12 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from vllm_sim.truth import STATE, Cache, Chain, Oracle, Shape, first_read
 
@@ -35,6 +38,19 @@ class Row:
     """The position after the last token that was sampled for it."""
 
 
+@cache
+def _wrapper() -> Any:
+    """By what vLLM calls its workers; the connector looks for it among its callers."""
+    from vllm.distributed import kv_transfer
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    class Wrapper(WorkerWrapperBase):
+        def make_connector(self, vllm_config: Any, kv_cache_config: Any) -> None:
+            kv_transfer.ensure_kv_transfer_initialized(vllm_config, kv_cache_config)
+
+    return Wrapper
+
+
 class Worker:
     """One rank. `execute` is a step of the engine."""
 
@@ -44,7 +60,10 @@ class Worker:
         from vllm.model_executor.models.utils import extract_layer_index
 
         self._config = vllm_config
-        kv_transfer.ensure_kv_transfer_initialized(vllm_config, kv_cache_config)
+        model = torch.nn.Linear(8, 8)  # what the K/V are said to be of
+        wrapper = _wrapper()()
+        wrapper.worker = SimpleNamespace(model_runner=model, get_model=lambda: model)
+        wrapper.make_connector(vllm_config, kv_cache_config)
         self.connector: Any = kv_transfer.get_kv_transfer_group()
         found = kv_cache_config.kv_cache_groups
         groups = [[extract_layer_index(name) for name in group.layer_names] for group in found]

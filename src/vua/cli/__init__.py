@@ -1,7 +1,7 @@
 """The command `vua`: looks into a cache directory. Needs no engine, no GPU and no server.
 
-All of it may run while others read and write there; `gc`, `rm`, `pin`, `ttl`, `import` and `verify
---repair` alone change anything (`doctor` makes a directory for a while); `key` makes keys,
+All of it may run while others read and write there; `gc`, `rm`, `pin`, `ttl`, `import`, `adopt` and
+`verify --repair` alone change anything (`doctor` makes a directory for a while); `key` makes keys,
 elsewhere. Exit codes: 0 all is well, 1 damage was found (or a directory stays beyond its bounds,
 pins kept something, not all could be taken in, `doctor` found something bad), 2 the question makes
 no sense (or the directory cannot be read). Where the environment has VUA_PATH the directory may be
@@ -15,11 +15,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Final
 
 from vua import __version__, native
 from vua.bounds import Bounds
+from vua.cli.adopting import adopt
 from vua.cli.arguments import VARIABLE, Parser, parsed
 from vua.cli.bench import add_arguments, bench
 from vua.cli.capacity import du, gc, ttl
@@ -31,6 +33,7 @@ from vua.cli.inspection import inspect
 from vua.cli.key import add_key, key
 from vua.cli.keys import key_arguments, security_of
 from vua.cli.listing import ls
+from vua.cli.owner import as_owner
 from vua.cli.removal import pins, rm
 from vua.cli.text import UNUSABLE, Write, as_json, guarded, plain
 from vua.cli.top import top
@@ -149,6 +152,7 @@ def _add_upkeep(
     one.add_argument(
         "--ttl", metavar="SECONDS", type=float, help="delete what was not used so long"
     )
+    _add_care(one)
     one.add_argument("--set", action="store_true", help="keep these in bounds.json, for everybody")
     one.add_argument("--quick", action="store_true", help="do not look for orphans and salts")
     one.add_argument(
@@ -165,10 +169,19 @@ def _add_upkeep(
     one.add_argument("names", metavar="NAME", nargs="*", help="6 or more hex digits of a name")
     one.add_argument("--all", action="store_true", help="everything")
     one.add_argument("--pinned", action="store_true", help="pinned chunks too")
+    _add_care(one)
 
     one = add("pin", "keep chunks and their prefixes; without NAME list what is kept")
     one.add_argument("names", metavar="NAME", nargs="*", help="6 or more hex digits of a chunk's")
     one.add_argument("--remove", action="store_true", help="unpin")
+
+    one = add("adopt", "let VUA delete its own files in a directory that it did not make")
+    one.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_care(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--dry-run", action="store_true", help="only say what would go")
+    one.add_argument("--yes", action="store_true", help="do not ask (only done on a terminal)")
 
 
 def _add_transfer(
@@ -206,7 +219,12 @@ def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
     if options.command == "ttl":
         return ttl(where, options.seconds, off=options.off, write=write)
     if options.command == "rm":
-        return rm(where, options.names, everything=options.all, force=options.pinned, write=write)
+        return rm(
+            *(where, options.names), everything=options.all, force=options.pinned,
+            dry_run=options.dry_run, yes=options.yes, write=write,
+        )  # fmt: skip
+    if options.command == "adopt":
+        return adopt(where, yes=options.yes, write=write)
     if options.command == "pin":
         return pins(where, options.names, remove=options.remove, write=write)
     said = Bounds(
@@ -221,6 +239,8 @@ def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
         keep=options.set,
         quick=options.quick,
         lost_keys=options.lost_keys,
+        dry_run=options.dry_run,
+        yes=options.yes,
         security=options.security,
         write=write,
     )
@@ -243,6 +263,9 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "import": lambda said, write: import_(said.directory, said.file, write=write),
 }
 
+_AS_OWNER: Final = frozenset({"adopt", "du", "gc", "pin", "rm", "ttl", "verify"})
+"""Root does these as the user whose the directory is; `import` when it has opened its archive."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit with 2 as argparse does."""
@@ -256,7 +279,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         if "key_file" in options:
             options.security = security_of(options)
-        code = _RUN.get(options.command, _run_upkeep)(options, as_json if options.json else None)
+        run, write = _RUN.get(options.command, _run_upkeep), as_json if options.json else None
+        with as_owner(options.directory) if options.command in _AS_OWNER else nullcontext():
+            code = run(options, write)
         sys.stdout.flush()
     except BrokenPipeError:  # `vua ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,16 +13,19 @@ from pathlib import Path
 from vua import hints
 from vua.bounds import Bounds, Limits, read_bounds, write_bounds
 from vua.cli.keys import NO_KEYS, key_ids
+from vua.cli.owner import confirm, to_change
 from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, progress, size, table, when
 from vua.directory import check_root
 from vua.errors import ConfigError, StorageError
 from vua.eviction import Freed
 from vua.gc import Report, collect
+from vua.ours import trash_in
 from vua.security import Security
 from vua.storage.local import QUARANTINE
 from vua.storage.problems import explained
-from vua.survey import PIN, Space, chunk_nbytes, chunks_of, fans_of, listed, measure, spaces, unused
+from vua.survey import PIN, Space, chunk_nbytes, chunks_of, fans_of, listed, spaces
+from vua.usage import measure
 
 __all__ = ["du", "gc", "ttl"]
 
@@ -33,45 +37,60 @@ def _limits(root: Path, said: Bounds) -> Limits:
         raise explained(problem, str(root)) from problem
 
 
-def gc(
+def gc(  # noqa: PLR0913 - the options of a command
     directory: str,
     said: Bounds,
     *,
     keep: bool,
     quick: bool,
     lost_keys: bool = False,
+    dry_run: bool = False,
+    yes: bool = False,
     security: Security = NO_KEYS,
     write: Write | None,
 ) -> int:
     """Bring a directory within its bounds and sweep it; exit status 1 if it stays beyond them.
 
     With ``keep`` what is ``said`` goes into ``bounds.json`` first; with ``lost_keys`` what is
-    sealed with none of the keys that ``security`` names is deleted. Exit status 1 also where pins
-    keep some of that. Raises ConfigError, before anything is changed, where these keys are not all
-    to be had.
+    sealed with none of the keys that ``security`` names is deleted; with ``dry_run`` nothing is
+    changed. On a terminal it asks before it shrinks a directory, unless told ``yes``. Exit status 1
+    also where pins keep some of that. Raises ConfigError, before anything is changed, where these
+    keys are not all to be had.
     """
-    root = check_root(directory, create=False)
+    root = to_change(directory)
     known = partial(key_ids, security) if lost_keys else None
     if known is not None:
         known()
     elif security != NO_KEYS:
         msg = "keys are given, and nothing to do with them: did you mean --lost-keys?"
         raise ConfigError(msg)
-    if keep:
-        _keep(root, said)
     limits = _limits(root, said)
     try:
+        if said.max_bytes is not None and not dry_run:
+            _ask(directory, limits, yes=yes)
+        if keep and not dry_run:
+            _keep(root, said)
         with progress() as show:
-            report = collect(root, limits, quick=quick, known=known, show=show, spread=over_fans)
+            report = collect(
+                *(root, limits), quick=quick, rehearse=dry_run, known=known, show=show,
+                spread=over_fans,
+            )  # fmt: skip
     except OSError as problem:
         if isinstance(problem, StorageError):
             raise
         raise explained(problem, directory) from problem
     if write is not None:
-        write({"directory": directory, **_described(report)})
+        write({"directory": directory, "dry_run": dry_run, **_described(report)})
     else:
-        _print(directory, report)
+        _print(directory, report, dry_run=dry_run)
     return SOUND if report.within and not report.problems else DAMAGED
+
+
+def _ask(directory: str, limits: Limits, *, yes: bool) -> None:
+    usage = measure(directory)
+    if usage.nbytes > limits.max_bytes:
+        now, then = size(usage.nbytes), size(limits.max_bytes)
+        confirm(f"Shrink {directory} from {now} to {then} by deleting the rest?", yes=yes)
 
 
 def _described(report: Report) -> dict[str, object]:
@@ -86,6 +105,8 @@ def _described(report: Report) -> dict[str, object]:
         "free_nbytes": report.free_nbytes,
         "limits": asdict(report.limits),
         "deleted": swept,
+        "emptied_namespaces": report.emptied,
+        "pinned_nbytes": report.pinned_nbytes,
         "seconds": round(report.seconds, 3),
         "problems": report.problems,
     }
@@ -96,18 +117,20 @@ def _freed(report: Report) -> list[tuple[str, Freed]]:
     return [(name, getattr(report, name)) for name in names]
 
 
-def _print(directory: str, report: Report) -> None:
+def _print(directory: str, report: Report, *, dry_run: bool) -> None:
     usage, limits = report.usage, report.limits
     rows = [
         (name.replace("_", " "), freed.chunks, size(freed.nbytes)) for name, freed in _freed(report)
     ]
-    table(["deleted", " chunks", " size"], rows)
+    table(["would be deleted" if dry_run else "deleted", " chunks", " size"], rows)
     state = "within" if report.within else "BEYOND"
     print(
         f"{directory}: {usage.chunks} chunks, {size(usage.nbytes)}, {state} its bounds of "
         f"{size(limits.max_bytes)} with {size(limits.min_free_bytes)} of the disk left free "
         f"({size(report.free_nbytes)} are); {report.seconds:.1f} s"
     )
+    if report.emptied:
+        print(f"{report.emptied} empty namespaces deleted")
     for problem in report.problems:
         print(problem)
 
@@ -116,16 +139,17 @@ def _keep(root: Path, said: Bounds) -> None:
     """Put what is said into ``bounds.json``, beside what stands there."""
     news = {name: value for name, value in asdict(said).items() if value is not None}
     try:
-        write_bounds(root, replace(read_bounds(root), **news))
+        write_bounds(root, replace(read_bounds(root, lambda _: None), **news))
     except OSError as problem:
         raise explained(problem, str(root)) from problem
 
 
 def ttl(directory: str, seconds: float | None, *, off: bool, write: Write | None) -> int:
     """Show, set or (``off``) lift the time without use after which chunks are deleted."""
-    root = check_root(directory, create=False)
+    changes = off or seconds is not None
+    root = to_change(directory) if changes else check_root(directory, create=False)
     if off:
-        write_bounds(root, replace(read_bounds(root), ttl_s=None))
+        write_bounds(root, replace(read_bounds(root, lambda _: None), ttl_s=None))
     elif seconds is not None:
         _keep(root, Bounds(ttl_s=seconds))
     now = read_bounds(root).ttl_s
@@ -203,10 +227,22 @@ def _occupied(space: Space, show: Callable[[str], None]) -> dict[str, object]:
         "nbytes": nbytes + quarantine,
         "pinned": pinned,
         "quarantine": quarantine,
-        "leftovers": sum(size_ for _, _, size_ in unused(space)),
+        "leftovers": _leftover_nbytes(space),
         "oldest_ns": min(stamps, default=None),
         "newest_ns": max(stamps, default=None),
     }
+
+
+def _leftover_nbytes(space: Space) -> int:
+    names = [name for name, _ in trash_in(space.fd, roots=False)]
+    return sum(chunk_nbytes(space, name) or _size_of(space, name) for name in names)
+
+
+def _size_of(space: Space, name: str) -> int:
+    with contextlib.suppress(OSError):
+        status = os.stat(name, dir_fd=space.fd, follow_symlinks=False)
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return 0
 
 
 def _part(space: Space, fan: str) -> tuple[int, int, int, list[int]]:

@@ -27,7 +27,7 @@ from vua.cli.text import DAMAGED, SOUND, Write, plain, size
 from vua.directory import check_root
 from vua.errors import ConfigError
 from vua.security import Security, check_owner
-from vua.survey import measure
+from vua.usage import measure
 
 __all__ = ["doctor"]
 

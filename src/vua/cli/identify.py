@@ -86,6 +86,8 @@ def expect(
         notes.append("the rotary embedding varies with the length: vLLM adds its max_model_len")
     if config.get("quantization_config") or text.get("quantization_config"):
         notes.append("the model is quantised: vLLM adds the method")
+    if text is not config:
+        notes.append("the model has parts beside its text: vLLM adds the rest of its config")
     if text.get("sliding_window"):
         notes.append("layers with a sliding window: vLLM adds which layers these are")
     if {*(text.get("layer_types") or ())} - {"full_attention", "sliding_attention"}:

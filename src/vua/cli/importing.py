@@ -11,14 +11,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import numpy as np
 
+from vua.claims import MAX_HEADER_NBYTES
 from vua.cli.archive import Member, Reader, file_sizes, verified
+from vua.cli.owner import as_owner, to_change
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
 from vua.directory import (
     DESCRIPTION,
@@ -27,7 +29,15 @@ from vua.directory import (
     create_stores,
     parse_description,
 )
-from vua.errors import ConfigError, EntryError, InputError, LayoutError, StorageError
+from vua.entry import parse_entry
+from vua.errors import (
+    ConfigError,
+    CorruptEntryError,
+    EntryError,
+    InputError,
+    LayoutError,
+    StorageError,
+)
 from vua.keys import ChunkKey
 from vua.layout import Shard
 from vua.storage.local import SUFFIX
@@ -57,16 +67,18 @@ class _Done:
 def import_(directory: str, file: str, *, write: Write | None) -> int:
     """Take in an archive; exit status 1 if some of it was damaged or found no room.
 
-    ``file`` may be ``-`` for stdin. Raises InputError for what is no archive, ConfigError,
-    StorageError.
+    ``file`` may be ``-`` for stdin. Root takes it in as the directory's owner. Raises InputError
+    for what is no archive, ConfigError, StorageError.
     """
-    root = check_root(directory)
     try:
         with ExitStack() as stack:
             show = stack.enter_context(progress())
             stream: BinaryIO = sys.stdin.buffer
             if file != "-":
                 stream = stack.enter_context(Path(file).open("rb"))
+            stack.enter_context(as_owner(directory))
+            check_root(directory)
+            root = to_change(directory)
             taker = _Taker(root, Reader(stream), stack)
             done = taker.run(show)
     except OSError as problem:
@@ -99,7 +111,8 @@ class _Taker:
         self._done = _Done()
         self._stores: dict[str, list[Store]] = {}
         self._before: dict[tuple[str, str], str] = {}
-        self._there: set[tuple[str, str]] = set()
+        self._ends: dict[tuple[str, str], int | None] = {}
+        """Of chunks that are there: the position behind their last token, None for no chunk."""
 
     def run(self, show: Callable[[str], None]) -> _Done:
         """Take everything in; what is not to be had is a problem, not an error."""
@@ -127,7 +140,12 @@ class _Taker:
             raise ConfigError(msg)
         namespace, _, chunk, name = match.groups()
         if name.startswith(AFTER) and re.fullmatch("[0-9a-f]{64}", name[len(AFTER) :]):
-            self._before[namespace, chunk] = name[len(AFTER) :]
+            if (
+                self._before.setdefault((namespace, chunk), name[len(AFTER) :])
+                != name[len(AFTER) :]
+            ):
+                msg = "another chunk was said to come before this one"
+                raise ConfigError(msg)
             return
         shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
         if shard is None:
@@ -169,7 +187,10 @@ class _Taker:
 
     def _publish(self, store: Store, key: ChunkKey, shard: Shard, data: bytearray) -> None:
         done, before = self._done, key.before.hex()
-        if before and not self._is_there(store, before):
+        if before and (end := self._end(store, before)) != key.start:
+            if end is not None:
+                msg = f"the chunk before it ends at token {end}, this one begins at {key.start}"
+                raise ConfigError(msg)
             done.refused += 1
             return
         if store.storage.exists(key.name, shard, len(data)):
@@ -182,11 +203,29 @@ class _Taker:
                 return
             done.written += 1
             done.nbytes += len(data)
-        self._there.add((store.namespace, key.name))
+        self._ends[store.namespace, key.name] = key.stop
 
-    def _is_there(self, store: Store, chunk: str) -> bool:
-        """Whether a chunk was taken in before, or has been in the directory all the time."""
+    def _end(self, store: Store, chunk: str) -> int | None:
+        """Where a chunk ends that was taken in before, or has been in the directory all the time.
+
+        A chunk that follows itself, over however many others, cannot come of it.
+        """
         known = (store.namespace, chunk)
-        if known not in self._there and store.storage.shards(chunk):
-            self._there.add(known)
-        return known in self._there
+        if self._ends.get(known) is None:
+            self._ends[known] = _stored_end(store, chunk)
+        return self._ends[known]
+
+
+def _stored_end(store: Store, chunk: str) -> int | None:
+    """The end that a stored chunk's header tells; None where none does."""
+    for shard in store.storage.shards(chunk):
+        with (
+            suppress(OSError, CorruptEntryError),
+            closing(store.storage.open(chunk, shard)) as file,
+        ):
+            head = np.empty(MAX_HEADER_NBYTES, dtype=np.uint8)
+            nbytes = min(file.nbytes, head.nbytes)
+            iovecs = np.array([[head.ctypes.data, nbytes]], dtype=np.uint64)
+            got = file.read_into(iovecs.ctypes.data, 1, nbytes, 0)
+            return parse_entry(bytes(head[:got])).stop
+    return None

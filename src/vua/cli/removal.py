@@ -7,79 +7,119 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from vua.bounds import Bounds, Limits
 from vua.cli.names import Target, resolve
+from vua.cli.owner import confirm, to_change
 from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
 from vua.directory import check_root
 from vua.errors import ConfigError, StorageError
-from vua.eviction import NOTHING, Freed, bury, delete_tree
-from vua.lineage import chain_of, link_of, pin, unpin
+from vua.eviction import NOTHING, PINNED_SHARE, Freed
+from vua.lineage import ancestors, chain_of, link_of, pin, unpin
+from vua.ours import delete_namespace, is_all_ours, is_ours
+from vua.removing import Remover
+from vua.storage.local import chunk_path
 from vua.storage.problems import explained
-from vua.survey import TRASH, Space, chunks_of, fans_of, spaces
+from vua.survey import TRASH, Space, chunk_nbytes, chunks_of, fans_of, spaces
+from vua.usage import measure
 
 __all__ = ["pins", "rm"]
 
 
 def rm(
-    directory: str, targets: list[str], *, everything: bool, force: bool, write: Write | None
+    directory: str,
+    targets: list[str],
+    *,
+    everything: bool,
+    force: bool,
+    dry_run: bool = False,
+    yes: bool = False,
+    write: Write | None,
 ) -> int:
-    """Delete chunks with all that follows them, or namespaces; exit status 1 if pins kept some."""
-    root = check_root(directory, create=False)
+    """Delete chunks with all that follows them, or namespaces; exit status 1 if pins kept some.
+
+    With ``dry_run`` it only says what would go. On a terminal it asks before namespaces go, unless
+    told ``yes``.
+    """
+    root = to_change(directory)
     if everything == bool(targets):
         msg = "name what to remove, or say --all"
         raise ConfigError(msg)
-    freed, kept = NOTHING, 0
+    freed, kept, remover = NOTHING, 0, Remover(rehearse=dry_run)
     try:
         with progress() as show, spaces(root) as found:
-            picked = [resolve(found, text) for text in targets] or [Target(one) for one in found]
+            picked = [resolve(found, text) for text in targets]
+            picked += [Target(one) for one in found if everything and is_ours(one)]
+            if not dry_run:
+                _ask(directory, picked, everything=everything, yes=yes)
             for target in picked:
                 show(f"{target.space.name[:SHORT]}/{target.chunk[:SHORT]}")
-                gone, held = _remove(root, target, show, force=force)
+                gone, held = _remove(root, target, show, remover, force=force)
                 freed, kept = freed + gone, kept + held
     except OSError as problem:
         if isinstance(problem, StorageError):
             raise
         raise explained(problem, directory) from problem
     if write is not None:
-        done = {"chunks": freed.chunks, "nbytes": freed.nbytes, "kept": kept}
+        done = {"chunks": freed.chunks, "nbytes": freed.nbytes, "kept": kept, "dry_run": dry_run}
         write({"directory": directory, **done})
     else:
-        print(f"{directory}: {freed.chunks} chunks removed, {size(freed.nbytes)}")
+        done_ = "would be removed" if dry_run else "removed"
+        print(f"{directory}: {freed.chunks} chunks {done_}, {size(freed.nbytes)}")
         if kept:
             print(f"{kept} pinned chunks stay; --pinned removes these too")
     return DAMAGED if kept else SOUND
 
 
+def _ask(directory: str, picked: list[Target], *, everything: bool, yes: bool) -> None:
+    namespaces = [target for target in picked if not target.chunk]
+    if namespaces:
+        usage = measure(directory)
+        part = "everything" if everything else f"{len(namespaces)} namespaces"
+        about = f"{usage.chunks} chunks, {size(usage.nbytes)}, in all"
+        confirm(f"Delete {part} in {directory} ({about})?", yes=yes)
+
+
 def _remove(
-    root: Path, target: Target, show: Callable[[str], None], *, force: bool
+    root: Path, target: Target, show: Callable[[str], None], remover: Remover, *, force: bool
 ) -> tuple[Freed, int]:
     space, freed = target.space, NOTHING
+    if not target.chunk and not is_ours(space):
+        msg = f"{space.name} is no namespace of VUA, it stays untouched"
+        raise ConfigError(msg)
     chain = chain_of(space, show, over_fans)
-    if target.chunk:
-        doomed = chain.descendants(target.chunk)
-    else:
-        doomed = [chain.name(index) for index in range(len(chain.names))]
-        if force or not chain.pinned.any():
-            trash = root / f"{TRASH}{secrets.token_hex(8)}"
-            (root / space.name).rename(trash)
-            fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                return Freed(len(doomed), delete_tree(fd, trash.name)), 0
-            finally:
-                os.close(fd)
+    whole = not target.chunk and (force or not chain.pinned.any())
+    if whole and not remover.rehearse and is_all_ours(space):
+        trash = f"{TRASH}{secrets.token_hex(8)}"
+        (root / space.name).rename(root / trash)
+        return Freed(len(chain.names), _delete(root, trash)), 0
+    every = range(len(chain.names))
+    doomed = (
+        chain.descendants(target.chunk) if target.chunk else [chain.name(index) for index in every]
+    )
     kept = 0
     for name in reversed(doomed):  # leaves first
-        nbytes = bury(space, name, pinned=force)
+        nbytes = remover.bury(space, name, pinned=force)
         if nbytes is not None:
             freed += Freed(1, nbytes)
         elif link_of(space, name).pinned:
             kept += 1
+    if whole and not remover.rehearse:
+        _delete(root, space.name)
     return freed, kept
+
+
+def _delete(root: Path, name: str) -> int:
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return delete_namespace(fd, name)
+    finally:
+        os.close(fd)
 
 
 def pins(directory: str, targets: list[str], *, remove: bool, write: Write | None) -> int:
     """Pin chunks with their prefixes, unpin them, or (no targets) list what is pinned."""
-    root = check_root(directory, create=False)
+    root = to_change(directory) if targets else check_root(directory, create=False)
     if remove and not targets:
         msg = "name the chunks to unpin; `vua pin DIR` lists what is pinned"
         raise ConfigError(msg)
@@ -95,20 +135,34 @@ def pins(directory: str, targets: list[str], *, remove: bool, write: Write | Non
                 report.append({"namespace": space.name, "chunk": chunk, "chunks": len(held)})
             if not targets:
                 report = [one for space in found for one in _pinned(space)]
+            nbytes = 0 if remove else _weigh(found, report, listing=not targets)
+            limits = Limits.of(root, Bounds(), refused=lambda _: None)
     except OSError as problem:
         if isinstance(problem, StorageError):
             raise
         raise explained(problem, directory) from problem
     if write is not None:
         write({"directory": directory, "unpinned" if remove else "pinned": report})
-        return SOUND
-    word = "released" if remove else "held"
+    else:
+        _print_pins(directory, report, "released" if remove else "held")
+        _judge(nbytes, int(limits.max_bytes * PINNED_SHARE))
+    return SOUND
+
+
+def _print_pins(directory: str, report: list[dict[str, object]], word: str) -> None:
     for one in report:
         line = f"{str(one['namespace'])[:SHORT]}  {one['chunk']}  {one['chunks']} chunks {word}"
         print(plain(line))
     if not report:
         print(f"{directory}: nothing is pinned")
-    return SOUND
+
+
+def _judge(nbytes: int, most: int) -> None:
+    if nbytes > most:
+        print(
+            f"these pins hold {size(nbytes)}, and no more than {size(most)} ({PINNED_SHARE:.0%} of "
+            "the limit) stays when room is needed: what was not used for longest goes all the same"
+        )
 
 
 def _pinned(space: Space) -> list[dict[str, object]]:
@@ -122,3 +176,23 @@ def _pinned(space: Space) -> list[dict[str, object]]:
         {"namespace": space.name, "chunk": chunk, "chunks": count}
         for chunk, count in sorted(held.items())
     ]
+
+
+def _weigh(found: list[Space], report: list[dict[str, object]], *, listing: bool) -> int:
+    """The bytes that are pinned: all that there are, or those of the prefixes just pinned."""
+    by_name = {space.name: space for space in found}
+    if listing:
+        return sum(
+            link.nbytes
+            for space in found
+            for fan in fans_of(space)
+            for chunk, _ in chunks_of(space, fan)
+            if (link := link_of(space, chunk)).pinned
+        )
+    held = {
+        (space.name, name)
+        for one in report
+        for space in [by_name[str(one["namespace"])]]
+        for name in ancestors(space, str(one["chunk"]))
+    }
+    return sum(chunk_nbytes(by_name[name], chunk_path(chunk)) for name, chunk in held)

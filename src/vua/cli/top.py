@@ -23,7 +23,8 @@ from vua.directory import check_root, read_namespace
 from vua.errors import ConfigError, StorageError
 from vua.lineage import link_of
 from vua.storage.problems import explained
-from vua.survey import Space, chunk_nbytes, chunks_of, fans_of, measure, spaces
+from vua.survey import Space, chunk_nbytes, chunks_of, fans_of, spaces
+from vua.usage import measure
 
 __all__ = ["top"]
 

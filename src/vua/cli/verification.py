@@ -21,6 +21,7 @@ from typing import Final
 from vua import _linux
 from vua.cli.check import Check, Checker, Outcome, Place
 from vua.cli.keys import NO_KEYS
+from vua.cli.owner import to_change
 from vua.cli.spread import is_large, spread
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size, table
 from vua.cli.walk import Found, described, fans, open_root, walk_beside, walk_fan
@@ -133,6 +134,8 @@ def verify(
     ConfigError where a key of ``security`` cannot be used.
     """
     keys = KnownKeys(security)
+    if repair:
+        to_change(directory)
     found, strays = open_root(directory)
     with progress() as show:
         results = [_verify(namespace, show, keys, repair=repair) for namespace in found]

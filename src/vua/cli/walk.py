@@ -17,10 +17,11 @@ from vua.bounds import SETTINGS
 from vua.directory import DESCRIPTION, Namespace, check_root, namespaces
 from vua.errors import StorageError
 from vua.layout import Shard
-from vua.lease import UPKEEP
+from vua.mark import MARK, UPKEEP
+from vua.ours import is_trash
 from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY
 from vua.storage.problems import explained
-from vua.survey import AFTER, PIN, TRASH
+from vua.survey import AFTER, PIN
 
 __all__ = ["Found", "Kind", "described", "fans", "open_root", "walk_beside", "walk_fan"]
 
@@ -59,8 +60,8 @@ def open_root(directory: str) -> tuple[list[Namespace], list[str]]:
     try:
         found = list(namespaces(root))
         known = {namespace.name for namespace in found}
-        names = {path.name for path in root.iterdir()} - known - {SETTINGS, UPKEEP}
-        return found, sorted(name for name in names if not name.startswith(TRASH))
+        names = {path.name for path in root.iterdir()} - known - {MARK, SETTINGS, UPKEEP}
+        return found, sorted(name for name in names if not is_trash(name))
     except OSError as problem:
         if isinstance(problem, StorageError):
             raise
@@ -87,7 +88,7 @@ def walk_beside(namespace: Path) -> Iterator[Found]:
             yield item
         elif item.name == QUARANTINE and _is_directory(item):
             yield from _all(namespace, QUARANTINE, "quarantined")
-        elif item.name.startswith(TRASH) and _is_directory(item):
+        elif is_trash(item.name) and _is_directory(item):
             yield from _all(namespace, item.name, "temporary")
         elif item.name != DESCRIPTION and not (_FAN.fullmatch(item.name) and _is_directory(item)):
             yield from _file(item, "", "stray")

@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from vua.errors import ConfigError
 from vua.identity import Identity, config_digest
 from vua.layout import KVLayout
+from vua.model_files import code_digest
 from vua.rope import rope_order, varies_with_length
 from vua.serdes import DTYPES
 from vua.weights import Weights, checkpoint_files, identify_weights
@@ -88,6 +89,8 @@ def described_model(model: Any, *, chunk_tokens: int, epoch: str) -> Described: 
     rope = rope_order(text.model_type)
     if not rope:  # another engine may order K otherwise: keep apart
         described["vua_stored_by"] = "transformers"
+    if code := _code(model, folder):
+        described["vua.code"] = code
     others = Identity(
         model=config_digest(described),
         kv_dtype=_dtype_name(model),
@@ -179,6 +182,21 @@ def _weights_folder(model: Any) -> Path:  # noqa: ANN401
             f"its caches have no identity; {_REMEDY}"
         )
     return Path(found).parent
+
+
+def _code(model: Any, folder: Path) -> list[str]:  # noqa: ANN401
+    """Return digests of the Python code that runs and came with the model's files."""
+    classes = {type(model).__module__, type(model.config).__module__}
+    if not any(name.startswith("transformers_modules.") for name in classes):
+        return []
+    named = getattr(model.config, "auto_map", None) or {}
+    elsewhere = sorted({str(each) for each in named.values() if "--" in str(each)})
+    if elsewhere:
+        raise ConfigError(
+            f"the model runs code of another repository ({elsewhere[0]}), of which its files do "
+            "not tell the revision; copy the code beside the weights"
+        )
+    return [code_digest(folder)]
 
 
 def _weight_files(folder: Path) -> list[Path]:

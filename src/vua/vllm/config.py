@@ -14,6 +14,7 @@ from vua.security import Security
 __all__ = ["ConnectorConfig"]
 
 _MAY_BE_ZERO = frozenset({"load_in_step_mib", "witness_every"})
+_MOST = 1e18
 _LOAD_POLICIES = ("faster", "always")
 _GDS_MODES = ("disabled", "auto", "required")
 _ALIASES = {"path": "shared_storage_path", "split_factor": "chunk_tokens"}
@@ -80,6 +81,9 @@ class ConnectorConfig:
     """Bytes of the file system that are left free, in the same forms."""
     ttl_s: float | None = None
     """Seconds without use after which a chunk is deleted; by default none."""
+    allow_pins: bool = False
+    """Let clients pin what is stored for their requests (`pin` in ``kv_transfer_params``). All pins
+    together hold half of ``max_bytes`` at most."""
     trusted_uids: list[int] | str | None = None
     """Users whose files are read beside this process's own and root's: a list of user ids, or
     ``"any"``."""
@@ -117,8 +121,9 @@ class ConnectorConfig:
                 raise ConfigError(msg)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 least = 0 if field.name in _MAY_BE_ZERO else 1e-9
-                if value < least:
+                if not least <= value <= _MOST:
                     text = "at least 0" if least == 0 else "positive"
+                    text += "" if value < least else f", at most {_MOST:g} and a number"
                     msg = f"kv_connector_extra_config: {field.name} must be {text}, found {value!r}"
                     raise ConfigError(msg)
 

@@ -29,6 +29,8 @@ from vua.place import prepare
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import Announcer, FileWatch, enabled
 from vua.vllm.group_side import Rank
+from vua.vllm.groups import own_caches
+from vua.vllm.memory import Memory
 from vua.vllm.messages import Orders
 from vua.vllm.model import Model, UncachedError, describe
 from vua.vllm.notes import WorkerNotes
@@ -166,7 +168,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             # The scheduler's half, which asks for the weights, is made only after the engine has
             # warmed up. What is read until then is remembered, and not read again.
             self._ahead = Identification(partial(find_weights, vllm_config))
-        return WorkerSide(model, self._config, rank, watch)
+        return WorkerSide(model, self._config, rank, watch, Memory.find(vllm_config))
 
     def _guarded(self, hook: Callable[[], T], otherwise: T) -> T:
         """Run a hook's work; an unforeseen error costs hits, not the engine."""
@@ -243,7 +245,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         side = self._scheduler
         if side is None:
             return Orders()
-        orders = Orders(loads=self._guarded(side.take_loads, []), identity=side.identity)
+        orders = Orders(
+            loads=self._guarded(side.take_loads, []), identity=side.identity, epoch=side.epoch
+        )
+        orders.adapters = self._guarded(side.take_wanted_adapters, [])
         self._guarded(lambda: side.add_saves(orders, scheduler_output), None)
         return orders
 
@@ -256,6 +261,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         notes = getattr(connector_output, "kv_connector_worker_meta", None)
         if side is not None and isinstance(notes, WorkerNotes):  # before the ends of these loads
             self._guarded(lambda: side.choices.measured(notes.times.seconds), None)
+            self._guarded(lambda: side.learn(notes), None)
             self._guarded(lambda: side.judge(notes.verdicts), None)
         if side is not None and (received or failed or blocks):  # not always in one step
             self._guarded(lambda: side.received(received, failed, blocks), None)
@@ -308,10 +314,11 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if self._worker is None:
             return
         try:
-            layer_of = {name: extract_layer_index(name) for name in kv_caches}
             groups = self._kv_cache_config.kv_cache_groups
             tables = {name: n for n, group in enumerate(groups) for name in group.layer_names}
-            self._worker.register(kv_caches, layer_of, tables)
+            own = own_caches(kv_caches, tables)
+            layer_of = {name: extract_layer_index(name) for name in own}
+            self._worker.register(own, layer_of, tables)
         except ConfigError:
             raise  # GPUDirect Storage is required and does not work
         except (VUAError, AssertionError) as problem:

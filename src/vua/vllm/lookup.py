@@ -17,9 +17,12 @@ from vua.errors import VUAError
 from vua.hints import lift
 from vua.keys import KeyChain, token_ids
 from vua.store import Store
+from vua.vllm.adapters import Adapter
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import Announcer
-from vua.vllm.model import Model, fingerprint
+from vua.vllm.media import Media
+from vua.vllm.model import Model
+from vua.vllm.obstacles import UncachedError
 from vua.vllm.prefix import Found, find
 from vua.vllm.request import RequestOptions, SaveHints
 from vua.vllm.storage_guard import StorageGuard
@@ -38,8 +41,11 @@ class Lookup:
         request: Any,  # noqa: ANN401
         options: RequestOptions,
         guard: StorageGuard,
+        adapter: Adapter | None = None,
     ) -> None:
         """Ask now; :class:`Lookups` answers."""
+        self.adapter = adapter
+        """The request's LoRA adapter as the workers hold it."""
         self.request = request
         self.most_tokens: int = request.num_tokens
         """Tokens of which at least one is left to compute."""
@@ -48,6 +54,8 @@ class Lookup:
         self.hints = options.hints if options.store and options.hints != SaveHints() else None
         """For what is stored already; a worker sees to what is not."""
         self.token_ids: Sequence[int] | None = request.prompt_token_ids
+        self.media: list[bytes] | UncachedError = []
+        """What stands for each image, sound or video of the request."""
         self.asked_s = time.monotonic()
         self.answer: Future[Found | None] = Future()
         """None where the prompt has no name, and where nobody asked the storage."""
@@ -98,10 +106,12 @@ class Lookups:
         model: Model,
         stores: Sequence[Store],
         config: ConnectorConfig,
+        media: Media,
         events: Announcer | None = None,
     ) -> None:
         """Look up in ``stores``, one per group of ``model``; tell ``events`` what is found."""
         self._model, self._stores, self._config = model, stores, config
+        self._media = media
         self._events = events
         self._threads: Workers[Lookup] = Workers(
             2, timeout_s=config.io_timeout_s, name="vua-lookup"
@@ -109,9 +119,15 @@ class Lookups:
         self._guard = StorageGuard("lookups")
         self._warned: set[str] = set()
 
-    def ask(self, request: Any, options: RequestOptions) -> Lookup:  # noqa: ANN401
+    def ask(
+        self,
+        request: Any,  # noqa: ANN401
+        options: RequestOptions,
+        adapter: Adapter | None = None,
+    ) -> Lookup:
         """Begin a lookup; while the storage hangs, or for one that is not wanted, there is none."""
-        lookup = Lookup(request, options, self._guard)
+        lookup = Lookup(request, options, self._guard, adapter)
+        lookup.media = self._media.look_at(request.mm_features)
         if self._config.save_generated and request.num_output_tokens:  # it was preempted
             lookup.token_ids = list(request.all_token_ids)
         wanted = options.load or options.store
@@ -122,6 +138,12 @@ class Lookups:
         else:
             lookup.answer.set_result(None)
         return lookup
+
+    def may_store(self, lookup: Lookup) -> bool:
+        """Whether the keys still name what the request computes: see `vua.vllm.media`."""
+        features, media = lookup.request.mm_features, lookup.media
+        named = not isinstance(media, UncachedError) and len(media) == len(features)
+        return named and not self._media.doubtful(features)
 
     def close(self) -> None:
         """Stop the threads; waits for none, and announces nothing more."""
@@ -139,7 +161,7 @@ class Lookups:
         """Name the prompt's chunks and find the stored ones; None for a prompt without a name."""
         request = lookup.request
         try:
-            keys = self._keys(request, lookup.token_ids)
+            keys = self._keys(lookup)
             if keys is None:
                 return None
             found = find(
@@ -173,21 +195,32 @@ class Lookups:
         if keeper is not None and hints.ttl_s is not None:
             lift(keeper.space, last, hints.ttl_s)
 
-    def _keys(self, request: Any, ids: Sequence[int] | None) -> KeyChain | None:  # noqa: ANN401
+    def _keys(self, lookup: Lookup) -> KeyChain | None:
+        request, ids = lookup.request, lookup.token_ids
+        adapter, media = lookup.adapter, lookup.media
         if ids is None or request.prompt_embeds is not None:
             self._warn_once("embeds", "requests with prompt embeddings are not cached")
             return None
-        size = self._model.chunk_tokens
+        if isinstance(media, UncachedError):
+            self._warn_once("media", f"not cached: {media}")
+            return None
+        size, adapters = self._model.chunk_tokens, self._model.engine.adapters
         extras: dict[int, list[tuple[str, bytes]]] = {}
-        if request.lora_request is not None:
-            extras.setdefault(0, []).append(("lora", fingerprint(request.lora_request.lora_path)))
+        if adapter is not None:
+            extras.setdefault(0, []).append(("lora", adapter.digest.encode()))
+            if adapters:  # what of an adapter the engine applies
+                extras[0].append(("lora settings", adapters.encode()))
+        elif request.lora_request is not None:
+            self._warn_once("lora", "requests whose LoRA adapter is not known are not cached")
+            return None
         salt = (request.cache_salt or "").encode()
         if salt:
             extras.setdefault(0, []).append(("salt", salt))
-        for feature in request.mm_features:
-            place = feature.mm_position
-            where = f"{place.offset}+{place.length}:{feature.modality}:{feature.identifier}"
-            extras.setdefault(place.offset // size, []).append(("multimodal", where.encode()))
+        for feature, name in zip(
+            request.mm_features, media, strict=False
+        ):  # a session may have got more
+            chunk = feature.mm_position.offset // size
+            extras.setdefault(chunk, []).append(("multimodal", name))
         return KeyChain(token_ids(ids), size, extras, self._stores[0].keyring.naming(salt))
 
     def _warn_once(self, cause: str, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -11,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vua.identity import Identity
 from vua.keys import ChunkKey
+from vua.vllm.adapters import Adapter
 from vua.vllm.request import SaveHints
 
 __all__ = [
@@ -46,6 +48,8 @@ class LoadOrder:
     parts: list[GroupLoad]
     in_step: bool = False
     """To be done before this step's forward pass, which reads it; not reported when it ends."""
+    adapter: Adapter | None = None
+    """The request's LoRA adapter, which the worker must hold."""
 
 
 @dataclass(slots=True)
@@ -57,6 +61,8 @@ class SaveOrder:
     parts: list[tuple[int, Sequence[ChunkKey]]]
     """Per group of layers (its place in `Model.groups`): the chunks."""
     hints: SaveHints = field(default_factory=SaveHints)
+    adapter: Adapter | None = None
+    """The request's LoRA adapter, which the worker must hold."""
 
 
 @dataclass(slots=True)
@@ -98,6 +104,10 @@ class Orders(KVConnectorMetadata):
     identity: Identity | None = None
     """Whose stores they concern: a worker opens what is ordered, and another one after a reset.
     None: as before, or not known yet."""
+    epoch: str | None = None
+    """Which epoch they belong to, another one after a reset; None: nobody says."""
+    adapters: list[Any] = field(default_factory=list)
+    """LoRA adapters (vLLM's ``LoRARequest``) that the scheduler's half wants to know."""
     idle: bool = False
     """Whether the step computes nothing. A worker cannot tell by itself: a step that is one CUDA
     graph has no attention metadata either."""

@@ -8,68 +8,26 @@ cannot be told apart for certain is not cached.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from vua.errors import ConfigError
-from vua.identity import Identity, config_digest, weights_fingerprint
-from vua.layout import KVLayout, Shard
-from vua.rope import rope_order, varies_with_length
-from vua.states import state_layout, state_nbytes
+from vua.identity import Identity, config_digest
+from vua.rope import rope_order
 from vua.vllm.config import ConnectorConfig
-from vua.vllm.dtypes import Stored, stored_as
-from vua.vllm.obstacles import (
-    UncachedError,
-    check_engine,
-    check_groups,
-    check_latent,
-    check_states,
-)
+from vua.vllm.engine_identity import NOTHING_MORE, EngineIdentity, engine_identity
+from vua.vllm.groups import Group, groups_of, how_stored
+from vua.vllm.obstacles import UncachedError, check_engine
 from vua.vllm.ranks import worker_shards
-from vua.vllm.state import signature, state_parts
+from vua.vllm.state import signature
 from vua.vllm.weights import local_directory
 
-__all__ = ["Group", "Model", "UncachedError", "describe", "fingerprint", "worker_shards"]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The layers of one kind: attending to the whole prefix or a window of it, or with a state.
-
-    vLLM may spread one kind over several of its own cache groups, each with a block table.
-    """
-
-    layout: KVLayout
-    layers: tuple[int, ...]
-    """Their numbers in the model, in order."""
-    shards: tuple[tuple[Shard, ...], ...]
-    """The rectangle of each worker: ``shards[pp rank][tp rank]``."""
-    tables: tuple[int, ...]
-    """The vLLM cache groups that these layers are spread over."""
-
-    @property
-    def written(self) -> tuple[Shard, ...]:
-        """The files that this engine writes for one chunk: each distinct rectangle once."""
-        return tuple(dict.fromkeys(shard for row in self.shards for shard in row))
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether these layers keep a state, see `vua.states`."""
-        return state_nbytes(self.layout) is not None
-
-    def first_needed(self, tokens: int) -> int:
-        """The first token whose K/V matter to whoever goes on behind ``tokens`` tokens."""
-        return 0 if self.layout.window is None else max(0, tokens - self.layout.window + 1)
+__all__ = ["Group", "Model", "UncachedError", "describe", "worker_shards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +43,10 @@ class Model:
     """Whether K and V are one latent (MLA)."""
     quantised: bool = False
     """Whether the model computes with quantised weights or activations."""
+    engine: EngineIdentity = NOTHING_MORE
+    """What counts beside the identity for requests with an adapter or an image."""
+    blocks: int = 0
+    """Number of blocks in vLLM's own cache, of each of its groups."""
     identified: bool = True
     """Whether the identity is complete; `describe` leaves the weights out, which takes longer."""
 
@@ -163,18 +125,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     if not tables:
         msg = "the engine has no KV cache"
         raise UncachedError(msg)
-    kinds: dict[str, list[int]] = {}
-    for number, table in enumerate(tables):
-        kinds.setdefault(_kind(table.kv_cache_spec, vllm_config), []).append(number)
-    if len(tables) > 1:  # with one kind of layer, too
-        check_groups("a model with several KV cache groups")
-    latent = any(isinstance(table.kv_cache_spec, MLAAttentionSpec) for table in tables)
-    if latent:
-        check_latent(vllm_config, config)
-    groups = tuple(
-        _group(vllm_config, config, kind, [(n, tables[n]) for n in kinds[kind]], len(tables) == 1)
-        for kind in sorted(kinds)
-    )
+    groups, latent = groups_of(vllm_config, tables, config)
     dtypes = sorted({group.layout.dtype for group in groups if not group.keeps_state})
     if not dtypes:
         msg = "a model without attention has no prefix of which to store single tokens"
@@ -183,135 +134,47 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
         msg = f"KV caches of different dtypes in one model ({', '.join(dtypes)})"
         raise UncachedError(msg)
     specs = (table.kv_cache_spec for table in tables)
-    stored = _stored(next(spec for spec in specs if type(spec) is not MambaSpec), vllm_config)
+    spec = next(spec for spec in specs if type(spec) is not MambaSpec)
+    stored, model = how_stored(spec, vllm_config), vllm_config.model_config
+    try:
+        engine = engine_identity(vllm_config, spec.dtype, partial(_folder, vllm_config))
+        identity = Identity(
+            model=_label(
+                engine.config, groups, tables, vllm_config.parallel_config.tensor_parallel_size
+            ),
+            kv_dtype=stored.dtype,
+            kv_scales=stored.scales,
+            rope=rope_order(model.hf_text_config.model_type),
+            epoch=config.epoch,
+            chunk_tokens=config.chunk_tokens,
+            name=_name(str(model.model)),
+        )
+    except (ConfigError, OSError) as problem:
+        msg = f"the model cannot be identified: {problem}"
+        raise UncachedError(msg) from problem
     return Model(
-        identity=_identity(vllm_config, stored, config, groups, tables),
+        identity=identity,
         groups=groups,
         block_sizes=tuple(table.kv_cache_spec.block_size for table in tables),
         latent=latent,
         quantised=vllm_config.model_config.quantization is not None,
         identified=False,
+        engine=engine,
+        blocks=getattr(kv_cache_config, "num_blocks", 0),
     )
 
 
-def _kind(spec: Any, vllm_config: Any) -> str:  # noqa: ANN401
-    """The canonical name of a kind of layer, see `KVLayout.group`."""
-    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
-        return ""
-    if type(spec) is SlidingWindowSpec:
-        check_groups("a sliding window")
-        return f"w{spec.sliding_window}"
-    if type(spec) is MambaSpec:
-        check_states(spec, vllm_config)
-        return f"s{spec.state_content_size_bytes}"
-    msg = f"a {type(spec).__name__} KV cache is not supported"
-    raise UncachedError(msg)
-
-
-def _group(
-    vllm_config: Any,  # noqa: ANN401
-    config: ConnectorConfig,
-    kind: str,
-    tables: Sequence[tuple[int, Any]],
-    only: bool,  # noqa: FBT001
-) -> Group:
-    """Describe the layers of one kind; ``only``: the model has no other."""
-    parallel = vllm_config.parallel_config
-    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if only:
-        layers = tuple(range(vllm_config.model_config.hf_text_config.num_hidden_layers))
-    elif pp_size == 1:
-        names = [name for _, table in tables for name in table.layer_names]
-        layers = tuple(sorted(extract_layer_index(name) for name in names))
-    else:
-        msg = "several kinds of KV cache (hybrid attention) together with pipeline parallelism"
-        raise UncachedError(msg)
-    specs = [table.kv_cache_spec for _, table in tables]
-    if isinstance(specs[0], MambaSpec):
-        layout = state_layout(
-            layers=len(layers),
-            parts=state_parts(specs[0], tp_size),
-            nbytes=specs[0].state_content_size_bytes,
-            chunk_tokens=config.chunk_tokens,
-        )
-    else:
-        layout = _layout(vllm_config, config, kind, specs, len(layers))
-    shards = worker_shards(layout, pp_size=pp_size, tp_size=tp_size)
-    return Group(layout, layers, shards, tuple(number for number, _ in tables))
-
-
-def _layout(
-    vllm_config: Any,  # noqa: ANN401
-    config: ConnectorConfig,
-    kind: str,
-    specs: Sequence[Any],
-    layers: int,
-) -> KVLayout:
-    """Describe layers with K and V."""
-    spec, tp_size = specs[0], vllm_config.parallel_config.tensor_parallel_size
-    latent = isinstance(spec, MLAAttentionSpec)
-    heads = 1 if latent else vllm_config.model_config.get_total_num_kv_heads()
-    for found in specs:
-        if (found.num_kv_heads, found.head_size) != (max(1, heads // tp_size), spec.head_size):
-            msg = f"layers of {found.num_kv_heads} KV heads of {found.head_size} beside others"
-            raise UncachedError(msg)
-    return KVLayout(
-        layers=layers,
-        kv_heads=heads,
-        k_dim=spec.head_size,
-        v_dim=0 if latent else spec.head_size_v,
-        dtype=_stored(spec, vllm_config).dtype,
-        chunk_tokens=config.chunk_tokens,
-        group=kind,
-    )
-
-
-def _stored(spec: Any, vllm_config: Any) -> Stored:  # noqa: ANN401
-    from vllm.platforms import current_platform
-
-    cache = vllm_config.cache_config
-    found = stored_as(spec.dtype, cache, on_gpu=not current_platform.is_cpu())
-    if found is None:
-        msg = f"KV cache dtype {spec.dtype} ({cache.cache_dtype}) is not supported yet"
-        raise UncachedError(msg)
-    return found
-
-
-def _identity(
-    vllm_config: Any,  # noqa: ANN401
-    stored: Stored,
-    config: ConnectorConfig,
-    groups: Sequence[Group],
-    tables: Sequence[Any],
-) -> Identity:
-    model_config = vllm_config.model_config
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
-    text_config = dict(model_config.hf_text_config.to_dict())
-    rope = rope_order(model_config.hf_text_config.model_type)
-    if not rope:  # other engines may order K's elements differently
-        text_config["vua.engine"] = "vllm"
-    if varies_with_length(text_config):  # vLLM chooses the frequencies once, by this length
-        text_config["vua.vllm_max_model_len"] = model_config.max_model_len
+def _label(
+    config: Mapping[str, object], groups: Sequence[Group], tables: Sequence[Any], tp_size: int
+) -> str:
+    """Digest what the engine computes, and how it divides its layers."""
+    counted = dict(config)
     if any(group.layout.window for group in groups):  # other engines store these layers whole
-        text_config["vua.groups"] = [[group.layout.group, *group.layers] for group in groups]
+        counted["vua.groups"] = [[group.layout.group, *group.layers] for group in groups]
     specs = [table.kv_cache_spec for table in tables]
     if states := [signature(spec, tp_size) for spec in specs if isinstance(spec, MambaSpec)]:
-        text_config["vua.states"] = states
-    if model_config.quantization is not None:  # may be applied to weights that do not say so
-        text_config["vua.quantization"] = str(model_config.quantization)
-    try:
-        return Identity(
-            model=config_digest(text_config),
-            kv_dtype=stored.dtype,
-            kv_scales=stored.scales,
-            rope=rope,
-            epoch=config.epoch,
-            chunk_tokens=config.chunk_tokens,
-            name=_name(str(model_config.model)),
-        )
-    except ConfigError as problem:
-        msg = f"the model cannot be identified: {problem}"
-        raise UncachedError(msg) from problem
+        counted["vua.states"] = states
+    return config_digest(counted)
 
 
 def _name(model: str) -> str:
@@ -321,10 +184,5 @@ def _name(model: str) -> str:
     return path.parent.parent.name.rpartition("--")[2] if in_hub else path.name
 
 
-def fingerprint(path: str) -> bytes:
-    """Return what stands for a LoRA adapter in a request's keys. Raises UncachedError."""
-    try:
-        return weights_fingerprint(local_directory(path, None, None)).encode()
-    except (ConfigError, OSError) as problem:
-        msg = f"the adapter at {path!r} cannot be identified: {problem}"
-        raise UncachedError(msg) from problem
+def _folder(vllm_config: Any, model: str, revision: str | None) -> Path:  # noqa: ANN401
+    return local_directory(model, revision, vllm_config.load_config.download_dir)

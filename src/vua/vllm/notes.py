@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
+from vua.vllm.adapters import AdapterNote, together
 from vua.vllm.events import FileEvents
 from vua.vllm.messages import LoadTimes, Verdict
 
@@ -22,6 +23,10 @@ class WorkerNotes(KVConnectorWorkerMetadata):
     """What was seen of files; nothing where no events are wanted."""
     verdicts: list[Verdict] = field(default_factory=list)
     """Of comparisons that ended; one per worker and order."""
+    left_epoch: str | None = None
+    """The epoch with whose weights this engine does not run any more; None: none."""
+    adapters: dict[int, AdapterNote] = field(default_factory=dict)
+    """What changed among LoRA adapters, and what was asked about them, by number."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNotes:
         """Return what both say together."""
@@ -31,4 +36,6 @@ class WorkerNotes(KVConnectorWorkerMetadata):
             self.times.aggregate(other.times),
             self.files.aggregate(other.files),
             self.verdicts + other.verdicts,
+            other.left_epoch if self.left_epoch is None else self.left_epoch,
+            together(self.adapters, other.adapters),
         )

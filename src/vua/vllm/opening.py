@@ -63,6 +63,7 @@ class Opening:
         """
         self._model, self._config, self._identification = model, config, identification
         self._opened: Future[Opened | None] = Future()
+        self._closed = False
         if identification is None:
             self._opened.set_result(Opened(model, open_stores(config, model, model.identity)))
             return
@@ -78,7 +79,8 @@ class Opening:
         return self._opened.result() if self._opened.done() else None
 
     def close(self) -> None:
-        """Let the search for the weights stop."""
+        """Let the search for the weights stop; what it finds is not opened any more."""
+        self._closed = True
         if self._identification is not None:
             self._identification.close()
 
@@ -86,6 +88,8 @@ class Opening:
         opened = None
         try:
             weights = answer.result()
+            if self._closed:
+                raise CancelledError  # noqa: TRY301
             model = self._model.with_weights(weights.fingerprint)
             opened = Opened(model, open_stores(self._config, model, model.identity))
             log.info(

@@ -35,7 +35,7 @@ class SaveHints:
     """Seconds without use after which the chunks may be deleted, if the directory's own time to
     live does not end before; None: that alone. See :mod:`vua.hints`."""
     pin: bool = False
-    """Whether they should stay however long they are not used."""
+    """Whether they should stay however long they are not used; where the operator allows that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,9 @@ _DEFAULT: Final = RequestOptions()
 class OptionReader:
     """Reads requests' options and remembers what it has complained about. For one thread."""
 
-    def __init__(self) -> None:
-        """Start without complaints."""
+    def __init__(self, *, allow_pins: bool = False) -> None:
+        """Start without complaints; without ``allow_pins`` requests that pin are not heard."""
+        self._allow_pins = allow_pins
         self._complained: set[str] = set()
 
     def read(self, params: Any) -> RequestOptions:  # noqa: ANN401
@@ -77,6 +78,9 @@ class OptionReader:
             return _DEFAULT
         values = {name: self._value(name, value) for name, value in given.items()}
         good = {name: value for name, value in values.items() if value is not None}
+        if good.get("pin") and not self._allow_pins:
+            self._complain("pin refused", "asks for a pin, which the setting 'allow_pins' forbids")
+            del good["pin"]
         hints = {name: good.pop(name) for name in _HINTS if name in good}
         return RequestOptions(**good, hints=SaveHints(**hints))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vua.vllm.adapters import Adapter
 from vua.vllm.decision import NOTHING_STORED, Choice
 from vua.vllm.lookup import Lookup
 from vua.vllm.request import RequestOptions
@@ -21,6 +22,8 @@ class RequestState:
     options: RequestOptions
     lookup: Lookup
     arrived_s: float
+    adapter: Adapter | None = None
+    """Its LoRA adapter, as the workers held it when it was first asked about."""
     local_tokens: int = 0
     """vLLM's own prefix-cache hit when it last asked."""
     choice: Choice = NOTHING_STORED
@@ -30,7 +33,7 @@ class RequestState:
     failed: bool = False
     """A load for it failed: it is computed, not looked up again."""
     outdated: bool = False
-    """It began before a reset."""
+    """It began before a reset, its adapter was replaced since, or nobody knows its adapter."""
     loading: list[int] = field(default_factory=list)
     """Blocks that a running load fills; empty where a load fails as a whole."""
     block_ids: list[list[int]] = field(default_factory=list)

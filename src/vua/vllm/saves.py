@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from vua.store import Saver
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import FileWatch
 from vua.vllm.group_side import GroupSide
+from vua.vllm.memory import Memory
 from vua.vllm.messages import SaveOrder
 from vua.vllm.stats import Recorder
 from vua.vllm.storage_guard import StorageGuard
@@ -37,6 +38,8 @@ class _Save:
     """Taken when it is copied: after a reset it must not get into the new epoch."""
     key: ChunkKey
     slab: Any
+    proven: Callable[[], bool]
+    """Whether it was computed with the weights of its epoch."""
     pin: bool = False
     """Whether it, and so all of its prefix, is to stay."""
     ttl_s: float | None = None
@@ -47,9 +50,18 @@ class Saves:
     """One rank's saves. Called from the worker's thread only; writes on threads of its own."""
 
     def __init__(
-        self, config: ConnectorConfig, rank: int, stats: Recorder, watch: FileWatch | None
+        self,
+        config: ConnectorConfig,
+        rank: int,
+        stats: Recorder,
+        watch: FileWatch | None,
+        memory: Memory,
     ) -> None:
-        """Start threads as ``config`` says; count for ``rank`` in ``stats``, tell ``watch``."""
+        """Start threads as ``config`` says; count for ``rank`` in ``stats``, tell ``watch``.
+
+        What was copied is stored only if ``memory`` then holds the weights that it held before.
+        """
+        self._memory = memory
         self._stats, self._rank, self._watch = stats, rank, watch
         self._threads: Workers[_Save] = Workers(
             config.save_threads, timeout_s=config.io_timeout_s, name="vua-save"
@@ -89,7 +101,8 @@ class Saves:
             group.gather(slab, key, order.block_ids)
             self._count_pending(1)
             pin = order.hints.pin and at == len(keys) - 1  # holds those before it too
-            save = _Save(group, group.saver(slab), key, slab, pin, order.hints.ttl_s)
+            ttl_s, proven = order.hints.ttl_s, self._memory.proof()
+            save = _Save(group, group.saver(slab), key, slab, proven, pin, ttl_s)
             self._copied.append(save)
             if len(self._copied) >= group.save_limit // 2:  # buffers have to come back, too
                 self.hand_over()
@@ -116,6 +129,9 @@ class Saves:
         outcome, began = "error", time.monotonic()
         try:
             save.group.copied(save.slab)
+            if not save.proven():
+                outcome = "reset"
+                return
             save.saver.ttl_s = save.ttl_s
             written = save.saver.save(save.key)
             outcome = "written" if written else "refused" if save.saver.refused else "present"

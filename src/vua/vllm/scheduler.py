@@ -19,13 +19,18 @@ from vua.identity import Identity
 from vua.keys import token_ids
 from vua.store import Store
 from vua.vllm.accounts import Accounts
+from vua.vllm.adapter_book import AdapterBook
+from vua.vllm.adapters import Adapter
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.decision import NOTHING_STORED, TO_COMPARE, LoadOrCompute
 from vua.vllm.events import Announcer
 from vua.vllm.lookup import Lookup, Lookups, unasked
+from vua.vllm.media import Media
 from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder, Verdict
 from vua.vllm.model import Model
+from vua.vllm.notes import WorkerNotes
 from vua.vllm.opening import Opening, open_stores
+from vua.vllm.origins import MIXED, Origin, Origins
 from vua.vllm.prefix import Found
 from vua.vllm.request import OptionReader, RequestOptions
 from vua.vllm.request_state import RequestState
@@ -46,6 +51,9 @@ together are computed in one step, not the first one alone."""
 
 _LOOK_AGAIN_S: Final = 0.02
 """How often chunks are looked up that another engine is still writing."""
+
+_RESET_AGAIN_S: Final = 10.0
+"""How often a new epoch is tried again whose directory could not be made."""
 
 log = logging.getLogger("vllm.vua.scheduler")
 
@@ -81,14 +89,19 @@ class SchedulerSide:
         self._setup, self.stats = setup, Recorder()
         self.witness = Witness(model, config, self.stats, setup)
         self._may_load, self._may_save = loads, saves
+        engine, blocks = model.engine, model.blocks * len(model.block_sizes)
+        self._media = Media(engine.media, engine.media_refused, blocks)
         self._opening = Opening(model, config, identification)
         self._open = False
         """Whether there is a namespace: the two below are there then."""
         self._stores: Sequence[Store]
         self._lookups: Lookups
         self._use_what_is_known()
-        self._options = OptionReader()
+        self._options = OptionReader(allow_pins=config.allow_pins)
         self._states: dict[str, RequestState] = {}
+        self._adapters = AdapterBook(model.workers, config.lookup_timeout_s)
+        self._origins, self._resets = Origins(model.block_sizes), 0
+        self._retry_s = 0.0
         self._loads: list[LoadOrder] = []
         self._patience_s: float | None = None
         """How long lookups may still be waited for in this step; None before the first."""
@@ -109,7 +122,7 @@ class SchedulerSide:
     def _use(self, model: Model, stores: Sequence[Store]) -> None:
         self._model, self._stores = model, stores
         self.witness = Witness(model, self._config, self.stats, self._setup)
-        self._lookups = Lookups(model, stores, self._config, self._events)
+        self._lookups = Lookups(model, stores, self._config, self._media, self._events)
         self._open = True
 
     def reset(self) -> None:
@@ -128,11 +141,29 @@ class SchedulerSide:
             old.close()
         else:
             self._model = model
+        self._resets += 1
         for state in self._states.values():
             state.outdated = True
         if self._events is not None:
             self._events.forget()
         log.info("VUA: the cache was reset; this engine now uses epoch %s", epoch)
+
+    def learn(self, notes: WorkerNotes) -> None:
+        """Take what the workers say about weights and adapters.
+
+        Weights that have changed begin an epoch. Where that is impossible now (no directory can be
+        made) the workers go on refusing the old one, and say so again.
+        """
+        for number in self._adapters.learn(notes.adapters):
+            for state in self._states.values():
+                state.outdated |= state.adapter is not None and state.adapter.number == number
+        now = time.monotonic()
+        if notes.left_epoch is not None and notes.left_epoch == self.epoch and now > self._retry_s:
+            self._retry_s = now + _RESET_AGAIN_S
+            try:
+                self.reset()
+            except VUAError as problem:
+                log.warning("VUA: nothing is stored or loaded: no epoch can begin: %s", problem)
 
     def shutdown(self) -> None:
         """Stop the lookup threads."""
@@ -150,13 +181,25 @@ class SchedulerSide:
         (None, False) while the lookup is running. Has no side effect on transfers.
         """
         state = self._state(request)
+        if state is None:  # the workers are being asked about its adapter
+            return None, False
         if state.block_ids:  # it ran before and was preempted: more of it may be stored by now
             state.block_ids, state.next_save = [], None
-            state.lookup = self._ask(request, state.options)
+            state.lookup = self._ask(request, state.options, state.adapter)
         state.local_tokens, state.choice = num_computed_tokens, NOTHING_STORED
         loads = self._may_load and state.options.load and not state.failed
         if state.outdated or not (loads or (self._may_save and state.options.store)):
             return 0, False
+        return self._matched(request, state, num_computed_tokens, loads=loads)
+
+    def _matched(
+        self,
+        request: Any,  # noqa: ANN401
+        state: RequestState,
+        num_computed_tokens: int,
+        *,
+        loads: bool,
+    ) -> tuple[int | None, bool]:
         self._be_patient(state.lookup)
         if not state.lookup:
             if time.monotonic() - state.lookup.asked_s < self._config.lookup_timeout_s:
@@ -219,7 +262,7 @@ class SchedulerSide:
         if found.stored >= len(found.keys) or now - state.arrived_s >= wait_s:
             return False
         if now - state.lookup.asked_s >= _LOOK_AGAIN_S:
-            state.lookup = self._ask(state.request, state.options)
+            state.lookup = self._ask(state.request, state.options, state.adapter)
         else:
             self._pause()
         return True
@@ -240,18 +283,33 @@ class SchedulerSide:
             local_tokens=state.local_tokens,
         )
 
-    def _state(self, request: Any) -> RequestState:  # noqa: ANN401
+    def _state(self, request: Any) -> RequestState | None:  # noqa: ANN401
+        """What is known of a request; None: not yet which adapter it has."""
         state = self._states.get(request.request_id)
         if state is None:
-            options = self._options.read(request.kv_transfer_params)
-            lookup = self._ask(request, options)
-            state = RequestState(request, options, lookup, lookup.asked_s)
+            options, adapter = self._options.read(request.kv_transfer_params), None
+            if request.lora_request is not None and (options.load or options.store):
+                adapter, answered = self._adapters.find(request.lora_request)
+                if not answered:
+                    return None
+            lookup = self._ask(request, options, adapter)
+            state = RequestState(request, options, lookup, lookup.asked_s, adapter)
+            state.outdated = request.lora_request is not None and adapter is None
             self._states[request.request_id] = state
         return state
 
-    def _ask(self, request: Any, options: RequestOptions) -> Lookup:  # noqa: ANN401
+    def _origin(self, state: RequestState | None) -> Origin:
+        """What computes a request's blocks now."""
+        if state is None or state.outdated:
+            return MIXED
+        return Origin(self._resets, state.adapter)
+
+    def _ask(self, request: Any, options: RequestOptions, adapter: Adapter | None) -> Lookup:  # noqa: ANN401
         self._use_what_is_known()
-        return self._lookups.ask(request, options) if self._open else unasked(request, options)
+        if self._open:
+            return self._lookups.ask(request, options, adapter)
+        self._media.look_at(request.mm_features)  # to know what identifiers stood for later
+        return unasked(request, options)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Order the load that was promised, into the blocks that were allocated for it."""
@@ -272,7 +330,8 @@ class SchedulerSide:
             block, (table,) = self._model.align, tables
             state.loading = table[start // block : -(-stop // block)]
         in_step = self._in_step(num_external_tokens)
-        self._loads.append(LoadOrder(request.request_id, tables, parts, in_step))
+        self._loads.append(LoadOrder(request.request_id, tables, parts, in_step, state.adapter))
+        self._origins.begins(tables, start, self._origin(state))
         self.accounts.load_ordered(request.request_id, start, stop, state.choice, in_step=in_step)
         self.witness.loaded(request, found)
 
@@ -336,10 +395,19 @@ class SchedulerSide:
         self.accounts.step_ended()
         return self.stats.take()
 
+    def take_wanted_adapters(self) -> list[Any]:
+        """Return the LoRA adapters that the workers are to tell about."""
+        return self._adapters.take_wanted()
+
     @property
     def identity(self) -> Identity | None:
         """Whose stores orders concern; None before the model is identified: there are none."""
         return self._model.identity if self._open else None
+
+    @property
+    def epoch(self) -> str:
+        """The epoch that orders belong to, also before the model is identified."""
+        return self._model.identity.epoch
 
     def add_saves(self, orders: Orders, output: Any) -> None:  # noqa: ANN401
         """Add the chunks that are complete after this step's forward pass, if it has one."""
@@ -348,16 +416,31 @@ class SchedulerSide:
         if not (self._may_save or self.witness.watching):
             return
         for new in output.scheduled_new_reqs:
-            if (state := self._states.get(new.req_id)) is not None:
+            state = self._states.get(new.req_id)
+            self._begins(state, new.block_ids, new.num_computed_tokens)
+            if state is not None:
                 state.block_ids = [list(table) for table in new.block_ids]
                 self._add(orders, state, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
-            state = self._states.get(request_id)
-            if state is None:
-                continue
-            state.extend(cached.new_block_ids[at], resumed=request_id in cached.resumed_req_ids)
-            self._add(orders, state, cached.num_computed_tokens[at], output)
+            state, fresh = self._states.get(request_id), cached.new_block_ids[at] or ()
+            computed, resumed = cached.num_computed_tokens[at], request_id in cached.resumed_req_ids
+            if resumed:
+                self._begins(state, fresh, computed)
+            else:
+                for table in fresh:
+                    self._origins.computes(table, self._origin(state))
+            if state is not None:
+                state.extend(fresh, resumed=resumed)
+                self._add(orders, state, computed, output)
+
+    def _begins(
+        self, state: RequestState | None, tables: Sequence[Sequence[int]], computed: int
+    ) -> None:
+        """Note what a request's blocks are of; nothing of it is stored if it begins with others."""
+        cached_tokens = computed if state is None else min(state.local_tokens, computed)
+        if not self._origins.begins(tables, cached_tokens, self._origin(state)) and state:
+            state.outdated = True
 
     def _add(self, orders: Orders, state: RequestState, computed: int, output: Any) -> None:  # noqa: ANN401
         """Add what is to be compared, and stored, of one request."""
@@ -391,7 +474,8 @@ class SchedulerSide:
     def _save(self, orders: Orders, state: RequestState, computed: int, output: Any) -> None:  # noqa: ANN401
         if not state.options.store or state.outdated or not state.lookup:
             return
-        if (found := state.lookup.answer.result()) is None:
+        found = state.lookup.answer.result()
+        if found is None or not self._lookups.may_store(state.lookup):
             return
         request_id, size = state.request.request_id, self._model.chunk_tokens
         reused, first = self._first_chunk(state, found, computed)
@@ -414,7 +498,8 @@ class SchedulerSide:
             if (keys := to_save(self._model, number, found, step, self._config.window_every_tokens))
         ]
         if parts:
-            orders.saves.append(SaveOrder(list(tables), parts, state.options.hints))
+            hints, adapter = state.options.hints, state.adapter
+            orders.saves.append(SaveOrder(list(tables), parts, hints, adapter))
             self.witness.stored(state.request, found, range(first, stop))
             self.accounts.saves_ordered(request_id, sum(len(keys) for _, keys in parts))
             if self._events is not None:

@@ -115,17 +115,19 @@ METRICS: Final[dict[str, Metric]] = {
         "counter",
         "Loads of one rank that stopped early: a chunk was missing, corrupt or foreign, reading "
         "it failed (error) or took too long (timeout), storage is not asked after repeated "
-        "failures (paused), or this worker cannot load (unable).",
+        "failures (paused), this worker cannot load (unable), or it has other weights or another "
+        "adapter by now (reset).",
         "reason",
-        ("missing", "corrupt", "foreign", "error", "timeout", "paused", "unable"),
+        ("missing", "corrupt", "foreign", "error", "timeout", "paused", "unable", "reset"),
     ),
     "vua_chunks_saved_total": Metric(
         "counter",
         "Chunks given to storage by one rank: written, stored already (present), not stored for "
         "want of room (refused) or of buffers (dropped), for an error (error), for storage that "
-        "hangs (timeout) or is not asked after repeated failures (paused).",
+        "hangs (timeout) or is not asked after repeated failures (paused), or since the weights "
+        "have changed (reset).",
         "outcome",
-        ("written", "present", "refused", "dropped", "error", "timeout", "paused"),
+        ("written", "present", "refused", "dropped", "error", "timeout", "paused", "reset"),
     ),
     "vua_stored_bytes_total": Metric("counter", "Bytes of the chunks written."),
     "vua_stored_tokens_total": Metric("counter", "Tokens written; counted on the first rank."),

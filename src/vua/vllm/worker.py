@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -27,8 +27,9 @@ from vua.vllm.config import ConnectorConfig
 from vua.vllm.device_side import DeviceGroupSide, lies_on_device, open_gds
 from vua.vllm.events import FileEvents, FileWatch
 from vua.vllm.group_side import GroupSide, Rank, Tables
+from vua.vllm.memory import Memory
 from vua.vllm.messages import LoadOrder, LoadTimes, Orders
-from vua.vllm.model import Model
+from vua.vllm.model import Model, UncachedError
 from vua.vllm.notes import WorkerNotes
 from vua.vllm.opening import open_stores
 from vua.vllm.saves import Saves
@@ -48,13 +49,26 @@ class WorkerSide:
     """One rank's transfers. The hooks are called from the worker's thread only."""
 
     def __init__(
-        self, model: Model, config: ConnectorConfig, rank: Rank, watch: FileWatch | None = None
+        self,
+        model: Model,
+        config: ConnectorConfig,
+        rank: Rank,
+        watch: FileWatch | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        """Move the rectangles that ``rank`` holds; tell ``watch`` of files.
+        """Move the rectangles that ``rank`` holds.
 
         The namespace is opened when the scheduler's half says which, at once if it is known.
+
+        Args:
+            model: the engine's KV cache.
+            config: the connector's settings.
+            rank: which worker this is.
+            watch: told of files; None: nobody wants to know.
+            memory: what this worker computes with; None: always the same, without adapters.
         """
         self._model, self._config = model, config
+        self._begun = model.identity.epoch
         self._identity: Identity | None = None
         """Whose stores are open."""
         self.stats = Recorder()
@@ -72,7 +86,11 @@ class WorkerSide:
             config.load_threads, timeout_s=config.io_timeout_s, name="vua-load"
         )
         self._loads_guard = StorageGuard("loads")
-        self._saves = Saves(config, self._rank, self.stats, watch)
+        self._memory = Memory() if memory is None else memory
+        self._left: str | None = None
+        """The epoch whose weights this engine does not run any more; None: that of the orders."""
+        self._wanted: list[Any] = []
+        self._saves = Saves(config, self._rank, self.stats, watch, self._memory)
         self._comparisons = Comparisons(config, quantised=model.quantised)
         self._lock = threading.Condition()
         self._running = self._in_step = 0
@@ -99,6 +117,23 @@ class WorkerSide:
         self._watch(stores)
         self._identity = identity
 
+    def _is_current(self, epoch: str | None) -> bool:
+        """Whether what this step computes, and reads, is of the epoch that its orders name.
+
+        An epoch whose first orders these are is of the weights that are in memory now.
+        """
+        if epoch not in (self._begun, None):
+            self._memory.rebase()
+            self._begun, self._left = epoch, None
+        elif self._left is None and (change := self._memory.weights_changed()) is not None:
+            self._left = self._begun
+            log.warning(
+                "VUA: the weights have changed (%s): nothing that was stored is used from now on, "
+                "what is stored is of an epoch of its own",
+                change,
+            )
+        return self._left is None
+
     def _watch(self, stores: Sequence[Store]) -> None:
         """Have the watch told of chunks that this process evicts."""
         watch, keeper = self.watch, stores[0].keeper  # one keeper for all
@@ -118,6 +153,8 @@ class WorkerSide:
         Raises UncachedError when their form is unknown, and ConfigError when GPUDirect Storage is
         required and does not work.
         """
+        if self._memory.unknown is not None:
+            raise UncachedError(self._memory.unknown)
         if lies_on_device(kv_caches):
             groups = [
                 DeviceGroupSide(at, self._model, self._place, self._config, self.stats)
@@ -148,6 +185,7 @@ class WorkerSide:
             self._gds.close()
         if self._identity is not None:
             self._groups[0].store.close()  # one keeper for all
+        self._memory = Memory()  # the model may go
 
     # -- loads --------------------------------------------------------------------------------
 
@@ -157,8 +195,11 @@ class WorkerSide:
         vLLM waits for each other one: whatever happens, it is reported when it has ended.
         """
         self._spoilt = set()
+        self._wanted = orders.adapters
+        current = self._is_current(orders.epoch)
         if not orders.loads:
             return
+        self._memory.look()
         with self._lock:
             self._running += len(orders.loads)
             self._in_step += sum(order.in_step for order in orders.loads)
@@ -167,7 +208,9 @@ class WorkerSide:
         for order in orders.loads:
             try:
                 self._follow(orders.identity)
-                if self._loads_guard.allows():
+                if not (current and self._memory.holds(order.adapter)):
+                    self._report(order, order.parts[0].start, "reset")
+                elif self._loads_guard.allows():
                     self._loaders.submit(partial(self._load, after=after), order)
                 else:
                     self._report(order, order.parts[0].start, "paused")
@@ -181,6 +224,7 @@ class WorkerSide:
 
     def _load(self, attempt: Attempt[LoadOrder], *, after: Fence) -> None:
         order, identity, began = attempt.what, self._identity, time.monotonic()
+        proven = self._memory.proof()
         short: int | None = order.parts[0].start
         reason: str | None = "error"
         try:
@@ -189,7 +233,8 @@ class WorkerSide:
                 short = reached if reached < part.stop else None
                 if short is not None:
                     break
-            if identity != self._identity:
+            same = identity == self._identity and self._left is None and proven()
+            if not (same and self._memory.holds(order.adapter)):
                 short, reason = order.parts[0].start, "reset"
         except Exception:
             log.exception("load of request %s failed", order.request_id)
@@ -256,12 +301,14 @@ class WorkerSide:
     def take_notes(self) -> WorkerNotes | None:
         """Return what the scheduler's half wants to know of this step; None when nothing."""
         files = self.watch.take() if self.watch is not None else None
-        verdicts = self._comparisons.take()
-        if not (self._took.seconds or verdicts) and files is None:
+        wanted, self._wanted = self._wanted, []
+        adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
+        news = self._took.seconds or verdicts or adapters
+        if not news and files is None and self._left is None:
             return None  # what just ends waits for the next step
         with self._lock:
             took, self._took = self._took, LoadTimes()
-        return WorkerNotes(took, files or FileEvents([]), verdicts)
+        return WorkerNotes(took, files or FileEvents([]), verdicts, self._left, adapters)
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that were not filled, each once."""
@@ -283,17 +330,21 @@ class WorkerSide:
         Likewise those to compare.
         """
         self._saves.give_up()
+        current = self._is_current(orders.epoch)
         for asked in orders.witnesses:
-            if self._registered and self._spoilt.isdisjoint(asked.block_ids[0]):
+            if self._registered and current and self._spoilt.isdisjoint(asked.block_ids[0]):
                 self._follow(orders.identity)
                 self._comparisons.begin(asked, self._groups)
             else:
                 self._comparisons.cannot(asked)
-        if not self._registered or not orders.saves:
+        if not self._registered or not orders.saves or not current:
             return
         self._follow(orders.identity)
+        self._memory.look()
         try:
             for order in orders.saves:
+                if not self._memory.holds(order.adapter):  # it was replaced
+                    continue
                 if self._spoilt and not self._spoilt.isdisjoint(order.block_ids[0]):
                     continue
                 for number, keys in order.parts:

@@ -72,11 +72,13 @@ def _prepare(subject: VuaSubject) -> tuple[list[Path], list[Path]]:
     space = folders[0].parents[1]
     old, young = folders[:4], folders[4:]
     for aged, entry, places in ((True, folders[0], old), (False, folders[4], young)):
+        digit = f"{aged:d}"
         for folder in (subject.root, space, entry):
-            path = folder / f"{TEMPORARY}{aged}"
-            path.write_bytes(b"half a file")
+            part = f"host-{digit * 8}-1-1" if folder == entry else digit * 16
+            path = folder / f"{TEMPORARY}{part}"
+            path.write_bytes(b"{\n")
             places.append(path)
-        trash = space / f"{TRASH}{aged}"
+        trash = space / f"{TRASH}{digit * 16}"
         trash.mkdir()
         places.append(trash)
     for path in reversed(old):  # a file before the directory that it lies in

@@ -94,11 +94,12 @@ def _litter(world: World) -> None:
     world.heal()
     shutil.rmtree(_chunk(world, 2, 1))
     space = world.root / world.identity.namespace
-    for folder in (world.root, space, _chunk(world, 0, 0)):
-        (folder / f"{TEMPORARY}left-behind").write_bytes(b"half")
-    trash = space / f"{TRASH}left-behind"
+    for folder in (world.root, space):
+        (folder / f"{TEMPORARY}{'0' * 16}").write_bytes(b"{\n")
+    (_chunk(world, 0, 0) / f"{TEMPORARY}host-{'0' * 8}-1-1").write_bytes(b"half")
+    trash = space / f"{TRASH}{'0' * 16}"
     trash.mkdir()
-    (trash / "file.safetensors").write_bytes(b"half")
+    (trash / f"{world.layout.full.name}.safetensors").write_bytes(b"half")
     (space / "ab" / ("ab" * 32)).mkdir(parents=True)
     world.age()
 

@@ -1,0 +1,93 @@
+"""Before a command changes a directory: as whom, whether it may, and whether it is meant."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from vua.bounds import SETTINGS
+from vua.directory import check_root
+from vua.errors import ConfigError, StorageError
+from vua.mark import MARK, UPKEEP, claim
+from vua.storage.problems import explained
+
+__all__ = ["as_owner", "confirm", "to_change"]
+
+_ROOT: Final = 0
+
+
+@contextlib.contextmanager
+def as_owner(directory: str) -> Iterator[None]:
+    """Do something with a directory as the user whose it is, when root asks for it.
+
+    So what a command makes there belongs to who uses it; and root follows nobody's links. What an
+    earlier root has left beside the namespaces is given to the owner. For anybody but root, and in
+    root's own directories, nothing changes.
+    """
+    try:
+        status = os.stat(directory)
+    except OSError:
+        yield  # the command says what is wrong
+        return
+    if os.geteuid() != _ROOT or status.st_uid == _ROOT or not stat.S_ISDIR(status.st_mode):
+        yield
+        return
+    _hand_over(directory, status)
+    groups, gid = os.getgroups(), os.getegid()
+    os.setgroups([status.st_gid])
+    os.setegid(status.st_gid)
+    os.seteuid(status.st_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(_ROOT)
+        os.setegid(gid)
+        os.setgroups(groups)
+
+
+def _hand_over(directory: str, owner: os.stat_result) -> None:
+    """Give what is root's in the place of upkeep to the directory's owner; links stay."""
+    for name in (UPKEEP, f"{UPKEEP}/lease", f"{UPKEEP}/clock", SETTINGS, MARK):
+        with contextlib.suppress(OSError):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(f"{directory}/{name}", flags)
+            try:
+                status = os.fstat(fd)
+                alone = stat.S_ISDIR(status.st_mode) or status.st_nlink == 1
+                if status.st_uid == _ROOT and alone:
+                    os.fchown(fd, owner.st_uid, owner.st_gid)
+            finally:
+                os.close(fd)
+
+
+def to_change(directory: str) -> Path:
+    """Return a directory that a command may change: one with the mark, or an empty one.
+
+    Raises ConfigError, StorageError.
+    """
+    root = check_root(directory, create=False)
+    try:
+        claim(root, tool=True)
+    except OSError as problem:
+        if isinstance(problem, StorageError):
+            raise
+        raise explained(problem, directory) from problem
+    return root
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask on a terminal whether to go on; without one, or with ``yes``, that is taken for granted.
+
+    Raises ConfigError for any answer but yes.
+    """
+    if yes or not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        msg = "nothing was changed"
+        raise ConfigError(msg)

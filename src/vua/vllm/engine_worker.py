@@ -1,0 +1,140 @@
+"""The vLLM worker beside this connector: its model, its adapters, and who calls into it.
+
+vLLM gives a connector the configuration and the KV cache, no handle on what computes them. The
+connector is made by its worker, so the worker is found among the callers, as the
+``WorkerWrapperBase`` through which every executor of vLLM 0.24 to 0.33 calls it. Where it is not
+found nothing is cached: what is in memory could not be told then.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from vua.vllm.obstacles import UncachedError
+
+__all__ = ["Calls", "EngineWorker"]
+
+_LEAVES_WEIGHTS: Final = frozenset(
+    # One word each. Steps of the engine.
+    "execute_model sample_tokens execute_dummy_batch take_draft_token_ids "  # noqa: SIM905
+    # Start and end; a model is loaded before its connector is made.
+    "init_device initialize_from_config compile_or_warm_up_model determine_available_memory "
+    "update_max_model_len set_kv_cache_layout wait_for_comm shutdown "
+    # Questions.
+    "check_health get_kv_cache_spec get_supported_kv_cache_layouts get_supported_tasks "
+    "get_kv_connector_handshake_metadata get_compilation_match_table get_encoder_timing_stats "
+    "get_simple_cpu_offload_num_cpu_blocks get_cache_block_size_bytes get_model_inspection "
+    "compute_weight_checksums supports_draft_weight_updates vocab_size list_loras "
+    "device rank local_rank is_driver_worker vllm_config "
+    # Adapters: their content is in the keys, see `adapters`.
+    "add_lora remove_lora pin_lora "
+    # Other caches, profiles, files that are written.
+    "reset_mm_cache reset_encoder_cache release_late_interaction_query_cache synchronize_device "
+    "profile annotate_profile save_sharded_state save_tensorized_model".split()
+)
+"""What may be called or read from outside without a doubt about the weights: reviewed in the
+workers (GPU, CPU) of vLLM 0.24, 0.28, 0.32 and 0.33. Whatever is not here counts as a change."""
+
+_READERS: Final = frozenset({"execute_model_ray", "_get_driver_model_for_cleanup"})
+"""Functions of vLLM that reach for the worker's model runner and leave its weights alone: the steps
+of the Ray executor, and what an engine in the caller's process keeps for its end."""
+
+
+class Calls:
+    """Takes the worker's place in its wrapper, passes everything on, and counts what may write.
+
+    So no list of ways to change weights is needed: ``reload_weights``, ``update_weights``,
+    ``apply_model``, ``wake_up``, a worker extension's method, and a function given to
+    ``collective_rpc`` that reaches for ``model_runner`` all come through here. For the worker's
+    thread.
+    """
+
+    __slots__ = ("_vua_calls", "_vua_last", "_vua_worker")
+
+    def __init__(self, worker: Any) -> None:  # noqa: ANN401
+        """Stand before ``worker``."""
+        object.__setattr__(self, "_vua_worker", worker)
+        object.__setattr__(self, "_vua_calls", 0)
+        object.__setattr__(self, "_vua_last", "")
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The worker's, for who looks at it."""
+        return type(self._vua_worker)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Pass on what is read or called."""
+        if name not in _LEAVES_WEIGHTS and not (name == "model_runner" and _by_a_reader()):
+            self._vua_note(name)
+        return getattr(self._vua_worker, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
+        """Pass on what is set."""
+        self._vua_note(name)
+        setattr(self._vua_worker, name, value)
+
+    def _vua_note(self, name: str) -> None:
+        object.__setattr__(self, "_vua_calls", self._vua_calls + 1)
+        object.__setattr__(self, "_vua_last", name)
+
+
+def _by_a_reader() -> bool:
+    """Whether the attribute is read by one of `_READERS`, through the wrapper or not."""
+    frame = sys._getframe(2)  # noqa: SLF001
+    while frame.f_code.co_name == "__getattr__" and frame.f_back is not None:
+        frame = frame.f_back
+    ours = str(frame.f_globals.get("__name__")).startswith("vllm.")
+    return ours and frame.f_code.co_name in _READERS
+
+
+class EngineWorker:
+    """The worker in whose process this is. For its thread."""
+
+    def __init__(self, wrapper: Any) -> None:  # noqa: ANN401
+        """Stand between ``wrapper`` (a ``WorkerWrapperBase``) and its worker from now on.
+
+        Raises UncachedError where it is built in a way that is not known.
+        """
+        calls = wrapper.__dict__.get("worker")
+        if type(calls) is not Calls:  # another connector of this worker may stand there already
+            calls = Calls(calls)
+            wrapper.worker = calls
+        if wrapper.__dict__.get("worker") is not calls:
+            msg = "this worker's wrapper keeps its worker in a way that is not known"
+            raise UncachedError(msg)
+        self._calls: Calls = calls
+        worker = calls._vua_worker  # noqa: SLF001
+        self.runner: Any = getattr(worker, "model_runner", None)
+        """What loads and runs the model."""
+        try:
+            self.model: Any = worker.get_model()
+        except (AttributeError, NotImplementedError):
+            self.model = None
+        if self.runner is None or not callable(getattr(self.model, "modules", None)):
+            msg = "this worker does not show the model that it runs, so nobody can tell its weights"
+            raise UncachedError(msg)
+
+    @classmethod
+    def find(cls) -> EngineWorker:
+        """Return the worker that is making a connector right now. Raises UncachedError."""
+        frame = sys._getframe(1)  # noqa: SLF001
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, WorkerWrapperBase):
+                return cls(owner)
+            frame = frame.f_back  # type: ignore[assignment]
+        msg = "vLLM did not make this connector within a worker's wrapper: its model is not found"
+        raise UncachedError(msg)
+
+    @property
+    def calls(self) -> int:
+        """How often something was called or read that may have changed the weights."""
+        return self._calls._vua_calls  # noqa: SLF001
+
+    @property
+    def last_call(self) -> str:
+        """The name of the latest of these."""
+        return self._calls._vua_last  # noqa: SLF001
