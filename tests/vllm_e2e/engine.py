@@ -220,6 +220,8 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
     if "exchange" in step or "call" in step:
         change(llm, step)
         return []
+    if "fork" in step:
+        return in_a_copy(llm, step["fork"])
     prompts = described_prompts(step)
     greedy = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True)
     if step["abort"]:
@@ -238,6 +240,26 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
         for done in given
     ]
     return [outputs]
+
+
+def in_a_copy(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Do one step in a forked copy of this process, whatever its threads are at."""
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException), os.fdopen(into, "w") as answer:
+            try:
+                json.dump(act(llm, step), answer)
+            except BaseException:
+                traceback.print_exc()
+                raise
+        os._exit(0)
+    os.close(into)
+    with os.fdopen(out) as stream:
+        text = stream.read()
+    os.waitpid(child, 0)
+    batches: list[list[dict[str, Any]]] = json.loads(text)
+    return batches
 
 
 def change(llm: Any, step: dict[str, Any]) -> None:
