@@ -186,7 +186,7 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
         side = get_kv_transfer_group() if has_kv_transfer_group() else None
         try:
             for step in phase["steps"]:
-                batches += act(llm, step)
+                batches += in_a_copy(llm, step["fork"]) if "fork" in step else act(llm, step)
         except Exception:  # noqa: BLE001 - likewise
             return {"problem": traceback.format_exc()}
         finally:
@@ -220,8 +220,6 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
     if "exchange" in step or "call" in step:
         change(llm, step)
         return []
-    if "fork" in step:
-        return in_a_copy(llm, step["fork"])
     prompts = described_prompts(step)
     greedy = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True)
     if step["abort"]:
