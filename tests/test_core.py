@@ -318,7 +318,7 @@ class TestTensors(CoreTest):
     def test_no_tokens(self) -> None:
         """Nothing to store stores nothing."""
         self.assertEqual(0, self.vua.put(TOKENS[:0], caches_of(layers=1, heads=1, tokens=0, dim=4)))
-        self.assertEqual({}, self.snapshot())
+        self.assertEqual(["vua.json"], list(self.snapshot()))
 
 
 class TestUnusableInput(CoreTest):
@@ -527,8 +527,8 @@ class TestDirectory(CoreTest):
     def test_emptied(self) -> None:
         """When somebody empties the directory meanwhile, another layout may move in."""
         self.vua.put(TOKENS, caches_of(layers=2, heads=2, tokens=12, dim=4))
-        for path in self.root.iterdir():
-            shutil.rmtree(path)
+        shutil.rmtree(self.root)
+        self.root.mkdir()
         self.assertFalse(self.vua.get_closest(TOKENS))
         cache = caches_of(layers=1, heads=1, tokens=12, dim=2)
 

@@ -85,12 +85,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS)
     def put(self, tokens: list[int]) -> None:
-        """Store a prompt: what is missing or of the wrong size is written, the rest stays."""
+        """Store a prompt: what is missing or of the wrong size is written, the rest stays.
+
+        But for the last stored chunk, which is compared with what is given: damage shows then.
+        """
         sizes = {path.parent.name: path.stat().st_size for path in self.files()}
         names = names_of(tokens)
         lacking = [name for name in names if sizes.get(name) != NBYTES]
         written = self.vua.put(torch.tensor(tokens, dtype=torch.long), cache_of(tokens))
-        assert written == len(lacking)
+        assert len(lacking) <= written <= len(lacking) + (not self.sound.issuperset(names))
         self.sound |= set(lacking)
 
     @rule(tokens=PROMPTS, more=st.integers(0, 7))

@@ -110,7 +110,7 @@ class HooksTest(unittest.TestCase):
         group = Group(layout, (0,), ((layout.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=CHUNK), (group,), (CHUNK,), latent=False)
         with tempfile.TemporaryDirectory() as root:
-            config = ConnectorConfig(shared_storage_path=root, chunk_tokens=CHUNK)
+            config = ConnectorConfig(shared_storage_path=root, chunk_tokens=CHUNK, witness_every=0)
             side = SchedulerSide(model, config, loads=True, saves=True)
             try:
                 return self._serve(side, tokens)

@@ -315,3 +315,8 @@ class UncachedModelsTest(EngineTest):
     def test_fp8_cache(self) -> None:
         """A cache of a type that VUA does not know is not stored."""
         self.check({"model": str(llama()), "kv_cache_dtype": "fp8"}, "not supported")
+
+    @pytest.mark.thorough
+    def test_cache_of_another_dtype(self) -> None:
+        """A bfloat16 cache of a float32 model has a form of its own on CPUs."""
+        self.check({"model": str(llama()), "kv_cache_dtype": "bfloat16"}, "is not known")

@@ -22,6 +22,14 @@ def check_engine(vllm_config: Any) -> None:  # noqa: ANN401
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         msg = f"KV caches on {current_platform.device_type} are not supported yet"
         raise UncachedError(msg)
+    computed = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    kept = vllm_config.cache_config.cache_dtype
+    if current_platform.is_cpu() and kept in ("bfloat16", "float16") and kept != computed:
+        msg = (  # what lies in its blocks is no array of either dtype
+            f"vLLM's CPU backend keeps a KV cache of {kept} beside computing in {computed} in a "
+            "form that is not known"
+        )
+        raise UncachedError(msg)
     for phase in ("decode", "prefill"):  # a worker may have a part of each block's tokens alone
         if getattr(vllm_config.parallel_config, f"{phase}_context_parallel_size", 1) > 1:
             msg = f"{phase} context parallelism is not supported"
