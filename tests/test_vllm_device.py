@@ -312,7 +312,7 @@ class FormsTest(worker.DirectoryTest):
 
         cache, fp8 = SimpleNamespace(cache_dtype="fp8"), SimpleNamespace(dtype=torch.uint8)
         config = SimpleNamespace(
-            model_config=SimpleNamespace(runner_type="generate"),
+            model_config=SimpleNamespace(runner_type="generate", dtype=torch.bfloat16),
             parallel_config=SimpleNamespace(),
             speculative_config=None,
             cache_config=cache,

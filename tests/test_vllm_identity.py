@@ -113,7 +113,6 @@ class EngineFieldsTest(unittest.TestCase):
             "implementation": {"model_impl": "transformers"},
             "worker's extension": {"worker_extension_cls": "somebody.Extension"},
             "a platform's switches": {"additional_config": {"switch": 1}},
-            "compute dtype": {"kv_cache_dtype": "bfloat16"},
         }
         seen = {usual}
         for name, given in cases.items():
@@ -122,6 +121,10 @@ class EngineFieldsTest(unittest.TestCase):
                 self.assertNotIn(found, seen)
                 seen.add(found)
                 self.assertEqual(usual, self.namespace())
+        from vua.vllm.obstacles import UncachedError
+
+        with self.subTest("cache of another dtype"), self.assertRaisesRegex(UncachedError, "known"):
+            self.namespace(kv_cache_dtype="bfloat16")  # on a CPU
         with self.subTest("seed of random weights"):
             self.assertNotIn(self.namespace(load_format="dummy", seed=3), seen)
 
