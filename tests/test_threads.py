@@ -147,7 +147,7 @@ class TestInterrupts(unittest.TestCase):
     def test_random_moments(self) -> None:
         """Puts that SIGINT ends at any moment: the process ends and nothing stored is wrong."""
         script = Path(__file__).with_name("interrupts.py")
-        command = [sys.executable, script, "15"]
+        command = [sys.executable, script, "8"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         self.assertEqual(0, ran.returncode, ran.stdout + ran.stderr)
 
