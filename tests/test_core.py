@@ -577,7 +577,8 @@ class TestConfig(DirectoryTest):
     def test_unusable_values(self) -> None:
         """A value that cannot work is refused."""
         for settings in ({"split_factor": 0}, {"split_factor": 1.5}, {"split_factor": True},
-                         {"threads": 0}, {"split_factor": 65537}, {"model": 5}):  # fmt: skip
+                         {"threads": 0}, {"split_factor": 65537}, {"model": 5},
+                         {"ttl_s": float("inf")}, {"ttl_s": float("nan")}):  # fmt: skip
             with self.subTest(settings), self.assertRaises(ConfigError):
                 VUA(VUAConfig(**settings), self.root)
 

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import unittest
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,12 @@ from vua.directory import create_store
 from vua.gc import collect
 from vua.hints import settle
 from vua.identity import Identity
+from vua.keyring import write_key
 from vua.keys import KeyChain, token_ids
 from vua.layout import KVLayout
 from vua.lineage import ancestors, chain_of, pin, unpin
 from vua.recency import server_now_ns, set_stamp
+from vua.security import Security
 from vua.survey import Space, spaces
 from vua.usage import measure
 
@@ -219,6 +223,28 @@ class TestPins(GcTest):
             self.assertEqual([12, 0], [*vua.unpin(longer), *vua.unpin(longer)])
         collect(self.root, self.limits(max_bytes=0))
         self.assertEqual(0, self.stored(self.trunk))
+
+    def test_by_tokens_with_a_key(self) -> None:
+        """So it does where names are secret, and where what is stored is encrypted."""
+        for encrypt in (False, True)[: 2 if find_spec("cryptography") else 1]:
+            with self.subTest(encrypt=encrypt), tempfile.TemporaryDirectory() as folder:
+                key, root = Path(folder, "key"), Path(folder, "kv")
+                write_key(key)
+                security = Security(key_file=str(key), encrypt=encrypt)
+                with VUA(VUAConfig(split_factor=4, security=security), root) as vua:
+                    kv = caches_of(layers=1, heads=1, tokens=12, dim=8)
+                    prompts = torch.arange(12), torch.arange(50, 62)
+                    vua.put(prompts, [kv, kv])
+                    before = [len(found.data) for found in vua.get_closest([*prompts])]
+                    held = vua.pin(prompts[0])
+                    limits = Limits.of(root, Bounds(min_free_bytes=0, max_bytes=0))
+                    collect(root, limits)
+                    kept = [found.num_tokens for found in vua.get_closest([*prompts])]
+                    released = vua.unpin(prompts[0])
+                    collect(root, limits)
+                    gone = vua.get_closest(prompts[0]).num_tokens
+                self.assertEqual(([1, 1], [12], [12, 0]), (before, held, kept))
+                self.assertEqual(([12], 0), (released, gone))
 
     def test_reader_and_writer(self) -> None:
         """A pinned chunk is read, found and not written again like any other."""

@@ -8,14 +8,20 @@ import warnings
 from importlib import util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from helpers import DirectoryTest, caches_of, flip, kv_bits
+from helpers import DirectoryTest, bits, caches_of, flip, kv_bits
 from vua.agreement import compare
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
+from vua.keyring import write_key
+from vua.keys import token_ids
+from vua.layout import Shard
+from vua.security import Security
+from vua.tensors import stored_rows, unverified_rows
 from vua.testing.models import make_model
 
 TOKENS = torch.arange(100, 132)
@@ -72,6 +78,42 @@ class TestLabels(DirectoryTest):
             ]
 
             self.assertEqual(1, self.open(model=str(dtype)).put(TOKENS, again))
+
+    def test_glance(self) -> None:
+        """What is read without verification are the rows that are compared; it decides nothing."""
+        for settings in ({}, {"layers": 19}, {"heads": 1, "v_dim": 8}, {"layers": 1, "v_dim": 0}):
+            with self.subTest(settings):
+                vua = self.open(model=str(settings))
+                vua.put(TOKENS, self.caches(**settings))
+                store = vua._writer
+                if store is None:
+                    self.fail("there is no store")
+                last = Shard(store.layout.layers - 1, store.layout.layers, 0, 1)
+                key = vua._keys(token_ids(TOKENS))[1]
+                seen, verified = (read(store, key, last) for read in (unverified_rows, stored_rows))
+                self.assertEqual(len(store.layout.dims), len(seen or []))
+                for one, other in zip(seen or [], verified or [], strict=True):
+                    self.assertEqual(bits(other), bits(one))
+                with mock.patch("vua.label.stored_rows", side_effect=AssertionError):
+                    self.open(model=str(settings)).put(TOKENS, self.caches(**settings))
+
+                for path in self.files():
+                    if key.name in str(path):
+                        path.write_bytes(path.read_bytes()[:-5])
+                cache = self.caches(**settings)
+                self.assertEqual(1, self.open(model=str(settings)).put(TOKENS, cache))
+
+    @unittest.skipUnless(util.find_spec("cryptography"), "cryptography is not installed")
+    def test_encrypted(self) -> None:
+        """So it is where what lies there tells nothing before it is decrypted."""
+        key = self.root.with_name(f"{self.root.name}.key")
+        write_key(key)
+        self.addCleanup(key.unlink)
+        security = Security(key_file=str(key), encrypt=True)
+        self.open(security=security).put(TOKENS, self.caches())
+        self.assertEqual(0, self.open(security=security).put(TOKENS, self.caches()))
+        with self.assertRaisesRegex(ConfigError, "'default'"):
+            self.open(security=security).put(TOKENS, self.caches(1))
 
     def test_no_verdict(self) -> None:
         """A damaged chunk says nothing of the model; it is written anew."""

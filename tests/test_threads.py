@@ -6,14 +6,18 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 import traceback
 import unittest
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from helpers import DirectoryTest, caches_of, kv_bits
@@ -136,6 +140,16 @@ class TestThreads(unittest.TestCase):
                 threading._shutdown()  # type: ignore[attr-defined] # what the interpreter waits for
 
         self.assertEqual("well", in_child(put_and_exit))
+
+
+class TestInterrupts(unittest.TestCase):
+    @pytest.mark.thorough
+    def test_random_moments(self) -> None:
+        """Puts that SIGINT ends at any moment: the process ends and nothing stored is wrong."""
+        script = Path(__file__).with_name("interrupts.py")
+        command = [sys.executable, script, "8"]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        self.assertEqual(0, ran.returncode, ran.stdout + ran.stderr)
 
 
 class TestForks(DirectoryTest):

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from test_threads import in_child
 from vua import ConfigError, InputError
 from vua.core import VUA, VUAConfig
 from vua.identity import Identity, config_digest, weights_fingerprint
@@ -278,6 +279,69 @@ class TestTransformers(unittest.TestCase):
         self.assertTrue(prefixes.ready())
         self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
         self.assertEqual(expected.tolist(), output.tolist())
+
+    def test_forked_child(self) -> None:
+        """A forked child loads and saves, though a thread held the lock that it then needs."""
+        from transformers import DynamicCache
+
+        model, other, cache = load(self.model_path()), PROMPT.flip(1), DynamicCache()
+        self.stored(model)
+        with torch.no_grad():
+            model(input_ids=other, past_key_values=cache)
+        prefixes = self.prefixes(model)
+        self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
+
+        def use() -> None:
+            self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
+            self.assertEqual(9, prefixes.save(other, cache))
+            self.assertTrue(prefixes.ready(60))
+            prefixes.close()
+
+        held, free = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with prefixes._lock:
+                held.set()
+                free.wait(60)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait()
+        try:
+            ended = in_child(use)
+        finally:
+            free.set()
+            holder.join()
+        self.assertEqual("well", ended)
+        self.assertEqual(144, prefixes.load(other).num_tokens)
+
+    def test_forked_before_the_weights_are_known(self) -> None:
+        """A child looks for them itself: the thread that did is not there."""
+        model = load(self.model_path())
+        self.stored(model)
+        go = threading.Event()
+
+        def later(*args: Any, **settings: Any) -> Any:
+            go.wait(60)
+            return identify_weights(*args, **settings)
+
+        with (
+            mock.patch("vua.transformers.cache.identify_weights", later),
+            mock.patch("vua.transformers.cache._START_WAIT_S", 0.01),
+        ):
+            prefixes = self.prefixes(model)
+
+        def use() -> None:
+            self.assertTrue(prefixes.ready(30))
+            self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
+
+        try:
+            ended = in_child(use)
+            self.assertFalse(prefixes.ready(0))
+        finally:
+            go.set()
+        self.assertEqual("well", ended)
+        self.assertTrue(prefixes.ready())
 
     def test_weights_that_cannot_be_told(self) -> None:
         """Known at once: an error; later: one line in the log, misses, and `ready` says why."""

@@ -20,24 +20,21 @@ from vua.buffers import BufferPool
 from vua.config import VUAConfig
 from vua.directory import check_root, create_store, open_store
 from vua.entry import EntryCodec
-from vua.errors import ConfigError, InputError, LayoutError
+from vua.errors import ConfigError, LayoutError
 from vua.forks import watch
 from vua.identity import Identity
 from vua.keyring import Keyring, NoKeyError, check_keys
 from vua.keys import KeyChain
 from vua.label import Label
-from vua.lineage import is_pin, pin, unpin
+from vua.lineage import pin_prefix, unpin_prefix
 from vua.store import Store
 from vua.survey import Space, spaces
-from vua.tensors import Cache, allocate, memory_map, sequences
+from vua.tensors import Cache, KVCache, allocate, memory_map, sequences, sequences_with_caches
 from vua.threads import Call, Threads
 
 __all__ = ["VUA", "ClosestKV", "VUAConfig"]
 
 log = logging.getLogger(__name__)
-
-KVCache = Sequence[Sequence[torch.Tensor]]
-"""``[layer][0: K, 1: V]``, each ``(batch, heads, tokens, head_dim)``."""
 
 
 class ClosestKV(NamedTuple):
@@ -168,20 +165,11 @@ class VUA:
         A chunk is visible to others only when it is whole. An error, or a crash at any moment,
         leaves what was stored before as it was.
         """
-        batch = sequences(tokens)
-        if isinstance(tokens, torch.Tensor) or not batch.listed:
-            caches = [Cache(kvcache, row, len(batch.ids)) for row in range(len(batch.ids))]
-        else:
-            if len(kvcache) != len(batch.ids):
-                msg = f"{len(batch.ids)} sequences need as many KV caches, found {len(kvcache)}"
-                raise InputError(msg)
-            caches = [Cache(one, 0, 1) for one in kvcache]
-        for ids, cache in zip(batch.ids, caches, strict=True):
-            self._check(len(ids) // 4, cache)
-        if not any(batch.ids):
+        ids, caches = sequences_with_caches(tokens, kvcache, self.config.split_factor)
+        if not any(ids):
             return 0
         store = self._store_for(caches)
-        chains = [self._keys(ids) for ids in batch.ids]
+        chains = [self._keys(one) for one in ids]
         pairs = list(zip(chains, caches, strict=True))
         met = self._threads.map(lambda _, pair: self._meet(store, *pair), pairs)
         return sum(
@@ -194,17 +182,6 @@ class VUA:
     def _keys(self, ids: bytes) -> KeyChain:
         """Name a sequence's chunks, as every method does. Raises NoKeyError."""
         return KeyChain(ids, self.config.split_factor, naming=self._keyring.naming())
-
-    def _check(self, length: int, cache: Cache) -> None:
-        if length % self.config.split_factor:
-            msg = (
-                f"{length} tokens are no multiple of split_factor {self.config.split_factor}; "
-                "use VUAConfig.trim_to_split_factor() and cut the KV cache to the same length"
-            )
-            raise InputError(msg)
-        if cache.length != length:
-            msg = f"{length} tokens need K and V of {length} tokens, found {cache.length}"
-            raise InputError(msg)
 
     def _store_for(self, caches: Sequence[Cache]) -> Store:
         layouts = {cache.layout(self.config.split_factor) for cache in caches}
@@ -337,7 +314,7 @@ class VUA:
         Raises:
             InputError: the tokens are unusable. Never for the state of the directory.
         """
-        return self._hold(tokens, _pin)
+        return self._hold(tokens, pin_prefix)
 
     def unpin(self, tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> list[int]:
         """Undo :meth:`pin` of these sequences and of prefixes of them.
@@ -345,7 +322,7 @@ class VUA:
         Returns for each sequence how many tokens that releases; what other pins hold stays held.
         Raises as :meth:`pin` does.
         """
-        return self._hold(tokens, _unpin)
+        return self._hold(tokens, unpin_prefix)
 
     def _hold(
         self,
@@ -364,15 +341,6 @@ class VUA:
             for keys in chains:
                 stored = store.lookup(keys) if store is not None else 0
                 names = [key.name for key in keys.first(stored)]
-                chunks = change(space, names) if space is not None and names else 0
+                chunks = change(space, names) if space is not None else 0
                 held.append(chunks * self.config.split_factor)
         return held
-
-
-def _pin(space: Space, names: Sequence[str]) -> int:
-    return len(pin(space, names[-1]))
-
-
-def _unpin(space: Space, names: Sequence[str]) -> int:
-    own = [name for name in names if is_pin(space, name)]
-    return max((len(unpin(space, name)) for name in own[::-1]), default=0)

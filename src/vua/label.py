@@ -11,13 +11,16 @@ import logging
 from pathlib import Path
 from typing import Final
 
+import torch
+from torch import Tensor
+
 from vua import agreement
 from vua.config import VUAConfig
 from vua.errors import ConfigError
 from vua.keys import ChunkKey
 from vua.layout import Shard
 from vua.store import Store
-from vua.tensors import Cache, stored_rows
+from vua.tensors import Cache, stored_rows, unverified_rows
 
 __all__ = ["Label"]
 
@@ -71,11 +74,20 @@ class Label:
 
 def _difference(store: Store, key: ChunkKey, cache: Cache) -> str:
     """Say what two models' caches differ in; "" for one model's, and where nothing can be read."""
-    layout = store.layout
-    last = Shard(layout.layers - 1, layout.layers, 0, 1)
+    last = Shard(store.layout.layers - 1, store.layout.layers, 0, 1)
+    ours = cache.rows(last, range(key.start, key.stop))
+    seen = unverified_rows(store, key, last)
+    if seen is not None and not _apart(ours, seen, store.layout.dtype, last.layer_start):
+        return ""  # whatever else is wrong with the file, it is not another model's
     theirs = stored_rows(store, key, last)
     if theirs is None:  # damaged, or evicted meanwhile: the put goes on
         return ""
-    ours = cache.rows(last, range(key.start, key.stop))
-    found = agreement.compare(ours, theirs, layout.dtype, [last.layer_start])
+    return _apart(ours, theirs, store.layout.dtype, last.layer_start)
+
+
+def _apart(ours: list[Tensor], theirs: list[Tensor], dtype: str, layer: int) -> str:
+    """Say how far two models' K and V of a layer are apart; "" for one model's."""
+    if all(map(torch.equal, ours, theirs)):
+        return ""
+    found = agreement.compare(ours, theirs, dtype, [layer])
     return str(found) if found.distance > (found.tolerance or _WHOLE_NUMBERS) else ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeVar
@@ -30,11 +30,12 @@ __all__ = [
     "Spread",
     "ancestors",
     "chain_of",
-    "is_pin",
     "link_of",
     "one_by_one",
     "pin",
+    "pin_prefix",
     "unpin",
+    "unpin_prefix",
 ]
 
 R = TypeVar("R")
@@ -183,7 +184,18 @@ def unpin(space: Space, chunk: str) -> list[str]:
     return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, _unmark)]
 
 
-def is_pin(space: Space, chunk: str) -> bool:
+def pin_prefix(space: Space, names: Sequence[str]) -> int:
+    """Pin a prompt's stored chunks, given front to back; return how many are held."""
+    return len(pin(space, names[-1])) if names else 0
+
+
+def unpin_prefix(space: Space, names: Sequence[str]) -> int:
+    """Undo the pins of a prompt and of prefixes of it; return how many chunks that releases."""
+    own = [name for name in names if _is_pin(space, name)]
+    return max((len(unpin(space, name)) for name in own[::-1]), default=0)
+
+
+def _is_pin(space: Space, chunk: str) -> bool:
     """Whether a chunk itself was pinned, not only as a part of a longer prefix."""
     try:
         os.stat(f"{chunk_path(chunk)}/{PIN}{chunk}", dir_fd=space.fd, follow_symlinks=False)

@@ -16,7 +16,20 @@ from vua.layout import KVLayout, MemoryMap, Shard
 from vua.serdes import DTYPES
 from vua.store import Store
 
-__all__ = ["Batch", "Cache", "allocate", "memory_map", "sequences", "stored_rows"]
+__all__ = [
+    "Batch",
+    "Cache",
+    "KVCache",
+    "allocate",
+    "memory_map",
+    "sequences",
+    "sequences_with_caches",
+    "stored_rows",
+    "unverified_rows",
+]
+
+KVCache = Sequence[Sequence[torch.Tensor]]
+"""``[layer][0: K, 1: V]``, each ``(batch, heads, tokens, head_dim)``."""
 
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -125,6 +138,69 @@ class Cache:
             if len(strides) != 1 or array[0].stride()[1:] != (dim, 1):
                 array[:] = [t.contiguous() for t in array]
         return memory_map(arrays, chunk_tokens)
+
+
+def sequences_with_caches(
+    tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int],
+    kvcache: KVCache | Sequence[KVCache],
+    chunk_tokens: int,
+) -> tuple[list[bytes], list[Cache]]:
+    """Take tokens and their KV caches apart: the ids of each sequence as u32 bytes, and its cache.
+
+    A list of sequences has a list of caches, a tensor of tokens one cache of as many rows. Raises
+    InputError, also where a sequence is not whole chunks.
+    """
+    batch = sequences(tokens)
+    if isinstance(tokens, torch.Tensor) or not batch.listed:
+        caches = [Cache(kvcache, row, len(batch.ids)) for row in range(len(batch.ids))]
+    else:
+        if len(kvcache) != len(batch.ids):
+            msg = f"{len(batch.ids)} sequences need as many KV caches, found {len(kvcache)}"
+            raise InputError(msg)
+        caches = [Cache(one, 0, 1) for one in kvcache]
+    for ids, cache in zip(batch.ids, caches, strict=True):
+        length = len(ids) // 4
+        if length % chunk_tokens:
+            msg = (
+                f"{length} tokens are no multiple of split_factor {chunk_tokens}; use "
+                "VUAConfig.trim_to_split_factor() and cut the KV cache to the same length"
+            )
+            raise InputError(msg)
+        if cache.length != length:
+            msg = f"{length} tokens need K and V of {length} tokens, found {cache.length}"
+            raise InputError(msg)
+    return batch.ids, caches
+
+
+def unverified_rows(store: Store, key: ChunkKey, shard: Shard) -> list[torch.Tensor] | None:
+    """Read what a chunk's file of the whole model holds where one layer and head lie.
+
+    Some 10 times faster than :func:`stored_rows`, since no checksum is looked at. So it may be
+    anything: of use only to see that it is what is known already, never to be handed out. None
+    where it cannot be read.
+    """
+    layout, whole = store.layout, store.layout.full
+    arrays = [
+        torch.empty(1, 1, layout.chunk_tokens, dim, dtype=DTYPES[layout.dtype])
+        for dim in layout.dims
+    ]
+    try:
+        reader = store.storage.open(key.name, whole)
+    except OSError:
+        return None
+    try:
+        start = reader.nbytes - whole.payload_nbytes(layout)
+        for array, nbytes in zip(arrays, layout.run_nbytes, strict=True):
+            run = shard.head_start * whole.layers + shard.layer_start
+            iovec = np.array([array.data_ptr(), nbytes], dtype=np.uint64)
+            if reader.read_into(iovec.ctypes.data, 1, nbytes, start + run * nbytes) != nbytes:
+                return None
+            start += whole.heads * whole.layers * nbytes
+    except OSError:
+        return None
+    finally:
+        reader.close()
+    return arrays
 
 
 def stored_rows(store: Store, key: ChunkKey, shard: Shard) -> list[torch.Tensor] | None:

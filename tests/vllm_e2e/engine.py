@@ -186,7 +186,7 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
         side = get_kv_transfer_group() if has_kv_transfer_group() else None
         try:
             for step in phase["steps"]:
-                batches += act(llm, step)
+                batches += in_a_copy(llm, step["fork"]) if "fork" in step else act(llm, step)
         except Exception:  # noqa: BLE001 - likewise
             return {"problem": traceback.format_exc()}
         finally:
@@ -238,6 +238,26 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
         for done in given
     ]
     return [outputs]
+
+
+def in_a_copy(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Do one step in a forked copy of this process, whatever its threads are at."""
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException), os.fdopen(into, "w") as answer:
+            try:
+                json.dump(act(llm, step), answer)
+            except BaseException:
+                traceback.print_exc()
+                raise
+        os._exit(0)
+    os.close(into)
+    with os.fdopen(out) as stream:
+        text = stream.read()
+    os.waitpid(child, 0)
+    batches: list[list[dict[str, Any]]] = json.loads(text)
+    return batches
 
 
 def change(llm: Any, step: dict[str, Any]) -> None:

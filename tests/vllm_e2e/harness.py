@@ -161,10 +161,21 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Copied:
+    """Instead of a batch: it is given to a forked copy of the engine's process."""
+
+    batch: Batch
+
+    def describe(self) -> dict[str, Any]:
+        """The driver's form of it."""
+        return {"fork": self.batch.describe()}
+
+
+@dataclass(frozen=True)
 class Phase:
     """One engine, from start to shutdown."""
 
-    batches: Sequence[Batch | Call | Change | Exchange | Throttle]
+    batches: Sequence[Batch | Call | Change | Copied | Exchange | Throttle]
     engine: dict[str, Any] = field(default_factory=dict)
     root: Path | None = None
     """The connector's directory; None: no connector."""
@@ -393,13 +404,13 @@ class EngineTest(unittest.TestCase):
         self.root = Path(folder.name) / "kv"
 
     def phase(
-        self, *batches: Batch | Call | Change | Exchange | Throttle, **settings: Any
+        self, *batches: Batch | Call | Change | Copied | Exchange | Throttle, **settings: Any
     ) -> Phase:
         """An engine with the connector on this test's directory."""
         return Phase(batches, **{"root": self.root, **settings})
 
     def serve(
-        self, *batches: Batch | Call | Change | Exchange | Throttle, **settings: Any
+        self, *batches: Batch | Call | Change | Copied | Exchange | Throttle, **settings: Any
     ) -> Served:
         """Run one engine with the connector in a process of its own."""
         (served,) = run(self.phase(*batches, **settings))

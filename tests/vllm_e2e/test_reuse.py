@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from vllm_e2e.damage import CHUNK, stored
-from vllm_e2e.harness import PROMPT, RESET, Batch, EngineTest, Phase, loadable, run, tokens
+from vllm_e2e.harness import PROMPT, RESET, Batch, Copied, EngineTest, Phase, loadable, run, tokens
 from vua import native
 from vua.cli import main
 from vua.directory import create_store, namespaces
@@ -54,6 +54,23 @@ class ReuseTest(EngineTest):
                 self.assertEqual(10, cold.counts["chunks_saved"])
                 self.assertEqual({"chunks_loaded": 10, "tokens_loaded": 640}, warm.counts)
         self.assertEqual(20, len(stored(self.root)))
+
+    @pytest.mark.thorough
+    def test_forked_copy(self) -> None:
+        """A forked copy of an engine's process neither loads nor stores, and says so once."""
+        other = tokens(300, seed=9)
+        (expected,) = self.fill(Batch([PROMPT]))
+        (others,) = self.baseline(Batch([other]))
+        before = set(stored(self.root))
+
+        served = self.serve(
+            Batch([PROMPT]), Copied(Batch([PROMPT, other])), Copied(Batch([other])), Batch([PROMPT])
+        )
+
+        self.assertEqual([640, 0, 0, 0, 640], served.cached)
+        self.assertEqual([expected, expected, others, others, expected], served.tokens)
+        self.assertEqual(before, set(stored(self.root)))
+        self.assertEqual(2, served.log.count("a forked copy of an engine's process"))
 
     def test_one_token_is_left_to_compute(self) -> None:
         """Of a prompt that is stored to its last token all but the last block is loaded."""

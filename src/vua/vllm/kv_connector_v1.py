@@ -64,6 +64,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     _events: Announcer | None = None
     """In the scheduler's process, if vLLM publishes KV cache events."""
+    _copied = False
+    """Whether this process is a forked copy of an engine's."""
 
     def __init__(
         self,
@@ -127,7 +129,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if self._scheduler is not None or self._worker is not None:
             self._left = (self._scheduler, self._worker)  # the parent's, not to be taken apart here
             self._scheduler = self._worker = None
-            log.warning("VUA: a forked copy of an engine's process neither loads nor stores")
+            if not VUAStorageConnector_V1._copied:  # its two halves may live in one process
+                VUAStorageConnector_V1._copied = True
+                log.warning("VUA: a forked copy of an engine's process neither loads nor stores")
 
     def _announce(self, transfer: Any) -> None:  # noqa: ANN401
         log.info("VUA: %s", native.status().text)
