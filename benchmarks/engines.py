@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
@@ -198,8 +199,11 @@ def how_it_writes(*, direct: bool) -> None:
 
     connector = worker._KV_CONNECTOR_AGENT
     if type(connector).__name__ == "VUAStorageConnector_V1":
-        for group in connector._worker._groups:
-            group.store.storage.direct_writes = direct
+        side = connector._worker
+        side._config = replace(side._config, direct_writes=direct)
+        for group in side._groups:
+            if hasattr(group, "store"):  # else it opens with these settings
+                group.store.storage.direct_writes = direct
     elif direct:
         raise RuntimeError("only VUA's connector can write past the page cache")
 

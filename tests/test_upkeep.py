@@ -27,6 +27,7 @@ from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.eviction import PINNED_SHARE, Evictor
 from vua.gc import collect
+from vua.identity import Identity
 from vua.lease import lease, upkeep_directory
 from vua.lineage import chain_of
 from vua.mark import is_marked
@@ -121,11 +122,16 @@ class TestManyNamespaces(UpkeepTest):
         """The same with 10,000 namespaces and 128 descriptors."""
         (model,) = (path for path in self.root.iterdir() if len(path.name) == 64)
         file = next(iter(model.rglob("*.safetensors")))
-        names = [f"{number:064x}" for number in range(10_000)]
-        for name in names:
-            chunk = self.root / name / "ab" / ("ab" * 32)
+        described = json.loads((model / "namespace.json").read_bytes())
+        names = []
+        for number in range(10_000):
+            identity = Identity(model=f"model {number}")
+            chunk = self.root / identity.namespace / "ab" / ("ab" * 32)
             chunk.mkdir(parents=True)
             os.link(file, chunk / file.name)
+            said = json.dumps(described | {"identity": identity.describe()})
+            (self.root / identity.namespace / "namespace.json").write_text(said)
+            names.append(identity.namespace)
         with self.descriptors(128):
             self.assertEqual(10_016, measure(self.root).chunks)
             self.assertEqual(0, run("gc", self.root, "--max-bytes", "1G", "--min-free", "0")[0])

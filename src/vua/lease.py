@@ -31,7 +31,8 @@ _LEASE: Final = "lease"
 def upkeep_directory(root: str | os.PathLike[str]) -> int:
     """Open (and make) the directory of the lease; the caller closes it. Raises OSError.
 
-    Whoever may write to ``root`` may write to it: it gets the same mode, and group.
+    Whoever may write to ``root`` may write to it, and nobody else may look: it gets the same group,
+    and that group's rights where these allow writing.
     """
     path, above = Path(root) / UPKEEP, os.stat(root)
     try:
@@ -41,7 +42,8 @@ def upkeep_directory(root: str | os.PathLike[str]) -> int:
     else:
         with contextlib.suppress(OSError):  # another's group
             os.chown(path, -1, above.st_gid)
-        path.chmod(stat.S_IMODE(above.st_mode))
+        shared = above.st_mode & 0o2070 if above.st_mode & stat.S_IWGRP else 0
+        path.chmod(0o700 | shared)
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 

@@ -295,16 +295,18 @@ def wait_for_saves(patience_s: float = 5.0) -> None:
 
 
 def settle(llm: Any) -> None:
-    """Wait until this process has stored everything, and has published its events."""
+    """Wait until this engine has stored everything, and has published its events."""
     from vllm import SamplingParams
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    worker = get_kv_transfer_group()._worker
+    worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
     until = time.monotonic() + 30
-    while worker.pending_saves:
+    while worker is not None and worker.pending_saves:
         if time.monotonic() > until:
             raise TimeoutError("chunks are still not stored")
         time.sleep(0.01)
+    if worker is None:  # the workers are other processes
+        time.sleep(1)
     some_steps = SamplingParams(max_tokens=4, ignore_eos=True)
     llm.generate([{"prompt_token_ids": [1, 2, 3]}], some_steps, use_tqdm=False)
     time.sleep(0.2)  # the publisher's own thread

@@ -19,6 +19,7 @@ from vllm_e2e.serving import (
     scraped,
     servers,
     starting,
+    transfer,
 )
 
 pytestmark = pytest.mark.vllm
@@ -31,7 +32,7 @@ class ServeTest(ServerTest):
     @pytest.mark.thorough
     def test_server(self) -> None:
         """A server loads what another engine stored, and gives the tokens of one without VUA."""
-        with starting(self.root, []) as ready:
+        with starting(self.root, transfer()) as ready:
             (expected,) = self.fill(Batch([PROMPT]))
             (address,) = ready()
             self.assertEqual(expected, complete(address))
