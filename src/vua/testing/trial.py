@@ -10,10 +10,9 @@ A test is a function of a :class:`Trial`, registered under its number by :func:`
 
 ``must`` is for what is unsafe, ``should`` for what is only worse than the bar: a test passes when
 everything holds, is *partly* passed when only some of the ``should`` do not, fails otherwise. All
-chance
-comes from ``trial.random``. Everything is made below ``trial.directory``, a fresh directory that
-the runner deletes. A subject that lacks what is tested raises ``NotApplicableError``; what this
-machine lacks (a tool, root, a GPU) raises ``NotRunError``.
+chance comes from ``trial.random``. Everything is made below ``trial.directory``, a fresh directory
+that the runner deletes. A subject that lacks what is tested raises ``NotApplicableError``; what
+this machine lacks (a tool, root, a GPU) raises ``NotRunError``.
 """
 
 from __future__ import annotations
