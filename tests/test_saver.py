@@ -118,12 +118,13 @@ class TestSaveAll(DirectoryTest):
         nbytes = self.open().codec(LAYOUT.full).file_nbytes
         store = self.open(10 * nbytes)
         saver = store.saver(self.memory.map())
-        self.assertEqual(10, saver.save_all(self.keys))
+        saved = saver.save_all(self.keys)
+        self.assertIn(saved, (9, 10))  # the tenth is refused while the one behind it holds its room
         self.assertTrue(saver.refused)
         self.assertLessEqual(store.counts["chunks_refused"], 2)
         store.close()  # the last one may have been stored without the one before it
         self.assertEqual(0, store.keeper.counts["chunks_evicted"] if store.keeper else None)
-        self.check(store, 10 - (0 if store.keeper is None else store.keeper.counts["orphans"]))
+        self.check(store, saved - (0 if store.keeper is None else store.keeper.counts["orphans"]))
 
     def test_errors(self) -> None:
         """An error of either thread reaches the caller once both have stopped."""

@@ -142,9 +142,17 @@ class TestManyNamespaces(UpkeepTest):
         """Where nothing can be looked at, that is no reason to think that nothing is there."""
         with VUA(config(self.one), self.root) as vua:
             put(vua, 1)
-            open_now = len(list(Path("/proc/self/fd").iterdir()))
-            with self.descriptors(open_now), self.assertRaises(OSError):
-                measure(self.root)
+        taken: list[int] = []
+        with self.descriptors(len(list(Path("/proc/self/fd").iterdir())) + 8):
+            try:
+                with self.assertRaises(OSError):
+                    while True:
+                        taken.append(os.open(os.devnull, os.O_RDONLY))
+                with self.assertRaises(OSError):
+                    measure(self.root)
+            finally:
+                for fd in taken:
+                    os.close(fd)
 
     @unittest.skipUnless(os.geteuid() == 0, "needs root, to be another user")
     def test_hidden(self) -> None:
