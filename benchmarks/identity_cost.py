@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -144,56 +143,46 @@ def remembered(folder: Path) -> dict[str, float]:
 
 
 def make_engine_model(folder: Path, nbytes: int) -> Path:
-    """Make a Llama of two small layers that has nearly all of its bytes in its embedding.
+    """Make a Llama with layers of Llama 3 8B's shape, as many as ``nbytes`` have room for.
 
-    The embedding is written piece by piece: no memory would hold it beside an engine's.
+    One layer is made and written again and again: no memory would hold them all beside an engine's.
+    The head is small: vLLM keeps a second copy of it on CPUs.
     """
-    import torch
     from safetensors.torch import load_file
 
     from vua.testing.models import make_model
 
-    hidden = 4096
-    rows = nbytes // (2 * hidden)
-    small = make_model(folder, hidden_size=hidden, dtype="bfloat16", tie=True, layers=2)
+    small = make_model(
+        folder, hidden_size=4096, intermediate_size=14336, heads=32, kv_heads=8, head_dim=128,
+        dtype="bfloat16", tie=True, layers=1, initializer_range=0.02,
+    )  # fmt: skip
     file = small / "model.safetensors"
     tensors = load_file(file)
     file.unlink()
-    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
-    del tensors[name]
-    header: dict[str, Any] = {}
-    end = 0
-    for key, tensor in tensors.items():
-        place = [end, end := end + tensor.nbytes]
-        header[key] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": place}
-    piece = (0.02 * torch.randn(1024, hidden)).bfloat16().view(torch.uint8).numpy().tobytes()
-    pieces = rows // 1024
-    place = [end, end + pieces * len(piece)]
-    header[name] = {"dtype": "BF16", "shape": [pieces * 1024, hidden], "data_offsets": place}
-    text = json.dumps(header).encode()
-    with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            stream.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        for _ in range(pieces):
-            stream.write(piece)
+    layer = {name: one for name, one in tensors.items() if ".layers.0." in name}
+    rest = {name: one for name, one in tensors.items() if name not in layer}
+    layers = max(1, nbytes // sum(one.nbytes for one in layer.values()))
+    for number in range(layers):
+        named = {name.replace(".0.", f".{number}."): one for name, one in layer.items()}
+        write_tensors(
+            small / f"model-{number:05}.safetensors", named | (rest if not number else {})
+        )
     said = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps(said | {"vocab_size": pieces * 1024}))
+    (small / "config.json").write_text(json.dumps(said | {"num_hidden_layers": layers}))
     drop(small)
     return small
 
 
+def write_tensors(file: Path, tensors: dict[str, Any]) -> None:
+    """Write a safetensors file."""
+    from safetensors.torch import save_file
+
+    save_file({name: one.contiguous() for name, one in tensors.items()}, file)
+
+
 def start_engine(model: str, root: str) -> None:
     """Start an engine and print when it was ready, and when its weights were identified."""
-    began, known_s = time.monotonic(), list[float]()
-
-    class Watch(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "weights identified" in record.getMessage():
-                known_s.append(time.monotonic() - began)
-
-    logging.getLogger("vllm.vua.scheduler").addHandler(Watch())
-    logging.getLogger("vllm.vua.scheduler").setLevel(logging.INFO)
+    began = time.monotonic()
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -207,16 +196,17 @@ def start_engine(model: str, root: str) -> None:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"shared_storage_path": root},
         )
-    LLM(
-        model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=256,
-        kv_cache_memory_bytes=64 << 20, max_num_batched_tokens=256, max_num_seqs=1, **settings,
+    engine = LLM(
+        model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64,
+        kv_cache_memory_bytes=64 << 20, max_num_batched_tokens=64, max_num_seqs=1, **settings,
     )  # fmt: skip
-    ready_s = time.monotonic() - began
-    while root and not known_s and time.monotonic() - began < 600:
-        time.sleep(0.01)
-    answer = {"start_s": ready_s - imported_s}
-    if known_s:
-        answer["identified_after_ready_s"] = max(0.0, known_s[0] - ready_s)
+    answer = {"start_s": time.monotonic() - began - imported_s}
+    if root:
+        began = time.monotonic()
+        while not list(Path(root).glob("*/namespace.json")):  # made once the weights are known
+            time.sleep(0.01)
+        answer["identified_after_ready_s"] = time.monotonic() - began
+    del engine
     print("ANSWER", json.dumps({name: round(value, 2) for name, value in answer.items()}))
     sys.stdout.flush()
     os._exit(0)
@@ -237,10 +227,12 @@ def measure_engines(folder: Path, nbytes: int, rounds: int) -> list[dict[str, An
     found = []
     for number in range(rounds):
         row: dict[str, Any] = {}
+        roots = {"cold": folder / f"kv-{number}-cold", "warm": folder / f"kv-{number}-warm"}
         for name in ("without", "cold", "warm") if number % 2 == 0 else ("cold", "warm", "without"):
             if name == "cold":
                 shutil.rmtree(folder / "cache" / "vua" / "weights", ignore_errors=True)
-            root = "" if name == "without" else str(folder / f"kv-{number}")
+            root = str(roots.get(name, ""))
+            drop(model)
             ran = subprocess.run(
                 [sys.executable, __file__, "--start", str(model), root],
                 env=environment, capture_output=True, text=True, check=False,
