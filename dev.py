@@ -29,13 +29,13 @@ REQUIREMENTS = ROOT / "requirements"
 OLDEST_VLLM = "0.28.0"  # of those that VUA works with; it runs on the same torch
 OLDEST = VENV / f"vllm-{OLDEST_VLLM}"
 OLDEST_TESTS = (
-    "tests/test_vllm_paged.py",
-    "tests/vllm_e2e/test_versions.py",
-    "tests/vllm_e2e/test_damage.py::DamagedTest::test_deleted_file",
-    "tests/vllm_e2e/test_damage.py::DamagedTest::test_flipped_bit",
-    "tests/vllm_e2e/test_parallel.py::TensorParallelTest::test_one_worker_then_two",
-    "tests/vllm_e2e/test_parallel.py::TensorParallelTest::test_two_workers",
-    "tests/vllm_e2e/test_reuse.py::ReuseTest",
+    "tests/unit/vllm/test_vllm_paged.py",
+    "tests/e2e/test_versions.py",
+    "tests/e2e/test_damage.py::DamagedTest::test_deleted_file",
+    "tests/e2e/test_damage.py::DamagedTest::test_flipped_bit",
+    "tests/e2e/test_parallel.py::TensorParallelTest::test_one_worker_then_two",
+    "tests/e2e/test_parallel.py::TensorParallelTest::test_two_workers",
+    "tests/e2e/test_reuse.py::ReuseTest",
 )
 PEER_SUBJECTS = (
     "vllm_subject.py:vllm_fs",
@@ -276,7 +276,7 @@ def scorecard(*arguments: str) -> int:
 def identity_campaign(*arguments: str) -> int:
     """Runs random engines on one directory, judged by their own K and V (--setups 60)."""
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
-    command = [str(PYTHON), "-m", "vllm_e2e.campaign", *arguments]
+    command = [str(PYTHON), "-m", "e2e.campaign", *arguments]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}).returncode
 
 

@@ -30,17 +30,17 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from vua.bounds import Bounds
+from vua.capacity.limits import Bounds
+from vua.capacity.prefix_tree import chain_of
+from vua.capacity.scan import spaces
+from vua.capacity.usage import measure
 from vua.cli import main as vua
-from vua.directory import create_store
-from vua.entry import EntryCodec
-from vua.identity import Identity
-from vua.keys import KeyChain, token_ids
-from vua.layout import KVLayout
-from vua.lineage import chain_of
-from vua.slab import Slab
-from vua.survey import spaces
-from vua.usage import measure
+from vua.device.slab import Slab
+from vua.format.entry import EntryCodec
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout
+from vua.store.namespace import create_store
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, k_dim=16, v_dim=16, dtype="BF16", chunk_tokens=4)
 IDENTITY = Identity(model="benchmark", kv_dtype="BF16", chunk_tokens=4, name="benchmark")

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from vua import VUA, VUAConfig
-from vua.identity import Identity
-from vua.keys import KeyChain, token_ids
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
 
 LAYERS, HEADS, DIM, CHUNK = 32, 8, 128, 64
 NAME = "benchmark"

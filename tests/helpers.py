@@ -6,7 +6,10 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
 import tempfile
+import time
+import traceback
 import unittest
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,11 +20,14 @@ import pytest
 import torch
 
 from vua import native
-from vua.keys import ChunkKey, KeyChain, token_ids
-from vua.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
+from vua.format.keys import ChunkKey, KeyChain, token_ids
+from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
 
 Arrays = list[npt.NDArray[np.uint8]]
 """Per array (K, V): ``[layers, heads, tokens, bytes of a row]``."""
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 
 POISON = 0xA5
 PACKED = -1  # a memory in which chunks lie as they do in files
@@ -214,3 +220,31 @@ def read_only(root: Path) -> Iterator[None]:
         for path, mode in modes.items():
             with contextlib.suppress(FileNotFoundError):
                 path.chmod(mode)
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file below a directory."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
+
+
+def in_child(does: Callable[[], object]) -> str:
+    """How a forked child ends that does this: "well", "badly" or "hung"."""
+    child = os.fork()
+    if child == 0:
+        try:
+            does()
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    stop = time.monotonic() + 60.0
+    while time.monotonic() < stop:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return "badly" if status else "well"
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "hung"

@@ -16,12 +16,12 @@ from unittest import mock
 
 import numpy as np
 
-from vua.directory import create_store
-from vua.entry import parse_entry
-from vua.identity import Identity
-from vua.keys import KeyChain, token_ids
-from vua.layout import KVLayout, MemoryMap, Shard
-from vua.security import Security
+from vua.format.entry import parse_entry
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout, MemoryMap, Shard
+from vua.security.settings import Security
+from vua.store.namespace import create_store
 
 GOLDEN = Path(__file__).parent / "golden"
 SEALED = Path(__file__).parent / "golden_sealed"
@@ -71,8 +71,8 @@ def memory_of(layout: KVLayout, shard: Shard) -> MemoryMap:
 def make(root: Path) -> None:
     """Write the golden directory to ``root``, which must exist."""
     with (
-        mock.patch("vua.entry.time.time", return_value=CREATED),
-        mock.patch("vua.saver._WRITER", WRITER),
+        mock.patch("vua.format.entry.time.time", return_value=CREATED),
+        mock.patch("vua.store.writer._WRITER", WRITER),
     ):
         for model, layout, shards, extras in CASES:
             identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK, name=model)
@@ -93,9 +93,9 @@ def security(key_file: Path, *, encrypt: bool) -> Security:
 def make_sealed(root: Path, key_file: Path) -> None:
     """Write the golden directory of sealed files to ``root``, which must exist."""
     with (
-        mock.patch("vua.entry.time.time", return_value=CREATED),
-        mock.patch("vua.saver._WRITER", WRITER),
-        mock.patch("vua.seal.new_nonce", side_effect=(f"{n:032x}" for n in range(99))),
+        mock.patch("vua.format.entry.time.time", return_value=CREATED),
+        mock.patch("vua.store.writer._WRITER", WRITER),
+        mock.patch("vua.security.seal.new_nonce", side_effect=(f"{n:032x}" for n in range(99))),
     ):
         for model, layout, encrypt, extras in SEALED_CASES:
             identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK, name=model)

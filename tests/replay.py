@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from vua.bounds import Bounds
-from vua.directory import create_store
-from vua.identity import Identity
-from vua.keys import KeyChain, token_ids
-from vua.layout import KVLayout
+from vua.capacity.limits import Bounds
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout
+from vua.store.namespace import create_store
 
 Trace = Sequence[Sequence[int]]
 """Per request the ids of its blocks; equal ids mean equal prefixes up to there."""

@@ -23,11 +23,11 @@ from vua.device import (
     gather,
     slots_of,
 )
-from vua.directory import create_store
-from vua.identity import Identity
-from vua.keys import KeyChain, token_ids
-from vua.layout import KVLayout
-from vua.store import Loader, Store
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout
+from vua.store.namespace import create_store
+from vua.store.store import Loader, Store
 
 
 def stored(bench: Bench, chunks: int) -> tuple[Store, KVLayout, list, PagedCache, torch.Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from vua.device import PagedCache
-from vua.layout import KVLayout
+from vua.format.layout import KVLayout
 
 Arms = dict[str, Callable[[], object]]
 

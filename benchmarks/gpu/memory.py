@@ -14,7 +14,7 @@ from harness import Arms, Bench, expect, medians
 from vua.device import Fence, PagedCache, Staging, choose, slots_of
 from vua.device.moves import Job, plan
 from vua.device.moves import move as torch_move
-from vua.layout import KVLayout
+from vua.format.layout import KVLayout
 
 
 def gather_scatter(bench: Bench) -> None:

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from vua.bounds import Bounds, Limits
-from vua.directory import create_store
+from vua.capacity.gc import collect
+from vua.capacity.limits import Bounds, Limits
 from vua.errors import VUAError
-from vua.gc import collect
-from vua.identity import Identity
-from vua.keys import ChunkKey, KeyChain
-from vua.store import Store
+from vua.format.identity import Identity
+from vua.format.keys import ChunkKey, KeyChain
+from vua.store.namespace import create_store
+from vua.store.store import Store
 from vua.testing.stores import layout_of, make_vua, memory_of
 from vua.testing.subject import Key, Subject, noise
 

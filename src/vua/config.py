@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from vua.bounds import Bounds, nbytes_of
+from vua.capacity.limits import Bounds, nbytes_of
 from vua.errors import ConfigError
-from vua.security import Security
+from vua.security.settings import Security
 
 __all__ = ["VUAConfig"]
 

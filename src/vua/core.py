@@ -16,21 +16,21 @@ from typing import NamedTuple, overload
 
 import torch
 
-from vua.buffers import BufferPool
+from vua.capacity.prefix_tree import pin_prefix, unpin_prefix
+from vua.capacity.scan import Space, spaces
 from vua.config import VUAConfig
-from vua.directory import check_root, create_store, open_store
-from vua.entry import EntryCodec
 from vua.errors import ConfigError, LayoutError
-from vua.forks import watch
-from vua.identity import Identity
-from vua.keyring import Keyring, NoKeyError, check_keys
-from vua.keys import KeyChain
-from vua.label import Label
-from vua.lineage import pin_prefix, unpin_prefix
-from vua.store import Store
-from vua.survey import Space, spaces
-from vua.tensors import Cache, KVCache, allocate, memory_map, sequences, sequences_with_caches
-from vua.threads import Call, Threads
+from vua.format.entry import EntryCodec
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain
+from vua.io.forks import watch
+from vua.io.threads import Call, Threads
+from vua.security.keyring import Keyring, NoKeyError, check_keys
+from vua.store.buffers import BufferPool
+from vua.store.label import Label
+from vua.store.namespace import check_root, create_store, open_store
+from vua.store.store import Store
+from vua.store.tensors import Cache, KVCache, allocate, memory_map, sequences, sequences_with_caches
 
 __all__ = ["VUA", "ClosestKV", "VUAConfig"]
 
@@ -112,7 +112,8 @@ class VUA:
         self._keyring = Keyring(self._identity.namespace, self.config.security)
         self._reader: Store | None = None
         self._writer: Store | None = None
-        self._label = None if identity else Label(self.path, self.config.model)
+        unnamed = self.config.model == VUAConfig.model
+        self._label = None if identity else Label(self.path, self.config.model, default=unnamed)
         self._buffers = BufferPool(self.config.buffer_bytes)
         self._threads = Threads(self.config.threads, "vua")
         self.after_fork()
@@ -120,7 +121,7 @@ class VUA:
         log.debug("open %s, namespace %s", self.path, self._identity.namespace[:12])
 
     def after_fork(self) -> None:
-        """Begin with a free lock; see :mod:`vua.forks`."""
+        """Begin with a free lock; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
 
     def __enter__(self) -> VUA:  # noqa: PYI034 - typing.Self needs Python 3.11

@@ -4,7 +4,7 @@ What `tensor_to_bytes` writes is a valid safetensors file that `safetensors.torc
 `bytes_to_tensor` reads what `safetensors.torch.save` wrote, as long as it holds one tensor. Nothing
 here is ever executed from the bytes (no pickle), and no length in them is believed before it is
 checked against the bytes that are there. What is not promised: that the values are the ones
-somebody meant. Proving that is the business of `vua.entry`.
+somebody meant. Proving that is the business of `vua.format.entry`.
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vua import _linux, native
-from vua._linux import IOV_MAX, Iovecs, page_aligned
+from vua import native
 from vua.bench.measure import expect
+from vua.io import posix
+from vua.io.posix import IOV_MAX, Iovecs, page_aligned
 
 __all__ = ["Buffer", "RawFile", "cool", "describe_machine", "direct_works", "is_cold"]
 
@@ -110,11 +111,11 @@ def is_cold(path: str | Path) -> bool:
     """Whether a file would have to be read from the device: the page cache has nothing of it."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        if (pages := _linux.cached_pages(fd)) is not None:
+        if (pages := posix.cached_pages(fd)) is not None:
             return pages == 0
         room = np.zeros(PAGE, dtype=np.uint8)  # an older system: may make it fetch the file
         rows = np.array([[room.ctypes.data, PAGE]], dtype=np.uint64)
-        return _linux.preadv_cached(fd, rows.ctypes.data, 1, 0) < 0
+        return posix.preadv_cached(fd, rows.ctypes.data, 1, 0) < 0
     finally:
         os.close(fd)
 

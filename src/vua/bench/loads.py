@@ -13,17 +13,17 @@ from typing import Final
 
 import numpy as np
 
-from vua import _linux
 from vua.bench.files import Buffer, RawFile, cool, direct_works, in_buffer, is_cold
 from vua.bench.measure import Arm, Row, busy_process, busy_thread, expect, measure
 from vua.bench.prompts import CASES, TINY, Case, Memory, file_path, file_rows, keys_of, make, noise
 from vua.bench.suite import Bench
-from vua.directory import create_store
-from vua.identity import Identity
-from vua.keys import ChunkKey
+from vua.format.identity import Identity
+from vua.format.keys import ChunkKey
+from vua.io import posix
 from vua.native import batches
 from vua.storage.local import LocalStorage
-from vua.store import Store
+from vua.store.namespace import create_store
+from vua.store.store import Store
 
 __all__ = ["Stored", "cold", "one_thread", "warm"]
 
@@ -177,12 +177,12 @@ def in_python(load: Callable[[], None]) -> None:
 
 def released(load: Callable[[], None]) -> None:
     """Load as if the GIL were released at every read."""
-    kept = _linux._calls.pop("preadv_cached", None)
+    kept = posix._calls.pop("preadv_cached", None)
     try:
         load()
     finally:
         if kept is not None:
-            _linux._calls["preadv_cached"] = kept
+            posix._calls["preadv_cached"] = kept
 
 
 @contextmanager

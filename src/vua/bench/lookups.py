@@ -18,12 +18,12 @@ import numpy.typing as npt
 from vua.bench.measure import Arm, Row, busy_process, expect, measure, percentile
 from vua.bench.prompts import Case, file_path, keys_of, make, staged
 from vua.bench.suite import Bench
-from vua.bounds import Bounds
-from vua.directory import create_store
-from vua.identity import Identity
-from vua.keys import ChunkKey, KeyChain, token_ids
-from vua.layout import KVLayout
-from vua.store import Store
+from vua.capacity.limits import Bounds
+from vua.format.identity import Identity
+from vua.format.keys import ChunkKey, KeyChain, token_ids
+from vua.format.layout import KVLayout
+from vua.store.namespace import create_store
+from vua.store.store import Store
 
 __all__ = ["beside_work", "by_length", "by_store_size"]
 

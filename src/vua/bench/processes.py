@@ -22,9 +22,9 @@ from vua.bench.loads import Stored, one_thread
 from vua.bench.measure import Arm, Row, expect, measure, percentile
 from vua.bench.prompts import CASES, TINY, Case, keys_of, make, staged
 from vua.bench.suite import Bench
-from vua.directory import create_store
-from vua.identity import Identity
-from vua.store import Store
+from vua.format.identity import Identity
+from vua.store.namespace import create_store
+from vua.store.store import Store
 
 __all__ = ["bursts", "sharing", "write_forever"]
 

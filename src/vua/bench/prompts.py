@@ -8,10 +8,10 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from vua.keys import ChunkKey, KeyChain, token_ids
-from vua.layout import KVLayout, MemoryMap
-from vua.slab import Slab
-from vua.store import Store
+from vua.device.slab import Slab
+from vua.format.keys import ChunkKey, KeyChain, token_ids
+from vua.format.layout import KVLayout, MemoryMap
+from vua.store.store import Store
 
 __all__ = ["CASES", "TINY", "Case", "Memory", "dense", "keys_of", "paged", "staged"]
 

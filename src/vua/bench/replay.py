@@ -20,14 +20,14 @@ import numpy.typing as npt
 
 from vua.bench.measure import Row, expect, percentile
 from vua.bench.suite import Bench
-from vua.bounds import Bounds
-from vua.directory import create_store
-from vua.entry import EntryCodec
+from vua.capacity.limits import Bounds
+from vua.device.slab import Slab
 from vua.errors import InputError
-from vua.identity import Identity
-from vua.keys import KeyChain, token_ids
-from vua.layout import KVLayout
-from vua.slab import Slab
+from vua.format.entry import EntryCodec
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout
+from vua.store.namespace import create_store
 
 __all__ = [
     "Replayed",

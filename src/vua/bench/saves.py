@@ -29,11 +29,11 @@ from vua.bench.prompts import (
     staged,
 )
 from vua.bench.suite import Bench
-from vua.bounds import Bounds
-from vua.directory import create_store
-from vua.identity import Identity
-from vua.keys import ChunkKey
-from vua.store import Store
+from vua.capacity.limits import Bounds
+from vua.format.identity import Identity
+from vua.format.keys import ChunkKey
+from vua.store.namespace import create_store
+from vua.store.store import Store
 
 __all__ = ["saves"]
 

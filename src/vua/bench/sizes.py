@@ -8,10 +8,10 @@ from pathlib import Path
 from vua.bench.measure import Row
 from vua.bench.prompts import keys_of
 from vua.bench.suite import Bench
-from vua.directory import create_stores
-from vua.identity import Identity
-from vua.layout import KVLayout, Shard
-from vua.slab import Slab
+from vua.device.slab import Slab
+from vua.format.identity import Identity
+from vua.format.layout import KVLayout, Shard
+from vua.store.namespace import create_stores
 
 __all__ = ["MODELS", "on_disk"]
 

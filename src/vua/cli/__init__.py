@@ -20,7 +20,7 @@ from dataclasses import fields
 from typing import Final
 
 from vua import __version__, native
-from vua.bounds import Bounds
+from vua.capacity.limits import Bounds
 from vua.cli.adopting import adopt
 from vua.cli.arguments import VARIABLE, Parser, parsed
 from vua.cli.bench import add_arguments, bench

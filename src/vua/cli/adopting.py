@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
+from vua.capacity.owned import is_ours
+from vua.capacity.scan import spaces
+from vua.capacity.usage import Usage, measure
 from vua.cli.owner import confirm
 from vua.cli.text import SOUND, Write, plain, size
-from vua.directory import check_root
 from vua.errors import StorageError
-from vua.mark import MARK, is_marked, make_mark, strangers
-from vua.ours import is_ours
+from vua.storage.mark import MARK, is_marked, make_mark, strangers
 from vua.storage.problems import explained
-from vua.survey import spaces
-from vua.usage import Usage, measure
+from vua.store.namespace import check_root
 
 __all__ = ["adopt"]
 

@@ -9,7 +9,7 @@ from vua.cli.identify import Difference
 from vua.cli.keys import UNSEALED, SealedAs
 from vua.cli.prefix import ChunkState, Continuations, GroupState, loadable, usable
 from vua.cli.walk import described
-from vua.directory import Namespace
+from vua.store.namespace import Namespace
 
 __all__ = ["BLOCKS", "Answer", "verdict"]
 

@@ -26,10 +26,10 @@ from typing import BinaryIO, Final
 
 import xxhash
 
-from vua.claims import AUTHENTIC, ENCRYPTED, MAX_HEADER_NBYTES
-from vua.entry import EntryCodec, EntryInfo, codec_of, parse_entry
 from vua.errors import CorruptEntryError, ForeignEntryError, InputError
-from vua.layout import KVLayout
+from vua.format.entry import EntryCodec, EntryInfo, codec_of, parse_entry
+from vua.format.header import AUTHENTIC, ENCRYPTED, MAX_HEADER_NBYTES
+from vua.format.layout import KVLayout
 
 __all__ = ["Member", "Reader", "Writer", "file_sizes", "verified"]
 

@@ -107,7 +107,7 @@ def _path(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str,
 
 def _replay(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
     from vua.bench.replay import belady, block_file_nbytes, lru, read, replay
-    from vua.bounds import nbytes_of
+    from vua.capacity.limits import nbytes_of
 
     requests = read(options.target, options.requests)
     with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=options.dir) as name:

@@ -10,22 +10,22 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from vua import hints
-from vua.bounds import Bounds, Limits, read_bounds, write_bounds
+from vua.capacity.evictor import Freed
+from vua.capacity.gc import Report, collect
+from vua.capacity.limits import Bounds, Limits, read_bounds, write_bounds
+from vua.capacity.owned import trash_in
+from vua.capacity.scan import PIN, Space, chunk_nbytes, chunks_of, fans_of, listed, spaces
+from vua.capacity.ttl import count
+from vua.capacity.usage import measure
 from vua.cli.keys import NO_KEYS, key_ids
 from vua.cli.owner import confirm, to_change
 from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, progress, size, table, when
-from vua.directory import check_root
 from vua.errors import ConfigError, StorageError
-from vua.eviction import Freed
-from vua.gc import Report, collect
-from vua.ours import trash_in
-from vua.security import Security
+from vua.security.settings import Security
 from vua.storage.local import QUARANTINE
 from vua.storage.problems import explained
-from vua.survey import PIN, Space, chunk_nbytes, chunks_of, fans_of, listed, spaces
-from vua.usage import measure
+from vua.store.namespace import check_root
 
 __all__ = ["du", "gc", "ttl"]
 
@@ -154,7 +154,7 @@ def ttl(directory: str, seconds: float | None, *, off: bool, write: Write | None
         _keep(root, Bounds(ttl_s=seconds))
     now = read_bounds(root).ttl_s
     with spaces(root) as found:
-        own = hints.count(found)
+        own = count(found)
     if write is not None:
         write({"directory": directory, "ttl_s": now, "chunks_with_their_own": own})
     else:

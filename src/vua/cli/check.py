@@ -11,13 +11,13 @@ from typing import Final, Literal
 
 import xxhash
 
-from vua.claims import ENCRYPTED, MAX_HEADER_NBYTES
 from vua.cli.keys import NO_KEYS
-from vua.entry import EntryInfo, codec_of, parse_entry
 from vua.errors import CorruptEntryError
-from vua.keyring import KnownKeys
-from vua.layout import KVLayout, Shard
-from vua.plan import Digest
+from vua.format.entry import EntryInfo, codec_of, parse_entry
+from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES
+from vua.format.layout import KVLayout, Shard
+from vua.format.plan import Digest
+from vua.security.keyring import KnownKeys
 
 __all__ = ["Check", "Checker", "Outcome", "Place"]
 

@@ -19,15 +19,16 @@ from typing import Final, Literal
 
 import numpy as np
 
-from vua import _linux, native
-from vua.bounds import Limits, read_bounds
+from vua import native
+from vua.capacity.limits import Limits, read_bounds
+from vua.capacity.usage import measure
 from vua.cli.probes import PROBES, Finding, Ground, Level, mount_of
 from vua.cli.quota import quota
 from vua.cli.text import DAMAGED, SOUND, Write, plain, size
-from vua.directory import check_root
 from vua.errors import ConfigError
-from vua.security import Security, check_owner
-from vua.usage import measure
+from vua.io import posix
+from vua.security.settings import Security, check_owner
+from vua.store.namespace import check_root
 
 __all__ = ["doctor"]
 
@@ -183,7 +184,7 @@ def _is_cached(ground: Ground, name: str) -> bool:
     page = np.empty(4096, dtype=np.uint8)
     where = np.array([[page.ctypes.data, page.nbytes]], dtype=np.uint64)
     with _opened(ground, name) as fd:
-        got = _linux.preadv_cached(fd, where.ctypes.data, 1, _FILE_NBYTES // 2)
+        got = posix.preadv_cached(fd, where.ctypes.data, 1, _FILE_NBYTES // 2)
     return got == page.nbytes
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from vua.capacity.prefix_tree import chain_of
+from vua.capacity.scan import Space
 from vua.cli.answer import BLOCKS, Answer, verdict
 from vua.cli.identify import Difference, Expected, compare, expect, nearest
 from vua.cli.keys import NO_KEYS, prompt_keys
@@ -15,16 +17,14 @@ from vua.cli.prompt import prompt_ids, read_ids
 from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress
 from vua.cli.walk import described, open_root
-from vua.directory import Namespace
 from vua.errors import ConfigError
-from vua.keyring import Keyring, NoKeyError
-from vua.layout import KVLayout
-from vua.lineage import chain_of
-from vua.security import Security
+from vua.format.layout import KVLayout
+from vua.security.keyring import Keyring, NoKeyError
+from vua.security.settings import Security
 from vua.storage.local import LocalStorage
 from vua.storage.problems import explained
-from vua.store import Store
-from vua.survey import Space
+from vua.store.namespace import Namespace
+from vua.store.store import Store
 
 __all__ = ["Question", "explain"]
 

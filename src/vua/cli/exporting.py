@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from vua import _linux
+from vua.capacity.lru import stamp_ns
+from vua.capacity.prefix_tree import ancestors, chain_of
+from vua.capacity.scan import AFTER, Space, listed, spaces
 from vua.cli.archive import Writer, file_sizes
 from vua.cli.check import Checker, Place
 from vua.cli.keys import NO_KEYS, prompt_keys
@@ -25,14 +27,6 @@ from vua.cli.names import Target, resolve
 from vua.cli.prompt import prompt_ids, read_ids
 from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size
-from vua.directory import (
-    DESCRIPTION,
-    MAX_DESCRIPTION_NBYTES,
-    Namespace,
-    check_root,
-    read_namespace,
-)
-from vua.entry import EntryCodec, EntryInfo
 from vua.errors import (
     ConfigError,
     CorruptEntryError,
@@ -41,15 +35,21 @@ from vua.errors import (
     LayoutError,
     StorageError,
 )
-from vua.keyring import Keyring
-from vua.keys import KeyChain
-from vua.layout import Shard
-from vua.lineage import ancestors, chain_of
-from vua.recency import stamp_ns
-from vua.security import Security
+from vua.format.entry import EntryCodec, EntryInfo
+from vua.format.keys import KeyChain
+from vua.format.layout import Shard
+from vua.io import posix
+from vua.security.keyring import Keyring
+from vua.security.settings import Security
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.problems import explained
-from vua.survey import AFTER, Space, listed, spaces
+from vua.store.namespace import (
+    DESCRIPTION,
+    MAX_DESCRIPTION_NBYTES,
+    Namespace,
+    check_root,
+    read_namespace,
+)
 
 __all__ = ["Choice", "export"]
 
@@ -221,7 +221,7 @@ def _write_chunk(
 
 def _opened(space: Space, path: str) -> BinaryIO:
     """A regular file, open for reading; a FIFO does not hang it. Raises OSError."""
-    fd = _linux.open_beneath(space.fd, path)
+    fd = posix.open_beneath(space.fd, path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file")

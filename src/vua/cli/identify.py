@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from vua.directory import Namespace
 from vua.errors import ConfigError
-from vua.identity import Identity, config_digest
-from vua.rope import rope_order, varies_with_length
+from vua.format.identity import Identity, config_digest
+from vua.format.rope import rope_order, varies_with_length
+from vua.store.namespace import Namespace
 from vua.weights import checkpoint_files, identify_weights
 
 __all__ = ["Difference", "Expected", "compare", "expect", "nearest"]

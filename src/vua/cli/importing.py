@@ -18,18 +18,10 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
-from vua.claims import MAX_HEADER_NBYTES
+from vua.capacity.scan import AFTER
 from vua.cli.archive import Member, Reader, file_sizes, verified
 from vua.cli.owner import as_owner, to_change
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
-from vua.directory import (
-    DESCRIPTION,
-    MAX_DESCRIPTION_NBYTES,
-    check_root,
-    create_stores,
-    parse_description,
-)
-from vua.entry import parse_entry
 from vua.errors import (
     ConfigError,
     CorruptEntryError,
@@ -38,12 +30,20 @@ from vua.errors import (
     LayoutError,
     StorageError,
 )
-from vua.keys import ChunkKey
-from vua.layout import Shard
+from vua.format.entry import parse_entry
+from vua.format.header import MAX_HEADER_NBYTES
+from vua.format.keys import ChunkKey
+from vua.format.layout import Shard
 from vua.storage.local import SUFFIX
 from vua.storage.problems import explained
-from vua.store import Store
-from vua.survey import AFTER
+from vua.store.namespace import (
+    DESCRIPTION,
+    MAX_DESCRIPTION_NBYTES,
+    check_root,
+    create_stores,
+    parse_description,
+)
+from vua.store.store import Store
 
 __all__ = ["import_"]
 

@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from vua.claims import SEALED
 from vua.cli.check import Check, Checker, Place
 from vua.cli.text import DAMAGED, SOUND, UNUSABLE, Write, plain, size, when
-from vua.directory import Namespace, read_namespace
-from vua.entry import FORMAT, EntryInfo
-from vua.layout import Shard
+from vua.format.entry import FORMAT, EntryInfo
+from vua.format.header import SEALED
+from vua.format.layout import Shard
 from vua.storage.local import SUFFIX
+from vua.store.namespace import Namespace, read_namespace
 
 __all__ = ["inspect"]
 

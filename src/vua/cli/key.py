@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vua.cli.text import SOUND, Write
 from vua.errors import ConfigError
-from vua.keyring import SUFFIX, read_key, tenant_of, write_key
+from vua.security.keyring import SUFFIX, read_key, tenant_of, write_key
 
 __all__ = ["add_key", "key"]
 

@@ -6,9 +6,9 @@ import argparse
 from typing import Final, NamedTuple
 
 from vua.errors import ConfigError
-from vua.keyring import Keyring, KnownKeys, NoKeyError, check_keys
-from vua.keys import KeyChain
-from vua.security import Security
+from vua.format.keys import KeyChain
+from vua.security.keyring import Keyring, KnownKeys, NoKeyError, check_keys
+from vua.security.settings import Security
 
 __all__ = [
     "NO_KEYS",

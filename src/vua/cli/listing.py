@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from vua.capacity.scan import Space
 from vua.cli.spread import is_large, spread
 from vua.cli.text import SHORT, SOUND, Write, bar, plain, progress, size, table, when
 from vua.cli.walk import Found, described, fans, open_root, walk_fan
-from vua.directory import Namespace
-from vua.survey import Space
+from vua.store.namespace import Namespace
 
 __all__ = ["ls"]
 

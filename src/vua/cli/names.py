@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vua.capacity.scan import Space, listed
 from vua.cli.text import SHORT
 from vua.errors import ConfigError
-from vua.survey import Space, listed
 
 __all__ = ["Target", "resolve"]
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from vua.bounds import SETTINGS
-from vua.directory import check_root
 from vua.errors import ConfigError, StorageError
-from vua.mark import MARK, UPKEEP, claim
+from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim
 from vua.storage.problems import explained
+from vua.store.namespace import check_root
 
 __all__ = ["as_owner", "confirm", "to_change"]
 
@@ -52,7 +51,7 @@ def as_owner(directory: str) -> Iterator[None]:
 
 def _hand_over(directory: str, owner: os.stat_result) -> None:
     """Give what is root's in the place of upkeep to the directory's owner; links stay."""
-    for name in (UPKEEP, f"{UPKEEP}/lease", f"{UPKEEP}/clock", SETTINGS, MARK):
+    for name in (UPKEEP, f"{UPKEEP}/lease", f"{UPKEEP}/clock", LIMITS_FILE, MARK):
         with contextlib.suppress(OSError):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(f"{directory}/{name}", flags)

@@ -12,13 +12,13 @@ from typing import Literal
 
 import numpy as np
 
+from vua.capacity.prefix_tree import Chain
 from vua.cli.keys import SealedAs
-from vua.entry import parse_entry
 from vua.errors import CorruptEntryError, EntryError, ForeignEntryError
-from vua.keys import ChunkKey, KeyChain
-from vua.layout import KVLayout, Shard, cover
-from vua.lineage import Chain
-from vua.store import Store
+from vua.format.entry import parse_entry
+from vua.format.keys import ChunkKey, KeyChain
+from vua.format.layout import KVLayout, Shard, cover
+from vua.store.store import Store
 
 __all__ = [
     "ChunkState",

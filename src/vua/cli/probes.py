@@ -19,8 +19,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from vua import _linux
-from vua.recency import server_now_ns
+from vua.capacity.lru import server_now_ns
+from vua.io import posix
 
 __all__ = ["PROBES", "Finding", "Ground", "Level", "Mount", "mount_of"]
 
@@ -28,7 +28,7 @@ Level = Literal["ok", "note", "bad"]
 
 _PAGE: Final = 4096
 _FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_STAMP_STEP_NS: Final = 1000  # see vua.recency: between a chunk's stamp and its parent's
+_STAMP_STEP_NS: Final = 1000  # see vua.capacity.lru: between a chunk's stamp and its parent's
 _VISIBLE_S: Final = 2.0
 _SKEW_S: Final = 5.0
 _NETWORK: Final = ("nfs", "cifs", "smb", "fuse", "lustre", "gpfs", "ceph", "beegfs", "9p", "wekafs")
@@ -139,7 +139,7 @@ def _symlinks(ground: Ground) -> Finding:
     except OSError:
         return Finding(name, "ok", "there are none on this file system")
     try:
-        os.close(_linux.open_beneath(ground.fd, "link/file"))
+        os.close(posix.open_beneath(ground.fd, "link/file"))
     except OSError as problem:
         if problem.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
@@ -150,8 +150,8 @@ def _symlinks(ground: Ground) -> Finding:
 def _cached_open(ground: Ground) -> Finding:
     name = "openat2"
     ground.create("seen")
-    os.close(_linux.open_beneath(ground.fd, "seen"))
-    fd = _linux.open_cached(ground.fd, "seen")
+    os.close(posix.open_beneath(ground.fd, "seen"))
+    fd = posix.open_cached(ground.fd, "seen")
     if fd is None:
         text = "RESOLVE_CACHED does not answer here: lookups are slower beside a busy thread"
         return Finding(name, "note", f"{text} (Linux 5.12, and a seccomp filter that allows it)")
@@ -167,7 +167,7 @@ def _cached_read(ground: Ground) -> Finding:
         os.pread(fd, _PAGE, 0)
         buffer = np.empty(_PAGE, dtype=np.uint8)
         where = np.array([[buffer.ctypes.data, _PAGE]], dtype=np.uint64)
-        got = _linux.preadv_cached(fd, where.ctypes.data, 1, 0)
+        got = posix.preadv_cached(fd, where.ctypes.data, 1, 0)
     finally:
         os.close(fd)
     if got != _PAGE:
@@ -198,7 +198,7 @@ def _cold(ground: Ground) -> Finding:
     fd = os.open("cold", os.O_RDONLY, dir_fd=ground.fd)
     try:
         os.pread(fd, _PAGE, 0)
-        pages = _linux.cached_pages(fd)
+        pages = posix.cached_pages(fd)
     finally:
         os.close(fd)
     if not pages:

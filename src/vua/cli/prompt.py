@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vua.errors import ConfigError, InputError
-from vua.keys import token_ids
+from vua.format.keys import token_ids
 
 __all__ = ["prompt_ids", "read_ids"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vua.bounds import Limits
+from vua.capacity.limits import Limits
 from vua.cli.probes import Finding, Level
 from vua.cli.text import size
 from vua.errors import ConfigError

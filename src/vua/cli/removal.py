@@ -7,21 +7,21 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from vua.bounds import Bounds, Limits
+from vua.capacity.evictor import NOTHING, PINNED_SHARE, Freed
+from vua.capacity.limits import Bounds, Limits
+from vua.capacity.owned import delete_namespace, is_all_ours, is_ours
+from vua.capacity.prefix_tree import ancestors, chain_of, link_of, pin, unpin
+from vua.capacity.removal import Remover
+from vua.capacity.scan import TRASH, Space, chunk_nbytes, chunks_of, fans_of, spaces
+from vua.capacity.usage import measure
 from vua.cli.names import Target, resolve
 from vua.cli.owner import confirm, to_change
 from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
-from vua.directory import check_root
 from vua.errors import ConfigError, StorageError
-from vua.eviction import NOTHING, PINNED_SHARE, Freed
-from vua.lineage import ancestors, chain_of, link_of, pin, unpin
-from vua.ours import delete_namespace, is_all_ours, is_ours
-from vua.removing import Remover
 from vua.storage.local import chunk_path
 from vua.storage.problems import explained
-from vua.survey import TRASH, Space, chunk_nbytes, chunks_of, fans_of, spaces
-from vua.usage import measure
+from vua.store.namespace import check_root
 
 __all__ = ["pins", "rm"]
 

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
-from vua.survey import Space, listed
+from vua.capacity.scan import Space, listed
 
 __all__ = ["is_large", "over_fans", "spread"]
 
@@ -48,5 +48,5 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterat
 
 
 def over_fans(work: Callable[[str], R], space: Space, fans: list[str]) -> Iterator[R]:
-    """Yield ``work`` of each of a namespace's fan-out directories; see `vua.lineage.chain_of`."""
+    """Yield ``work`` of each of a namespace's fan-out directories; see `prefix_tree.chain_of`."""
     return spread(work, fans, large=is_large(space))

@@ -1,7 +1,7 @@
 """`vua top`: what goes on in a directory that is in use, from names and times alone.
 
-It looks at every chunk's stamp (:mod:`vua.recency`) once per interval: a chunk with a younger stamp
-than at the look before was used (or is new), one that is gone was evicted. A process stamps a
+It looks at every chunk's stamp (:mod:`vua.capacity.lru`) once per interval: a chunk with a younger
+stamp than at the look before was used (or is new), one that is gone was evicted. A process stamps a
 prefix once a minute at most, so `used` counts chunks in use, not requests. At a million chunks a
 look takes seconds: the interval is what lies between the end of one and the start of the next.
 """
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vua.bounds import Bounds, Limits
+from vua.capacity.limits import Bounds, Limits
+from vua.capacity.prefix_tree import link_of
+from vua.capacity.scan import Space, chunk_nbytes, chunks_of, fans_of, spaces
+from vua.capacity.usage import measure
 from vua.cli.text import SHORT, SOUND, Write, clear_screen, size, table
-from vua.directory import check_root, read_namespace
 from vua.errors import ConfigError, StorageError
-from vua.lineage import link_of
 from vua.storage.problems import explained
-from vua.survey import Space, chunk_nbytes, chunks_of, fans_of, spaces
-from vua.usage import measure
+from vua.store.namespace import check_root, read_namespace
 
 __all__ = ["top"]
 

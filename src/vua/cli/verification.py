@@ -18,19 +18,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from vua import _linux
+from vua.capacity.scan import Space
 from vua.cli.check import Check, Checker, Outcome, Place
 from vua.cli.keys import NO_KEYS
 from vua.cli.owner import to_change
 from vua.cli.spread import is_large, spread
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size, table
 from vua.cli.walk import Found, described, fans, open_root, walk_beside, walk_fan
-from vua.directory import DESCRIPTION, Namespace, read_namespace
 from vua.errors import UntrustedError, VUAError
-from vua.keyring import KnownKeys
-from vua.security import Security
+from vua.io import posix
+from vua.security.keyring import KnownKeys
+from vua.security.settings import Security
 from vua.storage.local import FileReader, LocalStorage
-from vua.survey import Space
+from vua.store.namespace import DESCRIPTION, Namespace, read_namespace
 
 __all__ = ["verify"]
 
@@ -206,7 +206,7 @@ def _check(
     """Check one entry, None when it vanished meanwhile; and whether it was taken out of sight."""
     reader = None
     try:
-        fd = _linux.open_beneath(storage.fileno(), found.path)
+        fd = posix.open_beneath(storage.fileno(), found.path)
     except FileNotFoundError:
         return None, False
     except OSError as problem:

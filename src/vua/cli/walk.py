@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from vua.bounds import SETTINGS
-from vua.directory import DESCRIPTION, Namespace, check_root, namespaces
+from vua.capacity.owned import is_trash
+from vua.capacity.scan import AFTER, PIN
 from vua.errors import StorageError
-from vua.layout import Shard
-from vua.mark import MARK, UPKEEP
-from vua.ours import is_trash
+from vua.format.layout import Shard
 from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY
+from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP
 from vua.storage.problems import explained
-from vua.survey import AFTER, PIN
+from vua.store.namespace import DESCRIPTION, Namespace, check_root, namespaces
 
 __all__ = ["Found", "Kind", "described", "fans", "open_root", "walk_beside", "walk_fan"]
 
@@ -60,7 +59,7 @@ def open_root(directory: str) -> tuple[list[Namespace], list[str]]:
     try:
         found = list(namespaces(root))
         known = {namespace.name for namespace in found}
-        names = {path.name for path in root.iterdir()} - known - {MARK, SETTINGS, UPKEEP}
+        names = {path.name for path in root.iterdir()} - known - {MARK, LIMITS_FILE, UPKEEP}
         return found, sorted(name for name in names if not is_trash(name))
     except OSError as problem:
         if isinstance(problem, StorageError):

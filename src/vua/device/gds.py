@@ -2,7 +2,7 @@
 
 `Gds` opens a mover once per process and proves it with a file: real bytes, written, read, summed on
 the device and compared. `DirectReader` reads chunks' files by it. It is a short cut of
-`vua.store.Loader` and judges nothing: what it hands out has the right header and the right
+`vua.store.store.Loader` and judges nothing: what it hands out has the right header and the right
 checksums, computed where the bytes lie, and whatever is not so is left for the loader, which reads
 it again and says why. Publishing and verification are the store's; only the bytes move differently.
 """
@@ -26,11 +26,11 @@ from torch import Tensor
 from vua.device.copies import synchronize
 from vua.device.movers import Mover
 from vua.device.xxh3 import checksums, on_host
-from vua.entry import EntryCodec
 from vua.errors import ConfigError, EntryError, UntrustedError
-from vua.keys import ChunkKey
-from vua.storage import Reader, Storage
-from vua.workers import Attempt, Workers
+from vua.format.entry import EntryCodec
+from vua.format.keys import ChunkKey
+from vua.io.workers import Attempt, Workers
+from vua.storage.base import Reader, Storage
 
 __all__ = ["DirectReader", "Gds"]
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from vua.device.copies import choose, gather, scatter
 from vua.device.moves import check_slots
 from vua.device.pages import PagedCache
+from vua.device.slab import Slab, SlabPool
 from vua.errors import InputError, LayoutError
-from vua.layout import ITEMSIZE, KVLayout, Shard
-from vua.slab import Slab, SlabPool
+from vua.format.layout import ITEMSIZE, KVLayout, Shard
 
 __all__ = ["Fence", "StagedSlab", "Staging"]
 

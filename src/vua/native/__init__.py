@@ -2,7 +2,7 @@
 
 `load.c` reads and hashes a batch of files in one call: one release of the GIL for all of them, and
 a second core where that pays; `direct.c` does so past the page cache. `save.c` hashes and writes a
-batch. The Python path of :mod:`vua.store` does the same file by file, is always there, and
+batch. The Python path of :mod:`vua.store.store` does the same file by file, is always there, and
 is the one that judges whatever `load.c` does not find in order. `chain.c` hashes the chunks of a
 prompt, `move.c` copies between chunks and an engine's pages.
 docs/decisions/0006-native-loops.md says why, and what it brings.

@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from vua._linux import page_aligned
-from vua.forks import watch
+from vua.io.forks import watch
+from vua.io.posix import page_aligned
 from vua.native.bindings import library, xxh3
 
 __all__ = ["ARRAYS_MAX", "THREADS", "Batch", "Recipe", "checksums", "crew", "load"]
@@ -44,7 +44,7 @@ class _Crew:
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with nobody; see :mod:`vua.forks`."""
+        """Begin with nobody; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
         self._working = 0
 
@@ -131,7 +131,7 @@ class Batch(ctypes.Structure):
         head_stride: Sequence[int],
         piece_offset: Sequence[npt.NDArray[np.uint64]],
     ) -> None:
-        """Use ``recipe`` for memory; see :class:`vua.layout.MemoryMap` for what names it."""
+        """Use ``recipe`` for memory; see :class:`vua.format.layout.MemoryMap` for what names it."""
         u64 = np.uint64
         bases = [np.ascontiguousarray(array, dtype=u64) for array in base]
         offsets = [np.ascontiguousarray(array, dtype=u64) for array in piece_offset]
@@ -164,7 +164,7 @@ def load(
         headers: address of memory for their headers, ``[files, header_nbytes]`` bytes.
         uids: whose files are read; by default anybody's.
         held: whether small batches may keep the GIL while the page cache answers; see
-            :func:`vua._linux.is_local` for where they must not.
+            :func:`vua.io.posix.is_local` for where they must not.
         direct: whether files of which the page cache has nothing are read past it.
 
     Returns how many files from the first on are in memory and agree with their own checksums:

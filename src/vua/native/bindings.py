@@ -18,7 +18,7 @@ from typing import Any, Final
 import xxhash
 
 from vua.errors import ConfigError
-from vua.forks import watch
+from vua.io.forks import watch
 from vua.native.stamp import fault_of, library_path, sources_digest
 
 __all__ = ["Library", "Status", "library", "sha256", "status", "xxh3"]
@@ -149,7 +149,7 @@ class _State:
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with a free lock; see :mod:`vua.forks`."""
+        """Begin with a free lock; see :mod:`vua.io.forks`."""
         self.lock = threading.Lock()
 
 

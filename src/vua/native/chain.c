@@ -1,5 +1,5 @@
 /* The token ids of a prompt as they are hashed, and the prefix hashes of its chunks, each in one call:
- * vua.keys explains what they are.
+ * vua.format.keys explains what they are.
  *
  * Built together with load.c.
  */

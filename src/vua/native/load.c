@@ -1,6 +1,6 @@
 /* Read and hash a batch of entry files in one call: open, preadv, XXH3, close for each.
  *
- * The loop of vua.store.Loader without Python between its system calls, so that a batch costs one
+ * The loop of vua.store.store.Loader without Python between its system calls, so that a batch costs one
  * release of the GIL and can use a second core while the first one hashes. It decides nothing: a
  * file that is not exactly as expected ends the batch, and the Python path looks into why. It
  * keeps no state and calls no Python.

@@ -41,7 +41,7 @@ struct batch {
     const uint64_t *unit_nbytes, *unit_place; /* [units]; place of its checksum in the table */
     uint64_t pieces;            /* of a chunk in memory */
     uint64_t sink_nbytes;       /* all pieces of it */
-    /* Where tokens lie: see vua.layout.MemoryMap. */
+    /* Where tokens lie: see vua.format.layout.MemoryMap. */
     const uint64_t *base[ARRAYS_MAX];         /* [layers] */
     uint64_t head_stride[ARRAYS_MAX];
     const uint64_t *piece_offset[ARRAYS_MAX]; /* [pieces of all places] */

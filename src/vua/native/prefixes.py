@@ -43,7 +43,7 @@ def chain(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
         ids: token ids of whole chunks, contiguous bytes.
         chunk_nbytes: bytes of a chunk's ids.
 
-    Each is the SHA-256 of the one before it and its chunk's ids; see :mod:`vua.keys`.
+    Each is the SHA-256 of the one before it and its chunk's ids; see :mod:`vua.format.keys`.
     """
     chunks = len(ids) // chunk_nbytes
     bound = library()

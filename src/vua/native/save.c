@@ -1,6 +1,6 @@
 /* Hash and write a batch of entry files in one call: directory, create, pwritev, rename for each.
  *
- * The loop of vua.saver.Saver and vua.storage.local without Python between its system calls: one
+ * The loop of vua.store.writer.Saver and vua.storage.local without Python between its system calls: one
  * release of the GIL for all of them, and a second core. Each part of a chunk is hashed and then
  * written while it is in the caches; the header, which needs all checksums, is written last. It
  * decides nothing: what is not as usual is left to the Python path, file by file.

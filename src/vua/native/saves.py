@@ -75,7 +75,7 @@ def save(
 
     Gives up the GIL once. Returns for each file LEFT, PRESENT or WRITTEN; after the first that is
     LEFT at most one more is not. Nothing where there is no library, or where it cannot do that. A
-    file appears under its name complete or not at all, as :meth:`vua.storage.Storage.publish`
+    file appears under its name complete or not at all, as :meth:`vua.storage.base.Storage.publish`
     promises.
     """
     bound = library()

@@ -17,9 +17,9 @@ from typing import Final
 
 import numpy as np
 
-from vua import _linux
-from vua._linux import PAGE, Iovecs
-from vua.forks import watch
+from vua.io import posix
+from vua.io.forks import watch
+from vua.io.posix import PAGE, Iovecs
 
 __all__ = ["ALLOCATED_NBYTES", "NEVER", "ColdReads", "write_past_cache", "write_through_cache"]
 
@@ -57,7 +57,7 @@ class ColdReads:
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with free locks; see :mod:`vua.forks`."""
+        """Begin with free locks; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
 
     def plan(self, paths: Sequence[str]) -> tuple[int, bool]:
@@ -114,11 +114,11 @@ def write_through_cache(fd: int, iovecs: Iovecs, allocated_nbytes: int = NEVER) 
     rows[:, 1] = np.minimum(rows[:, 1] - skipped, np.uint64(_CALL_NBYTES))
     ends = np.cumsum(rows[:, 1])
     if len(ends) and int(ends[-1]) >= allocated_nbytes:
-        _linux.allocate(fd, int(ends[-1]))
+        posix.allocate(fd, int(ends[-1]))
     calls = np.flatnonzero(np.diff((ends - np.uint64(1)) // np.uint64(_CALL_NBYTES))) + 1
     offset = 0
     for part in np.split(rows, calls):
-        offset += _linux.pwritev_all(fd, part, offset)
+        offset += posix.pwritev_all(fd, part, offset)
 
 
 def write_past_cache(fd: int, iovecs: Iovecs) -> bool:
@@ -139,7 +139,7 @@ def write_past_cache(fd: int, iovecs: Iovecs) -> bool:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        done = _linux.pwritev_all(fd, rows[rows[:, 1] > 0], 0)
+        done = posix.pwritev_all(fd, rows[rows[:, 1] > 0], 0)
     except OSError as problem:
         if problem.errno != errno.EINVAL:
             raise
@@ -149,7 +149,7 @@ def write_past_cache(fd: int, iovecs: Iovecs) -> bool:
     if tail:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
         rest = np.array([[rows[-1].sum(), tail]], dtype=np.uint64)
-        _linux.pwritev_all(fd, rest, done)
+        posix.pwritev_all(fd, rest, done)
     return True
 
 

@@ -4,7 +4,7 @@
 ``os.replace`` and only when it is complete, is never changed afterwards, and is opened without
 following a symbolic link at any step. No locks, no fsync unless asked for: after a power cut a file
 may be damaged, which readers notice by its checksums. Directories are 0700, files 0600, and other
-users' files count as absent, unless :class:`vua.security.Security` says otherwise.
+users' files count as absent, unless :class:`vua.security.settings.Security` says otherwise.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from typing import Final
 
 import numpy as np
 
-from vua import _linux, native
-from vua._linux import FileStatus, Iovecs
-from vua.forks import watch
-from vua.layout import Shard
+from vua import native
+from vua.format.layout import Shard
+from vua.io import posix
+from vua.io.forks import watch
+from vua.io.posix import FileStatus, Iovecs
 from vua.native import Batch
-from vua.security import Security, make_directory, open_directory
+from vua.security.settings import Security, make_directory, open_directory
 from vua.storage.direct import (
     ALLOCATED_NBYTES,
     NEVER,
@@ -60,7 +61,7 @@ def chunk_path(chunk: str) -> str:
 
 
 class LocalStorage:
-    """One namespace directory; see :class:`vua.storage.Storage` for what each verb promises."""
+    """One namespace directory; see :class:`vua.storage.base.Storage` for its promises."""
 
     def __init__(
         self,
@@ -94,9 +95,9 @@ class LocalStorage:
         self._uids = self._security.uids
         self._uid_array = None if self._uids is None else np.array([*self._uids], dtype=np.uint32)
         self._fd = open_directory(self.directory, self._security)
-        self._local = _linux.is_local(self._fd)
+        self._local = posix.is_local(self._fd)
         self.direct_writes = direct_writes
-        self._allocated_nbytes = ALLOCATED_NBYTES if _linux.is_ext4(self._fd) else NEVER
+        self._allocated_nbytes = ALLOCATED_NBYTES if posix.is_ext4(self._fd) else NEVER
         self._fans: set[str] = set()
         self._release = weakref.finalize(self, _close, self._fd)
         self._serial = itertools.count()
@@ -105,7 +106,7 @@ class LocalStorage:
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with free locks; see :mod:`vua.forks`."""
+        """Begin with free locks; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -124,8 +125,8 @@ class LocalStorage:
         return FileReader(self._open(path), self._uids, local=self._local)
 
     def _open(self, path: str) -> int:
-        fd = _linux.open_cached(self._fd, path) if self._local else None
-        return _linux.open_beneath(self._fd, path) if fd is None else fd
+        fd = posix.open_cached(self._fd, path) if self._local else None
+        return posix.open_beneath(self._fd, path) if fd is None else fd
 
     def read_files(
         self, chunks: Sequence[str], shard: Shard, batch: Batch, place: int, headers: int
@@ -157,7 +158,7 @@ class LocalStorage:
         """Whether the file is there now, one to be read, and of that size if one is given."""
         path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
         try:
-            fd = _linux.open_cached(self._fd, path) if self._local else None
+            fd = posix.open_cached(self._fd, path) if self._local else None
             if fd is None:
                 found = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
                 inode = (found.st_dev, found.st_ino)
@@ -166,9 +167,9 @@ class LocalStorage:
                 )
             else:
                 try:
-                    status = _linux.status_cached(fd)
+                    status = posix.status_cached(fd)
                 finally:
-                    _linux.close_cached(fd)
+                    posix.close_cached(fd)
         except OSError:
             return False
         return is_plain(status, self._uids) and nbytes in (None, status.nbytes)
@@ -271,7 +272,7 @@ class LocalStorage:
                 fresh = open_directory(self.directory, self._security)
                 os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
                 os.close(fresh)
-                self._local = _linux.is_local(self._fd)
+                self._local = posix.is_local(self._fd)
         return True
 
     @property
@@ -322,7 +323,7 @@ class LocalStorage:
     def _directory(self, chunk: str, *, make: bool = False) -> int:
         """Open a chunk's directory; no link is followed on the way."""
         if not make:
-            return _linux.open_beneath(self._fd, chunk_path(chunk))
+            return posix.open_beneath(self._fd, chunk_path(chunk))
         fan = make_directory(self._fd, chunk[:2], self._security)
         try:
             return make_directory(fan, chunk, self._security)

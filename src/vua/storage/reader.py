@@ -7,15 +7,15 @@ import errno
 import os
 import stat
 
-from vua import _linux
-from vua._linux import FileStatus
 from vua.errors import UntrustedError
+from vua.io import posix
+from vua.io.posix import FileStatus
 
 __all__ = ["FileReader", "is_plain"]
 
 
 class FileReader:
-    """An open file; see :class:`vua.storage.Reader`. Reads what is cached without blocking."""
+    """An open file; see :class:`vua.storage.base.Reader`. Reads what is cached without blocking."""
 
     __slots__ = ("_cold", "_fd", "_local", "inode", "nbytes")
 
@@ -26,7 +26,7 @@ class FileReader:
         other names too, or belongs to none of ``uids``.
         """
         try:
-            status = _linux.status_cached(fd)
+            status = posix.status_cached(fd)
         except OSError:  # ESTALE
             os.close(fd)
             raise
@@ -51,11 +51,11 @@ class FileReader:
         Once a read would have needed I/O the file counts as cold, and the rest is read with the
         GIL released.
         """
-        if not self._cold and count <= _linux.IOV_MAX:
-            if _linux.preadv_cached(self._fd, iovecs, count, offset) == nbytes:
+        if not self._cold and count <= posix.IOV_MAX:
+            if posix.preadv_cached(self._fd, iovecs, count, offset) == nbytes:
                 return nbytes
             self._cold = True
-        return _linux.preadv_all(self._fd, _linux.iovecs_at(iovecs, count), offset)
+        return posix.preadv_all(self._fd, posix.iovecs_at(iovecs, count), offset)
 
     def fileno(self) -> int:
         """Return the descriptor, for other ways to read the very same file."""
@@ -64,7 +64,7 @@ class FileReader:
     def close(self) -> None:
         """Close the file."""
         if self._local:
-            _linux.close_cached(self._fd)
+            posix.close_cached(self._fd)
         else:
             with contextlib.suppress(OSError):  # whatever a server says to that
                 os.close(self._fd)

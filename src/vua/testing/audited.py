@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from vua.core import VUA, VUAConfig
-from vua.security import Security
+from vua.security.settings import Security
 from vua.testing.attacks import PLANTS, clear, hostile_bytes, mutated
 
 __all__ = ["FORBIDDEN", "Watch", "hostile_gets"]

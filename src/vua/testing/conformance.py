@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from vua.storage import Storage
+from vua.storage.base import Storage
 from vua.testing import card
 from vua.testing.runner import Plan, run_test
 from vua.testing.stores import StoreSubject

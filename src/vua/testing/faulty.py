@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from vua._linux import Iovecs
-from vua.layout import Shard
+from vua.format.layout import Shard
+from vua.io.posix import Iovecs
 from vua.native import Batch
-from vua.storage import Reader, Storage
+from vua.storage.base import Reader, Storage
 
 __all__ = ["FaultyStorage"]
 
@@ -31,7 +31,7 @@ class _FaultyReader:
 
 
 class FaultyStorage:
-    """Raises what it is told to, for as long as it is told to; see :class:`vua.storage.Storage`.
+    """Raises what it is told to, for as long as it is told to; see :class:`Storage`.
 
     ``fail`` maps a verb to the error that it raises: ``publish``, ``open``, ``read`` (of an open
     file), ``remove`` (which then returns False). What is not named works as in ``inner``. There is

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from vua.claims import Mark
-from vua.entry import EntryCodec, parse_entry
-from vua.keys import ChunkKey
+from vua.format.entry import EntryCodec, parse_entry
+from vua.format.header import Mark
+from vua.format.keys import ChunkKey
 
 __all__ = ["forged"]
 

@@ -1,4 +1,4 @@
-"""Subjects of the scorecard: VUA's own store, and any storage that follows `vua.storage.Storage`.
+"""Subjects of the scorecard: VUA's own store, and any storage that follows `Storage`.
 
 ::
 
@@ -20,18 +20,18 @@ from typing import Final
 import numpy as np
 
 import vua
-from vua._linux import Iovecs
-from vua.bounds import Bounds, Limits
-from vua.directory import create_store
+from vua.capacity.gc import GRACE_S, collect
+from vua.capacity.limits import Bounds, Limits
 from vua.errors import StorageError
-from vua.gc import GRACE_S, collect
-from vua.identity import Identity
-from vua.keys import ChunkKey, KeyChain
-from vua.layout import KVLayout, MemoryMap, Shard
-from vua.security import Security
-from vua.storage import Reader, Storage
+from vua.format.identity import Identity
+from vua.format.keys import ChunkKey, KeyChain
+from vua.format.layout import KVLayout, MemoryMap, Shard
+from vua.io.posix import Iovecs
+from vua.security.settings import Security
+from vua.storage.base import Reader, Storage
 from vua.storage.local import TEMPORARY
-from vua.store import Store
+from vua.store.namespace import create_store
+from vua.store.store import Store
 from vua.testing.faulty import FaultyStorage
 from vua.testing.subject import Key, NotApplicableError, Subject
 
@@ -88,7 +88,7 @@ class _ShortNames(FaultyStorage):
 
 
 class StoreSubject(Subject):
-    """A :class:`vua.store.Store` over a storage of any kind, one namespace per model."""
+    """A :class:`vua.store.store.Store` over a storage of any kind, one namespace per model."""
 
     has_salts = has_models = True
 

@@ -1,7 +1,7 @@
 """What the scorecard tests: anything that keeps byte strings under keys, seen through one class.
 
 A :class:`Subject` is an adapter of some hundred lines between the tests and a cache. VUA's own and
-the one for any `vua.storage.Storage` are in :mod:`vua.testing.stores`; name another one to the
+the one for any `vua.storage.base.Storage` are in :mod:`vua.testing.stores`; name another one to the
 runner as ``package.module:function`` or ``file.py:function``.
 """
 

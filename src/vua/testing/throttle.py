@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from vua._linux import Iovecs
-from vua.layout import Shard
+from vua.format.layout import Shard
+from vua.io.posix import Iovecs
 from vua.native import Batch
-from vua.storage import Reader, Storage
+from vua.storage.base import Reader, Storage
 
 __all__ = ["ThrottledStorage"]
 

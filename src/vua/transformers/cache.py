@@ -19,11 +19,11 @@ import torch
 from transformers import DynamicCache
 
 from vua.core import VUA, VUAConfig
-from vua.directory import check_root
 from vua.errors import ConfigError, InputError, VUAError
-from vua.forks import watch
-from vua.identity import Identity
-from vua.layout import KVLayout
+from vua.format.identity import Identity
+from vua.format.layout import KVLayout
+from vua.io.forks import watch
+from vua.store.namespace import check_root
 from vua.transformers.model import DTYPE_NAMES, LAYERS, described_model, layout_of
 from vua.weights import Identification, identify_weights
 
@@ -92,7 +92,7 @@ class PrefixCache:
             self._opened()
 
     def after_fork(self) -> None:
-        """Begin with a free lock, and to identify the model unless it is; see `vua.forks`."""
+        """Begin with a free lock, and to identify the model unless it is; see `vua.io.forks`."""
         self._lock = threading.Lock()
         if self._vua is None:
             self._identification = Identification(

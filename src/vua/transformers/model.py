@@ -20,12 +20,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from vua.errors import ConfigError
-from vua.identity import Identity, config_digest
-from vua.layout import KVLayout
-from vua.model_files import code_digest
-from vua.rope import rope_order, varies_with_length
+from vua.format.identity import Identity, config_digest
+from vua.format.layout import KVLayout
+from vua.format.rope import rope_order, varies_with_length
 from vua.serdes import DTYPES
 from vua.weights import Weights, checkpoint_files, identify_weights
+from vua.weights.model_files import code_digest
 
 __all__ = ["DTYPE_NAMES", "LAYERS", "Described", "described_model", "identity_of", "layout_of"]
 

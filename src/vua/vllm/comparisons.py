@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vua.agreement import Agreement, compare
-from vua.keys import ChunkKey
-from vua.slab import Slab
+from vua.device.slab import Slab
+from vua.format.keys import ChunkKey
+from vua.io.workers import Attempt, Workers
+from vua.store.agreement import Agreement, compare
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.group_side import GroupSide
 from vua.vllm.messages import Verdict, WitnessOrder
-from vua.workers import Attempt, Workers
 
 __all__ = ["Comparisons"]
 
@@ -44,7 +44,7 @@ class Comparisons:
     """One rank's comparisons. Each order gets one verdict. Called from the worker's thread only."""
 
     def __init__(self, config: ConnectorConfig, *, quantised: bool) -> None:
-        """Start no thread yet; ``quantised`` as in :func:`vua.agreement.tolerance`."""
+        """Start no thread yet; ``quantised`` as in :func:`vua.store.agreement.tolerance`."""
         self._quantised = quantised
         self._threads: Workers[_Comparison] = Workers(
             1, timeout_s=config.io_timeout_s, name="vua-witness"

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from vua.bounds import Bounds
+from vua.capacity.limits import Bounds
 from vua.errors import ConfigError
-from vua.security import Security
+from vua.security.settings import Security
 
 __all__ = ["ConnectorConfig"]
 

@@ -3,8 +3,9 @@
 Everything that is not listed in `EXCLUDED` counts, so a field that a new release adds counts by
 itself: what is unknown costs hits, never a wrong one. A field of `NEUTRAL` counts too, except with
 one of the values written there, with which the engine computes what every other one computes;
-these are not read from the classes, whose defaults may change. `tests/test_vllm_fields.py` walks
-all fields of the releases that VUA knows and fails on one that stands in neither list.
+these are not read from the classes, whose defaults may change.
+`tests/unit/vllm/test_vllm_fields.py` walks all fields of the releases that VUA knows and fails on
+one that stands in neither list.
 """
 
 from __future__ import annotations

@@ -41,15 +41,15 @@ from vua.device import (
     slots_of,
 )
 from vua.errors import LayoutError
-from vua.keys import ChunkKey
-from vua.store import Loaded, Loader, Saver, Store
+from vua.format.keys import ChunkKey
+from vua.io.workers import Attempt
+from vua.store.store import Loaded, Loader, Saver, Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.device_layout import axes_of
 from vua.vllm.group_side import LOAD_SLAB_NBYTES, GroupSide, Tables
 from vua.vllm.messages import GroupLoad, LoadOrder
 from vua.vllm.model import UncachedError
 from vua.vllm.versions import packs_k_and_v
-from vua.workers import Attempt
 
 __all__ = ["STAGED_DEVICES", "DeviceGroupSide", "lies_on_device", "mover_for", "open_gds"]
 

@@ -15,11 +15,11 @@ from typing import Any, Final
 import torch
 
 from vua.errors import ConfigError
-from vua.identity import config_digest
-from vua.model_files import code_digest, processor_digest, quantization_digest
-from vua.rope import rope_order, varies_with_length
+from vua.format.identity import config_digest
+from vua.format.rope import rope_order, varies_with_length
 from vua.vllm.obstacles import UncachedError
 from vua.vllm.settings import Settings, settings_of
+from vua.weights.model_files import code_digest, processor_digest, quantization_digest
 
 __all__ = ["NOTHING_MORE", "EngineIdentity", "engine_identity"]
 
@@ -35,7 +35,7 @@ class EngineIdentity:
     """What counts, and for which requests."""
 
     config: Mapping[str, object]
-    """For `vua.identity.config_digest`."""
+    """For `vua.format.identity.config_digest`."""
     adapters: str
     """Counts beside an adapter's own files; "" for nothing."""
     media: str

@@ -24,8 +24,8 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from vua.keys import ChunkKey, KeyChain
-from vua.layout import Shard
+from vua.format.keys import ChunkKey, KeyChain
+from vua.format.layout import Shard
 from vua.vllm.model import Model
 from vua.vllm.versions import MEDIUM_STORAGE, event_extra_keys, session_of
 

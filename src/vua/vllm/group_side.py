@@ -1,7 +1,7 @@
 """One group of layers on one rank: its files, its buffers, and its pages in vLLM's memory.
 
-Moves chunks between them. Whether a result is still wanted is the :class:`vua.workers.Attempt`'s to
-say: vLLM gives the blocks of a load that was reported as failed to other requests.
+Moves chunks between them. Whether a result is still wanted is the :class:`vua.io.workers.Attempt`'s
+to say: vLLM gives the blocks of a load that was reported as failed to other requests.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from vua.device import Fence, Gds
-from vua.keys import ChunkKey
+from vua.device.slab import Slab, SlabPool
+from vua.format.keys import ChunkKey
+from vua.format.states import state_nbytes
+from vua.io.workers import Attempt
 from vua.serdes import DTYPES
-from vua.slab import Slab, SlabPool
-from vua.states import state_nbytes
-from vua.store import Loader, Saver, Store
+from vua.store.store import Loader, Saver, Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import FileWatch
 from vua.vllm.forms import learn_cpu_form
@@ -26,7 +27,6 @@ from vua.vllm.model import Model, UncachedError
 from vua.vllm.paged import PagedKV, PageForm, fused_form, latent_form
 from vua.vllm.state import StatePages
 from vua.vllm.stats import Recorder
-from vua.workers import Attempt
 
 __all__ = ["GroupSide", "Rank", "Tables"]
 

@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vua.layout import KVLayout, Shard
-from vua.states import state_layout, state_nbytes
+from vua.format.layout import KVLayout, Shard
+from vua.format.states import state_layout, state_nbytes
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.dtypes import Stored, stored_as
 from vua.vllm.obstacles import UncachedError, check_groups, check_latent, check_states
@@ -51,7 +51,7 @@ class Group:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether these layers keep a state, see `vua.states`."""
+        """Whether these layers keep a state, see `vua.format.states`."""
         return state_nbytes(self.layout) is not None
 
     def first_needed(self, tokens: int) -> int:

@@ -21,11 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vua import forks, native
-from vua.directory import check_root
+from vua import native
 from vua.errors import ConfigError, VUAError
-from vua.keyring import check_keys
-from vua.place import prepare
+from vua.io import forks
+from vua.security.keyring import check_keys
+from vua.store.namespace import check_root
+from vua.store.place import prepare
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import Announcer, FileWatch, enabled
 from vua.vllm.group_side import Rank
@@ -125,7 +126,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         return False
 
     def after_fork(self) -> None:
-        """Do nothing in a copy of this process, whose threads are not there; see `vua.forks`."""
+        """Do nothing in a copy of this process, whose threads are not there; see `vua.io.forks`."""
         if self._scheduler is not None or self._worker is not None:
             self._left = (self._scheduler, self._worker)  # the parent's, not to be taken apart here
             self._scheduler = self._worker = None

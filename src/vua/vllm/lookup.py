@@ -1,8 +1,8 @@
 """Lookups of prompts on threads of their own: naming chunks and asking the storage for them.
 
 A lookup may take long or hang without anything else in the engine waiting for it. After some that
-took too long there are none for a while (see `vua.breaker`): a request is then neither loaded nor
-stored.
+took too long there are none for a while (see `vua.connector.breaker`): a request is then neither
+loaded nor stored.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from vua.capacity.ttl import lift
 from vua.errors import VUAError
-from vua.hints import lift
-from vua.keys import KeyChain, token_ids
-from vua.store import Store
+from vua.format.keys import KeyChain, token_ids
+from vua.io.workers import Attempt, Workers
+from vua.store.store import Store
 from vua.vllm.adapters import Adapter
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import Announcer
@@ -26,7 +27,6 @@ from vua.vllm.obstacles import UncachedError
 from vua.vllm.prefix import Found, find
 from vua.vllm.request import RequestOptions, SaveHints
 from vua.vllm.storage_guard import StorageGuard
-from vua.workers import Attempt, Workers
 
 __all__ = ["Lookup", "Lookups", "unasked"]
 

@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from vua.identity import Identity
-from vua.keys import ChunkKey
+from vua.format.identity import Identity
+from vua.format.keys import ChunkKey
 from vua.vllm.adapters import Adapter
 from vua.vllm.request import SaveHints
 
@@ -89,7 +89,7 @@ class Verdict:
     outcome: str
     """``same``, ``different``, or ``none`` where there was nothing to compare with."""
     ratio: float = 0.0
-    """The largest distance, in tolerances; see `vua.agreement`."""
+    """The largest distance, in tolerances; see `vua.store.agreement`."""
     text: str = ""
     """What differed most, or why there is no answer."""
 

@@ -17,8 +17,8 @@ from typing import Any
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from vua.errors import ConfigError
-from vua.identity import Identity, config_digest
-from vua.rope import rope_order
+from vua.format.identity import Identity, config_digest
+from vua.format.rope import rope_order
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.engine_identity import NOTHING_MORE, EngineIdentity, engine_identity
 from vua.vllm.groups import Group, groups_of, how_stored

@@ -12,11 +12,11 @@ from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from vua.directory import create_stores
 from vua.errors import VUAError
-from vua.identity import Identity
-from vua.place import look_at
-from vua.store import Store
+from vua.format.identity import Identity
+from vua.store.namespace import create_stores
+from vua.store.place import look_at
+from vua.store.store import Store
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.model import Model
 from vua.weights import Identification, Weights

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from vua.keys import KeyChain
-from vua.store import Store
+from vua.format.keys import KeyChain
+from vua.store.store import Store
 from vua.vllm.model import Group, Model
 
 __all__ = ["Found", "find"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vua.layout import KVLayout, Shard
+from vua.format.layout import KVLayout, Shard
 
 __all__ = ["worker_shards"]
 

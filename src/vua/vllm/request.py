@@ -33,7 +33,7 @@ class SaveHints:
 
     ttl_s: float | None = None
     """Seconds without use after which the chunks may be deleted, if the directory's own time to
-    live does not end before; None: that alone. See :mod:`vua.hints`."""
+    live does not end before; None: that alone. See :mod:`vua.capacity.ttl`."""
     pin: bool = False
     """Whether they should stay however long they are not used; where the operator allows that."""
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vua.errors import StorageError
-from vua.keys import ChunkKey
-from vua.store import Saver
+from vua.format.keys import ChunkKey
+from vua.io.workers import Attempt, Workers
+from vua.store.store import Saver
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.events import FileWatch
 from vua.vllm.group_side import GroupSide
@@ -22,7 +23,6 @@ from vua.vllm.memory import Memory
 from vua.vllm.messages import SaveOrder
 from vua.vllm.stats import Recorder
 from vua.vllm.storage_guard import StorageGuard
-from vua.workers import Attempt, Workers
 
 __all__ = ["Saves"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vua.keys import ChunkKey
+from vua.format.keys import ChunkKey
 from vua.vllm.model import Group, Model
 from vua.vllm.prefix import Found
 

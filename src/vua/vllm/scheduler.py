@@ -15,9 +15,9 @@ from concurrent.futures import wait as wait_for
 from typing import Any, Final
 
 from vua.errors import VUAError
-from vua.identity import Identity
-from vua.keys import token_ids
-from vua.store import Store
+from vua.format.identity import Identity
+from vua.format.keys import token_ids
+from vua.store.store import Store
 from vua.vllm.accounts import Accounts
 from vua.vllm.adapter_book import AdapterBook
 from vua.vllm.adapters import Adapter

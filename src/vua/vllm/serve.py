@@ -16,7 +16,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Final
 
 from vua.errors import ConfigError, NotWritableError, StorageError
-from vua.place import prepare
+from vua.store.place import prepare
 from vua.vllm import CONNECTOR
 from vua.vllm.config import ConnectorConfig
 

@@ -83,7 +83,7 @@ class StatePages:
             token_start: the chunk's first token.
             n_tokens: the tokens of a chunk.
             k_out: ``[1, layers, n_tokens, k_dim]`` of uint8, contiguous per layer: see
-                `vua.states`.
+                `vua.format.states`.
             v_out: None.
 
         Raises InputError: the chunk does not end with a block that the table has.

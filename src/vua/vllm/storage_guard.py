@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from vua.breaker import Breaker
+from vua.connector.breaker import Breaker
 
 __all__ = ["StorageGuard"]
 

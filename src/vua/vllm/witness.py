@@ -3,9 +3,10 @@
 Everything that is known to change K and V is in the identity. What nobody has thought of is not;
 so, before an engine loads what others have stored, it computes one prompt of which chunks are
 stored, and the last of these is compared with what was computed (`vua.vllm.comparisons`,
-`vua.agreement`). Until all workers say that it is the same nothing is loaded, so no token depends
-on what is unproved; requests that could load wait a little for that answer. One that differs means
-that this engine and the writer do not compute the same: the engine leaves the namespace.
+`vua.store.agreement`). Until all workers say that it is the same nothing is loaded, so no token
+depends on what is unproved; requests that could load wait a little for that answer. One that
+differs means that this engine and the writer do not compute the same: the engine leaves the
+namespace.
 
 What is proved by itself is each *kind* of prompt: without or with an adapter, each by itself, and
 with images or other inputs, of which a chunk that holds some is compared too. What this engine has
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vua.keys import ChunkKey
+from vua.format.keys import ChunkKey
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.messages import Verdict, WitnessOrder
 from vua.vllm.model import Model

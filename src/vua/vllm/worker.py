@@ -20,8 +20,9 @@ import torch
 
 from vua.device import Fence, Gds
 from vua.errors import ConfigError, StorageError
-from vua.identity import Identity
-from vua.store import Store
+from vua.format.identity import Identity
+from vua.io.workers import Attempt, Workers
+from vua.store.store import Store
 from vua.vllm.comparisons import Comparisons
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.device_side import DeviceGroupSide, lies_on_device, open_gds
@@ -35,7 +36,6 @@ from vua.vllm.opening import open_stores
 from vua.vllm.saves import Saves
 from vua.vllm.stats import Recorder, VUAStats
 from vua.vllm.storage_guard import StorageGuard
-from vua.workers import Attempt, Workers
 
 __all__ = ["Rank", "WorkerSide"]
 

@@ -13,10 +13,10 @@ from typing import Final
 import numpy as np
 
 import vua
-from vua.bounds import Bounds, Limits
-from vua.gc import GRACE_S, collect
+from vua.capacity.gc import GRACE_S, collect
+from vua.capacity.limits import Bounds, Limits
+from vua.capacity.scan import TRASH
 from vua.storage.local import TEMPORARY, FileReader
-from vua.survey import TRASH
 from vua.testing.faults import skewed
 from vua.testing.stores import VuaSubject
 from vua.testing.subject import Key

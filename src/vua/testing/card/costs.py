@@ -11,8 +11,8 @@ from unittest import mock
 import numpy as np
 
 from vua import native
-from vua.plan import Plan
-from vua.store import Loader
+from vua.format.plan import Plan
+from vua.store.store import Loader
 from vua.testing.card.damage import only_file, restore
 from vua.testing.stores import StoreSubject, memory_of
 from vua.testing.subject import Key

@@ -13,8 +13,8 @@ from vua.testing.trial import Trial, scored
 
 __all__: list[str] = []
 
-_QUICK = "tests/vllm_e2e/test_damage.py::DamagedTest::test_flipped_bit"
-_FULL = "tests/vllm_e2e/test_stress.py::StormTest"
+_QUICK = "tests/e2e/test_damage.py::DamagedTest::test_flipped_bit"
+_FULL = "tests/e2e/test_stress.py::StormTest"
 
 
 @scored(
@@ -36,10 +36,10 @@ def end_to_end(trial: Trial) -> None:
 def identities(trial: Trial) -> None:
     """Run the campaign of random engines of a checkout, judged by the K and V they compute."""
     if trial.quick:
-        status, said = _pytest(trial, "tests/vllm_e2e/test_campaign.py")
+        status, said = _pytest(trial, "tests/e2e/test_campaign.py")
         trial.must("control: tests were run", " passed" in said, said)
     else:
-        words = ["vllm_e2e.campaign", "--setups", str(trial.scale), "--seed", str(trial.seed)]
+        words = ["e2e.campaign", "--setups", str(trial.scale), "--seed", str(trial.seed)]
         status, said = _run(trial, *words)
     trial.must("nobody loads what it would have computed otherwise", status == 0, said)
 
@@ -54,7 +54,7 @@ def _run(trial: Trial, *words: str) -> tuple[int, str]:
     trial.needs_vua("an engine's connector")
     trial.needs("vLLM", find_spec("vllm") is not None)
     checkout = Path(vua.__file__).parents[2]
-    trial.needs("a checkout with its tests", (checkout / "tests" / "vllm_e2e").is_dir())
+    trial.needs("a checkout with its tests", (checkout / "tests" / "e2e").is_dir())
     paths = (checkout / "src", checkout / "tests")
     done = subprocess.run(  # noqa: S603 - our own tests
         [sys.executable, "-m", *words],

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+from vua.capacity.usage import measure
 from vua.testing.card.damage import only_file, restore
 from vua.testing.faulty import FaultyStorage
 from vua.testing.stores import StoreSubject
 from vua.testing.subject import Key, NotApplicableError, Subject
 from vua.testing.trial import Trial, scored
-from vua.usage import measure
 
 __all__: list[str] = []
 

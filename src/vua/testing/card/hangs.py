@@ -16,13 +16,13 @@ from typing import Final
 
 import torch
 
-from vua.breaker import Breaker
+from vua.connector.breaker import Breaker
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
+from vua.io.workers import Attempt, Workers
 from vua.testing.faults.mounts import command, own_mounts
 from vua.testing.subject import Key, Subject
 from vua.testing.trial import NotRunError, Trial, scored
-from vua.workers import Attempt, Workers
 
 _NBYTES: Final = 65536
 _STEP_S: Final = 0.002

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from vua.entry import parse_entry
 from vua.errors import EntryError
+from vua.format.entry import parse_entry
 from vua.testing.attacks import hostile_bytes
 from vua.testing.card.damage import hurt, only_file, restore
 from vua.testing.stores import StoreSubject

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from vua.directory import create_store
-from vua.identity import Identity, config_digest, weights_fingerprint
-from vua.keys import ChunkKey, KeyChain
-from vua.layout import KVLayout, Shard
+from vua.format.identity import Identity, config_digest, weights_fingerprint
+from vua.format.keys import ChunkKey, KeyChain
+from vua.format.layout import KVLayout, Shard
 from vua.serdes import tensor_to_bytes
+from vua.store.namespace import create_store
 from vua.testing.stores import layout_of, memory_of
 from vua.testing.subject import Key, noise
 from vua.testing.trial import Trial, scored

@@ -12,9 +12,9 @@ from typing import Final
 
 import numpy as np
 
-from vua.entry import EntryCodec, parse_entry
-from vua.keyring import write_key
-from vua.security import Security
+from vua.format.entry import EntryCodec, parse_entry
+from vua.security.keyring import write_key
+from vua.security.settings import Security
 from vua.testing.card.costs import timings
 from vua.testing.card.damage import hurt, only_file, restore
 from vua.testing.stores import VuaSubject, memory_of

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from vua.bounds import Bounds
+from vua.capacity.limits import Bounds
+from vua.capacity.scan import TRASH
 from vua.storage.local import TEMPORARY
-from vua.survey import TRASH
 from vua.testing.faults.syscalls import copied
 from vua.testing.faults.world import World, layout_of
 

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from vua.bounds import Bounds, Limits
-from vua.gc import collect
+from vua.capacity.gc import collect
+from vua.capacity.limits import Bounds, Limits
 from vua.testing.stores import VuaSubject
 from vua.testing.subject import Key
 

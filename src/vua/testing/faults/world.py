@@ -14,18 +14,18 @@ from typing import Final
 import numpy as np
 import torch
 
-from vua.bounds import Bounds, Limits
-from vua.buffers import BufferPool
-from vua.directory import create_store, open_store
-from vua.gc import GRACE_S, Report, collect
-from vua.identity import Identity
-from vua.keys import ChunkKey, KeyChain, token_ids
-from vua.layout import KVLayout
-from vua.lease import UPKEEP
+from vua.capacity.gc import GRACE_S, Report, collect
+from vua.capacity.lease import UPKEEP
+from vua.capacity.limits import Bounds, Limits
+from vua.capacity.scan import TRASH
+from vua.format.identity import Identity
+from vua.format.keys import ChunkKey, KeyChain, token_ids
+from vua.format.layout import KVLayout
 from vua.storage.local import SUFFIX, TEMPORARY
-from vua.store import Store
-from vua.survey import TRASH
-from vua.tensors import allocate, memory_map
+from vua.store.buffers import BufferPool
+from vua.store.namespace import create_store, open_store
+from vua.store.store import Store
+from vua.store.tensors import allocate, memory_map
 
 __all__ = ["ROOMY", "World", "WrongBytesError", "layout_of"]
 

@@ -1,0 +1,336 @@
+"""Deletes what was not used for longest, leaves before their prefixes, until there is room.
+
+Why not the oldest of a small random sample, as Redis does it (its documentation on key eviction)?
+Chunks depend on each other, and a victim in the middle of a chain leaves all that follows out of
+reach. Stamps (:mod:`vua.capacity.lru`) order a chain only if *the* oldest chunk goes first. So one
+pass over all stamps gathers the oldest, and these are evicted in order over many bursts, each
+looked at again first; `docs/decisions/0004-bounds.md` has the measurements.
+
+A chunk leaves by one rename of its directory and is then deleted file by file: it is out of sight
+at once and as a whole, and who has a file open goes on reading it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple
+
+from vua.capacity import ttl
+from vua.capacity.lru import STEP_NS, set_stamp, stamp_ns
+from vua.capacity.owned import delete_chunk, drop_empty, is_chunk_file, strip_chunk
+from vua.capacity.scan import PIN, TRASH, Candidate, Space, chunk_nbytes, listed, oldest, spaces
+from vua.storage.local import chunk_path
+
+__all__ = ["GRACE_S", "NOTHING", "PINNED_SHARE", "Evictor", "Freed", "bury"]
+
+log = logging.getLogger(__name__)
+
+_POOL: Final = 1 << 16
+"""Chunks gathered by one pass over all stamps. A million chunks take a pass of some 5 seconds per
+65,536 evicted, which make room for half a terabyte."""
+_SETTLED_NS: Final = 60 * 10**9
+"""A chain that is still being stored gains chunks that a pass did not see. So what was used this
+short before a pass is evicted right after it or not at all, and not remembered."""
+_FUTURE_NS: Final = 10 * 10**9
+"""Stamps of the server's that are later than its own clock by more: that was set back."""
+GRACE_S: Final = 3600.0
+"""No writer takes longer for a file: what is temporary and older was left behind by a crash."""
+PINNED_SHARE: Final = 0.5
+"""Of the limit: so much may be pinned. Beyond it the pinned chunks that were not used for longest
+go, when room is needed."""
+_PULSE: Final = 16
+"""Chunks deleted between two signs of life."""
+
+
+class Freed(NamedTuple):
+    """What an eviction brought."""
+
+    chunks: int
+    nbytes: int
+
+    def __add__(self, other: Freed) -> Freed:  # type: ignore[override]
+        """Return the sum."""
+        return Freed(self.chunks + other.chunks, self.nbytes + other.nbytes)
+
+
+NOTHING: Final = Freed(0, 0)
+
+
+def bury(space: Space, chunk: str, *, pinned: bool = False) -> int | None:
+    """Take a chunk out of sight as a whole and delete it; return the bytes that were freed.
+
+    None: it is gone already, or pinned (``pinned`` deletes it all the same). Of several at once one
+    succeeds. Where something lies in its directory that VUA did not put there, only the rest goes.
+    A crash leaves a ``trash-`` directory that `vua gc` deletes. Raises OSError where the directory
+    may not be written to.
+    """
+    path, trash = chunk_path(chunk), f"{TRASH}{secrets.token_hex(8)}"
+    held, foreign = _look(space, path)
+    if held and not pinned:
+        return None
+    if foreign:
+        nbytes = strip_chunk(space.fd, path)
+        if nbytes:
+            ttl.forget(space, chunk)
+        return nbytes or None
+    try:
+        os.rename(path, trash, src_dir_fd=space.fd, dst_dir_fd=space.fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not pinned and _look(space, trash)[0]:  # by somebody, this very moment
+        with contextlib.suppress(OSError):
+            os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
+            return None
+    ttl.forget(space, chunk)
+    return delete_chunk(space.fd, trash)
+
+
+def _look(space: Space, path: str) -> tuple[bool, bool]:
+    """Whether pins hold what lies in a chunk's directory, and whether others put something in."""
+    held = foreign = False
+    with listed(space.fd, path) as entries:
+        for entry in entries:
+            held = held or entry.name.startswith(PIN)
+            foreign = foreign or not is_chunk_file(entry)
+    return held, foreign
+
+
+def pull_back(
+    ahead: Sequence[Candidate], by_name: Mapping[str, Space], now_ns: int, latest_ns: int
+) -> int | None:
+    """Set stamps after ``latest_ns`` to just before ``now_ns``, without changing their order.
+
+    Returns the first of the new stamps; None where none was to be changed, or could be.
+    """
+    first = None
+    for place, one in enumerate(ahead):
+        fd = by_name[one.space].fd
+        if one.stamp > latest_ns and stamp_ns(fd, one.chunk) == one.stamp:
+            stamp = now_ns - (len(ahead) - place) * STEP_NS
+            with contextlib.suppress(OSError):
+                set_stamp(fd, one.chunk, stamp)
+                first = stamp if first is None else first
+    return first
+
+
+_bury: Final = bury
+
+
+class Evictor:
+    """Evicts from one cache directory, remembering what it saw. For one thread at a time."""
+
+    def __init__(
+        self, root: str | os.PathLike[str], bury: Callable[..., int | None] = bury
+    ) -> None:
+        """Prepare for ``root``; reads nothing yet.
+
+        Chunks are deleted by ``bury``; with another one than this module's nothing else is changed.
+        """
+        self._root, self._bury = os.fspath(root), bury
+        self._is_real = bury is _bury
+        self._pool: list[Candidate] = []
+        """The oldest chunks at the last pass, oldest last."""
+        self._held: deque[tuple[Candidate, int]] = deque()
+        """Pinned ones that were met since that pass, with their bytes, oldest first."""
+        self._held_nbytes = 0
+        self.evicted: Callable[[Candidate], None] | None = None
+        """Told of each chunk that is evicted here."""
+
+    @property
+    def left(self) -> int:
+        """How many victims are known."""
+        return len(self._pool)
+
+    def prepare(self, now_ns: int, pulse: Callable[[], None]) -> None:
+        """Look for victims ahead of need.
+
+        Args:
+            now_ns: the server's time before this.
+            pulse: called some hundred times; may evict meanwhile, as far as victims are known.
+
+        Raises OSError where the directory cannot be listed.
+        """
+        with spaces(self._root) as found:
+            fresh = oldest(found, _POOL, pulse).oldest
+        self._fill([one for one in fresh if one.stamp <= now_ns - _SETTLED_NS])
+
+    def evict(
+        self,
+        nbytes: int,
+        now_ns: int,
+        *,
+        before_ns: int | None = None,
+        expired_ns: int = 0,
+        hinted: bool = False,
+        pins_nbytes: int | None = None,
+        pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
+    ) -> Freed:
+        """Delete the chunks that were not used for longest until ``nbytes`` bytes are free.
+
+        Stamps from the future (the server's clock was set back) are first set to now, in their
+        order: what has them counts as used when that happened.
+
+        Args:
+            nbytes: how much to free; less is freed when no more may be deleted.
+            now_ns: the server's time, as :func:`vua.capacity.lru.server_now_ns` gives it.
+            before_ns: stop at a chunk with this stamp or a younger one.
+            expired_ns: delete all chunks with stamps before this, whatever ``nbytes``.
+            hinted: likewise all that their own hints (:mod:`vua.capacity.ttl`) let go.
+            pins_nbytes: pinned chunks stay up to so many bytes, those used last; None: all.
+            pulse: called every few chunks, and while it searches, with what is freed so far.
+
+        Raises OSError where the directory cannot be listed or written to.
+        """
+        try:
+            freed = self._expire(now_ns, pulse) if hinted else NOTHING
+            if nbytes <= 0 and not expired_ns:
+                return freed  # without a pass over all stamps
+            run = _Run(nbytes, now_ns, before_ns, expired_ns, pins_nbytes, pulse)
+            return freed + self._run(run)
+        finally:
+            young = now_ns - _SETTLED_NS
+            if self._pool and self._pool[0].stamp > young:
+                self._pool = [one for one in self._pool if one.stamp <= young]
+
+    def _expire(self, now_ns: int, pulse: Callable[[Freed], None]) -> Freed:
+        """Delete the chunks whose own hints have run out."""
+        freed = NOTHING
+        with spaces(self._root) as found:
+            by_name = {space.name: space for space in found}
+            latest_ns = now_ns + _FUTURE_NS
+            over, ahead = ttl.expired(found, now_ns, latest_ns, tidies=self._is_real)
+            if self._is_real:
+                pull_back(ahead, by_name, now_ns, latest_ns)
+            for victim in over:
+                freed += self._evict(victim, by_name, None)
+                if freed.chunks % _PULSE == 0:
+                    pulse(freed)
+        return freed
+
+    def _run(self, run: _Run) -> Freed:
+        freed, brought, seen, room = NOTHING, -1, 0, _POOL
+        if self._pool and self._pool[0].stamp > run.now_ns + _FUTURE_NS:
+            self._fill([])  # the clock was set back since
+        with spaces(self._root) as found:
+            by_name = {space.name: space for space in found}
+            while True:
+                if not self._pool:
+                    if brought == freed.chunks:
+                        if seen < room:
+                            return freed  # a pass brought nothing: all is pinned, or in use
+                        room *= 2
+                    brought = freed.chunks
+                    seen = self._pass(found, by_name, room, run, freed)
+                    if not self._pool:
+                        return freed
+                victim = self._pool[-1]
+                if freed.nbytes >= run.nbytes and victim.stamp >= run.expired_ns:
+                    return freed
+                if run.before_ns is not None and victim.stamp >= run.before_ns:
+                    return freed
+                self._pool.pop()
+                freed += self._evict(victim, by_name, run.pins_nbytes)
+                if freed.chunks % _PULSE == 0:
+                    run.pulse(freed)
+
+    def _pass(
+        self,
+        found: Sequence[Space],
+        by_name: Mapping[str, Space],
+        room: int,
+        run: _Run,
+        freed: Freed,
+    ) -> int:
+        """Look at all stamps for the next victims; return how many were found."""
+        began_s, latest_ns = time.monotonic(), run.now_ns + _FUTURE_NS
+        pulse = partial(run.pulse, freed)
+        seen = oldest(found, room, pulse, latest_ns=latest_ns)
+        if seen.ahead and self._is_real:
+            now_ns = run.now_ns + int((time.monotonic() - began_s) * 1e9)
+            first_ns = pull_back(seen.ahead, by_name, now_ns, now_ns + _FUTURE_NS)
+            if first_ns is not None:
+                log.warning("the clock of %s was set back; its chunks' times follow", self._root)
+                if run.before_ns is not None and run.before_ns > latest_ns:
+                    run.before_ns = first_ns  # it was such a time, too: the prompt's own
+                seen = oldest(found, room, pulse)
+        self._drop(seen.empty, run.now_ns)
+        self._fill(seen.oldest)
+        return len(seen.oldest)
+
+    def _fill(self, victims: list[Candidate]) -> None:
+        self._pool = victims[::-1]
+        self._held.clear()
+        self._held_nbytes = 0
+
+    def _drop(self, empty: Sequence[str], now_ns: int) -> None:
+        """Delete namespaces in which nothing is left, and was not for a while."""
+        if not (empty and self._is_real):
+            return
+        fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for name in empty:
+                drop_empty(fd, name, now_ns - int(GRACE_S * 1e9), now_ns)
+        finally:
+            os.close(fd)
+
+    def _evict(
+        self, victim: Candidate, by_name: Mapping[str, Space], pins_nbytes: int | None
+    ) -> Freed:
+        space = by_name.get(victim.space)
+        if space is None or stamp_ns(space.fd, victim.chunk) != victim.stamp:
+            return NOTHING  # used since, or gone
+        nbytes = self._bury(space, victim.chunk)
+        if nbytes is None:
+            return self._hold(space, victim, by_name, pins_nbytes)
+        self._tell(victim)
+        return Freed(1, nbytes)
+
+    def _tell(self, victim: Candidate) -> None:
+        log.debug("evicted chunk %s", victim.chunk[:12])
+        if self.evicted is not None:
+            self.evicted(victim)
+
+    def _hold(
+        self,
+        space: Space,
+        victim: Candidate,
+        by_name: Mapping[str, Space],
+        pins_nbytes: int | None,
+    ) -> Freed:
+        """Note a pinned chunk; where pins hold too much, those go that were used least recently."""
+        freed, nbytes = NOTHING, chunk_nbytes(space, chunk_path(victim.chunk))
+        if pins_nbytes is None or not nbytes:  # gone, or emptied
+            return freed
+        self._held.append((victim, nbytes))
+        self._held_nbytes += nbytes
+        while self._held_nbytes > pins_nbytes:
+            first, nbytes = self._held.popleft()
+            self._held_nbytes -= nbytes
+            space = by_name[first.space]
+            if stamp_ns(space.fd, first.chunk) != first.stamp:
+                continue
+            gone = self._bury(space, first.chunk, pinned=True)
+            if gone is not None:
+                self._tell(first)
+                freed += Freed(1, gone)
+        return freed
+
+
+@dataclass(slots=True)
+class _Run:
+    """One call of `Evictor.evict`, which says what these are."""
+
+    nbytes: int
+    now_ns: int
+    before_ns: int | None
+    expired_ns: int
+    pins_nbytes: int | None
+    pulse: Callable[[Freed], None]

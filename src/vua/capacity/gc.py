@@ -1,0 +1,338 @@
+"""The full pass over a cache directory: what no process that serves requests has time for.
+
+Reads every chunk's header once. Sweeps what crashes left behind, chunks whose prefix is gone (a
+crash, a foreign delete), and what exceeds the quota of a salt; then evicts down to the bounds, and
+deletes namespaces that are empty. What others have put into the directory stays as it is. Safe
+beside readers, writers and other passes: nothing younger than an hour is taken for a leftover, and
+a chunk is looked at again before it is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from vua.capacity import ttl
+from vua.capacity.estimate import TOLERANCE
+from vua.capacity.evictor import GRACE_S, NOTHING, PINNED_SHARE, Evictor, Freed
+from vua.capacity.lease import lease, upkeep_directory
+from vua.capacity.limits import Bounds, Limits
+from vua.capacity.lru import server_now_ns, set_stamp, stamp_ns
+from vua.capacity.owned import is_ours, is_temporary, trash_in
+from vua.capacity.prefix_tree import Chain, Spread, chain_of, link_of, one_by_one
+from vua.capacity.removal import Remover
+from vua.capacity.scan import Space, listed, spaces
+from vua.capacity.unreadable import bury_lost
+from vua.capacity.usage import Usage, measure
+from vua.storage.local import chunk_path
+from vua.storage.mark import UPKEEP, claim
+
+__all__ = ["GRACE_S", "Report", "collect"]
+
+_EVERY_NAME: Final = sys.maxsize
+_LEASE_WAIT_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class Report:
+    """What a full pass did and found."""
+
+    limits: Limits
+    usage: Usage = field(default=Usage(0, 0, exact=True))
+    lost_keys: Freed = field(default=NOTHING)
+    """Deleted because the key that sealed it is gone."""
+    evicted: Freed = field(default=NOTHING)
+    """Deleted because there was too much."""
+    expired: Freed = field(default=NOTHING)
+    """Deleted because it was not used for its time to live, its own or the directory's."""
+    over_quota: Freed = field(default=NOTHING)
+    """Deleted because a salt had too much."""
+    orphans: Freed = field(default=NOTHING)
+    """Deleted because no lookup could reach it any more."""
+    leftovers: Freed = field(default=NOTHING)
+    """Temporary files and half-deleted chunks; their bytes count too."""
+    emptied: int = 0
+    """Namespaces without a chunk that were deleted."""
+    free_nbytes: int = 0
+    pinned_nbytes: int | None = None
+    """None where it was not looked at."""
+    pins_most: int = 0
+    """How many bytes of it stay when room is needed: a share of the bounds that hold for good."""
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def within(self) -> bool:
+        """Whether the cache is within its bounds now, but for what writers add meanwhile."""
+        limits = self.limits
+        enough = self.free_nbytes >= limits.min_free_bytes
+        return self.usage.nbytes <= limits.max_bytes * (1 + TOLERANCE) and enough
+
+
+def collect(
+    root: str | os.PathLike[str],
+    limits: Limits,
+    *,
+    quick: bool = False,
+    rehearse: bool = False,
+    known: Callable[[], frozenset[str]] | None = None,
+    show: Callable[[str], None] = lambda line: None,  # noqa: ARG005
+    spread: Spread = one_by_one,
+) -> Report:
+    """Bring ``root`` within ``limits`` and sweep what nobody needs.
+
+    Args:
+        root: directory of the cache.
+        limits: what to keep to.
+        quick: leave out orphans and quotas, which need every header.
+        rehearse: change nothing, and report what would go (now, by this host's clock).
+        known: returns the ids of all keys that are not lost; what is sealed with another one goes.
+        show: told what is going on, often.
+        spread: how to go through a namespace's fan-out directories, by default one by one.
+
+    Raises ConfigError for a directory without the mark (`vua.storage.mark`), OSError where ``root``
+    cannot be listed or written to.
+    """
+    began_s, report = time.monotonic(), Report(limits=limits)
+    claim(root, tool=True)
+    remover = Remover(rehearse=rehearse)
+    standing = Limits.of(root, Bounds(), refused=lambda _: None)
+    report.pins_most = int(PINNED_SHARE * max(limits.max_bytes, standing.max_bytes))
+    directory = None if rehearse else upkeep_directory(root)
+    try:
+        now_ns = remover.now_ns(directory)
+        with spaces(root) as found:
+            mine = [space for space in found if is_ours(space)]
+            report.leftovers = _sweep(root, mine, now_ns, remover)
+            if known is not None:
+                for space in mine:
+                    _bury_lost(space, known, report, show, spread, remover)
+            for space in [] if quick else mine:
+                chain = chain_of(space, show, spread)
+                report.leftovers += _settle(space, chain, now_ns, remover)
+                report.orphans += _bury_orphans(space, chain, remover)
+                if limits.max_bytes_per_salt is not None:
+                    most = limits.max_bytes_per_salt
+                    report.over_quota += _keep_quota(space, chain, most, remover)
+                _weigh_pins(report, int(chain.nbytes[chain.pinned].sum()))
+        show("measuring")
+        if directory is None:
+            _rehearse_eviction(root, now_ns, limits, report, remover)
+        else:
+            _evict(root, directory, limits, report, show)
+        report.emptied = _drop_empty(root, now_ns, remover)
+    finally:
+        if directory is not None:
+            os.close(directory)
+    _judge_pins(report)
+    report.seconds = time.monotonic() - began_s
+    return report
+
+
+def _is_old(stamp: int, now_ns: int) -> bool:
+    """Whether nobody is at work there. A time far ahead is of before the clock was set back."""
+    return abs(now_ns - stamp) > GRACE_S * 1e9
+
+
+def _sweep(
+    root: str | os.PathLike[str], found: list[Space], now_ns: int, remover: Remover
+) -> Freed:
+    """Delete temporary files and half-deleted directories that are old enough."""
+    freed = NOTHING
+    for space in found:
+        for name, stamp in list(trash_in(space.fd, roots=False)):
+            if _is_old(stamp, now_ns):
+                freed += remover.leftover(space.fd, name)
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name, stamp in list(trash_in(fd, roots=True)):
+            if _is_old(stamp, now_ns):
+                freed += remover.leftover(fd, name)
+    finally:
+        os.close(fd)
+    return freed
+
+
+def _bury_lost(
+    space: Space,
+    known: Callable[[], frozenset[str]],
+    report: Report,
+    show: Callable[[str], None],
+    spread: Spread,
+    remover: Remover,
+) -> None:
+    freed, pinned = bury_lost(space, known, show=show, spread=spread, bury=remover.bury)
+    report.lost_keys += freed
+    if pinned:
+        report.problems.append(
+            f"{space.name[:12]}: {pinned} chunks whose key is lost are pinned and stay; "
+            "`vua pin DIR` lists pins, `vua rm DIR NAME --pinned` deletes"
+        )
+
+
+def _settle(space: Space, chain: Chain, now_ns: int, remover: Remover) -> Freed:
+    """Delete temporary files in chunks, and chunks without any file, that are old enough."""
+    freed = NOTHING
+    for chunk in chain.unsettled:
+        path, stamp = chunk_path(chunk), stamp_ns(space.fd, chunk)
+        with listed(space.fd, path) as entries:
+            names = [one.name for one in entries if is_temporary(one.name) and one.is_file()]
+        for name in names:
+            with contextlib.suppress(OSError):
+                status = os.stat(f"{path}/{name}", dir_fd=space.fd, follow_symlinks=False)
+                if _is_old(status.st_mtime_ns, now_ns):
+                    freed += remover.file(space.fd, f"{path}/{name}")
+                    if stamp is not None and not remover.rehearse:
+                        set_stamp(space.fd, chunk, stamp)  # it was not used, only tidied up
+        if stamp is None or _is_old(stamp, now_ns):
+            remover.empty(space.fd, path)
+    return freed
+
+
+def _bury_orphans(space: Space, chain: Chain, remover: Remover) -> Freed:
+    """Delete chunks that no lookup can reach, those nearest to the gap first.
+
+    Each one's parent is looked for again: it may have been stored since. So what is deleted is
+    only what is unreachable now, whatever happened while the headers were read.
+    """
+    freed, todo = NOTHING, np.flatnonzero(chain.parent == len(chain.names))
+    lost = np.flatnonzero(chain.first == len(chain.names))
+    children: dict[int, list[int]] = {}
+    for index in lost.tolist():
+        children.setdefault(int(chain.parent[index]), []).append(index)
+    stack = todo.tolist()
+    while stack:
+        index = stack.pop()
+        name = chain.name(index)
+        before = link_of(space, name).before
+        if not before or remover.is_there(space, before):
+            continue
+        nbytes = remover.bury(space, name)
+        if nbytes is not None:
+            freed += Freed(1, nbytes)
+            stack += children.get(index, [])
+    return freed
+
+
+def _keep_quota(space: Space, chain: Chain, most: int, remover: Remover) -> Freed:
+    """Evict the oldest of every salt that occupies more than ``most`` bytes."""
+    freed, first = NOTHING, chain.first
+    families: dict[bytes, list[int]] = {}
+    for index, digest in chain.salts.items():
+        families.setdefault(digest, []).append(index)
+    for roots in families.values():
+        mine = np.flatnonzero(np.isin(first, roots))
+        excess = int(chain.nbytes[mine].sum()) - most
+        for index in mine[np.argsort(chain.stamps[mine], kind="stable")].tolist():
+            if excess <= 0:
+                break
+            name = chain.name(index)
+            if stamp_ns(space.fd, name) == chain.stamps[index]:
+                nbytes = remover.bury(space, name)
+                freed += NOTHING if nbytes is None else Freed(1, nbytes)
+                excess -= nbytes or 0
+    return freed
+
+
+def _weigh_pins(report: Report, nbytes: int) -> None:
+    report.pinned_nbytes = (report.pinned_nbytes or 0) + nbytes
+
+
+def _judge_pins(report: Report) -> None:
+    """Say so where pins hold more than they may."""
+    if (report.pinned_nbytes or 0) > report.pins_most:
+        report.problems.append(
+            f"{report.pinned_nbytes} bytes are pinned, more than {PINNED_SHARE:.0%} of the limit: "
+            "pinned chunks beyond that, those not used for longest, go when room is needed"
+        )
+
+
+def _rehearse_eviction(
+    root: str | os.PathLike[str], now_ns: int, limits: Limits, report: Report, remover: Remover
+) -> None:
+    """Note what would be too old, or too much, when the rest has gone."""
+    evictor = Evictor(root, remover.bury)
+    report.expired = _expire(evictor, now_ns, limits)
+    gone = sum(
+        freed.nbytes
+        for freed in (report.lost_keys, report.orphans, report.over_quota, report.expired)
+    )
+    need = _look(root, limits, report) - gone
+    if need > 0:
+        report.evicted = evictor.evict(need, now_ns, pins_nbytes=report.pins_most)
+    nbytes = max(0, report.usage.nbytes - gone - report.evicted.nbytes)
+    report.usage = report.usage._replace(nbytes=nbytes)
+    report.free_nbytes += gone + report.evicted.nbytes
+
+
+def _expire(
+    evictor: Evictor,
+    now_ns: int,
+    limits: Limits,
+    pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
+) -> Freed:
+    expired_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
+    return evictor.evict(0, now_ns, expired_ns=expired_ns, hinted=True, pulse=pulse)
+
+
+def _evict(
+    root: str | os.PathLike[str],
+    directory: int,
+    limits: Limits,
+    report: Report,
+    show: Callable[[str], None],
+) -> None:
+    """Evict what is too old or too much, when it is this pass's turn."""
+    evictor, deadline_s = Evictor(root), time.monotonic() + _LEASE_WAIT_S
+    while True:
+        with lease(directory) as held:
+            if held is not None:
+
+                def pulse(freed: Freed) -> None:
+                    held.renew()
+                    show(f"{freed.chunks} chunks evicted")
+
+                now_ns = server_now_ns(directory)
+                report.expired = _expire(evictor, now_ns, limits, pulse)
+                need = _look(root, limits, report)
+                if need > 0:
+                    most = report.pins_most
+                    report.evicted = evictor.evict(need, now_ns, pins_nbytes=most, pulse=pulse)
+                    _look(root, limits, report)  # others go on writing meanwhile
+                return
+        if _look(root, limits, report) <= 0 and limits.ttl_s is None:
+            return  # somebody else has done it
+        if time.monotonic() > deadline_s:
+            report.problems.append(f"{UPKEEP}/lease was held by somebody else for a minute")
+            return
+        time.sleep(0.05)
+
+
+def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> int:
+    """Delete namespaces that nobody has used for a while and that hold nothing; return how many."""
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with spaces(root) as found:
+            if not remover.rehearse:
+                ttl.tidy(found)
+            names = [space.name for space in found]
+        return sum(remover.namespace(fd, name, now_ns) for name in names)
+    finally:
+        os.close(fd)
+
+
+def _look(root: str | os.PathLike[str], limits: Limits, report: Report) -> int:
+    """Note what is occupied and free; return the bytes that must go."""
+    report.usage = measure(root, counted=_EVERY_NAME)
+    status = os.statvfs(root)
+    report.free_nbytes = status.f_bavail * status.f_frsize
+    return max(
+        report.usage.nbytes - limits.max_bytes, limits.min_free_bytes - report.free_nbytes, 0
+    )

@@ -1,0 +1,109 @@
+"""Who evicts: one at a time per cache directory, by agreement and not by lock.
+
+``<root>/.upkeep/lease`` is created exclusively, its time renewed by the holder, and taken over when
+it has not been renewed for `EXPIRY_S` *by the server's clock*. It only saves work. Two holders at
+once (a host that slept, an NFS client that created twice) delete the same oldest chunks and at
+worst a burst too many; no wrong byte and no lost prefix can come of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from vua.capacity.lru import server_now_ns
+from vua.storage.mark import UPKEEP
+
+__all__ = ["EXPIRY_S", "UPKEEP", "lease", "upkeep_directory"]
+
+EXPIRY_S: Final = 30.0
+"""Without a sign of life for so long a holder counts as dead. A burst takes a second or so."""
+
+_LEASE: Final = "lease"
+
+
+def upkeep_directory(root: str | os.PathLike[str]) -> int:
+    """Open (and make) the directory of the lease; the caller closes it. Raises OSError.
+
+    Whoever may write to ``root`` may write to it, and nobody else may look: it gets the same group,
+    and that group's rights where these allow writing.
+    """
+    path, above = Path(root) / UPKEEP, os.stat(root)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    else:
+        with contextlib.suppress(OSError):  # another's group
+            os.chown(path, -1, above.st_gid)
+        shared = above.st_mode & 0o2070 if above.st_mode & stat.S_IWGRP else 0
+        path.chmod(0o700 | shared)
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+class Lease:
+    """A lease that is held."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def renew(self) -> None:
+        """Give a sign of life."""
+        with contextlib.suppress(OSError):
+            os.utime(self._fd)
+
+
+@contextlib.contextmanager
+def lease(directory: int) -> Iterator[Lease | None]:
+    """Hold the lease in ``directory`` (a descriptor); None while somebody else does.
+
+    Raises OSError where nothing can be created there.
+    """
+    fd = _create(directory)
+    if fd is None and _expired(directory):
+        with contextlib.suppress(OSError):  # somebody else was faster
+            aside = f"{_LEASE}-{secrets.token_hex(4)}"
+            os.rename(_LEASE, aside, src_dir_fd=directory, dst_dir_fd=directory)
+            os.unlink(aside, dir_fd=directory)
+        fd = _create(directory)
+    if fd is None:
+        yield None
+        return
+    try:
+        yield Lease(fd)
+    finally:
+        with contextlib.suppress(OSError):
+            ours, there = os.fstat(fd), os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
+            if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
+                os.unlink(_LEASE, dir_fd=directory)
+        os.close(fd)
+
+
+def _create(directory: int) -> int | None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(_LEASE, flags, 0o600, dir_fd=directory)
+    except FileExistsError:
+        return None
+
+
+def _expired(directory: int) -> bool:
+    """Whether the holder is dead.
+
+    A time from the future is no sign of life: the clock was set back since, and the living go on
+    giving signs.
+    """
+    try:
+        found = os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return True
+    if not stat.S_ISREG(found.st_mode) or found.st_size:
+        msg = f"{UPKEEP}/{_LEASE} is no lease of VUA; what is it doing there?"
+        raise FileExistsError(errno.EEXIST, msg)
+    return abs(server_now_ns(directory) - found.st_mtime_ns) > EXPIRY_S * 1e9

@@ -1,0 +1,202 @@
+"""How large a cache may grow: settings, who may set them, and what they come to in bytes.
+
+Three places may say something: a process (`VUAConfig`, the connector's settings), the operator
+(``<root>/bounds.json``, which `vua gc --set` and `vua ttl` write) and the defaults. Of what process
+and operator say the stricter one holds; a default holds only where neither says anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from vua.errors import ConfigError
+from vua.storage.mark import LIMITS_FILE
+
+__all__ = ["Bounds", "Limits", "nbytes_of", "read_bounds", "write_bounds"]
+
+FORMAT: Final = "vua.bounds.v1"
+
+DEFAULT_MAX: Final = "80%"
+"""A share and not a number, so that a small disk is not filled; the rest is for whatever else lives
+there, and ext4 and XFS slow down when nearly full."""
+DEFAULT_MIN_FREE: Final = "5%"
+"""Left free whoever fills the disk: the cache must never be why others get ENOSPC."""
+DEFAULT_MIN_FREE_MOST: Final = 10 << 30
+"""And no more than this: of a large share 5 % would be much."""
+
+MAX_NBYTES: Final = (1 << 63) - 1
+"""What file systems count in."""
+MAX_TTL_S: Final = 10**10
+"""Some 300 years."""
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:iB|B)?", re.IGNORECASE)
+_MAX_FILE_NBYTES: Final = 1 << 16
+_SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+
+
+def nbytes_of(value: int | str, whole: int) -> int:
+    """Return a size in bytes: a number, text like ``"500G"`` (of 1024), or a share of ``whole``.
+
+    >>> nbytes_of("1.5 GiB", 0), nbytes_of("80%", 1000), nbytes_of(7, 0)
+    (1610612736, 800, 7)
+
+    Raises ConfigError for anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NBYTES:
+        return value
+    text = value.strip() if isinstance(value, str) else ""
+    if match := _SHARE.fullmatch(text):
+        if float(match[1]) <= 100:
+            return int(whole * float(match[1]) / 100)
+    elif match := _SIZE.fullmatch(text):
+        nbytes = float(match[1]) * (1 << 10 * " KMGTP".index(match[2].upper() or " "))
+        if nbytes <= MAX_NBYTES:
+            return int(nbytes)
+    known = "a number of bytes, '500G' or a share of the disk like '80%'"
+    msg = f"{value!r:.40} is no size; give {known}"
+    raise ConfigError(msg)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What somebody says about a cache's size; None: nothing."""
+
+    max_bytes: int | str | None = None
+    """Bytes of all files of the cache, as a number, ``"500G"`` or a share of the file system."""
+    min_free_bytes: int | str | None = None
+    """Bytes of the file system that the cache leaves free, in the same forms."""
+    ttl_s: float | None = None
+    """Seconds without use after which a chunk is deleted."""
+    max_bytes_per_salt: int | str | None = None
+    """Bytes per cache salt (more exactly: per extras of a first chunk); kept by `vua gc` alone."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no size or no time. Raises ConfigError."""
+        for name in ("max_bytes", "min_free_bytes", "max_bytes_per_salt"):
+            value = getattr(self, name)
+            if value is not None:
+                try:
+                    nbytes_of(value, 0)
+                except ConfigError as problem:
+                    msg = f"{name}: {problem}"
+                    raise ConfigError(msg) from problem
+        ttl_s = self.ttl_s
+        if ttl_s is not None and (
+            isinstance(ttl_s, bool)
+            or not isinstance(ttl_s, int | float)
+            or not 0 < ttl_s < MAX_TTL_S
+        ):
+            msg = f"ttl_s must be a positive number of seconds below 10^10, found {ttl_s!r:.40}"
+            raise ConfigError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the settings come to."""
+
+    max_bytes: int
+    min_free_bytes: int
+    ttl_s: float | None
+    max_bytes_per_salt: int | None
+
+    @classmethod
+    def of(
+        cls,
+        root: str | os.PathLike[str],
+        *said: Bounds,
+        file: bool = True,
+        refused: Callable[[str], None] | None = None,
+    ) -> Limits:
+        """Combine what was said with ``bounds.json`` of ``root``, for its file system as it is now.
+
+        Args:
+            root: directory of the cache.
+            said: what the process says.
+            file: whether ``bounds.json`` is read.
+            refused: as for `read_bounds`.
+
+        Raises ConfigError (an unusable ``bounds.json``), OSError.
+        """
+        status = os.statvfs(root)
+        whole = status.f_blocks * status.f_frsize
+        everything = (*said, read_bounds(root, refused)) if file else said
+
+        def sizes(name: str) -> list[int]:
+            values = (getattr(bounds, name) for bounds in everything)
+            return [nbytes_of(value, whole) for value in values if value is not None]
+
+        return cls(
+            max_bytes=min(sizes("max_bytes") or [nbytes_of(DEFAULT_MAX, whole)]),
+            min_free_bytes=max(
+                sizes("min_free_bytes")
+                or [min(nbytes_of(DEFAULT_MIN_FREE, whole), DEFAULT_MIN_FREE_MOST)]
+            ),
+            ttl_s=min((one.ttl_s for one in everything if one.ttl_s is not None), default=None),
+            max_bytes_per_salt=min(sizes("max_bytes_per_salt"), default=None),
+        )
+
+
+def read_bounds(
+    root: str | os.PathLike[str], refused: Callable[[str], None] | None = None
+) -> Bounds:
+    """Return what ``bounds.json`` says; nothing where there is none.
+
+    Raises ConfigError for an unusable file, and for an unusable value: but with ``refused`` that is
+    told instead what is wrong with the value, which is left out.
+    """
+    path = Path(root) / LIMITS_FILE
+    try:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(path, flags), "rb") as stream:
+            said = json.loads(stream.read(_MAX_FILE_NBYTES))
+        if not isinstance(said, Mapping) or said.get("format") != FORMAT:
+            msg = f"expected an object of format {FORMAT!r}"
+            raise ConfigError(msg)
+        known = {field.name for field in fields(Bounds)}
+        if unknown := said.keys() - known - {"format"}:
+            msg = f"unknown settings {sorted(unknown)}, known are {sorted(known)}"
+            raise ConfigError(msg)
+    except FileNotFoundError:
+        return Bounds()
+    except (OSError, ValueError, TypeError, RecursionError) as problem:
+        raise _unusable(path, problem) from problem
+    sound: dict[str, Any] = {}
+    for name, value in said.items():
+        if name == "format":
+            continue
+        try:
+            Bounds(**{name: value})
+        except ConfigError as problem:
+            if refused is None:
+                raise _unusable(path, problem) from problem
+            refused(f"{path}: {problem}; this setting is ignored")
+        else:
+            sound[name] = value
+    return Bounds(**sound)
+
+
+def _unusable(path: Path, problem: Exception) -> ConfigError:
+    return ConfigError(
+        f"{path} is unusable: {problem}; mend or delete it, `vua gc --set` writes a new one"
+    )
+
+
+def write_bounds(root: str | os.PathLike[str], bounds: Bounds) -> None:
+    """Replace ``bounds.json``, all or nothing. Raises OSError."""
+    said = {name: value for name, value in asdict(bounds).items() if value is not None}
+    path = Path(root) / LIMITS_FILE
+    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(temporary, flags, 0o600), "wb") as stream:
+            stream.write(json.dumps({"format": FORMAT, **said}, indent=1).encode() + b"\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

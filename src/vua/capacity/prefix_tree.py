@@ -1,0 +1,315 @@
+"""Who follows whom among stored chunks: read from their headers, for tools and for the full pass.
+
+A header names the chunk before it (`parent`), and where extras hide that a file ``after-<name>``
+beside it does. From this come orphans (chunks that no lookup can reach any more), pins of whole
+prefixes, and which salt a chunk belongs to. Reads one header per chunk, so nothing that serves
+requests does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.capacity.lru import set_stamp, stamp_ns
+from vua.capacity.scan import AFTER, PIN, Space, chunks_of, fans_of, listed, mark
+from vua.io.posix import open_beneath
+from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
+
+__all__ = [
+    "Chain",
+    "Link",
+    "Links",
+    "Spread",
+    "ancestors",
+    "chain_of",
+    "link_of",
+    "one_by_one",
+    "pin",
+    "pin_prefix",
+    "unpin",
+    "unpin_prefix",
+]
+
+R = TypeVar("R")
+
+_HEADER_NBYTES: Final = 1024
+"""Enough of a header to hold the parent's hash."""
+_PARENT: Final = b'","parent":"'
+_TOKENS: Final = b'","tokens":"'
+
+
+class Link(NamedTuple):
+    """What one chunk's directory says."""
+
+    before: str
+    """The chunk before it, empty for a first chunk (or where nothing can be read)."""
+    salt: bytes
+    """Of a first chunk: the digest of its extras, empty without."""
+    nbytes: int
+    files: int
+    """Entries, whole or damaged."""
+    temporary: bool
+    """Whether files are being written there, or were left behind."""
+    pinned: tuple[str, ...]
+    """The chunks whose pins hold this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Who follows whom in a namespace. Arrays over its chunks, in no order."""
+
+    names: npt.NDArray[np.void]
+    """Prefix hashes, 32 bytes each."""
+    stamps: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    pinned: npt.NDArray[np.bool_]
+    parent: npt.NDArray[np.int64]
+    """Index of the chunk before; of a first chunk its own, of an orphan len(names)."""
+    salts: dict[int, bytes]
+    """Of first chunks that have extras: the digest of these."""
+    unsettled: list[str]
+    """Chunks without a file, or with temporary ones."""
+
+    @property
+    def first(self) -> npt.NDArray[np.int64]:
+        """Index of each chunk's first ancestor; len(names) where the chain is broken.
+
+        A chain that leads in a circle is broken, too: only what others wrote does that.
+        """
+        above = np.append(self.parent, len(self.names))
+        known = above.copy()
+        for _ in range(len(above).bit_length()):  # each time twice as far
+            above = above[above]
+        ends = known[above] == above
+        return np.where(ends, above, len(self.names))[:-1]
+
+    def descendants(self, chunk: str) -> list[str]:
+        """Return a chunk and all that follow it, parents before children; [] if it is not there."""
+        children: dict[int, list[int]] = {}
+        for index, before in enumerate(self.parent.tolist()):
+            if before != index:
+                children.setdefault(before, []).append(index)
+        start = np.flatnonzero(self.names == np.frombuffer(bytes.fromhex(chunk), "V32"))
+        found = start.tolist()
+        for index in found:  # grows meanwhile, not for ever where it leads in a circle
+            found += children.pop(index, [])
+        return [self.name(index) for index in dict.fromkeys(found)]
+
+    def in_order(self) -> list[str]:
+        """Return all chunks that have their whole prefix, parents before children."""
+        children: dict[int, list[int]] = {}
+        found = []
+        for index, before in enumerate(self.parent.tolist()):
+            if before == index:
+                found.append(index)
+            else:
+                children.setdefault(before, []).append(index)
+        for index in found:  # grows meanwhile
+            found += children.get(index, [])
+        return [self.name(index) for index in found]
+
+    def name(self, index: int) -> str:
+        """Return the name of a chunk."""
+        return bytes(self.names[index]).hex()
+
+
+def link_of(space: Space, chunk: str) -> Link:
+    """Read a chunk's directory and one header of it; what cannot be read says nothing."""
+    before, salt, nbytes, files, temporary = "", b"", 0, 0, False
+    pinned, known = [], False
+    with listed(space.fd, chunk_path(chunk)) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):  # after- comes first
+            name = entry.name
+            if name.startswith(AFTER):
+                before, known = name[len(AFTER) :], True
+            elif name.startswith(PIN):
+                pinned.append(name[len(PIN) :])
+            elif name.startswith(TEMPORARY):
+                temporary = True
+            elif name.endswith(SUFFIX):
+                files += 1
+                with contextlib.suppress(OSError):
+                    nbytes += entry.stat(follow_symlinks=False).st_size
+                if not known:
+                    found = _read_parent(space, f"{chunk_path(chunk)}/{name}")
+                    if found is not None:
+                        (before, salt), known = found, True
+    return Link(before, salt, nbytes, files, temporary, tuple(pinned))
+
+
+def _read_parent(space: Space, path: str) -> tuple[str, bytes] | None:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, dir_fd=space.fd)
+        try:
+            head = os.pread(fd, _HEADER_NBYTES, 0)
+        finally:
+            os.close(fd)
+        parent = head.split(_PARENT, 1)[1][:64].decode()
+        start = int(head.split(_TOKENS, 1)[1][:10])
+        digest = b"" if parent.startswith("-") else bytes.fromhex(parent)
+    except (OSError, ValueError, IndexError):
+        return None
+    return (digest.hex(), b"") if start else ("", digest)
+
+
+def ancestors(space: Space, chunk: str) -> Iterator[str]:
+    """Yield a chunk and what comes before it, up to the first one or a gap."""
+    seen = set()
+    while chunk and chunk not in seen and stamp_ns(space.fd, chunk) is not None:
+        yield chunk
+        seen.add(chunk)
+        chunk = link_of(space, chunk).before
+
+
+def pin(space: Space, chunk: str) -> list[str]:
+    """Keep a chunk and its prefix from eviction, expiry and quotas, until it is unpinned.
+
+    Leaves an empty file ``pin-<chunk>`` in each one's directory: it survives restarts, and costs
+    readers and writers nothing. Returns the chunks that are held.
+    """
+    return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, mark)]
+
+
+def unpin(space: Space, chunk: str) -> list[str]:
+    """Undo :func:`pin`; what other pins hold stays held. Returns the chunks that were released."""
+    return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, _unmark)]
+
+
+def pin_prefix(space: Space, names: Sequence[str]) -> int:
+    """Pin a prompt's stored chunks, given front to back; return how many are held."""
+    return len(pin(space, names[-1])) if names else 0
+
+
+def unpin_prefix(space: Space, names: Sequence[str]) -> int:
+    """Undo the pins of a prompt and of prefixes of it; return how many chunks that releases."""
+    own = [name for name in names if _is_pin(space, name)]
+    return max((len(unpin(space, name)) for name in own[::-1]), default=0)
+
+
+def _is_pin(space: Space, chunk: str) -> bool:
+    """Whether a chunk itself was pinned, not only as a part of a longer prefix."""
+    try:
+        os.stat(f"{chunk_path(chunk)}/{PIN}{chunk}", dir_fd=space.fd, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
+def _unmark(directory: int, chunk: str, name: str) -> bool:
+    try:
+        inside = open_beneath(directory, chunk_path(chunk))
+        try:
+            os.unlink(name, dir_fd=inside)
+        finally:
+            os.close(inside)
+    except OSError:
+        return False
+    return True
+
+
+def _quietly(
+    space: Space, chunk: str, pinned: str, change: Callable[[int, str, str], bool]
+) -> bool:
+    """Change something in a chunk's directory without making it look used."""
+    stamp = stamp_ns(space.fd, chunk)
+    done = change(space.fd, chunk, PIN + pinned)
+    if stamp is not None:
+        with contextlib.suppress(OSError):
+            set_stamp(space.fd, chunk, stamp)
+    return done
+
+
+class Links(NamedTuple):
+    """What the chunks of one fan-out directory say, item by item."""
+
+    names: list[bytes]
+    befores: list[bytes]
+    stamps: list[int]
+    nbytes: list[int]
+    pinned: list[bool]
+    salts: dict[int, bytes]
+    unsettled: list[str]
+
+
+class Spread(Protocol):
+    """Does a piece of work for each fan-out directory of a namespace, in order."""
+
+    def __call__(self, work: Callable[[str], R], space: Space, fans: list[str], /) -> Iterable[R]:
+        """Yield what ``work`` returns for each of ``fans``."""
+        ...
+
+
+def one_by_one(
+    work: Callable[[str], R],
+    space: Space,  # noqa: ARG001
+    fans: list[str],
+) -> Iterable[R]:
+    """Do the work here, one after the other."""
+    return map(work, fans)
+
+
+def chain_of(
+    space: Space, show: Callable[[str], None] | None = None, spread: Spread = one_by_one
+) -> Chain:
+    """Read who follows whom, some 30 us a chunk. Others may write and delete meanwhile."""
+    whole = Links([], [], [], [], [], {}, [])
+    fans = fans_of(space)
+    for done, links in enumerate(spread(partial(_links_in, space), space, fans), 1):
+        whole.salts.update({len(whole.names) + at: salt for at, salt in links.salts.items()})
+        for mine, found in zip(whole, links, strict=True):
+            if isinstance(mine, list) and isinstance(found, list):
+                mine.extend(found)
+        if show is not None:
+            show(f"{space.name[:12]}: {done} of {len(fans)} parts, {len(whole.names)} chunks")
+    return Chain(
+        _digests(whole.names),
+        np.array(whole.stamps, dtype=np.int64),
+        np.array(whole.nbytes, dtype=np.int64),
+        np.array(whole.pinned, dtype=np.bool_),
+        _indices(_digests(whole.names), _digests(whole.befores)),
+        whole.salts,
+        whole.unsettled,
+    )
+
+
+def _links_in(space: Space, fan: str) -> Links:
+    found = Links([], [], [], [], [], {}, [])
+    for chunk, stamp in chunks_of(space, fan):
+        link = link_of(space, chunk)
+        try:
+            name, before = bytes.fromhex(chunk), bytes.fromhex(link.before)
+        except ValueError:
+            continue  # a stranger's
+        if link.salt:
+            found.salts[len(found.names)] = link.salt
+        if link.temporary or not link.files:
+            found.unsettled.append(chunk)
+        found.names.append(name)
+        found.stamps.append(stamp)
+        found.nbytes.append(link.nbytes)
+        found.pinned.append(bool(link.pinned))
+        found.befores.append(before if len(before) == len(name) else name)
+    return found
+
+
+def _digests(values: list[bytes]) -> npt.NDArray[np.void]:
+    return np.frombuffer(b"".join(values), dtype="V32")
+
+
+def _indices(names: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """Where each wanted digest stands in ``names``; len(names) where it does not."""
+    both = np.concatenate([names, wanted]).view(">u8").reshape(-1, 4)
+    _, number = np.unique(both, axis=0, return_inverse=True)
+    number = number.reshape(-1)
+    place = np.full(len(both) + 1, len(names), dtype=np.int64)
+    place[number[: len(names)]] = np.arange(len(names))
+    return place[number[len(names) :]]

@@ -1,0 +1,300 @@
+"""What lies in a cache directory, seen from above: namespaces, chunks, and which are oldest.
+
+Reads names and times, no bytes of chunks; nothing here changes anything, and everything may run
+while others write and delete. Symbolic links are not followed. Prefix hashes are uniform over a
+namespace's 256 fan-out directories, so some of these are a fair sample of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import random
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from vua.io.posix import open_beneath
+from vua.storage.local import chunk_path
+
+__all__ = [
+    "AFTER",
+    "EXHAUSTED",
+    "GONE",
+    "HINTS",
+    "PIN",
+    "TRASH",
+    "Candidate",
+    "Seen",
+    "Space",
+    "chunk_nbytes",
+    "chunks_of",
+    "fans_of",
+    "files_nbytes",
+    "listed",
+    "mark",
+    "oldest",
+    "spaces",
+]
+
+PIN: Final = "pin-"
+"""A file of such a name in a chunk's directory keeps the chunk."""
+AFTER: Final = "after-"
+"""A file of such a name tells the chunk before, where extras hide it in the header's parent."""
+TRASH: Final = "trash-"
+"""A directory of such a name is being deleted."""
+
+HINTS: Final = "ttl"
+"""The directory of a namespace's hints, see :mod:`vua.capacity.ttl`."""
+
+_NAMESPACE: Final = re.compile(r"[0-9a-f]{64}")
+_FAN: Final = re.compile(r"[0-9a-f]{2}")
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_MOST_OPEN: Final = 16
+"""Descriptors of namespaces at a time. Engines are often started with 1024 in all."""
+EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""This process has no more descriptors or memory: what a call would have found is not known."""
+GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
+"""There is no such directory (any more)."""
+
+_SAMPLED_FANS: Final = 16
+
+
+class Space:
+    """A namespace directory: its name, and a descriptor for the calls of the moment.
+
+    The descriptor may be another one the next time: of any number of namespaces only some are open
+    (see `spaces`). One that was deleted meanwhile is like a file: nothing lies below it.
+    """
+
+    __slots__ = ("_fd", "_pool", "name")
+
+    def __init__(self, name: str, fd: int, pool: _Pool | None = None) -> None:
+        """Use the open descriptor ``fd``, or those of ``pool``."""
+        self.name, self._fd, self._pool = name, fd, pool
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, to be used at once. Raises OSError where this process has no more."""
+        return self._fd if self._pool is None else self._pool.fd(self.name)
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it is there, and may not be opened."""
+        return self._pool is not None and self._pool.is_hidden(self.name)
+
+    def __reduce__(self) -> tuple[type[Space], tuple[str, int]]:
+        """Go to a process that was forked, where descriptors are the same ones."""
+        return Space, (self.name, self.fd)
+
+    def __repr__(self) -> str:
+        """Return the name."""
+        return f"Space({self.name!r})"
+
+
+class _Pool:
+    """Descriptors of namespaces, few at a time whatever their number. For one thread at a time."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = os.fspath(root)
+        self._open: dict[str, int] = {}
+        self._hidden: set[str] = set()
+
+    def fd(self, name: str) -> int:
+        """Return a descriptor, valid until some others were asked for. Raises OSError."""
+        found = self._open.get(name)
+        if found is not None:
+            return found
+        if len(self._open) >= _MOST_OPEN:
+            os.close(self._open.pop(next(iter(self._open))))
+        try:
+            fd = os.open(f"{self._root}/{name}", _DIRECTORY)
+        except OSError as problem:
+            if problem.errno in EXHAUSTED:
+                raise
+            if problem.errno not in GONE:
+                self._hidden.add(name)
+            fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._open[name] = fd
+        return fd
+
+    def is_hidden(self, name: str) -> bool:
+        """Whether it could not be opened though it is there. Raises OSError."""
+        self.fd(name)
+        return name in self._hidden
+
+    def close(self) -> None:
+        """Close them all."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+class Candidate(NamedTuple):
+    """A chunk and when it was last used; these sort by age."""
+
+    stamp: int
+    """See :mod:`vua.capacity.lru`: ns since 1970 by the server's clock."""
+    space: str
+    chunk: str
+
+
+@contextlib.contextmanager
+def spaces(root: str | os.PathLike[str]) -> Iterator[list[Space]]:
+    """List every namespace of ``root``, in order of name, to be used within the context.
+
+    They are opened when they are used, some at a time. Raises OSError for ``root`` alone.
+    """
+    with os.scandir(root) as entries:
+        names = [
+            one.name
+            for one in entries
+            if _NAMESPACE.fullmatch(one.name) and one.is_dir(follow_symlinks=False)
+        ]
+    pool = _Pool(root)
+    try:
+        yield [Space(name, -1, pool) for name in sorted(names)]
+    finally:
+        pool.close()
+
+
+@contextlib.contextmanager
+def listed(parent: int, path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+    """List a directory below ``parent``; an absent or unreadable one is empty.
+
+    Raises OSError where this process has no more descriptors or memory: then nothing is known.
+    """
+    try:
+        fd = os.open(path, _DIRECTORY, dir_fd=parent)
+    except OSError as problem:
+        if problem.errno in EXHAUSTED:
+            raise
+        yield iter(())
+        return
+    try:
+        with os.scandir(fd) as entries:
+            yield entries
+    finally:
+        os.close(fd)
+
+
+def fans_of(space: Space) -> list[str]:
+    """Return the names of a namespace's fan-out directories, in order."""
+    with listed(space.fd, ".") as entries:
+        return sorted(entry.name for entry in entries if _FAN.fullmatch(entry.name))
+
+
+def chunks_of(space: Space, fan: str) -> Iterator[tuple[str, int]]:
+    """Yield (name, stamp) of the chunks in one fan-out directory."""
+    with listed(space.fd, fan) as entries:
+        for entry in entries:
+            if len(entry.name) == 64:
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+                if stat.S_ISDIR(status.st_mode):
+                    yield entry.name, status.st_mtime_ns
+
+
+def chunk_nbytes(space: Space, path: str) -> int:
+    """Return the bytes of the files in a chunk's directory (or any other, not recursively)."""
+    with listed(space.fd, path) as entries:
+        return files_nbytes(entries)
+
+
+def files_nbytes(entries: Iterable[os.DirEntry[str]]) -> int:
+    """Return the bytes of the regular files among ``entries``; what vanishes has none."""
+    total = 0
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            status = entry.stat(follow_symlinks=False)
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
+
+
+def mark(directory: int, chunk: str, name: str) -> bool:
+    """Put an empty file into a chunk's directory; False when that is not there (any more)."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        inside = open_beneath(directory, chunk_path(chunk))
+        try:
+            os.close(os.open(name, flags, 0o600, dir_fd=inside))
+        finally:
+            os.close(inside)
+    except OSError:
+        return False
+    return True
+
+
+class Seen(NamedTuple):
+    """What a pass over all stamps found."""
+
+    oldest: list[Candidate]
+    """In order of age."""
+    ahead: list[Candidate]
+    """Those with stamps from the future, the first of them in order."""
+    empty: list[str]
+    """Namespaces without a chunk."""
+
+
+def oldest(
+    found: Sequence[Space],
+    room: int,
+    pulse: Callable[[], None] = lambda: None,
+    *,
+    latest_ns: int | None = None,
+) -> Seen:
+    """Find the chunks of ``found`` that were not used for longest.
+
+    Looks at every chunk's stamp (3 us each where names are cached), keeps only what is below the
+    ``room``-th one as estimated from a sample, and so returns about ``room`` of them: the exact
+    oldest, in order. Calls ``pulse`` after every 256th of a namespace. A stamp after ``latest_ns``
+    is from the future.
+    """
+    limit = _quantile(found, room, pulse)
+    kept: list[Candidate] = []
+    ahead: list[Candidate] = []
+    empty = []
+    for space in found:
+        chunks = 0
+        for fan in fans_of(space):
+            pulse()
+            for chunk, stamp in chunks_of(space, fan):
+                chunks += 1
+                if limit is None or stamp <= limit:
+                    kept.append(Candidate(stamp, space.name, chunk))
+                if latest_ns is not None and stamp > latest_ns:
+                    ahead.append(Candidate(stamp, space.name, chunk))
+            if len(ahead) > 2 * room:
+                ahead = sorted(ahead)[:room]
+        if not chunks and not space.is_hidden:
+            empty.append(space.name)
+    kept.sort()
+    ahead.sort()
+    return Seen(kept, ahead, empty)
+
+
+def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None]) -> int | None:
+    """The stamp that about ``room`` chunks are not younger than; None for all there are."""
+    stamps: list[tuple[int, float]] = []  # (stamp, chunks it stands for)
+    total = 0.0
+    for space in found:
+        fans = fans_of(space)
+        picked = random.sample(fans, min(_SAMPLED_FANS, len(fans)))
+        mine: list[int] = []
+        for fan in picked:
+            pulse()
+            mine += [stamp for _, stamp in chunks_of(space, fan)]
+        weight = len(fans) / len(picked) if picked else 0.0
+        stamps += [(stamp, weight) for stamp in mine]
+        total += weight * len(mine)
+    if total <= room:
+        return None
+    stamps.sort()
+    below = itertools.accumulate(weight for _, weight in stamps)
+    pairs = zip(stamps, below, strict=True)
+    return next((stamp for (stamp, _), reached in pairs if reached >= room), None)

@@ -1,0 +1,173 @@
+"""How long single chunks are worth keeping, by the word of who stored them.
+
+``<namespace>/ttl/<chunk>`` holds seconds: the chunk may be deleted when it was not used for so
+long. A chunk without such a mark lives by the directory's own time to live, which a hint cannot
+lengthen. Marks stand beside the chunks and not in them, so that one listing finds all there are.
+
+Of several hints for a chunk the longest holds, and a chunk never has a shorter one than what
+follows it (none counts as the longest): prefixes go last, as with stamps (`vua.capacity.lru`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from vua.capacity.lru import stamp_ns
+from vua.capacity.owned import is_ours
+from vua.capacity.prefix_tree import link_of
+from vua.capacity.scan import HINTS, Candidate, Space, listed
+
+__all__ = ["any_in", "count", "expired", "forget", "lift", "settle", "tidy", "ttl_s_of"]
+
+_DIGITS: Final = 10
+_MOST: Final = 10**_DIGITS - 1
+_TRIES: Final = 3
+"""The directory of marks is removed when it is empty: perhaps just before one is made in it."""
+_NAME: Final = re.compile(r"[0-9a-f]{64}")
+_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def settle(space: Space, chunk: str, before: str, ttl_s: float | None) -> None:
+    """Note the hint for a chunk that was just stored, and lift those of its prefix.
+
+    Args:
+        space: its namespace.
+        chunk: its name.
+        before: the name of the chunk before it, empty for a first one.
+        ttl_s: seconds, 0 or more; None: there is no hint.
+
+    Costs one look for a mark when there is no hint. Never raises for the state of the storage.
+    """
+    if ttl_s is not None:
+        _write(space, chunk, ttl_s)
+    lift(space, before, ttl_s)
+
+
+def lift(space: Space, chunk: str, ttl_s: float | None) -> None:
+    """See to it that the marks of a chunk and its prefix are not below ``ttl_s`` (None: be none).
+
+    Never raises for the state of the storage.
+    """
+    seen = set()  # what others have written there may lead in a circle
+    with contextlib.suppress(OSError):
+        while chunk not in seen and (now_s := ttl_s_of(space, chunk)) is not None:
+            seen.add(chunk)
+            if ttl_s is None:
+                forget(space, chunk)
+            elif now_s >= ttl_s:
+                return
+            else:
+                _write(space, chunk, ttl_s)
+            chunk = link_of(space, chunk).before
+
+
+def _write(space: Space, chunk: str, ttl_s: float) -> None:
+    """Write a mark in one piece of always the same length; half of one counts as none."""
+    text = f"{math.ceil(min(ttl_s, _MOST)):0{_DIGITS}d}".encode()
+    with contextlib.suppress(OSError):
+        fd = _open_mark(space, chunk)
+        try:
+            if os.pwrite(fd, text, 0) < len(text):
+                os.ftruncate(fd, 0)
+        finally:
+            os.close(fd)
+
+
+def _open_mark(space: Space, chunk: str) -> int:
+    path, flags = f"{HINTS}/{chunk}", os.O_WRONLY | os.O_CREAT | _FLAGS
+    for _ in range(_TRIES):
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, flags, 0o600, dir_fd=space.fd)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(HINTS, 0o700, dir_fd=space.fd)
+    return os.open(path, flags, 0o600, dir_fd=space.fd)
+
+
+def ttl_s_of(space: Space, chunk: str) -> int | None:
+    """Return the seconds of a chunk's mark; None where there is none, or one that says nothing."""
+    if not chunk:
+        return None
+    try:
+        fd = os.open(f"{HINTS}/{chunk}", os.O_RDONLY | _FLAGS, dir_fd=space.fd)
+        try:
+            text = os.read(fd, _DIGITS + 1)
+        finally:
+            os.close(fd)
+    except OSError:
+        return None
+    return int(text) if len(text) == _DIGITS and text.isdigit() else None
+
+
+def forget(space: Space, chunk: str) -> None:
+    """Remove a chunk's mark, if it has one."""
+    with contextlib.suppress(OSError):
+        os.unlink(f"{HINTS}/{chunk}", dir_fd=space.fd)
+
+
+def _marked(space: Space) -> Iterator[str]:
+    with listed(space.fd, HINTS) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name):
+                yield entry.name
+
+
+def any_in(space: Space) -> bool:
+    """Whether any chunk has, or lately had, a mark there. Costs one look."""
+    try:
+        os.stat(HINTS, dir_fd=space.fd, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
+def count(found: Sequence[Space]) -> int:
+    """Return how many chunks of these namespaces have a mark."""
+    return sum(1 for space in found for _ in _marked(space))
+
+
+def tidy(found: Sequence[Space]) -> bool:
+    """Remove the directories of marks that are empty; whether any mark is left."""
+    left = False
+    for space in found:
+        if any_in(space) and is_ours(space):
+            try:
+                os.rmdir(HINTS, dir_fd=space.fd)
+            except OSError:
+                left = True
+    return left
+
+
+def expired(
+    found: Sequence[Space], now_ns: int, latest_ns: int | None = None, *, tidies: bool = True
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Find the chunks that their marks let go, what follows before what it depends on.
+
+    Some 20 us for each mark.
+
+    Args:
+        found: namespaces.
+        now_ns: the server's time, as :func:`vua.capacity.lru.server_now_ns` gives it.
+        latest_ns: stamps after this are from the future; none by default.
+        tidies: whether to remove the marks of chunks that are gone.
+
+    Returns those, and the chunks with marks whose stamps are from the future, in order too.
+    """
+    over, ahead = [], []
+    for space in found:
+        for chunk in list(_marked(space)):
+            stamp, ttl_s = stamp_ns(space.fd, chunk), ttl_s_of(space, chunk)
+            if ttl_s is None:
+                continue  # it says nothing, and is perhaps somebody else's
+            if stamp is None:
+                if tidies:
+                    forget(space, chunk)
+            elif latest_ns is not None and stamp > latest_ns:
+                ahead.append(Candidate(stamp, space.name, chunk))
+            elif stamp + ttl_s * 10**9 < now_ns:
+                over.append(Candidate(stamp, space.name, chunk))
+    return sorted(over), sorted(ahead)

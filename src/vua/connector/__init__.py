@@ -1,0 +1,1 @@
+"""What the connector of any engine needs. Imports no engine."""

@@ -1,0 +1,91 @@
+"""Contiguous host buffers in the canonical form of chunks, made once and used again.
+
+Where an engine's memory cannot be read into directly (it lies on a GPU, or in blocks that the
+engine packs its own way), chunks pass through a slab: the file is read into it with one call and
+verified, then taken apart. Fresh memory costs ten times a copy in page faults, so slabs are pooled.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.format.layout import KVLayout, MemoryMap, Shard
+from vua.io.posix import PAGE, page_aligned
+
+__all__ = ["Slab", "SlabPool"]
+
+
+class Slab:
+    """Room for some chunks of one shard, each laid out like a file's payload. Page aligned."""
+
+    def __init__(self, layout: KVLayout, shard: Shard, chunks: int) -> None:
+        """Allocate and touch ``chunks`` times the shard's payload."""
+        payload = shard.payload_nbytes(layout)
+        self.bytes = page_aligned(chunks * payload)
+        self.bytes[::PAGE] = 0
+        self.chunks = chunks
+        address = np.uint64(self.bytes.ctypes.data)
+        layers = np.arange(shard.layers, dtype=np.uint64)
+        pieces = np.arange(chunks, dtype=np.uint64) * np.uint64(payload)
+        bases, strides = [], []
+        self._ranges: list[tuple[int, int, tuple[int, ...]]] = []
+        start = 0
+        for dim, run in zip(layout.dims, layout.run_nbytes, strict=True):
+            bases.append(address + np.uint64(start) + layers * np.uint64(run))
+            strides.append(shard.layers * run)
+            stop = start + shard.heads * shard.layers * run
+            shape = (shard.heads, shard.layers, layout.chunk_tokens, dim)
+            self._ranges.append((start, stop, shape))
+            start = stop
+        self._payload = payload
+        self.memory = MemoryMap(
+            base=tuple(bases),
+            head_stride=tuple(strides),
+            piece_offset=tuple(pieces for _ in bases),
+            piece_tokens=layout.chunk_tokens,
+            owner=self.bytes,
+        )
+        """Where the chunks lie, for :meth:`vua.store.store.Store.load` and ``save``."""
+
+    def arrays(self, chunk: int) -> list[tuple[npt.NDArray[np.uint8], tuple[int, ...]]]:
+        """Return (bytes, shape) of K, and of V where there is one, of chunk place ``chunk``.
+
+        The shape is ``[heads, layers, tokens, head_dim]`` in elements of the layout's dtype.
+        """
+        at = chunk * self._payload
+        return [(self.bytes[at + a : at + b], shape) for a, b, shape in self._ranges]
+
+    def rows(self) -> list[tuple[npt.NDArray[np.uint8], tuple[int, ...]]]:
+        """Return :meth:`arrays` of all chunk places at once: the bytes are ``[chunks, nbytes]``."""
+        places = self.bytes.reshape(self.chunks, self._payload)
+        return [(places[:, a:b], shape) for a, b, shape in self._ranges]
+
+
+class SlabPool:
+    """A bounded number of equal slabs. Safe for threads; never blocks."""
+
+    def __init__(self, layout: KVLayout, shard: Shard, *, chunks: int, limit: int) -> None:
+        """Lend at most ``limit`` slabs of ``chunks`` chunks at a time; make them when needed."""
+        self.chunks = chunks
+        self._size = (layout, shard, chunks)
+        self._free: list[Slab] = []
+        self._left = limit
+        self._lock = threading.Lock()
+
+    def take(self) -> Slab | None:
+        """Return a slab, or None when all are lent."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            if self._left == 0:
+                return None
+            self._left -= 1
+        return Slab(*self._size)
+
+    def give_back(self, slab: Slab) -> None:
+        """Return a slab that :meth:`take` lent."""
+        with self._lock:
+            self._free.append(slab)

@@ -1,0 +1,346 @@
+"""Names of prefixes: a chain of SHA-256 digests over token ids, one per chunk.
+
+``h(i) = SHA-256(h(i-1) || tokens of chunk i as little-endian u32)``, the first chunk without a
+parent. The name of a chunk thus stands for *all* tokens up to its end, so equal names mean equal
+prefixes (to the strength of SHA-256) and the longest stored prefix is found by comparing names
+alone. Without extras this is the page hash of SGLang's HiCache (sha256 over parent digest and
+uint32 token ids), so engines that hand a store hashes instead of tokens find the same chunks.
+
+What belongs to one request and changes its K/V without being a token (cache salt, LoRA adapter,
+image content) enters as *extras* at the chunk where it first matters: there the parent is replaced
+by a digest over a tag, the parent and the length-prefixed extras. Neither PYTHONHASHSEED, nor the
+dtype or container of the tokens, nor the engine changes a name.
+
+With a secret (:class:`Naming`) HMAC-SHA256 stands in place of SHA-256 throughout, and names tell
+nothing to whom does not have it: neither what was asked nor whether two know the same prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.errors import InputError
+from vua.native import chain, narrow
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ChunkKey", "KeyChain", "KeyRun", "Keys", "Naming", "Tokens", "token_ids"]
+
+Tokens = "torch.Tensor | npt.NDArray[np.generic] | Sequence[int]"
+
+_EXTRAS_TAG = b"vua.extras.v1"
+_NO_PARENT = b""
+_HASH_NBYTES: Final = 32
+
+
+class Naming(NamedTuple):
+    """What names are made with where they are to be secret."""
+
+    tenant: str
+    """Whose key it is, see :class:`vua.security.keyring.Keyring`; empty for the directory's own."""
+    secret: bytes
+    """Of one namespace, 32 bytes."""
+
+    def __repr__(self) -> str:
+        """Return the name without the secret."""
+        return f"Naming({self.tenant!r})"
+
+
+class ChunkKey(NamedTuple):
+    """Names one chunk: its prefix hash, its parent's, and where its tokens stand in the prompt."""
+
+    prefix_hash: bytes
+    """SHA-256 of parent and tokens, 32 bytes."""
+    parent: bytes
+    """What was hashed before the tokens: 32 bytes, or empty for a plain first chunk."""
+    start: int
+    """Index of the chunk's first token in the prompt."""
+    stop: int
+    """One past the index of its last token."""
+    previous: bytes = b""
+    """The chunk before it, where extras hide that in ``parent``; else empty."""
+    tenant: str = ""
+    """With whose key its file is sealed, see :class:`Naming`."""
+
+    @property
+    def before(self) -> bytes:
+        """The prefix hash of the chunk before it, empty for a first chunk."""
+        return self.previous or (self.parent if self.start else b"")
+
+    @property
+    def name(self) -> str:
+        """The prefix hash in hex: the chunk's directory name."""
+        return self.prefix_hash.hex()
+
+
+def token_ids(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) -> bytes:
+    """Return one sequence of token ids as little-endian u32 bytes, whatever it came in.
+
+    Args:
+        tokens: integer tensor or array of shape (T,) or (1, T) on any device, or a sequence of int.
+
+    Raises:
+        InputError: not integers, negative, above 2**32 - 1, or not one sequence.
+    """
+    array = _as_array(tokens)
+    if array.ndim == 2 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 1:
+        msg = (
+            f"token ids of shape {array.shape} are not one sequence; expected (T,) or (1, T). "
+            "Pass one sequence at a time or use the batched form of put()/get_closest()."
+        )
+        raise InputError(msg)
+    if array.size == 0:
+        return b""
+    if array.dtype.kind not in "iu":
+        msg = f"token ids must be integers, found dtype {array.dtype}; convert them with .long()"
+        raise InputError(msg)
+    if (narrowed := narrow(array)) is not None:
+        return narrowed
+    if array.dtype != np.dtype("<u4") and array.dtype.itemsize > 2:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > 0xFFFFFFFF:
+            msg = f"token ids must lie in 0..2**32-1, found {low if low < 0 else high}"
+            raise InputError(msg)
+    elif array.dtype.kind == "i" and int(array.min()) < 0:
+        msg = f"token ids must lie in 0..2**32-1, found {int(array.min())}"
+        raise InputError(msg)
+    return array.astype("<u4", copy=False).tobytes()
+
+
+def _as_array(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) -> npt.NDArray:  # type: ignore[type-arg]
+    if isinstance(tokens, np.ndarray):
+        return tokens
+    if hasattr(tokens, "detach"):  # a torch tensor, without importing torch for it
+        try:
+            array: npt.NDArray[np.generic] = tokens.detach().cpu().numpy()
+        except (TypeError, RuntimeError) as problem:  # bfloat16, sparse, meta...
+            msg = f"token ids must be plain integers: {problem}"
+            raise InputError(msg) from problem
+        return array
+    try:
+        return np.asarray(tokens if len(tokens) else np.empty(0, np.int64))
+    except (TypeError, ValueError, OverflowError) as problem:
+        msg = f"token ids must be a tensor, an array or a sequence of int, found {type(tokens)}"
+        raise InputError(msg) from problem
+
+
+def extras_parent(
+    parent: bytes, extras: Sequence[tuple[str, bytes]], naming: Naming | None = None
+) -> bytes:
+    """Digest that stands in for ``parent`` where ``extras`` (tag, value) first matter.
+
+    Tags and values are length-prefixed and their number is counted, so that no two lists of
+    extras, and no extras and no plain parent, can be confused.
+    """
+    digest: hashlib._Hash | hmac.HMAC = hashlib.sha256(_EXTRAS_TAG)
+    if naming is not None:
+        digest = hmac.new(naming.secret, _EXTRAS_TAG, "sha256")
+    for part in (parent, len(extras).to_bytes(4, "little")):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    for tag, value in extras:
+        for part in (tag.encode(), value):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+class Keys(Protocol):
+    """A prompt's chunk keys: a list of them, a :class:`KeyChain` or a :class:`KeyRun`."""
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        ...
+
+    def __getitem__(self, index: int, /) -> ChunkKey:
+        """Return the key of chunk ``index``."""
+        ...
+
+
+class KeyChain:
+    """The chunk keys of one prompt, hashed no further than they are asked for.
+
+    A total miss costs one hash, not one per chunk. Not safe for use by several threads at once.
+
+    >>> chain = KeyChain(token_ids(range(130)), 64)
+    >>> len(chain), chain[1].start, chain[1].parent == chain[0].prefix_hash
+    (2, 64, True)
+    """
+
+    def __init__(
+        self,
+        ids: bytes,
+        chunk_tokens: int,
+        extras: Mapping[int, Sequence[tuple[str, bytes]]] | None = None,
+        naming: Naming | None = None,
+    ) -> None:
+        """Name the whole chunks of ``ids``.
+
+        Args:
+            ids: token ids as :func:`token_ids` returns them.
+            chunk_tokens: tokens per chunk; what is left over at the end has no name.
+            extras: chunk index -> (tag, value) pairs that the K/V from that chunk on depend on.
+            naming: makes the names secret.
+        """
+        self._naming = naming
+        self._ids = memoryview(ids)
+        self._chunk_tokens = chunk_tokens
+        self._extras = dict(extras or {})
+        self._digests = bytearray()
+        self._parents: dict[int, tuple[bytes, bytes]] = {0: (_NO_PARENT, b"")}
+        self._length = len(ids) // (4 * chunk_tokens)
+
+    def __len__(self) -> int:
+        """Return the number of whole chunks."""
+        return self._length
+
+    def __getitem__(self, index: int) -> ChunkKey:
+        """Return the key of chunk ``index`` (0 <= index < len), hashing up to it if needed."""
+        if not 0 <= index < self._length:
+            msg = f"chunk {index} of {self._length}"
+            raise IndexError(msg)
+        self._extend(index + 1)
+        tenant = self._naming.tenant if self._naming else ""
+        return _key(self._digests, self._parents, index, index, self._chunk_tokens, tenant)
+
+    def first(self, count: int) -> list[ChunkKey]:
+        """Return the keys of the first ``count`` chunks."""
+        return list(self.run(0, min(count, self._length)))
+
+    def run(self, first: int, stop: int) -> KeyRun:
+        """Return the keys of chunks ``first`` to ``stop`` in a form that is cheap to hand on."""
+        self._extend(stop)
+        parents = {at: above for at, above in self._parents.items() if first <= at < stop}
+        if first < stop:
+            parents[first] = _above(self[first])
+        digests = bytes(self._digests[_HASH_NBYTES * first : _HASH_NBYTES * stop])
+        tenant = self._naming.tenant if self._naming else ""
+        return KeyRun(first, self._chunk_tokens, digests, parents, tenant)
+
+    def longer(self, ids: bytes) -> KeyChain:
+        """Return the chain of a prompt that begins with this one and goes on.
+
+        Args:
+            ids: the token ids of the longer prompt, as :func:`token_ids` returns them; what this
+                chain has hashed is not hashed again.
+        """
+        other = KeyChain(ids, self._chunk_tokens, self._extras, self._naming)
+        other._digests, other._parents = self._digests[:], dict(self._parents)
+        return other
+
+    def _extend(self, count: int) -> None:
+        """Hash the chunks up to ``count``, by one call from each chunk with extras to the next."""
+        done, nbytes = len(self._digests) // _HASH_NBYTES, 4 * self._chunk_tokens
+        if done >= count:
+            return
+        edges = sorted({done, *(at for at in self._extras if done < at < count), count})
+        for start, stop in pairwise(edges):
+            before = bytes(self._digests[-_HASH_NBYTES:])
+            parent = before
+            if start in self._extras:
+                parent = extras_parent(before, self._extras[start], self._naming)
+                self._parents[start] = parent, before
+            ids = self._ids[nbytes * start : nbytes * stop]
+            if self._naming is None:
+                self._digests += chain(parent, ids, nbytes)
+            else:
+                self._digests += _secret_chain(self._naming.secret, parent, ids, nbytes)
+
+
+class KeyRun(Sequence[ChunkKey]):
+    """Keys of chunks that follow each other, a few bytes each: cheap to slice and pickle.
+
+    >>> run = KeyChain(token_ids(range(256)), 64).run(1, 4)
+    >>> len(run), run[0].start, run[1].parent == run[0].prefix_hash, len(run[1:])
+    (3, 64, True, 2)
+    """
+
+    __slots__ = ("_chunk_tokens", "_digests", "_first", "_parents", "_tenant")
+
+    def __init__(
+        self,
+        first: int,
+        chunk_tokens: int,
+        digests: bytes,
+        parents: Mapping[int, tuple[bytes, bytes]],
+        tenant: str = "",
+    ) -> None:
+        """Take over what :meth:`KeyChain.run` has put together.
+
+        Args:
+            first: index of the first chunk in its prompt.
+            chunk_tokens: tokens per chunk.
+            digests: prefix hashes, 32 bytes each.
+            parents: chunk index -> parent and ``previous`` of its key, for the first chunk and
+                wherever the parent is not the prefix hash before it.
+            tenant: of all its keys.
+        """
+        self._tenant = tenant
+        self._first, self._chunk_tokens = first, chunk_tokens
+        self._digests, self._parents = digests, parents
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self._digests) // _HASH_NBYTES
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkKey: ...
+    @overload
+    def __getitem__(self, index: slice) -> KeyRun: ...
+    def __getitem__(self, index: int | slice) -> ChunkKey | KeyRun:
+        """Return one key, or the run of a slice without a step."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                msg = f"a run of keys has no slices of step {step}"
+                raise ValueError(msg)
+            stop, first = max(start, stop), self._first + start
+            inside = range(first, first + stop - start)
+            parents = {at: parent for at, parent in self._parents.items() if at in inside}
+            if start < stop:
+                parents[first] = _above(self[start])
+            cut = self._digests[_HASH_NBYTES * start : _HASH_NBYTES * stop]
+            return KeyRun(first, self._chunk_tokens, cut, parents, self._tenant)
+        at = range(len(self))[index]
+        return _key(
+            self._digests, self._parents, at, self._first + at, self._chunk_tokens, self._tenant
+        )
+
+
+def _secret_chain(secret: bytes, parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
+    """As :func:`vua.native.chain`, by an HMAC with ``secret``."""
+    digests = bytearray()
+    for start in range(0, len(ids), chunk_nbytes):
+        text = parent + ids[start : start + chunk_nbytes]
+        parent = hmac.digest(secret, text, "sha256")
+        digests += parent
+    return bytes(digests)
+
+
+def _key(
+    digests: bytes | bytearray,
+    parents: Mapping[int, tuple[bytes, bytes]],
+    at: int,
+    chunk: int,
+    chunk_tokens: int,
+    tenant: str,
+) -> ChunkKey:
+    """The key of chunk ``chunk`` of a prompt, whose digest is the one at ``at``."""
+    place = at * _HASH_NBYTES
+    digest = bytes(digests[place : place + _HASH_NBYTES])
+    above = parents.get(chunk)
+    parent, previous = above or (bytes(digests[place - _HASH_NBYTES : place]), b"")
+    start = chunk * chunk_tokens
+    return ChunkKey(digest, parent, start, start + chunk_tokens, previous, tenant)
+
+
+def _above(key: ChunkKey) -> tuple[bytes, bytes]:
+    return key.parent, key.previous

@@ -1,0 +1,239 @@
+"""Coordinates: which rectangle of a model's KV cache a file holds, and where its runs lie.
+
+The canonical payload of a chunk is two arrays, ``k`` and ``v``, each
+``[KV heads, layers, tokens, head_dim]``. Heads stand outermost, so the heads of one tensor-parallel
+rank are one contiguous byte range per array. A *shard* is a rectangle ``layers a..b, heads c..d``
+(half-open, in the model's global numbering, never a rank); one file holds one shard of one chunk.
+A *run* is one head of one layer of K or V, ``tokens * head_dim`` elements. A *unit* is what one
+checksum covers: the runs of ``unit_layers`` consecutive layers of one head, some 64 KiB.
+
+Nothing here touches a file or copies a byte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.errors import LayoutError
+
+__all__ = ["ITEMSIZE", "KVLayout", "MemoryMap", "Shard", "cover"]
+
+ITEMSIZE: Final[Mapping[str, int]] = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
+    "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+}  # fmt: skip
+"""Bytes per element by safetensors dtype name."""
+
+_UNIT_NBYTES: Final = 128 << 10
+"""What a checksum covers at most (or one run): xxhash keeps the GIL for inputs of this size."""
+
+_MAX_CELLS: Final = 1 << 20
+"""Layers times KV heads, far beyond any model: what somebody claims must not fill the memory."""
+
+_SHARD_NAME = re.compile(r"(?:([sw]\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
+_GROUP = re.compile(r"([sw][1-9]\d{0,8})?")
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The shape of one model's KV cache, the same for every engine and every parallel size."""
+
+    layers: int
+    kv_heads: int
+    k_dim: int
+    """Elements of one head's K row (MLA: of the whole latent)."""
+    v_dim: int
+    """Elements of one head's V row; 0 where K and V are one latent (MLA)."""
+    dtype: str
+    """Element type by its safetensors name, e.g. ``BF16``."""
+    chunk_tokens: int
+    group: str = ""
+    """Which of the model's layers: empty for those that attend to the whole prefix (and for models
+    with one kind of layer), ``w1024`` for those with a sliding window of 1024 tokens, ``s4096`` for
+    those with a state (see :mod:`vua.format.states`). ``layers`` counts within the group."""
+
+    def __post_init__(self) -> None:
+        """Refuse a layout that could not describe any KV cache."""
+        for name in ("layers", "kv_heads", "k_dim", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                msg = f"{name} must be at least 1, found {getattr(self, name)}"
+                raise LayoutError(msg)
+        if self.layers * self.kv_heads > _MAX_CELLS:
+            msg = f"{self.layers} layers x {self.kv_heads} KV heads: expected at most {_MAX_CELLS}"
+            raise LayoutError(msg)
+        if self.v_dim < 0 or self.dtype not in ITEMSIZE:
+            msg = f"v_dim {self.v_dim}, dtype {self.dtype}: expected >= 0 and one of {[*ITEMSIZE]}"
+            raise LayoutError(msg)
+        if _GROUP.fullmatch(self.group) is None:
+            msg = f"group {self.group!r:.40}: expected nothing, w and a window, s and bytes"
+            raise LayoutError(msg)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a layer attends to, its own included (a state: 2); None for the prefix."""
+        return None if not self.group else 2 if self.group[0] == "s" else int(self.group[1:])
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Row lengths of the arrays a chunk holds: (k_dim, v_dim), or (k_dim,) without V."""
+        return (self.k_dim, self.v_dim) if self.v_dim else (self.k_dim,)
+
+    @property
+    def run_nbytes(self) -> tuple[int, ...]:
+        """Bytes of one run of K, and of V where there is one."""
+        return tuple(self.chunk_tokens * dim * ITEMSIZE[self.dtype] for dim in self.dims)
+
+    @property
+    def unit_layers(self) -> int:
+        """Consecutive layers of one head that share a checksum, counted from a file's first."""
+        return max(1, _UNIT_NBYTES // max(self.run_nbytes))
+
+    @property
+    def full(self) -> Shard:
+        """The shard that is the whole model."""
+        return Shard(0, self.layers, 0, self.kv_heads, self.group)
+
+    def describe(self) -> dict[str, int | str]:
+        """Return the fields as plain values, for ``namespace.json``; without an empty group."""
+        names = self.__slots__ if self.group else self.__slots__[:-1]
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_description(cls, fields: Mapping[str, Any]) -> KVLayout:
+        """Build a layout from :meth:`describe`'s values; raises LayoutError on anything else."""
+        if sorted({"group": "", **fields}) != sorted(cls.__slots__) or any(
+            not isinstance(fields[name], str if name in ("dtype", "group") else int)
+            for name in fields
+        ):
+            msg = f"expected the fields {list(cls.__slots__)}, found {dict(fields)!r:.200}"
+            raise LayoutError(msg)
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shard:
+    """A rectangle of a model's KV cache: layers and KV heads, half-open ranges."""
+
+    layer_start: int
+    layer_stop: int
+    head_start: int
+    head_stop: int
+    group: str = ""
+    """Of which group of layers, see :class:`KVLayout`; layers count within the group."""
+
+    @property
+    def name(self) -> str:
+        """The shard's file name without suffix, e.g. ``l0-32.h0-8`` or ``w128.l0-18.h0-8``."""
+        place = f"l{self.layer_start}-{self.layer_stop}.h{self.head_start}-{self.head_stop}"
+        return f"{self.group}.{place}" if self.group else place
+
+    @classmethod
+    def parse(cls, name: str) -> Shard | None:
+        """Return the shard that ``name`` stands for, or None when it is not a shard's name."""
+        match = _SHARD_NAME.fullmatch(name)
+        if match is None:
+            return None
+        group, *numbers = match.groups()
+        first, last, head, stop = map(int, numbers)
+        shard = cls(first, last, head, stop, group or "")
+        return shard if shard.name == name and shard.layers > 0 and shard.heads > 0 else None
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.layer_stop - self.layer_start
+
+    @property
+    def heads(self) -> int:
+        """Number of KV heads."""
+        return self.head_stop - self.head_start
+
+    def contains(self, other: Shard) -> bool:
+        """Whether ``other`` lies wholly inside this shard."""
+        return (
+            self.group == other.group
+            and self.layer_start <= other.layer_start
+            and other.layer_stop <= self.layer_stop
+            and self.head_start <= other.head_start
+            and other.head_stop <= self.head_stop
+        )
+
+    def intersection(self, other: Shard) -> Shard | None:
+        """Return the rectangle both hold, or None when they do not meet."""
+        both = Shard(
+            max(self.layer_start, other.layer_start),
+            min(self.layer_stop, other.layer_stop),
+            max(self.head_start, other.head_start),
+            min(self.head_stop, other.head_stop),
+            self.group,
+        )
+        meets = self.group == other.group and both.layers > 0 and both.heads > 0
+        return both if meets else None
+
+    def units(self, layout: KVLayout) -> int:
+        """Checksums per head and array that a file of this shard has."""
+        return -(-self.layers // layout.unit_layers)
+
+    def payload_nbytes(self, layout: KVLayout) -> int:
+        """Bytes of K and V that a file of this shard holds."""
+        return self.heads * self.layers * sum(layout.run_nbytes)
+
+
+def cover(needed: Shard, available: Iterable[Shard]) -> list[tuple[Shard, Shard]] | None:
+    """Choose stored shards that together hold ``needed``.
+
+    Returns:
+        (stored shard, rectangle to take from it) pairs whose rectangles tile ``needed`` (an
+        overlap is possible where the stored shards overlap), or None when something is missing.
+    """
+    stored = sorted(available, key=lambda shard: (-shard.layers * shard.heads, shard))
+    for shard in stored:
+        if shard.contains(needed):
+            return [(shard, needed)]
+    missing = np.ones((needed.layers, needed.heads), dtype=bool)
+    chosen = []
+    for shard in stored:
+        part = needed.intersection(shard)
+        if part is None:
+            continue
+        cells = (
+            slice(part.layer_start - needed.layer_start, part.layer_stop - needed.layer_start),
+            slice(part.head_start - needed.head_start, part.head_stop - needed.head_start),
+        )
+        if missing[cells].any():
+            missing[cells] = False
+            chosen.append((shard, part))
+    return None if missing.any() else chosen
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMap:
+    """Where the tokens of one shard lie in memory, as runs of whole tokens.
+
+    Token ``t`` of head ``h`` of layer ``l`` of array ``a`` (0: K, 1: V) lies at ``base[a][l] +
+    h * head_stride[a] + piece_offset[a][t // piece_tokens]`` plus its place inside the piece, in
+    which tokens follow each other without gaps. A dense tensor is one piece per chunk, a paged
+    cache one piece per block. Layers and heads count from the start of the shard.
+    """
+
+    base: tuple[npt.NDArray[np.uint64], ...]
+    """Per array: addresses of head 0, one per layer, ``[layers]``."""
+    head_stride: tuple[int, ...]
+    """Per array: bytes from one head to the next."""
+    piece_offset: tuple[npt.NDArray[np.uint64], ...]
+    """Per array: byte offset of each piece, ``[pieces]``."""
+    piece_tokens: int
+    """Tokens per piece; divides the chunk length."""
+    owner: object
+    """Whatever keeps the memory alive."""
+
+    def chunks(self, layout: KVLayout) -> int:
+        """Return how many whole chunks the map has room for."""
+        return len(self.piece_offset[0]) * self.piece_tokens // layout.chunk_tokens

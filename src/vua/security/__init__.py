@@ -1,0 +1,1 @@
+"""Whose files are believed, and keys that keep what is stored secret."""

@@ -1,0 +1,206 @@
+"""Keys in files: the directory's own, and one per tenant.
+
+A key file holds 64 hex digits and is readable for its owner alone. ``key_file`` is the directory's
+own; in ``tenant_keys`` lies one file per cache salt, under a name that is made of the salt
+(:func:`tenant_of`) so that no salt is ever a path. Each use looks at the file again: where it was
+deleted, what was sealed with it is missing from that moment on, here and in every other process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from vua.errors import ConfigError
+from vua.format.keys import Naming
+from vua.security.settings import Security
+
+if TYPE_CHECKING:
+    from vua.security.seal import Seal
+
+__all__ = [
+    "Keyring",
+    "KnownKeys",
+    "NoKeyError",
+    "check_keys",
+    "read_key",
+    "tenant_of",
+    "write_key",
+]
+
+SUFFIX: Final = ".key"
+_KEY_NBYTES: Final = 32
+_TENANT_TAG: Final = b"vua.tenant.v1"
+_REMEDY: Final = "`vua key FILE` makes a new one"
+
+
+class NoKeyError(ConfigError):
+    """A key is not there, or is not to be used: what it seals is neither read nor written."""
+
+
+def tenant_of(salt: bytes) -> str:
+    """Return the name, 32 hex, that stands for a cache salt in a directory of keys.
+
+    >>> tenant_of(b"customer 7")
+    'b5ad07b41b6c31e5bc52bd36b3d9ffbf'
+    """
+    return hashlib.sha256(_TENANT_TAG + salt).hexdigest()[:32]
+
+
+def write_key(path: Path) -> None:
+    """Make a new random key file, mode 0600. Raises FileExistsError, OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o600), "w", encoding="ascii") as stream:  # noqa: PTH123
+        os.fchmod(stream.fileno(), 0o600)
+        stream.write(secrets.token_hex(_KEY_NBYTES) + "\n")
+
+
+def read_key(path: Path) -> bytes:
+    """Return the 32 bytes of a key file. Raises NoKeyError, saying what is wrong with it."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:  # noqa: PTH123
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                msg = f"{path} is no regular file; {_REMEDY}"
+                raise NoKeyError(msg)
+            if status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
+                msg = (
+                    f"{path} belongs to user {status.st_uid} and has mode "
+                    f"{stat.S_IMODE(status.st_mode):o}: a key that others may read or write is "
+                    "not used; chown it to this process's user and chmod it to 600"
+                )
+                raise NoKeyError(msg)
+            text = stream.read(1024).decode("ascii", "replace").strip()
+    except OSError as problem:
+        raise _absent(path, problem) from problem
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != _KEY_NBYTES:
+        msg = f"{path} does not hold 64 hex digits; {_REMEDY}"
+        raise NoKeyError(msg)
+    return key
+
+
+def _absent(path: Path, problem: OSError) -> NoKeyError:
+    return NoKeyError(f"{path}: {problem.strerror}; {_REMEDY}")
+
+
+def check_keys(security: Security) -> None:
+    """Refuse settings whose keys cannot be used, so that a mistake is seen at once.
+
+    Raises ConfigError (NoKeyError for the key file); a tenant's key may be missing.
+    """
+    if not isinstance(security, Security):
+        msg = f"security must be a vua.security.settings.Security, found {security!r:.80}"
+        raise ConfigError(msg)
+    Keyring("", security).naming()
+    if security.tenant_keys is not None:
+        if not Path(security.tenant_keys).is_dir():
+            msg = f"tenant_keys: {security.tenant_keys} is no directory; `vua key DIR --salt S`"
+            raise ConfigError(msg)
+        _seal(bytes(_KEY_NBYTES), "", encrypt=True)  # the package is there
+
+
+class Keyring:
+    """The keys of one namespace. Safe for threads."""
+
+    def __init__(self, namespace: str, security: Security) -> None:
+        """Use the keys that ``security`` names in ``namespace``; read when they are needed."""
+        self._namespace, self._security = namespace, security
+        self._seals: dict[str, tuple[object, Seal]] = {}
+
+    def naming(self, salt: bytes = b"") -> Naming | None:
+        """Return what names of a request with this salt are made with; None: nothing secret.
+
+        Raises NoKeyError where its key is not to be had: then it is not to be cached.
+        """
+        tenant = tenant_of(salt) if salt and self._security.tenant_keys is not None else ""
+        seal = self.seal(tenant)
+        return None if seal is None else Naming(tenant, seal.naming)
+
+    def seals(self, tenant: str = "") -> bool:
+        """Whether files of a tenant, or the directory's own, have to be sealed."""
+        return self._path(tenant) is not None
+
+    def seal(self, tenant: str = "") -> Seal | None:
+        """Return the seal of a tenant's files, or of the directory's own; None: plain files.
+
+        Raises NoKeyError.
+        """
+        path = self._path(tenant)
+        if path is None:
+            return None
+        try:
+            status = path.stat()
+        except OSError as problem:
+            self._seals.pop(tenant, None)
+            raise _absent(path, problem) from problem
+        state = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_mode, status.st_uid)
+        known = self._seals.get(tenant)
+        if known is None or known[0] != state:
+            encrypt = bool(tenant) or self._security.encrypt
+            known = state, _seal(read_key(path), self._namespace, encrypt=encrypt)
+            self._seals[tenant] = known
+        return known[1]
+
+    def _path(self, tenant: str) -> Path | None:
+        directory, own = self._security.tenant_keys, self._security.key_file
+        if tenant:
+            if directory is None:
+                msg = "a tenant's chunk, and no tenant_keys"
+                raise NoKeyError(msg)
+            return Path(directory) / f"{tenant}{SUFFIX}"
+        return None if own is None else Path(own)
+
+
+class KnownKeys:
+    """All the keys that settings name, by their ids: they tell whose a file is. Immutable."""
+
+    def __init__(self, security: Security) -> None:
+        """Read the key file and every tenant's key now.
+
+        Raises NoKeyError where one of them is not to be used, ConfigError.
+        """
+        own, directory = security.key_file, security.tenant_keys
+        self.tenants = 0
+        """How many keys of tenants there are."""
+        paths = [] if own is None else [Path(own)]
+        if directory is not None:
+            tenants = _tenant_files(Path(directory))
+            self.tenants = len(tenants)
+            paths += tenants
+        keys = [read_key(path) for path in paths]
+        self._keys = {_seal(key, "", encrypt=False).key_id: key for key in keys}
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """What headers call these keys, 16 hex each, in whatever namespace."""
+        return frozenset(self._keys)
+
+    def seal(self, namespace: str, key_id: str, *, encrypt: bool) -> Seal | None:
+        """Return the seal of files of that key and kind; None: the key is none of these."""
+        key = self._keys.get(key_id)
+        return None if key is None else _seal(key, namespace, encrypt=encrypt)
+
+
+def _tenant_files(directory: Path) -> list[Path]:
+    try:
+        return sorted(path for path in directory.iterdir() if path.suffix == SUFFIX)
+    except OSError as problem:
+        msg = f"tenant_keys: {directory}: {problem.strerror}; `vua key DIR --salt S`"
+        raise ConfigError(msg) from problem
+
+
+def _seal(key: bytes, namespace: str, *, encrypt: bool) -> Seal:
+    try:
+        from vua.security.seal import Seal  # noqa: PLC0415 - needs the optional package
+    except ImportError as problem:
+        msg = f"keys need the package cryptography ({problem}): pip install 'vua[crypto]'"
+        raise ConfigError(msg) from problem
+    return Seal.of(key, namespace, encrypt=encrypt)

@@ -1,0 +1,208 @@
+"""Seals: what only somebody with the key could have written, and if wanted only they can read.
+
+A sealed file is a plain one with a tag per unit, of AES-256-GCM through `cryptography`: its nonce
+is the unit's number, its key is made for this file alone from a random nonce in the header, and
+what it is bound to (as associated data) is the header up to there: namespace, layout, shard, chunk,
+parent, position, kind of seal and key. Tags of kind ``gmac`` cover a unit in clear, those of kind
+``aes-256-gcm`` its ciphertext, which has the same length. NIST SP 800-38D is the specification;
+keys are derived as in RFC 5869 (HKDF-Expand with SHA-256, the key file being uniformly random).
+
+The checksums of a sealed file are of the bytes that are stored, so who has no key still finds
+damage. Measured against keyed BLAKE2b and BLAKE3 in docs/decisions/0008-keyed-and-encrypted.md.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext
+from cryptography.hazmat.primitives.ciphers import Cipher as _Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+from vua.errors import CorruptEntryError
+from vua.format.entry import EntryCodec
+from vua.format.header import AUTHENTIC, ENCRYPTED, TAG_NBYTES, Mark
+from vua.format.keys import ChunkKey
+from vua.format.plan import Digest, Plan
+from vua.io.posix import page_aligned
+
+__all__ = ["Seal", "Sealed"]
+
+_NONCE_NBYTES: Final = 12
+
+Window: TypeAlias = list[list[memoryview]]
+
+
+class Sealed(NamedTuple):
+    """What a new file is to say."""
+
+    mark: Mark
+    tags: bytes
+    stored: npt.NDArray[np.uint8] | None
+    """The payload to store in place of what lies in memory; None: just that."""
+
+
+def new_nonce() -> str:
+    """Return 32 random hex digits: no two files are sealed with the same key of their own."""
+    return secrets.token_hex(16)
+
+
+def derived(key: bytes, label: str, *context: str) -> bytes:
+    """Return 32 bytes that ``key`` gives for ``label`` and ``context``: HKDF-Expand, RFC 5869."""
+    parts = [part.encode() for part in (label, *context)]
+    info = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return hmac.digest(key, info + b"\x01", "sha256")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Seal:
+    """One key as it is used in one namespace. Immutable, thread-safe; its repr shows no secret."""
+
+    kind: str
+    key_id: str
+    """16 hex that name the key in headers."""
+    naming: bytes
+    """For :class:`vua.format.keys.Naming`."""
+    _files: bytes
+
+    @classmethod
+    def of(cls, key: bytes, namespace: str, *, encrypt: bool) -> Seal:
+        """Derive what is used in ``namespace`` from a ``key`` of 32 random bytes.
+
+        The kinds have different names of chunks, so that neither stands in the other's way.
+        """
+        kind = ENCRYPTED if encrypt else AUTHENTIC
+        return cls(
+            kind,
+            derived(key, "vua.key-id.v1")[:8].hex(),
+            derived(key, "vua.names.v1", kind, namespace),
+            derived(key, "vua.files.v1", kind, namespace),
+        )
+
+    def __repr__(self) -> str:
+        """Return what may be known."""
+        return f"Seal({self.kind!r}, {self.key_id!r})"
+
+    def close(self, plan: Plan, key: ChunkKey, window: Window) -> Sealed:
+        """Seal a chunk of ``plan`` that lies in memory, which is left as it is.
+
+        Args:
+            plan: of whole files, with a codec of this kind.
+            key: the chunk.
+            window: where it lies, of :meth:`vua.format.plan.Plan.windows`.
+        """
+        mark, codec = Mark(self.key_id, new_nonce()), plan.codec
+        stored = page_aligned(plan.recipe.nbytes) if self.kind == ENCRYPTED else None
+        room = None if stored is None else memoryview(stored.data)
+        closing = partial(next, self._closings(plan, key, mark.nonce, room))
+        tags = plan.checksums(window, 0, codec.units, closing)
+        return Sealed(mark, b"".join(tag.to_bytes(TAG_NBYTES, "big") for tag in tags), stored)
+
+    def open(self, plan: Plan, key: ChunkKey, header: memoryview, window: Window) -> None:
+        """See that a chunk in memory was sealed with this key, and decrypt it where it lies.
+
+        Args:
+            plan: by which it was read; its codec has checked the header.
+            key: the chunk.
+            header: of its file.
+            window: where it lies, of :meth:`vua.format.plan.Plan.windows`.
+
+        Raises CorruptEntryError; what lies in memory is then not to be used.
+        """
+        units = plan.recipe.part.unit_index.tolist()
+        opening = partial(next, self.openings(plan.codec, key, header, units))
+        if not all(plan.checksums(window, 0, len(plan.recipe.units), opening)):
+            msg = "a tag does not match: sealed by somebody without the key, or changed since"
+            raise CorruptEntryError(msg)
+
+    def openings(
+        self, codec: EntryCodec, key: ChunkKey, header: memoryview, units: Sequence[int]
+    ) -> Iterator[Digest]:
+        """Return what each unit of a file is to be fed to: its number is 1 where its tag is right.
+
+        What is encrypted is decrypted where it lies while it is fed.
+
+        Args:
+            codec: of the file; it has checked the header.
+            key: the chunk.
+            header: of the file; must not change meanwhile.
+            units: which ones, by their places in the file.
+
+        Raises CorruptEntryError when there is no nonce.
+        """
+        nonce, tags = codec.seal_of(header)
+        algorithm, bound = self._context(codec, key, nonce)
+
+        def opening(unit: int) -> Digest:
+            context = _Cipher(algorithm, GCM(_nonce(unit))).decryptor()
+            context.authenticate_additional_data(bound)
+            return _Opening(context, tags[unit].tobytes(), in_place=self.kind == ENCRYPTED)
+
+        return map(opening, units)
+
+    def _context(self, codec: EntryCodec, key: ChunkKey, nonce: str) -> tuple[AES, bytes]:
+        """The cipher of one file, and what each of its units is bound to."""
+        bound = codec.expected(key, self.key_id)
+        algorithm = AES(hmac.digest(self._files, bytes.fromhex(nonce), "sha256"))
+        return algorithm, len(bound).to_bytes(8, "little") + bound
+
+    def _closings(
+        self, plan: Plan, key: ChunkKey, nonce: str, room: memoryview | None
+    ) -> Iterator[_Closing]:
+        algorithm, bound = self._context(plan.codec, key, nonce)
+        for unit in range(plan.codec.units):
+            context = _Cipher(algorithm, GCM(_nonce(unit))).encryptor()
+            context.authenticate_additional_data(bound)
+            closing = _Closing(context, room)
+            yield closing
+            room = None if room is None else room[closing.written :]
+
+
+def _nonce(unit: int) -> bytes:
+    return unit.to_bytes(_NONCE_NBYTES, "big")
+
+
+class _Closing:
+    """One unit of a new file. Its number is its tag."""
+
+    def __init__(self, context: AEADEncryptionContext, room: memoryview | None) -> None:
+        self._context, self._room, self.written = context, room, 0
+
+    def update(self, view: memoryview) -> None:
+        if self._room is None:
+            self._context.authenticate_additional_data(view)
+        else:
+            self.written += self._context.update_into(view, self._room[self.written :])
+
+    def intdigest(self) -> int:
+        self._context.finalize()
+        return int.from_bytes(self._context.tag, "big")
+
+
+class _Opening:
+    """One unit that is read. Its number says whether its tag is right."""
+
+    def __init__(self, context: AEADDecryptionContext, tag: bytes, *, in_place: bool) -> None:
+        self._context, self._tag, self._in_place = context, tag, in_place
+
+    def update(self, view: memoryview) -> None:
+        if self._in_place:
+            self._context.update_into(view, view)
+        else:
+            self._context.authenticate_additional_data(view)
+
+    def intdigest(self) -> int:
+        try:
+            self._context.finalize_with_tag(self._tag)
+        except InvalidTag:
+            return 0
+        return 1

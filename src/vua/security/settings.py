@@ -1,0 +1,150 @@
+"""Whose files a process believes, who may read what it stores, and where its keys lie: settings.
+
+By default a cache is private (files 0600, directories 0700 whatever the umask), and only files that
+this user or root wrote are read. `docs/threat-model.md` says what that defends against.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from vua.errors import ConfigError, StorageError
+
+__all__ = ["Security", "check_owner", "make_directory", "open_directory"]
+
+_ROOT: Final = 0
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Security:
+    """Settings; the defaults are the strict ones. Immutable.
+
+    >>> Security(trusted_uids=[1000]).trusts(1000), Security().trusts(os.geteuid())
+    (True, True)
+    """
+
+    trusted_uids: Sequence[int] | Literal["any"] = ()
+    """Users whose files are read beside those of this process's own user and of root (who may do
+    anything anyway); ``"any"`` believes whoever can write to the directory."""
+    group_read: bool = False
+    """Let the directory's group read what is stored: files 0640, directories 2750. Readers of that
+    group name the writer in their ``trusted_uids``."""
+    key_file: str | None = None
+    """A file with a secret: names of chunks tell nothing to whom does not have it, and only files
+    written with it are read. See :mod:`vua.security.keyring`."""
+    tenant_keys: str | None = None
+    """A directory of keys, one per cache salt: requests with a salt use its key and are encrypted,
+    or not cached where there is none."""
+    encrypt: bool = False
+    """Encrypt with the key of ``key_file``, too."""
+
+    def __post_init__(self) -> None:
+        """Refuse values of the wrong type, and encryption without a key. Raises ConfigError."""
+        uids = self.trusted_uids
+        if uids != "any" and (
+            isinstance(uids, str | bytes)
+            or not isinstance(uids, Sequence)
+            or any(isinstance(uid, bool) or not isinstance(uid, int) or uid < 0 for uid in uids)
+        ):
+            msg = f'trusted_uids must be a list of user ids or "any", found {uids!r}'
+            raise ConfigError(msg)
+        for name in ("group_read", "encrypt"):
+            if not isinstance(getattr(self, name), bool):
+                msg = f"{name} must be true or false, found {getattr(self, name)!r}"
+                raise ConfigError(msg)
+        for name in ("key_file", "tenant_keys"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value or "\0" in value):
+                msg = f"{name} must be a path, found {value!r}"
+                raise ConfigError(msg)
+        if self.encrypt and self.key_file is None:
+            msg = "encrypt needs a key_file: `vua key FILE` makes one"
+            raise ConfigError(msg)
+
+    @property
+    def uids(self) -> frozenset[int] | None:
+        """The users whose files are read; None: anybody's."""
+        if self.trusted_uids == "any":
+            return None
+        return frozenset((os.geteuid(), _ROOT, *(int(uid) for uid in self.trusted_uids)))
+
+    def trusts(self, uid: int) -> bool:
+        """Whether files of user ``uid`` are read."""
+        uids = self.uids
+        return uids is None or uid in uids
+
+    @property
+    def file_mode(self) -> int:
+        """Mode of files."""
+        return 0o640 if self.group_read else 0o600
+
+    @property
+    def directory_mode(self) -> int:
+        """Mode of directories."""
+        return 0o2750 if self.group_read else 0o700
+
+
+def check_owner(directory: Path, security: Security) -> None:
+    """Refuse a directory in which somebody who is not trusted could replace what lies there.
+
+    Raises ConfigError (it belongs to somebody else, or all may write to it and it has no sticky
+    bit), OSError.
+    """
+    if security.uids is None:
+        return
+    status = directory.stat()
+    remedy = 'chown and chmod it, or set trusted_uids ("any" believes everybody)'
+    if not security.trusts(status.st_uid):
+        msg = (
+            f"{directory} belongs to user {status.st_uid}, this process runs as user "
+            f"{os.geteuid()}: who owns the directory can replace what lies in it; {remedy}"
+        )
+        raise ConfigError(msg)
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        msg = (
+            f"{directory} has mode {stat.S_IMODE(status.st_mode):o}: every user of this machine "
+            f"can replace what lies in it; use a new directory inside it, which VUA makes private "
+            f"(such as {directory / 'vua'}); or {remedy}"
+        )
+        raise ConfigError(msg)
+
+
+def open_directory(path: Path, security: Security) -> int:
+    """Open a directory that others cannot replace things in; a link is not followed.
+
+    Raises OSError; StorageError when it belongs to a user who is not trusted.
+    """
+    fd = os.open(path, _DIRECTORY)
+    uid = os.fstat(fd).st_uid
+    if security.trusts(uid):
+        return fd
+    os.close(fd)
+    msg = (
+        f"{path} belongs to user {uid}, who could replace what lies in it; delete it, or set "
+        "trusted_uids if that user is to be believed"
+    )
+    raise StorageError(errno.EPERM, msg)
+
+
+def make_directory(parent: int, name: str, security: Security) -> int:
+    """Open a directory below the descriptor ``parent``, making it where it is missing.
+
+    A link is not followed. Raises OSError.
+    """
+    try:
+        os.mkdir(name, 0o700, dir_fd=parent)
+    except FileExistsError:
+        pass
+    else:
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        wanted = security.directory_mode
+        if stat.S_IMODE(status.st_mode) not in (wanted, wanted | stat.S_ISGID):  # of its parent
+            os.chmod(name, wanted, dir_fd=parent)
+    return os.open(name, _DIRECTORY, dir_fd=parent)

@@ -1,0 +1,184 @@
+"""The mark of a cache directory: ``vua.json``, made when VUA makes the directory.
+
+Whatever deletes (eviction, `vua gc`, `vua rm`, repairs) does nothing in a directory without it, so
+a mistyped path costs nobody a file. A directory gets the mark by itself only while it is empty; one
+with caches of a version that made no marks goes on being read and written, and gets it by `vua
+adopt`. See docs/decisions/0019-ours-or-not-touched.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+from typing import Final
+
+from vua.errors import ConfigError
+from vua.storage.description import is_described
+
+__all__ = [
+    "LIMITS_FILE",
+    "MARK",
+    "UPKEEP",
+    "claim",
+    "is_marked",
+    "is_namespace_name",
+    "make_mark",
+    "strangers",
+]
+
+MARK: Final = "vua.json"
+LIMITS_FILE: Final = "bounds.json"
+UPKEEP: Final = ".upkeep"
+"""The directory of the lease, see :mod:`vua.capacity.lease`."""
+
+_FORMAT: Final = "vua.root.v1"
+_FORMATS: Final = "vua.root."
+_TEXT: Final = (
+    "A cache of VUA. In a directory with this file, VUA deletes what it has written itself."
+)
+_MAX_NBYTES: Final = 4096
+_NAMESPACE: Final = re.compile(r"[0-9a-f]{64}")
+_NO_CONTENT: Final = re.compile(
+    r"lost\+found|\.snapshots?|\.zfs|\.nfs[0-9a-f]+"  # what file systems put there
+    r"|\.tmp-[0-9a-f]{16}|\.doctor-\w+"  # what others of ours are just writing or trying out
+)
+_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def is_namespace_name(name: str) -> bool:
+    """Whether a namespace could have this name: 64 hex digits."""
+    return _NAMESPACE.fullmatch(name) is not None
+
+
+def is_marked(root: str | os.PathLike[str]) -> bool:
+    """Whether ``root`` has the mark, or a file in its place that this user may not read.
+
+    Raises OSError; ConfigError where a newer VUA made it.
+    """
+    try:
+        fd = os.open(Path(root) / MARK, _FLAGS)
+    except OSError as problem:
+        if problem.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        if problem.errno in (errno.EACCES, errno.EPERM):
+            return True  # another user's, of those who share the directory
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return False
+        said = json.loads(os.read(fd, _MAX_NBYTES))
+    except (ValueError, RecursionError):
+        return False
+    finally:
+        os.close(fd)
+    found = said.get("format") if isinstance(said, dict) else None
+    if isinstance(found, str) and found.startswith(_FORMATS) and found != _FORMAT:
+        msg = f"{root} was made by a newer VUA ({MARK}: {found!r:.40}); use that one"
+        raise ConfigError(msg)
+    return found == _FORMAT
+
+
+def strangers(root: str | os.PathLike[str]) -> tuple[list[str], bool]:
+    """Return what lies in ``root`` and is no namespace, and whether any sound namespace is there.
+
+    What VUA keeps beside the namespaces, and what file systems put into every directory, is left
+    out. Raises OSError.
+    """
+    found, described = [], False
+    with os.scandir(root) as entries:
+        names = sorted(entry.name for entry in entries)
+    for name in names:
+        if _NAMESPACE.fullmatch(name) and _describes_itself(root, name):
+            described = True
+        elif not _is_furniture(root, name):
+            found.append(name)
+    return found, described
+
+
+def _describes_itself(root: str | os.PathLike[str], name: str) -> bool:
+    try:
+        fd = os.open(f"{os.fspath(root)}/{name}", _DIRECTORY)
+    except OSError:
+        return False
+    try:
+        return is_described(fd, name)
+    finally:
+        os.close(fd)
+
+
+def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:
+    if name == UPKEEP:
+        with contextlib.suppress(OSError):
+            return all(re.match("lease|clock", one) for one in os.listdir(Path(root) / UPKEEP))
+        return False
+    return name in (MARK, LIMITS_FILE) or _NO_CONTENT.fullmatch(name) is not None
+
+
+def claim(root: str | os.PathLike[str], *, tool: bool = False, mode: int = 0o600) -> bool:
+    """See to the mark of ``root`` before anything is written there: an empty directory gets it.
+
+    Args:
+        root: an existing directory.
+        tool: whether without the mark nothing is to be done, as tools that delete want it.
+        mode: of the mark, where it is made.
+
+    Returns whether it has the mark; not where sound namespaces of a version without marks are
+    there, or where it is empty and this process may not write to it. Safe for any number of
+    processes at once. Raises OSError; ConfigError for a directory that holds something else, and
+    with ``tool`` for any without the mark.
+    """
+    if is_marked(root):
+        return True
+    others, described = strangers(root)
+    if not others and not described:
+        try:
+            make_mark(root, mode)
+        except OSError as problem:
+            if tool or problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            return False
+        return True
+    if described and not tool:
+        return False
+    if described:
+        msg = (
+            f"{root} holds namespaces of VUA and no {MARK}: nothing in it is changed; "
+            f"`vua adopt {root}` shows what is there and makes it a cache directory"
+        )
+        raise ConfigError(msg)
+    shown = ", ".join(repr(name)[:60] for name in others[:3])
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    msg = (
+        f"{Path(root).absolute()} is no cache directory of VUA and not empty (it holds "
+        f"{shown}{more}): nothing in it is changed. Name a directory of its own, for example "
+        f"{Path(root).absolute() / 'vua-cache'}; `vua adopt {root}` takes this one all the same"
+    )
+    raise ConfigError(msg)
+
+
+def make_mark(root: str | os.PathLike[str], mode: int = 0o600) -> None:
+    """Write the mark, whole or not at all; where it is already nothing happens. Raises OSError."""
+    path = Path(root) / MARK
+    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(temporary, flags, mode), "wb") as stream:
+            os.fchmod(stream.fileno(), mode)  # an unusual umask
+            said = {"format": _FORMAT, "about": _TEXT}
+            stream.write(json.dumps(said, indent=1).encode() + b"\n")
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            if not is_marked(root):
+                temporary.replace(path)
+        except OSError:  # the file system has no links
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Chunks of one namespace: found, read and verified, written, kept apart when damaged."""

@@ -1,0 +1,87 @@
+"""Host memory for tensors that users keep: used again once nobody holds them any more.
+
+A load into memory that the system has yet to find runs at the speed of page faults, a fraction of
+that of the load itself (C1 of `vua bench`, case *answers*). So what an answer lay in is kept for
+the next one, up to a bound.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vua.io.forks import watch
+
+__all__ = ["BufferPool"]
+
+_LEAST_NBYTES: Final = 1 << 20
+"""Smaller buffers are left to the allocator, which keeps them itself."""
+_STEPS: Final = 8
+"""Sizes per power of two: at most an eighth of a buffer is not asked for."""
+
+
+class BufferPool:
+    """Lends memory as tensors. Safe for threads; forked processes have a pool each.
+
+    A buffer comes back when the last tensor, view or array made of it is gone, and not earlier: it
+    is the storage of these tensors, whose end Python reports. Until then it is the user's own.
+    """
+
+    def __init__(self, limit_nbytes: int) -> None:
+        """Keep at most ``limit_nbytes`` bytes of memory that nobody uses."""
+        self._limit = limit_nbytes
+        self._idle: list[npt.NDArray[np.uint8]] = []
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with free locks; see :mod:`vua.io.forks`."""
+        self._lock = threading.Lock()
+
+    @property
+    def idle_nbytes(self) -> int:
+        """Bytes that wait to be used again."""
+        return sum(buffer.nbytes for buffer in self._idle)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return a uint8 tensor of shape (nbytes,); what is in it is undefined."""
+        if nbytes < _LEAST_NBYTES or self._limit <= 0:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        buffer = self._kept(nbytes)
+        if buffer is None:
+            step = (1 << (nbytes - 1).bit_length()) // (2 * _STEPS)
+            buffer = np.empty(-(-nbytes // step) * step, dtype=np.uint8)
+        lent = buffer[:nbytes]
+        # The tensor's storage holds this very array. A slice of it would hold only `buffer`.
+        tensor = torch.from_numpy(lent)
+        weakref.finalize(lent, self._give_back, buffer).atexit = False
+        return tensor
+
+    def _kept(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """Take the smallest that fits without wasting more than half."""
+        with self._lock:
+            fitting = [b for b in self._idle if nbytes <= b.nbytes <= 2 * nbytes]
+            if not fitting:
+                return None
+            best = min(fitting, key=lambda buffer: buffer.nbytes)
+            self._idle = [buffer for buffer in self._idle if buffer is not best]
+            return best
+
+    def _give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
+        """Keep it, instead of others that have waited longer. Called by the garbage collector.
+
+        That may be anywhere, even inside of :meth:`take`: so it never waits.
+        """
+        if buffer.nbytes > self._limit or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._idle.append(buffer)
+            while self.idle_nbytes > self._limit:
+                del self._idle[0]
+        finally:
+            self._lock.release()

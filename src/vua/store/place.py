@@ -1,0 +1,91 @@
+"""A cache's directory before an engine starts in it: whether it can be used, and what is there.
+
+Loading a model takes minutes; a wrong directory is to be noticed before that, in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from vua.capacity.usage import Usage, measure
+from vua.errors import ConfigError, StorageError
+from vua.security.settings import Security
+from vua.storage.local import TEMPORARY
+from vua.storage.problems import explained
+from vua.store.namespace import check_root
+
+__all__ = ["Place", "look_at", "prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory that a cache can be kept in."""
+
+    path: Path
+    """Absolute."""
+    made: bool
+    """Whether it was made just now."""
+    usage: Usage
+
+    def __str__(self) -> str:
+        """Where it is, and what is stored there.
+
+        >>> str(Place(Path("/kv"), False, Usage(39 << 20, 1204, exact=False)))
+        '/kv (about 39 MiB stored in 1,204 chunks)'
+        """
+        if not self.usage.chunks:
+            return f"{self.path} ({'made now, ' * self.made}empty)"
+        about = "" if self.usage.exact else "about "
+        mib = self.usage.nbytes / 2**20
+        amount = f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.2f} MiB"
+        return f"{self.path} ({about}{amount} stored in {self.usage.chunks:,} chunks)"
+
+
+def look_at(root: str | os.PathLike[str], *, made: bool = False) -> Place:
+    """Return what is stored in a directory; takes about a tenth of a second. Raises OSError."""
+    return Place(Path(os.path.abspath(root)), made, measure(root))  # noqa: PTH100 - keeps links
+
+
+def prepare(root: str | os.PathLike[str], security: Security, *, writes: bool = True) -> Place:
+    """Return ``root`` as a directory that an engine can use, made where it alone is missing.
+
+    Args:
+        root: the directory.
+        security: who may own it, and its mode, as an engine is told.
+        writes: whether the engine stores, too.
+
+    Raises:
+        ConfigError: it is a file, what it lies in is missing (a mistyped path, a disk that is not
+            mounted), or others than those whom ``security`` trusts could replace what lies in it.
+        StorageError: it cannot be made, searched or, with ``writes``, written to.
+    """
+    path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps symbolic links
+    made = not os.path.lexists(path)
+    if made and not os.path.lexists(path.parent):
+        msg = (
+            f"{path}: no such directory, and {path.parent} is missing too; correct the path, "
+            "mount what belongs there, or make that directory"
+        )
+        raise ConfigError(msg)
+    check_root(path, create=writes or made, security=security)
+    try:
+        if writes:
+            _try_to_write(path)
+        return look_at(path, made=made)
+    except OSError as problem:
+        if isinstance(problem, StorageError):
+            raise
+        raise explained(problem, str(path)) from problem
+
+
+def _try_to_write(path: Path) -> None:
+    """Make a file and delete it: modes alone do not tell what a server lets whom do."""
+    probe = path / f"{TEMPORARY}{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(probe, flags, 0o600))
+    with contextlib.suppress(FileNotFoundError):
+        probe.unlink()

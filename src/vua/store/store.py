@@ -1,0 +1,281 @@
+"""Chunks of one namespace: save, look up, load.
+
+A :class:`Store` joins names (`keys`), coordinates (`layout`), bytes (`entry`) and a place
+(`storage`). It hands out nothing that it has not verified: header, identity, position and every
+run's checksum. Whatever is damaged, foreign or gone is a miss (`misses`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vua import native
+from vua.capacity.keeper import Keeper
+from vua.errors import EntryError, InputError, UntrustedError
+from vua.format.entry import EntryCodec
+from vua.format.keys import ChunkKey, Keys
+from vua.format.layout import KVLayout, MemoryMap, Shard, cover
+from vua.format.plan import Plan, Recipe
+from vua.security.keyring import Keyring, NoKeyError
+from vua.security.settings import Security
+from vua.storage.base import Storage
+from vua.store.quarantine import Misses
+from vua.store.reader import Aim
+from vua.store.writer import Saver
+
+if TYPE_CHECKING:
+    from vua.security.seal import Seal  # needs an optional package
+
+__all__ = ["Keys", "Loaded", "Loader", "Saver", "Store"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load brought."""
+
+    chunks: int
+    """Leading chunks that are in memory and verified; what follows them in memory is undefined."""
+    nbytes: int
+    """Payload bytes of those chunks."""
+    reason: str | None = None
+    """Why it stopped early (``missing``, ``corrupt``, ``foreign``, ``locked``, ``error``)."""
+
+
+class Store:
+    """Saves, finds and loads the chunks of one namespace. Safe for threads, processes and hosts."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        namespace: str,
+        layout: KVLayout,
+        keeper: Keeper | None = None,
+        keyring: Keyring | None = None,
+    ) -> None:
+        """Use ``storage`` for chunks of ``layout`` in ``namespace`` (64 hex).
+
+        With a ``keeper`` of that storage the cache stays within its bounds; with a ``keyring`` of
+        the namespace files are sealed as it says.
+        """
+        self.storage, self.namespace, self.layout = storage, namespace, layout
+        self.keeper = keeper
+        self.keyring = keyring or Keyring(namespace, Security())
+        self._codecs: dict[tuple[Shard, str], EntryCodec] = {}
+        self._recipes: dict[tuple[Shard, Shard, Shard, int, str], Recipe] = {}
+        self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
+        self.misses = Misses(storage)
+        self.counts: Counter[str] = self.misses.counts
+        """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
+        corrupt, foreign, locked, error."""
+
+    def close(self) -> None:
+        """Finish what the keeper still has to do; a second call does nothing."""
+        if self.keeper is not None:
+            self.keeper.close()
+
+    def codec(self, shard: Shard, kind: str = "") -> EntryCodec:
+        """Return the codec of files of ``shard``, with a ``kind`` of seal if any."""
+        codec = self._codecs.get((shard, kind))
+        if codec is None:
+            codec = EntryCodec(self.namespace, self.layout, shard, kind)
+            codec = self._codecs.setdefault((shard, kind), codec)
+        return codec
+
+    def plan(
+        self, stored: Shard, taken: Shard, target: Shard, memory: MemoryMap, kind: str = ""
+    ) -> Plan:
+        """Return how to move ``taken`` between files, of a ``kind`` of seal, and memory."""
+        which = (stored, taken, target, memory.piece_tokens, kind)
+        recipe = self._recipes.get(which)
+        if recipe is None:
+            recipe = Recipe(self.codec(stored, kind), taken, target, memory.piece_tokens)
+            recipe = self._recipes.setdefault(which, recipe)
+        return Plan(recipe, memory)
+
+    # -- lookup -------------------------------------------------------------------------------
+
+    def lookup(self, keys: Keys, shards: Sequence[Shard] | None = None) -> int:
+        """Return how many leading chunks of ``keys`` are stored, in O(log n) probes.
+
+        Relies on chunks being stored front to back: a hole is found by the load, not here. A
+        result is a hint; what can be loaded is known only when it is loaded.
+
+        Args:
+            keys: the prompt's chunk keys.
+            shards: the files that the asker's own kind writes, probed first; by default the whole
+                model. Chunks stored in other shards that cover the model count as well.
+        """
+        wanted = [self.layout.full] if shards is None else shards
+        if not len(keys) or not self.holds(keys[0], wanted):
+            return 0
+        present, absent = 1, len(keys) + 1  # chunk counts: known good, known bad
+        probe = len(keys)
+        while absent - present > 1:
+            if self.holds(keys[probe - 1], wanted):
+                present = probe
+            else:
+                absent = probe
+            probe = (present + absent) // 2
+        return present
+
+    def holds(self, key: ChunkKey, wanted: Sequence[Shard]) -> bool:
+        """Whether a chunk is stored: in the files ``wanted``, or in others that cover the model."""
+        name = key.name
+        if all(self.storage.exists(name, shard) for shard in wanted):
+            return True
+        return cover(self.layout.full, self.storage.shards(name)) is not None
+
+    def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
+        """Note that the first ``chunks`` chunks were used; see :meth:`Keeper.used`."""
+        if self.keeper is not None and chunks and self.keeper.wants(keys[chunks - 1].name, wait):
+            self.keeper.used([keys[place].name for place in range(chunks)], wait=wait)
+
+    # -- load ---------------------------------------------------------------------------------
+
+    def loader(self, memory: MemoryMap, *, target: Shard | None = None) -> Loader:
+        """Return something that loads into ``memory`` again and again, for one thread at a time.
+
+        Args:
+            memory: where the target shard's tokens lie; writable.
+            target: the rectangle that ``memory`` holds; by default the whole model.
+        """
+        return Loader(self, self.layout.full if target is None else target, memory)
+
+    def load(self, keys: Keys, memory: MemoryMap, *, target: Shard | None = None) -> Loaded:
+        """Read chunks straight into memory once; see :meth:`loader` and :meth:`Loader.load`."""
+        return self.loader(memory, target=target).load(keys)
+
+    # -- save ---------------------------------------------------------------------------------
+
+    def save(
+        self, key: ChunkKey, memory: MemoryMap, *, shard: Shard | None = None, place: int = 0
+    ) -> bool:
+        """Write one chunk's shard, unless it is stored already.
+
+        Args:
+            key: the chunk.
+            memory: where the shard's tokens lie; must not change before this returns.
+            shard: the rectangle that ``memory`` holds; by default the whole model.
+            place: which chunk place of ``memory`` to take.
+
+        Returns whether a file was written; not if it is there, or there is no room for it. Raises
+        StorageError (NotWritableError, StorageFullError); of what was stored before nothing
+        changes, but the keeper may evict some.
+        """
+        return self.saver(memory, shard=shard).save(key, place=place)
+
+    def saver(self, memory: MemoryMap, *, shard: Shard | None = None) -> Saver:
+        """Return something that saves from ``memory`` again and again, for one thread at a time.
+
+        Args:
+            memory: where the shard's tokens lie.
+            shard: the rectangle that ``memory`` holds; by default the whole model.
+        """
+        return Saver(self, self.layout.full if shard is None else shard, memory)
+
+
+class Loader:
+    """Loads into one memory map, keeping what it has worked out about it. One thread at a time."""
+
+    def __init__(self, store: Store, target: Shard, memory: MemoryMap) -> None:
+        """Prepare to load ``target`` into ``memory``; :meth:`Store.loader` calls this."""
+        self._store, self._target, self._memory = store, target, memory
+        self._room = memory.chunks(store.layout)
+        self._aims: dict[tuple[Shard, Shard, str], Aim] = {}
+        self._seal: Seal | None = None
+        self._follow(store._last_cover.get(target) or [(target, target)])
+
+    def load(self, keys: Keys) -> Loaded:
+        """Read chunks straight into memory, in order, up to the first that is not to be had.
+
+        Args:
+            keys: the chunks; the i-th goes to chunk place i of the memory map.
+
+        Never raises for the state of the storage: that is in the result's ``reason``.
+        """
+        if len(keys) > self._room:
+            msg = f"{len(keys)} chunks do not fit into memory for {self._room}"
+            raise InputError(msg)
+        store, reason = self._store, None
+        try:
+            self._unlock(keys[0].tenant if len(keys) else "")
+        except NoKeyError as problem:
+            store.misses.count("locked")
+            log.warning("nothing is loaded: %s", problem)
+            return Loaded(0, 0, "locked")
+        chunks = self._load_many(keys, 0)
+        while chunks < len(keys):
+            reason = self._try(keys[chunks], chunks, len(keys))
+            if reason is not None:
+                store.misses.count(reason)
+                break
+            chunks += 1
+            chunks += self._load_many(keys, chunks)
+        store.misses.loaded(keys, chunks)
+        log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
+        return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
+
+    def _unlock(self, tenant: str) -> None:
+        """Take the key that a tenant's files are sealed with. Raises NoKeyError."""
+        before, self._seal = self._seal, self._store.keyring.seal(tenant)
+        if (before and before.kind) != (self._seal and self._seal.kind):
+            self._follow(self._cover)
+
+    def _load_many(self, keys: Keys, first: int) -> int:
+        """Load chunks from ``first`` on by few calls; return how many, at the latest a bad one."""
+        chunks = len(keys) - first if native.library() else min(1, len(keys) - first)
+        for stored, aim in self._route:
+            wanted = [keys[first + i] for i in range(chunks)]
+            chunks = aim.read_many(self._store.storage, stored, wanted, first, self._seal)
+        return chunks
+
+    def _try(self, key: ChunkKey, place: int, stop: int) -> str | None:
+        """Load one chunk to ``place``, of places up to ``stop``; return why not, or None."""
+        try:
+            try:
+                return self._load(key, place, stop)
+            except FileNotFoundError:
+                found = cover(self._target, self._store.storage.shards(key.name))
+                if found is None or found == self._cover:
+                    return "missing"
+                self._store._last_cover[self._target] = found
+                self._follow(found)
+                return self._load(key, place, stop)
+        except FileNotFoundError:
+            return "missing"
+        except UntrustedError as problem:
+            log.warning("chunk %s is not believed, a miss: %s", key.name[:12], problem)
+            return "foreign"
+        except OSError as problem:
+            self._store.misses.unreadable(key, problem)
+            return "error"
+
+    def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
+        """Take each chunk from these (stored shard, rectangle) pairs from now on."""
+        kind = self._seal.kind if self._seal else ""
+        for stored, taken in cover:
+            if (stored, taken, kind) not in self._aims:
+                plan = self._store.plan(stored, taken, self._target, self._memory, kind)
+                self._aims[stored, taken, kind] = Aim(plan)
+        self._cover = cover
+        self._route = [(stored, self._aims[stored, taken, kind]) for stored, taken in cover]
+
+    def _load(self, key: ChunkKey, place: int, stop: int) -> str | None:
+        for stored, aim in self._route:
+            reader = self._store.storage.open(key.name, stored)
+            try:
+                aim.read(reader, key, place, stop, self._seal)
+            except EntryError as problem:
+                return self._store.misses.reject(key, stored, reader, problem)
+            except OSError as problem:
+                self._store.misses.read_failed(key, stored, reader, problem)
+                raise
+            finally:
+                reader.close()
+        return None

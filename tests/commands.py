@@ -1,0 +1,58 @@
+"""Runs the command line tool in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helpers import DirectoryTest, caches_of
+from vua.cli import main
+from vua.core import VUA, VUAConfig
+
+TOKENS = torch.arange(500, 512)
+
+
+def run(*arguments: str | Path) -> tuple[int, str, str]:
+    """Run the command in this process; return exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as problem:
+            code = int(problem.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def run_json(*arguments: str | Path) -> tuple[int, Any]:
+    """Run the command with `--json`; return exit code and report."""
+    code, out, _ = run(*arguments, "--json")
+    return code, json.loads(out)
+
+
+class CliTest(DirectoryTest):
+    """A directory with two namespaces."""
+
+    def setUp(self) -> None:
+        """Store three chunks of one model and one of another."""
+        super().setUp()
+        self.put("llama", 3)
+        self.put("qwen", 1, dtype=torch.bfloat16)
+
+    def put(self, model: str, chunks: int, dtype: torch.dtype = torch.float32) -> None:
+        """Store chunks of a model's cache."""
+        with VUA(VUAConfig(split_factor=4, model=model), self.root) as vua:
+            cache = caches_of(layers=3, heads=2, tokens=4 * chunks, dim=8, dtype=dtype)
+            vua.put(TOKENS[: 4 * chunks], cache)
+
+    def entries(self, chunks: int = 3) -> list[Path]:
+        """The files of the namespace that has so many."""
+        for path in self.root.iterdir():
+            found = sorted(path.rglob("*.safetensors"))
+            if len(found) == chunks:
+                return found
+        raise AssertionError(self.files())

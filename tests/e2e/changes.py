@@ -1,0 +1,62 @@
+"""Weights and adapters that change under a running engine. Called in the engine's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def change_memory(llm: Any, how: str, source: str) -> None:
+    """Change something.
+
+    Args:
+        llm: the engine.
+        how: a name of `_WAYS`.
+        source: the directory of a checkpoint or adapter with other content.
+    """
+    _WAYS[how](llm, Path(source))
+
+
+def _apply(llm: Any, source: Path) -> None:
+    """A function for the model."""
+    llm.apply_model(lambda model: _write(model, source))
+
+
+def _function(llm: Any, source: Path) -> None:
+    """A function for the worker, which writes past PyTorch's counters."""
+    llm.collective_rpc(lambda worker: _write(worker.model_runner.model, source))
+
+
+def _behind(llm: Any, source: Path) -> None:
+    """Somebody who has had a reference to the model all the time: the engine itself has one."""
+    _, _, (model,), _ = llm.llm_engine._finalizer.peek()
+    _write(model(), source)
+
+
+def _write(model: Any, source: Path) -> None:
+    """Write another embedding over a model's, past PyTorch's counters.
+
+    On CPUs vLLM keeps the weights of linear layers packed, outside of all parameters.
+    """
+    from safetensors.torch import load_file
+
+    name = "model.embed_tokens.weight"
+    model.get_parameter(name).data.copy_(load_file(source / "model.safetensors")[name])
+
+
+def _add(llm: Any, source: Path) -> None:
+    """Load an adapter under the number and name that its directory has, anew if it is there."""
+    from e2e.engine import adapter
+
+    request = adapter(str(source))
+    request.load_inplace = True
+    llm.llm_engine.add_lora(request)
+
+
+_WAYS: dict[str, Callable[..., None]] = {
+    "apply": _apply,
+    "function": _function,
+    "behind": _behind,
+    "add": _add,
+}

@@ -1,0 +1,45 @@
+"""For negative controls: valid files whose K/V are noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from e2e.damage import CHUNK, chunk_files
+from vua.device.slab import Slab
+from vua.format.keys import KeyChain, token_ids
+from vua.store.namespace import create_stores, namespaces
+
+
+def store_noise(root: Path, other: Path, prompts: Iterable[Sequence[int]]) -> None:
+    """Fill a new directory with noise (float32) for each chunk of the prompts.
+
+    Args:
+        root: a directory in which an engine has stored something: whose noise it is to be.
+        other: the new directory.
+        prompts: token ids.
+    """
+    other.mkdir()
+    for prompt in prompts:
+        _store_noise(root, other, prompt)
+
+
+def exchange_for_noise(root: Path, prompt: Sequence[int]) -> None:
+    """Put noise (float32) in the place of each chunk of a prompt, in the directory itself."""
+    for at in range(len(prompt) // CHUNK):
+        for path in chunk_files(root, prompt, at):
+            path.unlink()
+    _store_noise(root, root, prompt)
+
+
+def _store_noise(root: Path, other: Path, prompt: Sequence[int]) -> None:
+    (found,) = namespaces(root)
+    assert found.identity is not None
+    rng = np.random.default_rng(0)
+    for store in create_stores(other, found.identity, found.layouts):
+        slab = Slab(store.layout, store.layout.full, 1)
+        slab.bytes[:] = rng.normal(size=len(slab.bytes) // 4).astype(np.float32).view(np.uint8)
+        for key in KeyChain(token_ids(prompt), CHUNK).first(len(prompt) // CHUNK):
+            store.save(key, slab.memory)

@@ -1,0 +1,72 @@
+"""What can happen to a stored chunk behind VUA's back. Used by the tests and by the driver."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from vua.format.keys import KeyChain, token_ids
+
+CHUNK = 64
+
+
+def stored(root: Path) -> list[Path]:
+    """All chunk files below a VUA directory, without those that were put aside."""
+    found = root.glob("*/??/*/*.safetensors")
+    return sorted(path for path in found if len(path.parent.name) == 64)
+
+
+def chunk_files(root: Path, prompt: Sequence[int], index: int) -> list[Path]:
+    """The files of one chunk of a prompt, one per shard."""
+    name = KeyChain(token_ids(prompt), CHUNK)[index].name
+    return [path for path in stored(root) if path.parent.name == name]
+
+
+def flip(path: Path) -> None:
+    """Invert one bit in the last quarter of a file."""
+    data = bytearray(path.read_bytes())
+    data[-len(data) // 4] ^= 0x10
+    path.write_bytes(data)
+
+
+def blank(path: Path) -> None:
+    """Zero the last quarter of a file; doing it twice changes nothing more."""
+    with path.open("r+b") as stream:
+        size = path.stat().st_size
+        stream.seek(size - size // 4)
+        stream.write(bytes(size // 4))
+
+
+def truncate(path: Path) -> None:
+    """Cut a file in half."""
+    with path.open("r+b") as stream:
+        stream.truncate(path.stat().st_size // 2)
+
+
+def swap(one: Path, other: Path) -> None:
+    """Exchange two files' contents."""
+    data = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+
+
+def vanish(path: Path) -> None:
+    """Remove a file and its directory."""
+    shutil.rmtree(path.parent, ignore_errors=True)
+
+
+STRIKES: dict[str, Callable[[Path], None]] = {
+    "blank": blank,
+    "truncate": truncate,
+    "vanish": vanish,
+}
+"""What may strike while an engine runs."""
+
+
+def strike(root: Path, kind: str) -> None:
+    """Damage all files, of which some may be taken away meanwhile."""
+    for path in stored(root):
+        with suppress(FileNotFoundError):
+            STRIKES[kind](path)

@@ -1,0 +1,414 @@
+"""Runs vLLM engines for the tests: `python -m e2e.engine`, one JSON job per line on stdin.
+
+A job is a list of phases, each an engine with what it is to do. Every job runs in a process of its
+own, forked from this one before any engine exists here: a fresh process without the ten seconds
+that importing vLLM takes. Answers are lines on stdout that start with `MARK`; what vLLM prints goes
+into the answer's "log". Ends when stdin does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from e2e.aborts import generate_and_abort
+from e2e.ahead import running_ahead
+from e2e.changes import change_memory
+from e2e.damage import strike
+from e2e.pictures import make_llava, picture, stand_in_for_torchvision
+from e2e.snapshots import snapshots
+from e2e.trouble import trouble
+
+MARK = "VUA-ANSWER "
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+MODULES = (
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vua.vllm.kv_connector_v1",
+)
+"""Imported once, for all jobs."""
+SERVER_MODULES = ("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vua.vllm.serve")
+"""Likewise, as soon as there is one."""
+
+
+def main() -> None:
+    """Answer jobs until there are no more."""
+    for module in MODULES:
+        importlib.import_module(module)
+    stand_in_for_torchvision()
+    gc.collect()
+    gc.freeze()  # what is here now no later collection looks at...
+    gc.unfreeze = lambda: None  # ...also after an engine's shutdown: 2 s for each otherwise
+    tell({"ready": True})
+    for line in sys.stdin:
+        job = json.loads(line)
+        if "serve" in job:
+            tell({"pid": start_server(job["serve"], Path(job["log"]), job["timeout_s"])})
+        elif "end" in job:
+            tell({"end": wait_for(job["end"], job["timeout_s"])})
+        else:
+            tell(in_process_of_its_own(job))
+
+
+def start_server(arguments: list[str], log: Path, timeout_s: float) -> int:
+    """Start `vua-vllm serve`, whose processes are forks and need not import vLLM; return its pid.
+
+    It lives until it is told to end, which another job waits for, or until this process is dead.
+    """
+    for module in SERVER_MODULES:
+        importlib.import_module(module)
+    child = os.fork()
+    if child == 0:
+        become_worker(log, timeout_s)
+        try:
+            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
+            fork = multiprocessing.get_context("fork")
+            with mock.patch.object(multiprocessing, "get_context", return_value=fork):
+                importlib.import_module("vua.vllm.serve").main(["serve", *arguments])
+        except BaseException:  # noqa: BLE001 - whoever waits for the server shows the log
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    return child
+
+
+def tell(answer: Any) -> None:
+    """Write one answer."""
+    sys.stdout.write(MARK + json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def in_process_of_its_own(job: dict[str, Any]) -> dict[str, Any]:
+    """Run a job in a forked process; its processes are gone when this returns."""
+    with tempfile.TemporaryDirectory(prefix="vua-engine-") as folder:
+        answer, log = Path(folder, "answer"), Path(folder, "log")
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                become_worker(log, job["timeout_s"])
+                phases = [one_phase(phase) for phase in job["phases"]]
+                answer.write_text(json.dumps({"pid": os.getpid(), "phases": phases}))
+            os._exit(0)
+        status = wait_for(child, job["timeout_s"])
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if not answer.exists():
+            return {"problem": f"no answer, {status}", "log": text}
+        return {**json.loads(answer.read_text()), "log": text}
+
+
+def become_worker(log: Path, timeout_s: float) -> None:
+    """Prepare a forked process: output into a file, no input, dead when its parent is."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    faulthandler.dump_traceback_later(timeout_s * 0.9)
+
+
+def wait_for(child: int, timeout_s: float) -> str:
+    """Wait for a process to end; say how it did."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return f"exit status {os.waitstatus_to_exitcode(status)}"
+        time.sleep(0.01)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return f"still busy after {timeout_s} s"
+
+
+def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
+    """Start an engine, give it its steps, shut it down."""
+    from vllm import LLM
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if "make" in phase:
+        make_model(Path(phase["make"]["at"]), phase["make"])
+        return {}
+    if "llava" in phase:
+        make_llava(Path(phase["llava"].pop("at")), **phase["llava"])
+        return {}
+    settings = dict(phase["engine"])
+    if phase.get("transfer"):
+        settings["kv_transfer_config"] = phase["transfer"]
+    if "kv_events_config" in settings:
+        from vllm.config.kv_events import KVEventsConfig
+
+        settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
+    counts: dict[str, int] = {}
+    troubled = trouble(phase.get("trouble"), counts)
+    blocks: list[dict[str, list[str]]] | None = [] if phase.get("snapshots") else None
+    ahead = running_ahead(settings, counts)
+    with faults(phase), troubled, forked_workers(), counted(counts), snapshots(blocks), ahead:
+        try:
+            llm = LLM(**settings)
+        except Exception as problem:  # noqa: BLE001 - the test decides what it should have been
+            return {"problem": f"{type(problem).__name__}: {problem}"}
+        counts.clear()  # the connector tries itself out
+        batches: list[list[dict[str, Any]]] = []
+        side = get_kv_transfer_group() if has_kv_transfer_group() else None
+        try:
+            for step in phase["steps"]:
+                batches += in_a_copy(llm, step["fork"]) if "fork" in step else act(llm, step)
+        except Exception:  # noqa: BLE001 - likewise
+            return {"problem": traceback.format_exc()}
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            worker = getattr(side, "_worker", None)
+            counts |= dict(worker.counts) if worker is not None else {}
+            del llm, side, worker
+            gc.collect()
+    return {"batches": batches, "counts": counts, "blocks": blocks}
+
+
+def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Do one step: a batch of prompts, or something that gives no outputs."""
+    from vllm import SamplingParams
+
+    if "throttle" in step:
+        throttle(**step["throttle"])
+        return []
+    if step.get("reset"):
+        wait_for_saves()
+        if not llm.reset_prefix_cache(reset_connector=step["reset"] == "all"):
+            raise RuntimeError("the prefix cache could not be reset")
+        return []
+    if "change" in step:
+        wait_for_saves()
+        change_memory(llm, **step["change"])
+        return []
+    if step.get("settle"):
+        settle(llm)
+        return []
+    if "exchange" in step or "call" in step:
+        change(llm, step)
+        return []
+    prompts = described_prompts(step)
+    greedy = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True)
+    if step["abort"]:
+        given = generate_and_abort(llm, prompts, greedy, step["abort"])
+    else:
+        adapters = [adapter(path) for path in step["loras"]] if any(step["loras"]) else None
+        given = llm.generate(prompts, greedy, use_tqdm=False, lora_request=adapters)
+    outputs = [
+        {
+            "tokens": list(done.outputs[0].token_ids),
+            "cached": done.num_cached_tokens,
+            "finish": done.outputs[0].finish_reason,
+        }
+        if done is not None
+        else {"tokens": [], "cached": 0, "finish": "abort"}
+        for done in given
+    ]
+    return [outputs]
+
+
+def in_a_copy(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Do one step in a forked copy of this process, whatever its threads are at."""
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException), os.fdopen(into, "w") as answer:
+            try:
+                json.dump(act(llm, step), answer)
+            except BaseException:
+                traceback.print_exc()
+                raise
+        os._exit(0)
+    os.close(into)
+    with os.fdopen(out) as stream:
+        text = stream.read()
+    os.waitpid(child, 0)
+    batches: list[list[dict[str, Any]]] = json.loads(text)
+    return batches
+
+
+def change(llm: Any, step: dict[str, Any]) -> None:
+    """Replace files behind the engine's back, or have its workers do something."""
+    wait_for_saves()
+    if "exchange" in step:
+        shutil.copytree(step["exchange"]["source"], step["exchange"]["target"], dirs_exist_ok=True)
+    else:
+        llm.collective_rpc(step["call"], kwargs=step["arguments"])
+
+
+def described_prompts(step: dict[str, Any]) -> list[dict[str, Any]]:
+    """A batch's prompts in vLLM's form."""
+    prompts: list[dict[str, Any]] = [
+        {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
+        for ids, salt in zip(step["prompts"], step["salts"], strict=True)
+    ]
+    for prompt, seed, name in zip(prompts, step["images"], step["image_names"], strict=True):
+        if seed is not None:
+            prompt["multi_modal_data"] = {"image": picture(seed)}
+            prompt["mm_processor_kwargs"] = step["processor"]
+        if name is not None:
+            prompt["multi_modal_uuids"] = {"image": name}
+    return prompts
+
+
+def wait_for_saves(patience_s: float = 5.0) -> None:
+    """Wait until this process has stored what it has to: the next prompt may rely on it."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+    until = time.monotonic() + patience_s
+    while worker is not None and worker.pending_saves and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def settle(llm: Any) -> None:
+    """Wait until this engine has stored everything, and has published its events."""
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
+    until = time.monotonic() + 30
+    while worker is not None and worker.pending_saves:
+        if time.monotonic() > until:
+            raise TimeoutError("chunks are still not stored")
+        time.sleep(0.01)
+    if worker is None:  # the workers are other processes
+        time.sleep(1)
+    some_steps = SamplingParams(max_tokens=4, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], some_steps, use_tqdm=False)
+    time.sleep(0.2)  # the publisher's own thread
+
+
+def throttle(bytes_per_s: float | None, pause_s: float) -> None:
+    """Let this process's worker read no faster than that from now on; then wait."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from vua.testing.throttle import ThrottledStorage
+
+    for group in get_kv_transfer_group()._worker._groups:
+        store = group.store
+        if not isinstance(store.storage, ThrottledStorage):
+            store.storage = ThrottledStorage(store.storage)
+        store.storage.throttle(bytes_per_s)
+    time.sleep(pause_s)
+
+
+def adapter(path: str | None) -> Any:
+    """What vLLM asks for the LoRA adapter in a directory by."""
+    from vllm.lora.request import LoRARequest
+
+    return path and LoRARequest(Path(path).name, 1 + zlib.crc32(path.encode()), path)
+
+
+@contextmanager
+def faults(phase: dict[str, Any]) -> Iterator[None]:
+    """Strike the directory each time a lookup has answered, so before anything is loaded."""
+    from vua.store.store import Store
+
+    kind = phase.get("strike_after_lookup")
+    if kind is None:
+        yield
+        return
+    original, root = Store.lookup, Path(phase["strike_at"])
+
+    def lookup(*args: Any, **kwargs: Any) -> int:
+        found = original(*args, **kwargs)
+        strike(root, kind)
+        return found
+
+    with mock.patch.object(Store, "lookup", lookup):
+        yield
+
+
+@contextmanager
+def counted(counts: dict[str, int]) -> Iterator[None]:
+    """Count tokens put into this process's engine's cache or drafted for it, and preemptions."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vua.vllm.paged import PagedKV
+
+    scatter, preempt = PagedKV.scatter_chunks, Scheduler._preempt_request
+    schedule = Scheduler.schedule
+
+    def add(event: str, number: int) -> None:
+        counts[event] = counts.get(event, 0) + number
+
+    def counting_scatter(self: PagedKV, ids: Any, start: int, count: int, *rest: Any) -> None:
+        scatter(self, ids, start, count, *rest)
+        add("tokens_loaded", count)
+
+    def counting_preempt(*args: Any, **kwargs: Any) -> None:
+        preempt(*args, **kwargs)
+        add("preemptions", 1)
+
+    def counting_schedule(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        for drafted in output.scheduled_spec_decode_tokens.values():
+            add("tokens_drafted", len(drafted))
+        return output
+
+    with (
+        mock.patch.object(PagedKV, "scatter_chunks", counting_scatter),
+        mock.patch.object(Scheduler, "_preempt_request", counting_preempt),
+        mock.patch.object(Scheduler, "schedule", counting_schedule),
+    ):
+        yield
+
+
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Fork the workers of parallel engines: vLLM would start each anew, which takes 15 s."""
+    import vllm.v1.executor.multiproc_executor as executor
+
+    context = multiprocessing.get_context("fork")
+    with mock.patch.object(executor, "get_mp_context", return_value=context):
+        yield
+
+
+def make_model(target: Path, what: dict[str, Any]) -> None:
+    """Make a checkpoint of an architecture that `vua.testing.models` does not know."""
+    import torch
+    import transformers
+
+    config = getattr(transformers, what["config_class"])(**what["config"])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(target)
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
+    main()

@@ -1,0 +1,225 @@
+"""Runs `vua-vllm serve` for tests, and asks the servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from subprocess import Popen
+from typing import IO, Any
+from urllib.error import URLError
+
+from e2e.engine import ENVIRONMENT
+from e2e.harness import MAX_TOKENS, PROMPT, SOURCE, EngineTest, driver, llama
+
+START_TIMEOUT_S = 180.0
+
+
+class ServerTest(EngineTest):
+    """A test that starts vLLM's own server."""
+
+    def setUp(self) -> None:
+        """Skip where vLLM's server cannot start at all."""
+        super().setUp()
+        try:
+            version("vllm")
+        except PackageNotFoundError:
+            self.skipTest("no distribution is called vllm, and its server asks for its version")
+
+
+class Fork:
+    """A server that the engines' driver forks: in a third of the time that a new process takes."""
+
+    def __init__(self, arguments: Sequence[str], log: str) -> None:
+        """Start it; its words go to the file ``log``."""
+        job = {"serve": arguments, "log": log, "timeout_s": 2 * START_TIMEOUT_S}
+        self.pid: int = driver().do(job)["pid"]
+
+    def poll(self) -> int | None:
+        """Not None when it has ended; the driver's child it is until somebody waits for it."""
+        with suppress(FileNotFoundError):
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
+            return 0 if state == "Z" else None
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float = 10.0) -> None:
+        """Wait until it has ended, or has to."""
+        if Path(f"/proc/{self.pid}").exists():
+            driver().do({"end": self.pid, "timeout_s": timeout_s})
+
+
+def begin(arguments: Sequence[str], log: IO[bytes]) -> Popen[bytes]:
+    """Start a server as a user does."""
+    return Popen(
+        [*command(), *arguments],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+@contextmanager
+def starting(
+    root: Path, *extra: Sequence[str], forked: bool = False
+) -> Iterator[Callable[[], list[str]]]:
+    """Starting servers, each with further arguments, on one directory.
+
+    Yields what waits until all of them are there and returns their addresses. ``forked``: not as a
+    user starts them, but sooner: see `Fork`.
+    """
+    with ExitStack() as stack:
+        started: list[tuple[Popen[bytes] | Fork, str, IO[bytes]]] = []
+        for more in extra:
+            port, log = free_port(), stack.enter_context(tempfile.NamedTemporaryFile())
+            arguments = [*settings(root, port), *more]
+            process = Fork(arguments, log.name) if forked else begin(arguments, log)
+            stack.callback(kill, process)
+            started.append((process, f"http://127.0.0.1:{port}", log))
+
+        def ready() -> list[str]:
+            for process, address, log in started:
+                if not wait_until_healthy(process, address):
+                    raise AssertionError(f"no server:\n{tail(log)}")
+            return [address for _, address, _ in started]
+
+        try:
+            yield ready
+        except BaseException:
+            for _, _, log in started:  # pytest shows it with the failure
+                sys.stderr.write(tail(log))
+            raise
+        for process, _, _ in started:
+            process.send_signal(signal.SIGINT)
+        for process, _, _ in started:
+            process.wait(60)
+
+
+@contextmanager
+def servers(root: Path, *extra: Sequence[str]) -> Iterator[list[str]]:
+    """Running servers, see `starting`; yields their addresses."""
+    with starting(root, *extra) as ready:
+        yield ready()
+
+
+def kill(process: Popen[bytes] | Fork) -> None:
+    """End a process and all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def tail(log: IO[bytes]) -> str:
+    """The end of what a server said."""
+    log.seek(0)
+    return log.read().decode(errors="replace")[-6000:]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def settings(root: Path, port: int) -> list[str]:
+    """The arguments of all servers."""
+    return [
+        *(str(llama()), "--vua-path", str(root)),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
+        *("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048"),
+        *("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"),
+        *("--no-enable-prefix-caching", "--max-num-batched-tokens", "2048"),
+    ]
+
+
+def transfer(**settings: str) -> list[str]:
+    """Arguments of servers that load whatever a busy machine makes of it; with other settings."""
+    extra = {"kv_connector_extra_config": {"load_policy": "always", "witness_every": 0}}
+    return ["--kv-transfer-config", json.dumps(extra | settings)]
+
+
+def command() -> list[str]:
+    """The command as a checkout has it, or the same module."""
+    script = SOURCE.parent / "bin" / "vua-vllm"
+    start = [str(script)] if script.exists() else [sys.executable, "-m", "vua.vllm.serve"]
+    return [*start, "serve"]
+
+
+def environment() -> dict[str, str]:
+    """The tests' environment, with vLLM's engine in a process of its own, as is usual."""
+    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH", "")]))
+    kept = {name: value for name, value in ENVIRONMENT.items() if "MULTIPROCESSING" not in name}
+    return {**os.environ, **kept, "PYTHON": sys.executable, "PYTHONPATH": path}
+
+
+def wait_until_healthy(process: Popen[bytes] | Fork, address: str) -> bool:
+    """Wait until the server answers; False if it ends or takes too long."""
+    until = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < until:
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (URLError, OSError):
+            time.sleep(0.2)
+    return False
+
+
+def complete(
+    address: str, prompt: Sequence[int] = PROMPT, *, replica: int = 0, **asked: Any
+) -> list[int]:
+    """The tokens that complete a prompt.
+
+    Args:
+        address: of the server.
+        prompt: token ids.
+        replica: which one of the server's data parallel engines is to do it.
+        asked: further words of the request.
+    """
+    body = {
+        **asked,
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", "X-data-parallel-rank": str(replica)},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
+    return tokens
+
+
+def metric(address: str, name: str) -> float:
+    """One of the server's counters, over all its labels."""
+    found = scraped(address)
+    return sum(value for series, value in found.items() if series.startswith(name + "{"))
+
+
+def scraped(address: str) -> dict[str, float]:
+    """All of the server's metrics, by name and labels."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {series: float(value) for series, value in pairs}

@@ -1,0 +1,74 @@
+"""What is loaded into vLLM's memory is, bit for bit, what another process computed there."""
+
+from __future__ import annotations
+
+import unittest
+from typing import Any
+
+import numpy as np
+import pytest
+
+from e2e.damage import CHUNK
+from e2e.harness import PROMPT, Batch, EngineTest
+from e2e.test_models import deepseek
+from vua.device.slab import Slab
+from vua.format.keys import KeyChain, token_ids
+from vua.store.namespace import create_stores, namespaces
+
+pytestmark = pytest.mark.vllm
+
+BLOCK, LOADED = 16, 640
+BATCH = Batch([PROMPT])
+
+
+class LatentBytesTest(EngineTest):
+    """MLA on a CPU, where vLLM's prefill and decode disagree: by bytes, not by tokens."""
+
+    def blocks(self, *, loaded: int) -> dict[str, list[str]]:
+        """Serve the prompt in a process of its own; the digests of its whole blocks."""
+        engine: dict[str, Any] = {"model": str(deepseek()), "block_size": BLOCK}
+        extra = {"allow_inexact_continuation": True}
+        served = self.serve(BATCH, engine=engine, extra=extra, snapshots=True)
+        self.assertEqual([loaded], served.cached)
+        self.assertEqual(loaded, served.counts.get("tokens_loaded", 0))
+        (blocks,) = served.blocks
+        self.assertEqual(2, len(blocks))
+        return {name: digests[: LOADED // BLOCK] for name, digests in blocks.items()}
+
+    @pytest.mark.thorough
+    def test_latents(self) -> None:
+        """A warm process has the bytes of the cold one in every block it loaded.
+
+        Negative control: after one stored chunk was replaced, just its blocks differ.
+        """
+        cold = self.blocks(loaded=0)
+        for digests in cold.values():  # no two blocks are alike, none is empty
+            self.assertEqual(LOADED // BLOCK, len(set(digests)))
+
+        warm = self.blocks(loaded=LOADED)
+
+        self.assertEqual(cold, warm)
+
+        self.replace(chunk=4)
+        other = self.blocks(loaded=LOADED)
+
+        changed = set(range(4 * CHUNK // BLOCK, 5 * CHUNK // BLOCK))
+        for name, digests in cold.items():
+            found = {n for n, one in enumerate(digests) if one != other[name][n]}
+            self.assertEqual(changed, found)
+
+    def replace(self, chunk: int) -> None:
+        """Store noise in the place of a chunk."""
+        (found,) = namespaces(self.root)
+        assert found.identity is not None
+        (store,) = create_stores(self.root, found.identity, found.layouts)
+        slab = Slab(store.layout, store.layout.full, 1)
+        noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
+        slab.bytes[:] = noise.view(np.uint8)
+        key = KeyChain(token_ids(PROMPT), CHUNK)[chunk]
+        store.storage.remove(key.name, store.layout.full)
+        store.save(key, slab.memory)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,147 @@
+"""Prefill and decode on two servers that share a directory, behind the example's proxy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import unittest
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any
+
+import pytest
+
+from e2e.controls import exchange_for_noise
+from e2e.damage import stored
+from e2e.harness import PROMPT, SOURCE, Batch
+from e2e.serving import (
+    ServerTest,
+    complete,
+    free_port,
+    kill,
+    metric,
+    servers,
+    starting,
+    transfer,
+    wait_until_healthy,
+)
+from helpers import soak
+
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
+
+PROXY = SOURCE.parent / "examples" / "disaggregated" / "proxy.py"
+ROLES = transfer(kv_role="kv_producer"), transfer(kv_role="kv_consumer")
+
+
+@contextmanager
+def proxy(prefill: str, decode: str) -> Iterator[str]:
+    """The running proxy; yields its address."""
+    port = free_port()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, str(PROXY), "--port", str(port)),
+            *("--prefill", prefill, "--decode", decode, "--wait-s", "20"),
+        ],
+        env=dict(os.environ),
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        if not wait_until_healthy(process, address):
+            raise AssertionError("no proxy")
+        yield address
+    finally:
+        kill(process)
+
+
+@unittest.skipUnless(PROXY.exists(), "not in a checkout")
+class DisaggregatedTest(ServerTest):
+    def test_two_requests(self) -> None:
+        """What one computes and stores the other loads, of each prompt; with noise it shows."""
+        prompts = [PROMPT, PROMPT[::-1]]
+        with starting(self.root, *ROLES, forked=True) as ready:
+            expected = self.baseline(Batch(prompts[:1]), Batch(prompts[1:]))
+            prefill, decode = ready()
+            with proxy(prefill, decode) as address:
+                found = [complete(address, prompt) for prompt in prompts]
+            for at, prompt in enumerate(prompts, 1):
+                exchange_for_noise(self.root, prompt)
+                self.assertNotEqual(expected[at - 1], complete(decode, prompt))
+            loaded = [metric(one, "vua_loaded_tokens_total") for one in (prefill, decode)]
+            saved = metric(decode, "vua_chunks_saved_total")
+
+        self.assertEqual(expected, found)
+        self.assertEqual([0, 4 * 640, 0], [*loaded, saved])
+        self.assertEqual(20, len(stored(self.root)))
+
+    @soak
+    def test_prefill_and_decode(self) -> None:
+        """One computes and stores the prompt, the other loads it; the tokens are those of one."""
+        expected = self.baseline(Batch([PROMPT]))[0]
+        with (
+            servers(self.root, *ROLES) as (prefill, decode),
+            proxy(prefill, decode) as address,
+        ):
+            self.assertEqual(expected, complete(address))
+
+            self.assertEqual(640, metric(decode, "vua_loaded_tokens_total"))
+            self.assertEqual(0, metric(decode, "vua_chunks_saved_total"))
+            self.assertEqual(0, metric(prefill, "vua_loaded_tokens_total"))
+            self.assertEqual(10, len(stored(self.root)))
+            self.assertEqual(expected, self.streamed(address))
+            with proxy(f"http://127.0.0.1:{free_port()}", decode) as without_prefill:
+                self.assertEqual(expected, complete(without_prefill))
+
+    def streamed(self, address: str) -> list[int]:
+        """The tokens of the same completion, asked for one by one."""
+        body = {
+            "model": "tiny",
+            "prompt": PROMPT,
+            "max_tokens": 16,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        request = urllib.request.Request(
+            f"{address}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        tokens: list[int] = []
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+        return tokens
+
+
+@unittest.skipUnless(PROXY.exists(), "not in a checkout")
+class ProxyTest(unittest.TestCase):
+    def setUp(self) -> None:
+        """Load the example."""
+        spec = spec_from_file_location("proxy", PROXY)
+        assert spec is not None
+        assert spec.loader is not None
+        self.proxy: Any = module_from_spec(spec)
+        spec.loader.exec_module(self.proxy)
+
+    def test_for_prefill(self) -> None:
+        """The prefill is asked for one token, whatever the client wanted of the answer."""
+        body = {"prompt": "p", "max_tokens": 9, "stream": True, "stream_options": {}, "n": 2}
+
+        self.assertEqual(
+            {"prompt": "p", "max_tokens": 1, "stream": False}, self.proxy.for_prefill(body)
+        )
+
+    def test_for_decode(self) -> None:
+        """The decode server is told to wait; what the client says itself stays."""
+        waits = {"prompt": "p", "kv_transfer_params": {"vua": {"wait_s": 5.0}}}
+        self.assertEqual(waits, self.proxy.for_decode({"prompt": "p"}, 5.0))
+        given = {"kv_transfer_params": {"x": 1, "vua": {"wait_s": 0, "pin": True}}}
+        self.assertEqual(given, self.proxy.for_decode(given, 5.0))

@@ -1,0 +1,123 @@
+"""What transformers stored vLLM loads, and the reverse, with the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from e2e.damage import CHUNK, stored
+from e2e.harness import PROMPT, Batch, EngineTest, llama, make, models
+from vua.testing.models import make_model
+
+pytestmark = pytest.mark.vllm
+
+BATCH = Batch([PROMPT])
+WHOLE = len(PROMPT) // CHUNK * CHUNK
+SIZES: dict[str, Any] = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 128,
+    "initializer_range": 0.25,
+    "intermediate_size": 256,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 3,
+    "tie_word_embeddings": False,
+    "vocab_size": 512,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "Qwen2MoeConfig": {  # it says sliding_window 0 where vLLM says None
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 64,
+    },
+    "OPTConfig": {  # learned positions, as many KV heads as heads
+        "do_layer_norm_before": True,
+        "ffn_dim": 256,
+        "init_std": 0.25,
+        "num_key_value_heads": 4,
+        "word_embed_proj_dim": 128,
+    },
+    "ArceeConfig": {"head_dim": 32},
+    "HunYuanDenseV1Config": {"head_dim": 32},
+}
+"""Models of further kinds, by their configurations in transformers."""
+
+
+class OtherEngineTest(EngineTest):
+    def test_transformers_then_vllm(self) -> None:
+        """VLLM loads every whole chunk that transformers stored, and says what it would have."""
+        for name, path in self._checkpoints():
+            with self.subTest(name):
+                engine = {"model": str(path)}
+                expected = self.baseline(BATCH, engine=engine)
+                files = len(stored(self.root))
+                self._generate(path, new_tokens=1)
+                self.assertEqual(WHOLE // CHUNK, len(stored(self.root)) - files)
+
+                warm = self.serve(BATCH, engine=engine)
+
+                self.assertEqual(expected, warm.tokens)
+                self.assertEqual(WHOLE, warm.counts["tokens_loaded"])
+
+    def test_vllm_then_transformers(self) -> None:
+        """Transformers loads every whole chunk that vLLM stored, and goes on as vLLM did."""
+        for name, path in self._checkpoints():
+            with self.subTest(name):
+                expected = self.fill(BATCH, engine={"model": str(path)})[0]
+
+                loaded, found = self._generate(path, new_tokens=len(expected))
+
+                self.assertEqual((WHOLE, expected), (loaded, found))
+
+    @pytest.mark.thorough
+    def test_further_kinds(self) -> None:
+        """Kinds whose configurations the engines write differently share both ways, too."""
+        for kind, settings in KINDS.items():
+            with self.subTest(kind):
+                path = make(models() / kind, kind, **SIZES | settings)
+                engine = {"model": str(path)}
+                expected = self.baseline(BATCH, engine=engine)
+                self._generate(path, new_tokens=1)
+                warm = self.serve(BATCH, engine=engine)
+                self.root = self.root.with_name(f"{kind}-of-vllm")
+                self.fill(BATCH, engine=engine)
+                loaded, found = self._generate(path, new_tokens=len(expected[0]))
+
+                self.assertEqual([expected, WHOLE], [warm.tokens, warm.counts["tokens_loaded"]])
+                self.assertEqual([WHOLE, expected[0]], [loaded, found])
+                self.root = self.root.with_name(f"{kind}-next")
+
+    @staticmethod
+    def _checkpoints() -> list[tuple[str, Path]]:
+        return [
+            ("llama", llama()),
+            ("qwen3", make_model(models() / "qwen3-to-share", family="qwen3", seed=3)),
+        ]
+
+    def _generate(self, path: Path, *, new_tokens: int) -> tuple[int, list[int]]:
+        """Let transformers generate with this test's directory; return tokens loaded and made."""
+        from transformers import AutoModelForCausalLM
+
+        from vua.transformers import PrefixCache
+
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        ids = torch.tensor([PROMPT])
+        with PrefixCache(model, self.root, chunk_tokens=CHUNK) as prefixes:
+            prefix = prefixes.load(ids)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=prefix.cache,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+            )
+            prefixes.save(ids, prefix.cache)
+        return prefix.num_tokens, out[0, ids.shape[1] :].tolist()

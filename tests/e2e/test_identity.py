@@ -1,0 +1,224 @@
+"""What one engine stored no other one loads that would have computed other K and V.
+
+Each test runs two engines on one directory that differ in one thing. What the second one generates
+is compared with what it generates without VUA, and the first one runs again as a control: it loads.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from e2e.checkpoints import copied, edit, rewritten
+from e2e.harness import (
+    PROMPT,
+    RESET,
+    Batch,
+    Call,
+    EngineTest,
+    Exchange,
+    Phase,
+    driver,
+    llama,
+    make_llava,
+    models,
+    run,
+    tokens,
+)
+from e2e.pictures import IMAGE_TOKEN
+from e2e.test_lora import ENGINE as WITH_ADAPTERS
+from e2e.test_lora import make_adapter
+from vua.testing.models import make_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
+
+ASK = Batch([PROMPT])
+SEEING = {"skip_tokenizer_init": False}
+BEFORE = 128  # tokens in front of the picture
+LOOK = [*tokens(BEFORE, seed=2), IMAGE_TOKEN, *tokens(200, seed=3)]
+
+
+@cache
+def llava() -> Path:
+    """The usual model that takes pictures."""
+    return make_llava(models() / "llava")
+
+
+class IdentityTest(EngineTest):
+    def assert_apart(self, first: Phase, second: Phase, shared: int = 0) -> None:
+        """The second engine loads no more than ``shared`` tokens of the first one's.
+
+        And answers as without VUA.
+        """
+        alone = [*run(self.without(first)), *run(self.without(second))]
+        self.assertEqual([None, None], [served.problem for served in alone])
+        self.assertNotEqual(alone[0].tokens, alone[1].tokens)  # else it could not be told
+
+        served = [*run(first), *run(second), *run(first), *run(second)]
+
+        self.assertEqual([None] * 4, [each.problem for each in served])
+        self.assertEqual(alone[1].tokens, served[1].tokens)
+        self.assertEqual(shared, served[1].cached[0])
+        self.assertGreater(served[2].cached[0], shared)
+        self.assertGreater(served[3].cached[0], shared)
+        self.assertEqual([each.tokens for each in alone], [each.tokens for each in served[2:]])
+
+    def without(self, phase: Phase) -> Phase:
+        """The same engine without VUA."""
+        return Phase(phase.batches, engine=phase.engine)
+
+    def look(self, engine: dict[str, Any] | None = None, **batch: Any) -> Phase:
+        """An engine that is shown a picture."""
+        settings = {"model": str(llava()), **SEEING, **(engine or {})}
+        return self.phase(Batch([LOOK], **{"images": [1], **batch}), engine=settings)
+
+
+class WeightsTest(IdentityTest):
+    def test_few_rows(self) -> None:
+        """A checkpoint that differs in ten rows of its embedding is another one."""
+        other = rewritten(llama(), models() / "ten-rows", rows=10)
+
+        self.assert_apart(self.phase(ASK), self.phase(ASK, engine={"model": str(other)}))
+
+    def test_same_tensors(self) -> None:
+        """In other files, with other metadata and other files beside it, it is the same one."""
+        expected = self.fill(ASK)
+        other = rewritten(llama(), models() / "resharded", shards=3, note="saved again")
+        torch.save({"learning_rate": 0.1}, other / "training_args.bin")
+
+        found = self.serve(ASK, engine={"model": str(other)})
+
+        self.assertEqual([expected, [640]], [found.tokens, found.cached])
+
+    def test_reloaded(self) -> None:
+        """Weights that a running engine loads anew are not those that its directory holds."""
+        other = make_model(models() / "llama-2", family="llama", seed=2)
+        (expected,) = run(Phase([ASK], engine={"model": str(other)}))
+        reload = Call("reload_weights", {"weights_path": str(other)})
+
+        reloaded = self.serve(ASK, reload, RESET, ASK)
+        old = self.serve(ASK)
+        new = self.serve(ASK, engine={"model": str(other)})
+
+        self.assertNotEqual(reloaded.tokens[:1], expected.tokens)
+        self.assertEqual(expected.tokens, reloaded.tokens[1:])
+        self.assertEqual([0, 0], reloaded.cached)
+        self.assertEqual([reloaded.tokens[:1], [640]], [old.tokens, old.cached])
+        self.assertEqual(expected.tokens, new.tokens)
+
+    def test_reset_alone(self) -> None:
+        """A plain reset of vLLM's prefix cache does not bring back what older weights made."""
+        other = make_model(models() / "llama-2", family="llama", seed=2)
+        (expected,) = run(Phase([ASK], engine={"model": str(other)}))
+        reload = Call("reload_weights", {"weights_path": str(other)})
+        own = {"enable_prefix_caching": True}
+
+        served = self.serve(ASK, reload, ASK, RESET, ASK, RESET, ASK, engine=own)
+
+        self.assertEqual(expected.tokens * 2, served.tokens[2:])
+        after = self.serve(ASK)
+        self.assertEqual(served.tokens[:1], after.tokens)
+
+
+class AdapterTest(IdentityTest):
+    def adapter(self, name: str, seed: int) -> Path:
+        """An adapter in a directory of this test."""
+        self.root.parent.mkdir(exist_ok=True)
+        return make_adapter(self.root.with_name(name), seed=seed)
+
+    def test_files_replaced(self) -> None:
+        """An adapter is what the engine loaded, whatever has become of its files."""
+        used, other = self.adapter("used", 1), self.adapter("other", 2)
+        ask, more = (Batch([p], loras=[str(used)]) for p in (PROMPT, tokens(700, seed=9)))
+        alone = self.baseline(ask, more, engine=WITH_ADAPTERS)
+
+        replaced = self.serve(ask, Exchange(other, used), more, engine=WITH_ADAPTERS)
+        expected = run(Phase([more], engine=WITH_ADAPTERS))[0].tokens
+        after = self.serve(more, engine=WITH_ADAPTERS)
+
+        self.assertEqual(alone, replaced.tokens)
+        self.assertNotEqual(expected, alone[1:])
+        self.assertEqual([expected, [0]], [after.tokens, after.cached])
+
+    def test_other_modules(self) -> None:
+        """An engine that applies an adapter to fewer modules computes other K and V."""
+        ask = Batch([PROMPT], loras=[str(self.adapter("used", 1))])
+        fewer = {**WITH_ADAPTERS, "lora_target_modules": ["o_proj"]}
+
+        self.assert_apart(self.phase(ask, engine=WITH_ADAPTERS), self.phase(ask, engine=fewer))
+
+
+class PictureTest(IdentityTest):
+    def test_counted_pictures(self) -> None:
+        """Where vLLM numbers its pictures, another picture with the same number is another one."""
+        numbered = {"mm_processor_cache_gb": 0}
+        one, two = (self.look(numbered, images=[seed]) for seed in (1, 2))
+        alone = [*run(self.without(one)), *run(self.without(two))]
+        self.assertNotEqual(alone[0].tokens, alone[1].tokens)
+
+        served = [*run(one), *run(two), *run(two)]
+
+        self.assertEqual([alone[n].tokens for n in (0, 1, 1)], [each.tokens for each in served])
+
+    def test_pictures(self) -> None:
+        """Another picture is another one, the same one is found again."""
+        self.assert_apart(self.look(), self.look(images=[2]), shared=BEFORE)
+
+    def test_named_pictures(self) -> None:
+        """A client's name for a picture says nothing: it may give it to another one."""
+        one, two = (self.look(images=[seed], image_names=["mine"]) for seed in (1, 2))
+        alone = [*run(self.without(one)), *run(self.without(two))]
+        self.assertNotEqual(alone[0].tokens, alone[1].tokens)
+
+        served = [*run(one), *run(two), *run(two)]
+
+        self.assertEqual([alone[n].tokens for n in (0, 1, 1)], [each.tokens for each in served])
+
+    def test_layer_of_the_tower(self) -> None:
+        """Which layer of the vision tower is used is a part of what the model is."""
+        other = {"hf_overrides": {"vision_feature_layer": -1}}
+
+        self.assert_apart(self.look(), self.look(other))
+
+    def test_processor_settings(self) -> None:
+        """So is how the processor prepares pictures, in the engine's settings..."""
+        other = {"mm_processor_kwargs": {"do_normalize": False}}
+
+        self.assert_apart(self.look(), self.look(other), shared=BEFORE)
+
+    def test_settings_of_a_request(self) -> None:
+        """...and in a request's."""
+        plain = self.look(processor={"do_normalize": False})
+
+        self.assert_apart(self.look(), plain, shared=BEFORE)
+
+    def test_edited_files(self) -> None:
+        """Files that are edited in place make another model, whatever it is called."""
+        edits: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("processor_config.json", {"image_processor__image_mean": [0.1, 0.9, 0.5]}),
+            ("config.json", {"vision_config__hidden_act": "relu"}),
+        )
+        for file, changes in edits:
+            with self.subTest(file):
+                place = copied(llava(), models() / "edited")
+                engine = {"model": str(place)}
+                alone = run(self.without(self.look(engine)))
+                cold, warm = *run(self.look(engine)), *run(self.look(engine))
+                edit(place / file, **changes)
+                expected = run(self.without(self.look(engine)))
+                edited = run(self.look(engine))
+
+                self.assertGreater(warm.cached[0], 0)
+                self.assertEqual([alone[0].tokens] * 2, [cold.tokens, warm.tokens])
+                self.assertNotEqual(alone[0].tokens, expected[0].tokens)
+                self.assertEqual(expected[0].tokens, edited[0].tokens)
+                self.assertEqual(BEFORE, edited[0].cached[0])  # the text is as it was
+
+
+def setUpModule() -> None:
+    """Start the driver before the first test's clock runs."""
+    driver()

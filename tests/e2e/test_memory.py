@@ -1,0 +1,104 @@
+"""What is in memory counts, not what is on disk now: weights that change in a running engine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from e2e.damage import stored
+from e2e.harness import (
+    PROMPT,
+    RESET,
+    Batch,
+    Call,
+    Change,
+    EngineTest,
+    Phase,
+    Served,
+    llama,
+    models,
+    run,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
+
+BATCH = Batch([PROMPT])
+
+
+def other_embedding(at: Path) -> Path:
+    """The usual model with its embedding's rows in another order."""
+    if not at.exists():
+        shutil.copytree(llama(), at)
+        weights = load_file(at / "model.safetensors")
+        name = "model.embed_tokens.weight"
+        weights[name] = weights[name].flip(0).contiguous()
+        save_file(weights, at / "model.safetensors", {"format": "pt"})
+    return at
+
+
+class WeightsTest(EngineTest):
+    def setUp(self) -> None:
+        """Two checkpoints of one shape, and what engines answer with them."""
+        super().setUp()
+        self.one = str(llama())
+        self.other = str(other_embedding(models() / "other"))
+        self.old, self.new = (self.baseline(BATCH, engine=self.of(m)) for m in self.models)
+        self.assertNotEqual(self.old, self.new)
+
+    @property
+    def models(self) -> tuple[str, str]:
+        """Their directories."""
+        return self.one, self.other
+
+    def of(self, model: str, **settings: Any) -> dict[str, Any]:
+        """Settings of an engine that starts from a checkpoint."""
+        return {"model": model, **settings}
+
+    def serve_both(self, *steps: Batch | Call | Change, **settings: Any) -> list[Served]:
+        """Serve with changes; then by engines that start from the one and the other checkpoint."""
+        phases = [Phase(steps, self.of(self.one, **settings), self.root)]
+        phases += [Phase([BATCH], self.of(model), self.root) for model in self.models]
+        served = run(*phases)
+        self.assertEqual([None] * 3, [each.problem for each in served])
+        return served
+
+    def check(self, how: str) -> None:
+        """New weights begin an epoch by themselves: no engine gives tokens of the other ones."""
+        changed, *after = self.serve_both(
+            BATCH, Change(how, self.other), RESET, BATCH, RESET, BATCH, RESET, BATCH
+        )
+        self.assertEqual(self.old + 3 * self.new, changed.tokens)
+        self.assertEqual([self.old, self.new], [each.tokens for each in after])
+        self.assertIn("the weights have changed", changed.log)
+        self.assertEqual([[640], [0]], [each.cached for each in after])
+        self.assertEqual(640, changed.cached[-1])  # its own, of the new epoch
+
+    def test_functions(self) -> None:
+        """By a function for the model, and one for the worker."""
+        for how in ("apply", "function"):
+            with self.subTest(how):
+                super().setUp()
+                self.check(how)
+
+    def test_behind(self) -> None:
+        """By whoever holds a reference, without a call: nothing is stored for the wrong weights."""
+        super().setUp()
+        self.check("behind")
+
+    def test_blocks_of_before(self) -> None:
+        """Without a reset vLLM goes on with its own blocks of before: nothing of it is stored."""
+        longer = Batch([PROMPT + PROMPT[:200]])
+        reload = Call("reload_weights", {"weights_path": self.other})
+        changed, old, new = self.serve_both(
+            BATCH, reload, longer, RESET, longer, enable_prefix_caching=True
+        )
+        (right,) = self.baseline(longer, engine=self.of(self.other))
+        self.assertNotEqual(right, changed.tokens[1])  # vLLM's own, with or without VUA
+        self.assertEqual([right], changed.tokens[2:])
+        self.assertEqual([self.old, self.new], [old.tokens, new.tokens])
+        self.assertEqual(0, changed.cached[2])
+        self.assertLess(10, len(stored(self.root)))

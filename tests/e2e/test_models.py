@@ -1,0 +1,322 @@
+"""Other kinds of models: those whose cache is stored, and those that are served without."""
+
+from __future__ import annotations
+
+import unittest
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from e2e.damage import CHUNK, chunk_files, flip, stored
+from e2e.harness import (
+    PROMPT,
+    RESET,
+    Batch,
+    EngineTest,
+    llama,
+    make,
+    models,
+    needs_windows,
+    tokens,
+)
+from vua.device.slab import Slab
+from vua.format.keys import KeyChain, token_ids
+from vua.store.namespace import create_stores, namespaces
+from vua.testing.models import make_model
+
+pytestmark = pytest.mark.vllm
+
+AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
+BATCH = Batch([PROMPT])
+WINDOW_CHUNKS = 2  # of 64 tokens, for a window of 128
+UNCACHED = "served without a stored KV cache"
+
+
+@cache
+def deepseek() -> Path:
+    """A DeepSeek-V2: one latent of 576 elements for each token and layer (MLA)."""
+    return make(
+        models() / "deepseek",
+        "DeepseekV2Config",
+        **_sizes(),
+        num_key_value_heads=4,
+        first_k_dense_replace=1,
+        kv_lora_rank=512,
+        moe_intermediate_size=64,
+        n_group=1,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        q_lora_rank=None,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        topk_group=1,
+        v_head_dim=64,
+    )
+
+
+@cache
+def gemma3() -> Path:
+    """A Gemma 3: layers with a sliding window, and one without."""
+    return make(
+        models() / "gemma3",
+        "Gemma3TextConfig",
+        # small tied embeddings: larger ones outweigh all attention, and repeat the last token
+        **_sizes()
+        | {"num_hidden_layers": 3, "tie_word_embeddings": True, "initializer_range": 0.03},
+        num_key_value_heads=2,
+        head_dim=32,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        query_pre_attn_scalar=32,
+        sliding_window=128,
+    )
+
+
+@cache
+def gemma3n(*kinds: str) -> Path:
+    """A Gemma 3n of four layers, of which the last two use the caches of the first two."""
+    return make(
+        models() / f"gemma3n-{len(set(kinds))}",
+        "Gemma3nTextConfig",
+        **_sizes()
+        | {"num_hidden_layers": 4, "tie_word_embeddings": True, "initializer_range": 0.03},
+        activation_sparsity_pattern=[0.0] * 4,
+        altup_num_inputs=2,
+        head_dim=32,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        layer_types=list(kinds),
+        num_key_value_heads=2,
+        num_kv_shared_layers=2,
+        sliding_window=128,
+        vocab_size_per_layer_input=512,
+    )
+
+
+@cache
+def gpt_oss() -> Path:
+    """A gpt-oss: layers with a window of 128 and without one take turns, with attention sinks."""
+    return make(
+        models() / "gpt-oss",
+        "GptOssConfig",
+        **_sizes() | {"num_hidden_layers": 4},
+        num_key_value_heads=2,
+        head_dim=32,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_experts_per_tok=2,
+        num_local_experts=4,
+        sliding_window=128,
+    )
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_size": 128,
+        "initializer_range": 0.25,
+        "intermediate_size": 256,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "pad_token_id": 3,
+        "tie_word_embeddings": False,
+        "vocab_size": 512,
+    }
+
+
+class CachedModelsTest(EngineTest):
+    @pytest.mark.thorough
+    def test_families(self) -> None:
+        """Models of other families load what they stored; none loads what another one did."""
+        for family in ("qwen3", "mistral"):
+            with self.subTest(family):
+                engine: dict[str, Any] = {
+                    "model": str(make_model(models() / family, family=family, seed=2)),
+                    "hf_overrides": {"sliding_window": None},
+                }
+                expected = self.fill(BATCH, engine=engine)
+
+                warm = self.serve(BATCH, engine=engine)
+
+                self.assertEqual(expected, warm.tokens)
+                self.assertEqual([640], warm.cached)
+
+    def test_other_weights(self) -> None:
+        """A model of the same shape with other weights loads nothing of the first one's."""
+        self.fill(BATCH)
+
+        self.fill(BATCH, engine={"model": str(make_model(models() / "llama-2", seed=2))})
+
+
+@needs_windows
+class WindowedModelsTest(EngineTest):
+    """Layers with a sliding window: their chunks are stored, and loaded, where they are of use."""
+
+    def test_hybrid(self) -> None:
+        """A restart loads the prefix of the full layers and the last window of the others."""
+        engine = {"model": str(gpt_oss())}
+        expected = self.fill(BATCH, engine=engine)
+        names = [path.name for path in stored(self.root)]
+        self.assertEqual(10, sum(name.startswith("l0-2.") for name in names))
+        self.assertEqual(WINDOW_CHUNKS + 1, sum(name.startswith("w128.l0-2.") for name in names))
+
+        warm = self.serve(BATCH, engine=engine)
+
+        self.assertEqual(expected, warm.tokens)
+        self.assertEqual([640], warm.cached)
+        self.assertEqual(10 + WINDOW_CHUNKS, warm.counts["chunks_loaded"])
+
+    @pytest.mark.thorough
+    def test_gemma(self) -> None:
+        """Another family, whose full layers are fewer than the windowed ones."""
+        engine = {"model": str(gemma3())}
+        expected = self.fill(BATCH, engine=engine)
+
+        warm = self.serve(BATCH, engine=engine)
+
+        self.assertEqual(expected, warm.tokens)
+        self.assertEqual([640], warm.cached)
+
+    @pytest.mark.thorough
+    def test_branches(self) -> None:
+        """Where a second prompt leaves the first one, the third one finds the window too."""
+        engine = {"model": str(gpt_oss())}
+        others = [Batch([PROMPT[:400] + tokens(150, seed=seed)]) for seed in (2, 3)]
+        self.fill(BATCH, engine=engine)
+        expected = self.baseline(*others, engine=engine)
+
+        served = self.serve(others[0], RESET, others[1], engine=engine)
+
+        self.assertEqual(expected, served.tokens)
+        self.assertEqual([0, 384], served.cached)
+
+    @pytest.mark.thorough
+    def test_chunked_prefill(self) -> None:
+        """With vLLM's prefix caching, small steps and several prompts at once, restarted."""
+        engine = {
+            "model": str(gpt_oss()),
+            "enable_chunked_prefill": True,
+            "enable_prefix_caching": True,
+            "max_num_batched_tokens": 96,
+            "max_num_seqs": 3,
+        }
+        prompts = Batch([PROMPT[:300] + tokens(250, seed=seed) for seed in range(4)])
+        batches = (prompts, RESET, prompts)
+        expected = self.baseline(*batches, engine=engine)
+
+        for _ in range(2):
+            served = self.serve(*batches, engine=engine)
+            self.assertEqual(expected, served.tokens)
+
+        self.assertEqual([512] * 8, served.cached)
+
+    @pytest.mark.thorough
+    def test_damage(self) -> None:
+        """A chunk that is damaged in either kind of layers: all is computed, then stored anew."""
+        engine = {"model": str(gpt_oss())}
+        expected = self.fill(BATCH, engine=engine)
+        for kind, chunk in (("l0-2", 4), ("w128", 9)):
+            with self.subTest(kind):
+                files = chunk_files(self.root, PROMPT, chunk)
+                (path,) = [path for path in files if path.name.startswith(kind)]
+                flip(path)
+
+                hurt = self.serve(BATCH, engine=engine)
+                healed = self.serve(BATCH, engine=engine)
+
+                self.assertEqual(expected, hurt.tokens)
+                self.assertEqual(1, hurt.counts["corrupt"])
+                self.assertEqual(expected, healed.tokens)
+                self.assertEqual([640], healed.cached)
+                self.assertNotIn("corrupt", healed.counts)
+
+    def test_negative_control(self) -> None:
+        """The bytes of the windowed layers matter: others give other tokens."""
+        engine = {"model": str(gpt_oss())}
+        expected = self.fill(BATCH, engine=engine)
+        (found,) = namespaces(self.root)
+        assert found.identity is not None
+        _, windowed = create_stores(self.root, found.identity, found.layouts)
+        layout = windowed.layout
+        slab = Slab(layout, layout.full, 1)
+        noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
+        slab.bytes[:] = noise.view(np.uint8)
+        for key in KeyChain(token_ids(PROMPT), CHUNK).first(10):
+            windowed.storage.remove(key.name, layout.full)
+            windowed.save(key, slab.memory)
+
+        warm = self.serve(BATCH, engine=engine)
+
+        self.assertEqual([640], warm.cached)
+        self.assertNotEqual(expected, warm.tokens)
+
+    @pytest.mark.thorough
+    def test_all_layers_windowed(self) -> None:
+        """Without layers that see everything every chunk is stored, and the window loaded."""
+        engine: dict[str, Any] = {
+            "model": str(make_model(models() / "mistral-window", family="mistral")),
+            "hf_overrides": {"sliding_window": 128},
+        }
+        expected = self.fill(BATCH, engine=engine)
+        other = Batch([PROMPT[:400] + tokens(150, seed=2)])
+
+        warm = self.serve(BATCH, other, engine=engine)
+
+        self.assertEqual(expected + self.baseline(other, engine=engine), warm.tokens)
+        self.assertEqual([640, 384], warm.cached)
+        self.assertEqual(2 * WINDOW_CHUNKS, warm.counts["chunks_loaded"])
+
+
+@needs_windows
+class SharedCachesTest(EngineTest):
+    @pytest.mark.thorough
+    def test_gemma3n(self) -> None:
+        """Layers that use other layers' caches: what the owners have is stored, and is enough."""
+        for which, kinds in {
+            "two kinds": ["sliding_attention", "full_attention"] * 2,
+            "one kind": ["full_attention"] * 4,
+        }.items():
+            with self.subTest(which):
+                engine = {"model": str(gemma3n(*kinds))}
+                expected = self.baseline(BATCH, engine=engine)
+                cold = self.serve(BATCH, engine=engine)
+                warm = self.serve(BATCH, engine=engine)
+                self.assertEqual([expected] * 2, [cold.tokens, warm.tokens])
+                self.assertGreater(len(set(expected[0])), 2)
+                self.assertEqual([640], warm.cached)
+                self.assertIn("KV cache in", cold.log)
+                self.assertNotIn("loads and stores nothing", cold.log)
+
+
+class UncachedModelsTest(EngineTest):
+    def check(self, engine: dict[str, Any], reason: str) -> None:
+        """Served twice with the right tokens, nothing stored, and the log says why."""
+        expected = self.baseline(BATCH, BATCH, engine=engine)
+
+        served = self.serve(BATCH, BATCH, engine=engine)
+
+        self.assertEqual(expected, served.tokens)
+        self.assertEqual([0, 0], served.cached)
+        self.assertEqual([], stored(self.root))
+        said = [line for line in served.log.splitlines() if UNCACHED in line]
+        self.assertEqual(1, len({line.split("] ", 1)[1] for line in said}), said)
+        self.assertIn(reason, said[0])
+
+    @pytest.mark.thorough
+    def test_latent_attention(self) -> None:
+        """MLA on a CPU, where vLLM's reference backend cannot continue a prefix, goes without."""
+        self.check({"model": str(deepseek()), "block_size": 16}, "MLA backend")
+
+    @unittest.skipUnless(AVX512, "vLLM's CPU backend has fp8 caches with AVX-512 only")
+    def test_fp8_cache(self) -> None:
+        """A cache of a type that VUA does not know is not stored."""
+        self.check({"model": str(llama()), "kv_cache_dtype": "fp8"}, "not supported")
+
+    @pytest.mark.thorough
+    def test_cache_of_another_dtype(self) -> None:
+        """A bfloat16 cache of a float32 model has a form of its own on CPUs."""
+        self.check({"model": str(llama()), "kv_cache_dtype": "bfloat16"}, "is not known")

@@ -1,0 +1,105 @@
+"""`vua-vllm serve`, as a user starts it: vLLM's own server, restarted on the same directory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from e2e.damage import stored
+from e2e.harness import PROMPT, Batch, llama
+from e2e.serving import (
+    ServerTest,
+    command,
+    complete,
+    environment,
+    metric,
+    scraped,
+    servers,
+    starting,
+    transfer,
+)
+from helpers import soak
+
+pytestmark = pytest.mark.vllm
+
+CHUNK_NBYTES = 2 * 2 * 2 * 32 * 4 * 64  # layers, K and V, heads, head size, float32, tokens
+HITS = "vllm:external_prefix_cache_hits_total"
+
+
+class ServeTest(ServerTest):
+    @pytest.mark.thorough
+    def test_server(self) -> None:
+        """A server loads what another engine stored, and gives the tokens of one without VUA."""
+        with starting(self.root, transfer()) as ready:
+            (expected,) = self.fill(Batch([PROMPT]))
+            (address,) = ready()
+            self.assertEqual(expected, complete(address))
+            self.assertEqual(640, metric(address, HITS))
+            self.metrics(address)
+            not_loaded = {"kv_transfer_params": {"vua": {"load": False, "store": "perhaps"}}}
+            hits = metric(address, HITS)
+            self.assertEqual(expected, complete(address, **not_loaded))
+            self.assertEqual(hits, metric(address, HITS))
+
+    def metrics(self, address: str) -> None:
+        """Check VUA's metrics after ten chunks of a prompt of 700 tokens were loaded."""
+        labels = 'engine="0",model_name="tiny"'
+        expected = {
+            f'vua_lookups_total{{{labels},outcome="hit"}}': 1,
+            f'vua_lookups_total{{{labels},outcome="miss"}}': 0,
+            f"vua_prompt_tokens_total{{{labels}}}": 700,
+            f"vua_queried_tokens_total{{{labels}}}": 700,
+            f"vua_lookup_seconds_count{{{labels}}}": 1,
+            f'vua_loads_total{{{labels},outcome="complete"}}': 1,
+            f"vua_load_seconds_count{{{labels}}}": 1,
+            f"vua_loaded_tokens_total{{{labels}}}": 640,
+            f'vua_loaded_bytes_total{{{labels},path="slab"}}': 10 * CHUNK_NBYTES,
+            f'vua_load_stops_total{{{labels},reason="corrupt"}}': 0,
+            f'vua_pending_loads{{{labels},rank="0"}}': 0,
+            f'vua_chunks_saved_total{{{labels},outcome="written"}}': 0,
+            f"vua_stored_bytes_total{{{labels}}}": 0,
+        }
+        found = scraped(address)
+        self.assertEqual(expected, {name: found.get(name) for name in expected})
+        complete(address, PROMPT[::-1])
+        complete(address)  # what was stored behind the last step is reported in the next one
+
+        found = scraped(address)
+        self.assertEqual(10, found[f'vua_chunks_saved_total{{{labels},outcome="written"}}'])
+        self.assertEqual(10 * CHUNK_NBYTES, found[f"vua_stored_bytes_total{{{labels}}}"])
+        self.assertEqual(640, found[f"vua_stored_tokens_total{{{labels}}}"])
+        self.assertEqual(1, found[f'vua_lookups_total{{{labels},outcome="miss"}}'])
+        self.assertGreater(found[f"vua_saved_prefill_seconds_total{{{labels}}}"], 0)
+        queried = found[f"vua_queried_tokens_total{{{labels}}}"]  # vLLM itself keeps nothing here
+        self.assertEqual(queried, found[f"vua_prompt_tokens_total{{{labels}}}"])
+        self.assertEqual(found[f"vllm:external_prefix_cache_queries_total{{{labels}}}"], queried)
+
+    @soak
+    def test_restarted_server(self) -> None:
+        """A server loads what the one before it stored, and answers the same."""
+        answers, hits = [], []
+        for _ in range(2):
+            with servers(self.root, []) as (address,):
+                answers.append(complete(address))
+                hits.append(metric(address, HITS))
+
+        self.assertEqual(answers[0], answers[1])
+        self.assertEqual([0, 640], hits)
+        self.assertEqual(10, len(stored(self.root)))
+
+    def test_unknown_setting(self) -> None:
+        """A misspelt setting ends the command at once, with the nearest name."""
+        config = json.dumps({"kv_connector_extra_config": {"epochs": "1"}})
+        done = subprocess.run(
+            [*command(), str(llama()), f"--vua-path={self.root}", f"--kv-transfer-config={config}"],
+            check=False,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+        self.assertEqual(2, done.returncode)
+        self.assertIn("no key 'epochs'; the nearest is 'epoch'", done.stderr)

@@ -1,0 +1,253 @@
+"""Models with states beside attention: stored where vLLM has them, and loaded in other processes.
+
+LFM2 and Qwen3-Next are what vLLM's CPU backend runs of them (0.32); Bamba, Falcon-H1, Granite 4,
+Jamba, Mamba 1 and 2, MiniMax, Nemotron-H and OLMo hybrids fail in it without any connector. LFM2's
+tokens depend there on how vLLM cuts a prompt into steps, so it is compared with the same cuts only.
+"""
+
+from __future__ import annotations
+
+import unittest
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from e2e.damage import CHUNK, chunk_files, flip, stored
+from e2e.harness import (
+    PROMPT,
+    WINDOWS_ARE_CACHED,
+    Batch,
+    EngineTest,
+    make,
+    models,
+    tokens,
+)
+from helpers import soak
+from vua.device.slab import Slab
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import Shard
+from vua.store.namespace import create_stores, namespaces
+
+pytestmark = pytest.mark.vllm
+
+BATCH = Batch([PROMPT[:642]])
+"""Two tokens are left to compute: states fade, and here they cannot."""
+TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+ASYNC: dict[str, Any] = {"async_scheduling": True}
+UNCACHED = "served without a stored KV cache"
+
+
+@cache
+def lfm2() -> Path:
+    """An LFM2: layers with a short convolution, whose state is its last tokens, and attention."""
+    return make(
+        models() / "lfm2",
+        "Lfm2Config",
+        **_sizes(),
+        block_auto_adjust_ff_dim=False,
+        block_dim=128,
+        block_ff_dim=256,
+        conv_L_cache=3,
+        conv_bias=False,
+        conv_dim=128,
+        layer_types=["conv", "full_attention"] * 2,
+        num_key_value_heads=2,
+    )
+
+
+@cache
+def qwen3_next() -> Path:
+    """A Qwen3-Next: layers with a gated delta net, and attention; its blocks have 160 tokens."""
+    return make(
+        models() / "qwen3-next",
+        "Qwen3NextConfig",
+        **_sizes(),
+        head_dim=64,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_key_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_value_head_dim=128,
+        mlp_only_layers=[],
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_key_value_heads=4,
+        shared_expert_intermediate_size=64,
+    )
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_size": 128,
+        "initializer_range": 0.25,
+        "intermediate_size": 256,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "pad_token_id": 3,
+        "tie_word_embeddings": False,
+        "vocab_size": 512,
+    }
+
+
+def engine(**settings: Any) -> dict[str, Any]:
+    """How to start vLLM with Qwen3-Next so that it keeps states at the ends of blocks.
+
+    In bfloat16, which is all that vLLM's kernel takes; its state in float32, as with AMX. Every
+    second block ends with a chunk: at 320, 640...
+    """
+    same = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": True}
+    return {"model": str(qwen3_next())} | same | settings
+
+
+@unittest.skipUnless(WINDOWS_ARE_CACHED, "states are cached with vLLM 0.32 and newer")
+class StatesTest(EngineTest):
+    """A hit takes K and V of the whole prefix, and the one state behind it."""
+
+    def states(self) -> list[Path]:
+        """The stored files with states."""
+        return [path for path in stored(self.root) if path.name.startswith("s")]
+
+    def test_restart(self) -> None:
+        """One state is stored, at the last block's end; another process goes on from there."""
+        expected = self.fill(BATCH, engine=engine())
+        self.assertEqual(10, sum(path.name.startswith("l0-2.") for path in stored(self.root)))
+        (state,) = self.states()
+        self.assertIn(state, chunk_files(self.root, PROMPT, 640 // CHUNK - 1))
+
+        warm = self.serve(BATCH, engine=engine())
+
+        self.assertEqual(expected, warm.tokens)
+        self.assertEqual([640], warm.cached)
+        self.assertEqual(11, warm.counts["chunks_loaded"])
+
+    @pytest.mark.thorough
+    def test_negative_control(self) -> None:
+        """The state's bytes matter: with noise in their place other tokens come out."""
+        expected = self.fill(BATCH, engine=engine())
+
+        self.check_noise(expected, engine())
+
+    def check_noise(self, expected: list[list[int]], settings: dict[str, Any]) -> None:
+        """Put noise in place of the state, of each part of it, and restart the engine."""
+        (found,) = namespaces(self.root)
+        assert found.identity is not None
+        _, states = create_stores(self.root, found.identity, found.layouts)
+        key = KeyChain(token_ids(PROMPT), CHUNK)[640 // CHUNK - 1]
+        chance = torch.Generator().manual_seed(0)
+        for path in self.states():
+            shard = Shard.parse(path.stem)
+            slab = Slab(states.layout, shard, 1)
+            noise = torch.randn(len(slab.bytes) // 2, generator=chance) * 8
+            slab.bytes[:] = noise.bfloat16().view(torch.uint8).numpy()  # as float32 finite as well
+            states.storage.remove(key.name, shard)
+            self.assertTrue(states.save(key, slab.memory, shard=shard))
+
+        warm = self.serve(BATCH, engine=settings)
+
+        self.assertEqual([640], warm.cached)
+        self.assertNotEqual(expected, warm.tokens)
+
+    def check_restart(self, settings: dict[str, Any]) -> None:
+        """The tokens of a restarted engine, with the right states and with noise."""
+        self.setUp()
+        expected = self.fill(BATCH, engine=settings)
+        self.assertEqual(settings.get("tensor_parallel_size", 1), len(self.states()))
+
+        warm = self.serve(BATCH, engine=settings)
+
+        self.assertEqual([expected, [640]], [warm.tokens, warm.cached])
+        ahead = settings.get("async_scheduling", False)
+        self.assertEqual(ahead, warm.counts.get("steps_ahead", 0) > 8)
+        self.check_noise(expected, settings)
+
+    @pytest.mark.thorough
+    def test_two_workers_running_ahead(self) -> None:
+        """Two workers, each with a part of the state, and a step scheduled before the last ends."""
+        self.check_restart(engine(**TP2, **ASYNC))
+
+    @soak
+    def test_modes(self) -> None:
+        """Either kind of state with two workers, with asynchronous scheduling, and with both."""
+        short = {"model": str(lfm2()), "enable_prefix_caching": True}
+        for name, settings in (("qwen3-next", engine()), ("lfm2", short)):
+            for mode in (TP2, ASYNC, TP2 | ASYNC):
+                with self.subTest(name, **mode):
+                    self.check_restart(settings | mode)
+
+    @pytest.mark.thorough
+    def test_branches(self) -> None:
+        """Where a second prompt leaves the first one the third one finds a state too."""
+        others = [Batch([PROMPT[:400] + tokens(150, seed=seed)]) for seed in (2, 3)]
+        self.fill(BATCH, engine=engine())
+        expected = [self.baseline(other, engine=engine())[0] for other in others]
+
+        second = self.serve(others[0], engine=engine())
+        third = self.serve(others[1], engine=engine())
+
+        self.assertEqual(expected, second.tokens + third.tokens)
+        self.assertEqual([0, 320], second.cached + third.cached)
+
+    @pytest.mark.thorough
+    def test_longer(self) -> None:
+        """A prompt that goes on where another one ended begins with that one's state."""
+        self.fill(BATCH, engine=engine())
+        longer = Batch([PROMPT + tokens(300, seed=4)])
+        expected = self.baseline(longer, engine=engine())
+
+        warm = self.serve(longer, engine=engine())
+
+        self.assertEqual(expected, warm.tokens)
+        self.assertEqual([640], warm.cached)
+        self.assertEqual(2, len(self.states()))
+
+    @pytest.mark.thorough
+    def test_damage(self) -> None:
+        """A damaged state, or K and V: all is computed, then stored anew."""
+        expected = self.fill(BATCH, engine=engine())
+        for kind, chunk in (("s", 9), ("l0-2", 4)):
+            with self.subTest(kind):
+                files = chunk_files(self.root, PROMPT, chunk)
+                (path,) = [path for path in files if path.name.startswith(kind)]
+                flip(path)
+
+                hurt = self.serve(BATCH, engine=engine())
+                healed = self.serve(BATCH, engine=engine())
+
+                self.assertEqual(expected, hurt.tokens)
+                self.assertEqual(1, hurt.counts["corrupt"])
+                self.assertEqual(expected, healed.tokens)
+                self.assertEqual([640], healed.cached)
+                self.assertNotIn("corrupt", healed.counts)
+
+    @pytest.mark.thorough
+    def test_short_convolution(self) -> None:
+        """Another kind of state, and blocks that are shorter than chunks."""
+        short = {"model": str(lfm2()), "enable_prefix_caching": True}
+        expected = self.fill(BATCH, engine=short)
+
+        warm = self.serve(BATCH, engine=short)
+
+        self.assertEqual(expected, warm.tokens)
+        self.assertEqual([640], warm.cached)
+
+    @pytest.mark.thorough
+    def test_without_blocks(self) -> None:
+        """Without prefix caching vLLM keeps no states at blocks' ends: served uncached."""
+        without = engine(enable_prefix_caching=False)
+        expected = self.baseline(BATCH, BATCH, engine=without)
+
+        served = self.serve(BATCH, BATCH, engine=without)
+
+        self.assertEqual(expected, served.tokens)
+        self.assertEqual([0, 0], served.cached)
+        self.assertEqual([], stored(self.root))
+        said = [line for line in served.log.splitlines() if UNCACHED in line]
+        self.assertEqual(1, len({line.split("] ", 1)[1] for line in said}), said)
+        self.assertIn("--enable-prefix-caching", said[0])

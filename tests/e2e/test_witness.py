@@ -1,0 +1,208 @@
+"""The witness in real engines: confusions that the identity does not see are found at once.
+
+Each confusion gives two engines that compute different things one identity (`trouble`'s
+"one_identity"); what the first has stored the second must not load, not even for its first prompt.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from e2e.harness import (
+    PROMPT,
+    SETTLE,
+    Batch,
+    Driver,
+    EngineTest,
+    Served,
+    make_llava,
+    run,
+    tokens,
+)
+from e2e.pictures import IMAGE_TOKEN
+from vua.testing.models import make_model
+from vua.testing.variants import make_adapter, make_variant
+
+pytestmark = pytest.mark.vllm
+
+OTHER = tokens(700, seed=9)
+LOOK = [*tokens(128, seed=2), IMAGE_TOKEN, *tokens(200, seed=3)]
+EVERY = {"witness_every": 1000, "lookup_timeout_s": 30.0}  # whatever a busy machine makes of it
+ONE_IDENTITY = {"one_identity": True}
+WEIGHTS = (
+    "tuned 10 %",
+    "tuned 3 %",
+    "tuned 1 %",
+    "int8 weights",
+    "fp8 weights",
+    "layers swapped",
+    "tokens off by one",
+    "V scaled by 1.05",
+    "K scaled by 1.05",
+)
+ROPE: dict[str, dict[str, Any]] = {
+    "theta x 1.01": {"rope_type": "default", "rope_theta": 10100.0},
+    "theta x 2": {"rope_type": "default", "rope_theta": 20000.0},
+    "linear scaling": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+}
+
+
+class WitnessTest(EngineTest):
+    driver: Driver
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Start a driver whose engines remember nothing that others did."""
+        super().setUpClass()
+        home = tempfile.TemporaryDirectory(prefix="vua-e2e-home-")
+        cls.addClassCleanup(home.cleanup)
+        with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": home.name}):
+            cls.driver = Driver()
+        cls.addClassCleanup(cls.driver.close)
+
+    def setUp(self) -> None:
+        """Name the directory for everything else."""
+        super().setUp()
+        self.folder = self.root.parent
+
+    def engine(self, *prompts: list[int], lora: str | None = None, **settings: Any) -> Served:
+        """One engine that is asked one prompt after the other."""
+        batches: list[Batch] = []
+        for prompt in prompts:  # a step more each: what was compared is known by then
+            batches += [Batch([prompt], loras=[lora] if lora else ()), SETTLE]
+        settings = {"extra": EVERY, **settings}
+        (served,) = run(self.phase(*batches, **settings), by=self.driver)
+        self.assertIsNone(served.problem)
+        return served
+
+    def test_restart_and_another_setup(self) -> None:
+        """An engine that is only started again loads at once, another one after its first prompt.
+
+        So it is for the negative control of all other tests here, too.
+        """
+        cold = self.engine(PROMPT, OTHER)
+        again = self.engine(PROMPT, OTHER)
+        other = {"engine": {"block_size": 64}}
+        first, second = self.engine(PROMPT, OTHER, **other), self.engine(PROMPT, **other)
+
+        self.assertEqual([cold.tokens] * 2, [again.tokens, first.tokens])
+        self.assertEqual([[0, 0], [640, 640]], [cold.cached, again.cached])
+        self.assertEqual([[0, 640], [640]], [first.cached, second.cached])
+        self.assertIn("equals what this engine computes", first.log)
+        self.assertNotIn("equals what this engine computes", again.log)
+
+    @pytest.mark.thorough
+    def test_two_workers(self) -> None:
+        """What two workers stored agrees with one worker's, and the other way; others wait."""
+        both = {"engine": {"tensor_parallel_size": 2}}
+        self.engine(PROMPT, OTHER, **both)
+        one = self.engine(PROMPT, OTHER)
+        self.engine(PROMPT, OTHER, root=self.folder / "one")
+        two = self.engine(PROMPT, OTHER, root=self.folder / "one", **both)
+
+        self.assertEqual([[0, 640], [0, 640]], [one.cached, two.cached])
+
+    @pytest.mark.thorough
+    def test_confusions(self) -> None:
+        """Twenty engines that compute something else load nothing, say so, and leave."""
+        model = {"layers": 4, "dtype": "bfloat16"}
+        base = make_model(self.folder / "base", seed=1, **model)  # type: ignore[arg-type]
+        adapter = str(make_adapter(self.folder / "adapter", base))
+        adapted = self.folder / "adapted"
+        self.confused(base)
+        self.confused(base, lora=adapter, root=adapted)
+
+        found: dict[str, str] = {}
+        self.ask(found, "block size", lambda: self.confused(base, engine={"block_size": 64}))
+        self.assertEqual({"block size": "loaded"}, found)  # the negative control
+        for kind in WEIGHTS:
+            other = make_variant(base, self.folder / "variant", kind)
+            self.ask(found, kind, lambda other=other: self.confused(other))  # type: ignore[misc]
+        seed = make_model(self.folder / "seed", seed=2, **model)  # type: ignore[arg-type]
+        self.ask(found, "another checkpoint", lambda: self.confused(seed))
+        overrides = {name: {"rope_parameters": each} for name, each in ROPE.items()}
+        for name, changed in {**overrides, "epsilon": {"rms_norm_eps": 1e-2}}.items():
+            engine = {"hf_overrides": changed}
+            self.ask(found, name, lambda e=engine: self.confused(base, engine=e))  # type: ignore[misc]
+        self.ask(found, "adapter on", lambda: self.confused(base, lora=adapter))
+        self.ask(found, "adapter off", lambda: self.confused(base, root=adapted))
+        for name, change in {
+            "weights": {"seed": 3},
+            "alpha": {"alpha": 16},
+            "rank": {"rank": 4},
+        }.items():
+            path = str(make_adapter(self.folder / name, base, **change))
+            self.ask(
+                found,
+                f"adapter of other {name}",
+                lambda p=path: self.confused(base, lora=p, root=adapted),  # type: ignore[misc]
+            )
+
+        self.assertEqual(21, len(found))
+        self.assert_all_found(found)
+
+    @pytest.mark.thorough
+    def test_pictures(self) -> None:
+        """Nor is a picture taken for another one, or for itself otherwise prepared."""
+        model = make_llava(self.folder / "llava")
+        found: dict[str, str] = {}
+        self.look(model)
+        self.ask(found, "block size", lambda: self.look(model, {"block_size": 64}))
+        self.ask(found, "another picture", lambda: self.look(model, image=2))
+        changes: dict[str, dict[str, Any]] = {
+            "processor": {"mm_processor_kwargs": {"do_normalize": False}},
+            "layer of the tower": {"hf_overrides": {"vision_feature_layer": -1}},
+        }
+        for name, engine in changes.items():
+            self.ask(found, name, lambda e=engine: self.look(model, e))  # type: ignore[misc]
+
+        self.assert_all_found(found)
+
+    def assert_all_found(self, found: dict[str, str]) -> None:
+        """All confusions were found in the first prompt, and the control is none."""
+        missed = {name: said for name, said in found.items() if "explains" not in said}
+        self.assertEqual({"block size": "loaded"}, missed)
+
+    def look(self, model: Path, changes: dict[str, Any] | None = None, image: int = 1) -> Served:
+        """Ask about a picture twice."""
+        engine = {"model": str(model), "skip_tokenizer_init": False, **(changes or {})}
+        batch = Batch([LOOK], images=[image])
+        settings = {"engine": engine, "extra": EVERY, "trouble": ONE_IDENTITY}
+        (served,) = run(self.phase(batch, SETTLE, batch, **settings), by=self.driver)
+        self.assertIsNone(served.problem)
+        return served
+
+    def confused(self, model: Path, **settings: Any) -> Served:
+        """An engine with the one identity."""
+        engine = {"model": str(model), "dtype": "bfloat16", **settings.pop("engine", {})}
+        if settings.get("lora"):
+            engine |= {"enable_lora": True, "max_lora_rank": 16}
+        return self.engine(PROMPT, OTHER, engine=engine, trouble=ONE_IDENTITY, **settings)
+
+    @staticmethod
+    def ask(found: dict[str, str], name: str, what: Callable[[], Served]) -> None:
+        """Note what an engine made of what it found."""
+        served = what()
+        said = re.search(
+            r"does not compute what is stored.*?([KV] of layer .*?explains)", served.log
+        )
+        if served.cached[0] or (served.counts.get("tokens_loaded", 0) and said):
+            found[name] = f"LOADED {served.cached}"
+        elif said:
+            found[name] = said[1]
+        else:
+            found[name] = "loaded" if served.cached[1] > 0 else f"{served.cached}"

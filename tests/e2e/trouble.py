@@ -1,0 +1,145 @@
+"""What can go wrong with the directory while an engine runs. Entered in the engine's process."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from e2e.damage import blank, flip, stored, truncate, vanish
+
+_LOOK_EVERY_S = 0.002
+_KINDS = (blank, flip, truncate, vanish)
+
+
+@contextmanager
+def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) -> Iterator[None]:
+    """Bring the trouble that a phase describes until this ends.
+
+    Args:
+        described: "storm": {"at": directory, "seed": number, "one_of": number}; "slow": seconds
+            that a read and a lookup take longer, {"read_s": ..., "lookup_s": ...};
+            "preempt_every": steps after which all running requests are thrown out; "one_identity":
+            whatever the model, the adapter and the image, all is stored under the same names.
+        counts: gets the number of files "struck".
+    """
+    described = described or {}
+    with ExitStack() as stack:
+        if "storm" in described:
+            stack.enter_context(_storm(counts, **described["storm"]))
+        if "slow" in described:
+            stack.enter_context(_slow_storage(**described["slow"]))
+        if "preempt_every" in described:
+            stack.enter_context(_preemptions(described["preempt_every"]))
+        if described.get("one_identity"):
+            stack.enter_context(_one_identity())
+        yield
+
+
+@contextmanager
+def _one_identity() -> Iterator[None]:
+    """Give all engines one namespace (per epoch), and prompts names by their tokens alone."""
+    from vua.format.identity import Identity
+    from vua.format.keys import KeyChain
+    from vua.vllm import lookup
+
+    def namespace(self: Identity) -> str:
+        return hashlib.sha256(f"one identity {self.epoch}".encode()).hexdigest()
+
+    def plain_chain(ids: bytes, size: int, extras: Any, naming: Any) -> KeyChain:
+        return KeyChain(ids, size, {}, naming)
+
+    with (
+        mock.patch.object(Identity, "namespace", property(namespace)),
+        mock.patch.object(lookup, "KeyChain", plain_chain),
+    ):
+        yield
+
+
+@contextmanager
+def _storm(counts: MutableMapping[str, int], *, at: str, seed: int, one_of: int) -> Iterator[None]:
+    """Damage, cut or delete one of so many files, each soon after it has come into being."""
+    over = threading.Event()
+    thread = threading.Thread(target=_rage, args=(counts, Path(at), seed, one_of, over))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _rage(
+    counts: MutableMapping[str, int], root: Path, seed: int, one_of: int, over: threading.Event
+) -> None:
+    chance, seen = random.Random(seed), set[tuple[int, int]]()
+    pause_s = 0.0
+    while not over.wait(pause_s):
+        began = time.monotonic()
+        for path in stored(root):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                file = (status.st_ino, status.st_ctime_ns)
+                if file in seen:
+                    continue
+                if chance.randrange(one_of) == 0:
+                    chance.choice(_KINDS)(path)
+                    counts["struck"] = counts.get("struck", 0) + 1
+                    status = path.stat()
+                seen.add((status.st_ino, status.st_ctime_ns))
+        pause_s = max(_LOOK_EVERY_S, 3 * (time.monotonic() - began))  # the engine runs, too
+
+
+@contextmanager
+def _preemptions(every: int) -> Iterator[None]:
+    """Throw all running requests out, and what vLLM has in its prefix cache, every so often.
+
+    As vLLM does it for new weights; it cannot while a load is running, so then in a later step.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import RequestStatus
+
+    schedule, steps = Scheduler.schedule, 0
+
+    def interrupted(self: Any, *arguments: Any, **named: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        loading = any(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request in self.requests.values()
+        )
+        if steps >= every and self.running and not loading:
+            steps = 0
+            self.reset_prefix_cache(reset_running_requests=True)
+        return schedule(self, *arguments, **named)
+
+    with mock.patch.object(Scheduler, "schedule", interrupted):
+        yield
+
+
+@contextmanager
+def _slow_storage(*, read_s: float = 0.0, lookup_s: float = 0.0) -> Iterator[None]:
+    """Let every batch of files that is read, and every probe of a lookup, take longer."""
+    from vua.storage.local import LocalStorage
+
+    read, exists = LocalStorage.read_files, LocalStorage.exists
+
+    def slow_read(*arguments: Any, **named: Any) -> int:
+        time.sleep(read_s)
+        return read(*arguments, **named)
+
+    def slow_exists(self: LocalStorage, chunk: str, shard: Any, nbytes: int | None = None) -> bool:
+        time.sleep(lookup_s if nbytes is None else 0.0)  # with a size: before a save
+        return exists(self, chunk, shard, nbytes)
+
+    with (
+        mock.patch.object(LocalStorage, "read_files", slow_read),
+        mock.patch.object(LocalStorage, "exists", slow_exists),
+    ):
+        yield

@@ -1,0 +1,187 @@
+"""Hostile files: a corpus of named attacks, fuzzing, and gets under an audit hook."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+import tracemalloc
+import unittest
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import strategies as some
+
+from helpers import TESTS, DirectoryTest, caches_of, kv_bits
+from properties import HealthCheck, given, seed, settings
+from vua.core import VUA, VUAConfig
+from vua.errors import CorruptEntryError
+from vua.format.entry import parse_entry
+from vua.security.keyring import write_key
+from vua.testing import audited
+from vua.testing.attacks import hostile_bytes, mutated
+
+GOLDEN = sorted(
+    path
+    for folder in ("golden", "golden_sealed")
+    for path in (TESTS / folder).rglob("*.safetensors")
+)
+QUIET = {"database": None, "suppress_health_check": list(HealthCheck)}
+SLOW_S = 5.0
+"""No file takes so long on any machine; the bar on a quiet one is 0.1 s."""
+
+
+def header_of(path: Path) -> bytes:
+    """A golden file's bytes before K."""
+    data = path.read_bytes()
+    return data[: parse_entry(data).header_nbytes]
+
+
+class TestCorpus(DirectoryTest):
+    """Named attacks."""
+
+    def test_parser(self) -> None:
+        """No attack on a header is taken for an entry, in plain files and sealed ones."""
+        for path in (GOLDEN[0], GOLDEN[-1]):
+            header = header_of(path)
+            attacks = hostile_bytes(header)
+            self.assertGreaterEqual(len(attacks), 100)
+            parse_entry(header)
+            for name, data in attacks.items():
+                if data.startswith(header):
+                    continue  # what follows the header is none of the parser's business
+                with self.subTest(name):
+                    began_s = time.monotonic()
+                    with self.assertRaises(CorruptEntryError):
+                        parse_entry(data)
+                    self.assertLess(time.monotonic() - began_s, SLOW_S)
+
+    def test_store(self) -> None:
+        """Each in an entry's place is a miss, taken out of sight, and healed by the next put."""
+        tokens = torch.arange(4)
+        cache = caches_of(layers=1, heads=1, tokens=4, dim=8)
+        with VUA(VUAConfig(split_factor=4, threads=1), self.root) as vua:
+            vua.put(tokens, cache)
+            [path] = self.files()
+            sound = path.read_bytes()
+            for number, (name, data) in enumerate(hostile_bytes(sound).items()):
+                with self.subTest(name):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(data)
+                    found = vua.get_closest(tokens)
+                    if found:  # in fields that nothing depends on
+                        self.assertIn(name.split()[0], ("created", "writer", "check"))
+                        self.assertEqual(kv_bits(cache), kv_bits(found.data))
+                        path.unlink()
+                    self.assertFalse(path.exists())
+                    if number % 10 == 0:
+                        self.assertEqual(1, vua.put(tokens, cache))
+                        self.assertEqual(4, vua.get_closest(tokens).num_tokens)
+
+
+class TestFuzz(unittest.TestCase):
+    """Bytes that nobody thought of."""
+
+    @seed(20)
+    @settings(max_examples=150, database=None, suppress_health_check=list(HealthCheck))
+    @given(some.sampled_from(GOLDEN), some.integers(0, 1 << 32), some.binary(max_size=64))
+    def test_mutated(self, path: Path, number: int, extra: bytes) -> None:
+        """Mutated headers of golden files never get further than CorruptEntryError."""
+        header = header_of(path)
+        data = mutated(header, random.Random(number))
+        for hostile in (data, extra + data, data + extra):
+            if not hostile.startswith(header):
+                with self.assertRaises(CorruptEntryError):
+                    parse_entry(hostile)
+
+    @seed(21)
+    @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
+    @given(
+        some.recursive(
+            some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=9),
+            lambda inner: (
+                some.lists(inner, max_size=4)
+                | some.dictionaries(
+                    some.sampled_from(
+                        ["__metadata__", "k", "v", "format", "shape", "shard", "seal"]
+                    ),
+                    inner,
+                    max_size=4,
+                )
+            ),
+        ),
+        some.sampled_from(["vua.entry.v1", "vua.sealed.v1"]),
+    )
+    def test_json(self, value: object, version: str) -> None:
+        """Any JSON at all in a header's place is corrupt, whatever format it claims."""
+        if isinstance(value, dict) and isinstance(value.get("__metadata__"), dict):
+            value["__metadata__"]["format"] = version
+        text = json.dumps(value).encode()
+        with self.assertRaises(CorruptEntryError):
+            parse_entry(len(text).to_bytes(8, "little") + text)
+
+    def test_bounded(self) -> None:
+        """What a header claims is never allocated."""
+        header = header_of(GOLDEN[0])
+        huge = header.replace(b'"kv_heads":"2"', b'"kv_heads":"99999"')
+        huge = huge.replace(b"l0-2.h0-2", b"l0-2.h0-99999")
+        tracemalloc.start()
+        try:
+            for data in (huge, *hostile_bytes(header).values()):
+                if not data.startswith(header):
+                    tracemalloc.reset_peak()
+                    before, _ = tracemalloc.get_traced_memory()
+                    with self.assertRaises(CorruptEntryError):
+                        parse_entry(data)
+                    _, peak = tracemalloc.get_traced_memory()
+                    self.assertLess(peak - before, (4 << 20) + 16 * len(data))
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.thorough
+class TestAudit(DirectoryTest):
+    """Gets in a process with an audit hook."""
+
+    def run_gets(self, *words: str) -> dict[str, object]:
+        """The report of the process."""
+        command = [sys.executable, "-m", "vua.testing.audited", str(self.root), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        report: dict[str, object] = json.loads(done.stdout)
+        return report
+
+    def test_gets(self) -> None:
+        """Hundreds of hostile gets execute, import and start nothing, open nothing elsewhere."""
+        write_key(self.root / "key")
+        for words in ((), ("--key-file", str(self.root / "key"), "--encrypt")):
+            report = self.run_gets("--gets", "400", *words)
+            self.assertEqual([], report["events"])
+            self.assertEqual((0, True), (report["wrong"], report["victim_unchanged"]))
+            self.assertGreater(report["attacks"], 100)
+            self.assertLess(report["hits"], 100)  # the attacks were real
+            shutil.rmtree(self.root / "cache")
+
+    def test_events_are_seen(self) -> None:
+        """The hook notes what it is there to note."""
+        script = (
+            "import sys, os, pathlib; from vua.testing.audited import Watch\n"
+            "watch = Watch(pathlib.Path('/nowhere')); watch.arm()\n"
+            "eval('1'); import wave; os.system('true'); open('/dev/null').close()\n"
+            "import socket; socket.socket().close(); watch.disarm()\n"
+            "print(' '.join(sorted({event.split()[0] for event in watch.events})))"
+        )
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        seen = set(done.stdout.split())
+
+        self.assertLessEqual({"compile", "exec", "import", "os.system", "open"}, seen)
+        self.assertTrue(any(event.startswith("socket.") for event in seen))
+        self.assertIn("pickle.", audited.FORBIDDEN)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,210 @@
+"""What the fault campaigns have found, and that they find what they are for."""
+
+from __future__ import annotations
+
+import os
+import time
+import unittest
+from pathlib import Path
+
+import pytest
+
+from helpers import DirectoryTest, flip
+from vua.capacity.lru import stamp_ns
+from vua.io import posix
+from vua.storage.local import TEMPORARY, LocalStorage
+from vua.testing.faults import syscalls
+from vua.testing.faults.world import World, WrongBytesError, layout_of
+from vua.testing.runner import Plan, run_test
+from vua.testing.subject import Key, NotApplicableError, Subject
+from vua.testing.trial import TESTS
+
+NBYTES = 16 << 10
+
+
+class WorldTest(DirectoryTest):
+    """The directory of which every right byte is known."""
+
+    def setUp(self) -> None:
+        """Store three prompts of three chunks; two of them share the first."""
+        super().setUp()
+        self.world = World(self.root, layout_of(NBYTES))
+        self.world.heal()
+
+    def test_wrong_bytes(self) -> None:
+        """Bytes of another chunk are told from the right ones."""
+        first, second = self.world.keys[0][:2]
+        arrays = self.world.content(second)
+
+        self.world.judge([second], arrays)
+        with self.assertRaises(WrongBytesError):
+            self.world.judge([first], arrays)
+
+    def test_damage(self) -> None:
+        """A damaged chunk ends a prompt there; putting all again heals it, and says if not."""
+        name = self.world.keys[2][1].name
+        (path,) = self.files(f"{name}/*.safetensors")
+        flip(path, path.stat().st_size - 1)
+
+        self.assertEqual([3, 3, 1], self.world.check())
+        self.world.heal()
+        self.assertEqual([3, 3, 3], self.world.check())
+
+    def test_leftovers(self) -> None:
+        """What a crash leaves is seen, stays while it is young, and is swept when it is old."""
+        chunk = self.files()[0].parent
+        (chunk / f"{TEMPORARY}x-01234567-1-2").touch()
+        (chunk.parents[1] / f"trash-{'0' * 16}").mkdir()
+        (chunk.parent / (chunk.parent.name * 32)).mkdir()
+
+        self.world.collect()
+        self.assertEqual(3, len(self.world.leftovers()))
+        self.world.sweep()
+        self.assertEqual([], self.world.leftovers())
+
+    def test_tidying_is_no_use(self) -> None:
+        """A collection that sweeps a temporary file leaves the chunk as old as it was."""
+        chunk = self.files()[0].parent
+        (chunk / f"{TEMPORARY}x-01234567-1-2").touch()
+        self.world.age()
+        space = os.open(chunk.parents[1], os.O_RDONLY)
+        self.addCleanup(os.close, space)
+        before = stamp_ns(space, chunk.name)
+        self.world.collect()
+
+        self.assertFalse((chunk / f"{TEMPORARY}x-01234567-1-2").exists())
+        self.assertEqual(before, stamp_ns(space, chunk.name))
+
+    def test_stale_while_asking(self) -> None:
+        """A file whose size cannot be asked for any more is absent; no descriptor is left open."""
+        reason = syscalls.why_not()
+        if reason:
+            self.skipTest(reason)
+        key, shard = self.world.keys[0][0], self.world.layout.full
+        store = self.world.writer()
+        storage = store.storage
+        self.addCleanup(store.close)
+
+        def ask() -> None:
+            free = os.dup(0)
+            os.close(free)
+            found = [storage.exists(key.name, shard, 1) for _ in range(5)]
+            for _ in range(5):
+                with self.assertRaises(OSError):
+                    storage.open(key.name, shard)
+            self.assertEqual([False] * 5, found)
+            self.assertEqual(free, os.dup(0))
+
+        self.assertTrue(storage.exists(key.name, shard))
+        self.assertEqual(
+            "done",
+            syscalls.run_tampered(ask, "statx,newfstatat,fstat:error=ESTALE").text,
+        )
+
+
+class TestWhoHoldsTheInterpreter(DirectoryTest):
+    """The GIL is kept only where no server can make the kernel wait."""
+
+    def test_local(self) -> None:
+        """A tmpfs is local; what is no disk at all, or no file, is not taken for it."""
+        for path, expected in (("/dev/shm", True), ("/proc", False), ("/sys", False)):
+            if Path(path).is_dir():
+                fd = os.open(path, os.O_RDONLY)
+                self.addCleanup(os.close, fd)
+                self.assertEqual(expected, posix.is_local(fd), path)
+        self.assertFalse(posix.is_local(-1))
+
+    def test_elsewhere(self) -> None:
+        """Where it is not local everything works as well, without any call that keeps the GIL."""
+        world = World(self.root, layout_of(NBYTES))
+        world.heal()
+        calls = ("openat2_cached", "close_cached", "preadv_cached")
+        kept = {name: posix._calls.pop(name) for name in calls if name in posix._calls}
+        self.addCleanup(posix._calls.update, kept)
+        store = world.writer()
+        self.addCleanup(store.close)
+        self.assertIsInstance(store.storage, LocalStorage)
+        store.storage._local = False  # type: ignore[attr-defined]
+
+        self.assertEqual([3, 3, 3], [world.get(number, store) for number in world.prompts])
+        self.assertFalse(store.storage.exists("0" * 64, world.layout.full))
+        self.assertTrue(store.storage.exists(world.keys[0][0].name, world.layout.full))
+
+
+class InPlace(Subject):
+    """A store that writes under the final name, slowly, and checks nothing."""
+
+    name = "in place"
+
+    def __init__(self, root: Path, nbytes: int) -> None:
+        self.root, self.nbytes = root, nbytes
+
+    def path(self, key: Key) -> Path:
+        """Name the file."""
+        return self.root / f"{key.number}.bin"
+
+    def put(self, key: Key, data: bytes) -> bool:
+        """Write where nothing is."""
+        with self.path(key).open("wb", buffering=0) as stream:
+            for start in range(0, len(data), len(data) // 4):
+                stream.write(data[start : start + len(data) // 4])
+                time.sleep(0.002)
+        return True
+
+    def get(self, key: Key, into: memoryview) -> bool:
+        """Read what is there."""
+        try:
+            with self.path(key).open("rb") as stream:
+                stream.readinto(into)
+        except OSError:
+            return False
+        return True
+
+    def files(self, key: Key) -> list[Path]:
+        """Look."""
+        return [self.path(key)] if self.path(key).exists() else []
+
+
+def make_in_place(
+    root: Path, nbytes: int, *, max_bytes: int | None = None, durable: bool = False
+) -> Subject:
+    """Open a subject that must fail."""
+    if max_bytes is not None or durable:
+        raise NotApplicableError("in place")
+    return InPlace(root, nbytes)
+
+
+class TestCampaigns(DirectoryTest):
+    """A campaign that cannot fail shows nothing."""
+
+    @pytest.mark.thorough
+    def test_torn_files_are_found(self) -> None:
+        """Random kills find that files are written in place and not checked."""
+        outcome = run_test(TESTS[1], Plan(make=make_in_place, own=False, directory=self.root))
+
+        self.assertEqual("fail", outcome.verdict, outcome)
+        self.assertRegex("\n".join(outcome.found), r"nothing wrong is read: [1-9]")
+
+    def test_kills_and_errors_are_injected(self) -> None:
+        """An operation is killed at the call that was named, or that call fails, or neither."""
+        reason = syscalls.why_not()
+        if reason:
+            self.skipTest(reason)
+        path = self.root / "file"
+
+        def write() -> None:
+            fd = os.open(path, os.O_CREAT | os.O_WRONLY)
+            for text in (b"a", b"b", b"c"):
+                os.write(fd, text)
+            os.close(fd)
+
+        self.assertEqual(3, syscalls.calls_of(write)["write"])
+        self.assertTrue(syscalls.run_tampered(write, "write:signal=SIGKILL:when=3").killed)
+        self.assertEqual(b"abc", path.read_bytes())  # two of them new
+        path.unlink()
+        self.assertIn("[Errno 5]", syscalls.run_tampered(write, "write:error=EIO:when=2").text)
+        self.assertEqual(b"a", path.read_bytes())
+
+
+if __name__ == "__main__":
+    unittest.main()

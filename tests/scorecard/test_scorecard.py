@@ -1,0 +1,210 @@
+"""The scorecard runs, VUA passes its gates, and what has no checksums does not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers import DirectoryTest
+from vua.storage.base import Storage
+from vua.storage.local import LocalStorage
+from vua.testing.__main__ import numbers_of
+from vua.testing.card.names import same_distribution
+from vua.testing.conformance import StorageConformance
+from vua.testing.runner import Outcome, Plan, Table, run_apart, run_test
+from vua.testing.subject import Key, Subject, load_subject
+from vua.testing.trial import TESTS, NotApplicableError, NotRunError, Test, Trial
+
+ENGINE = (30, 31)  # tests/e2e is what they run, and CI runs that anyway
+TIMED = (27, 29)
+"""Whose bars are times: they show in the table, and fail no build."""
+
+
+class Raw(Subject):
+    """What peers do: raw bytes under a name, and existence is a hit."""
+
+    name = "raw bytes"
+
+    def __init__(self, root: Path, nbytes: int) -> None:
+        self.root, self.nbytes = root, nbytes
+
+    def path(self, key: Key) -> Path:
+        """Name the file."""
+        return self.root / f"{self.cut(key.number.to_bytes(8, 'little')).hex()}.bin"
+
+    def put(self, key: Key, data: bytes) -> bool:
+        """Write where nothing is."""
+        if not self.path(key).exists():
+            self.path(key).write_bytes(data)
+        return True
+
+    def get(self, key: Key, into: memoryview) -> bool:
+        """Read what is there."""
+        try:
+            with self.path(key).open("rb") as stream:
+                stream.readinto(into)
+        except OSError:
+            return False
+        return True
+
+    def files(self, key: Key) -> list[Path]:
+        """Look."""
+        return [self.path(key)] if self.path(key).exists() else []
+
+
+def make_raw(
+    root: Path, nbytes: int, *, max_bytes: int | None = None, durable: bool = False
+) -> Subject:
+    """Open a subject that must fail."""
+    if max_bytes is not None or durable:
+        raise NotApplicableError("raw")
+    return Raw(root, nbytes)
+
+
+class TestCard(DirectoryTest):
+    """The runs."""
+
+    @pytest.mark.thorough
+    def test_quick_form(self) -> None:
+        """VUA passes every gate that this machine can run, in the quick form."""
+        report = self.root / "report.json"
+        numbers = ",".join(str(number) for number in TESTS if number not in ENGINE)
+        seed = os.environ.get("VUA_TEST_SEED", "1")
+        command = [sys.executable, "-m", "vua.testing", "--only", numbers, "--seed", seed]
+        done = subprocess.run(
+            [*command, "--json", str(report)], capture_output=True, text=True, check=False
+        )
+
+        self.assertEqual(0, done.returncode, done.stdout)
+        (table,) = json.loads(report.read_text(encoding="utf-8"))
+        outcomes = table["outcomes"]
+        gates = {o["number"]: o["verdict"] for o in outcomes if o["gate"]}
+        self.assertLessEqual(set(gates.values()), {"pass", "not run"}, done.stdout)
+        self.assertLessEqual(
+            {12, 13, 14, 15, 18, 19, 20, 21, 22, 24, 25, 26, 28, 32, 34, 36}, set(gates)
+        )
+        self.assertEqual([], [o for o in outcomes if o["verdict"] == "error"])
+        behind = [o for o in outcomes if o["verdict"] == "fail" and o["number"] not in TIMED]
+        self.assertEqual([], behind)
+
+    def test_raw_bytes_fail(self) -> None:
+        """A store without checksums fails the gates that are about them."""
+        plan = Plan(make=make_raw, own=False, directory=self.root)
+        verdicts = {number: run_test(TESTS[number], plan) for number in (12, 13, 14, 15, 20)}
+
+        self.assertEqual({"fail"}, {one.verdict for one in verdicts.values()}, verdicts)
+        table = Table("raw", list(verdicts.values()), {})
+        self.assertEqual([12, 13, 14, 15, 20], table.failed_gates)
+        self.assertEqual((0.0, 5), table.total)
+
+    @pytest.mark.thorough
+    def test_raw_files_fail(self) -> None:
+        """One that follows links and waits for FIFOs fails the gate that is about them."""
+        outcome = run_apart(TESTS[25], Plan(make=make_raw, own=False, directory=self.root))
+
+        self.assertEqual("fail", outcome.verdict)
+        self.assertIn("FIFO: a miss: hung", outcome.found)
+        self.assertIn("symbolic link: a miss: hit", outcome.found)
+
+    def test_all_are_there(self) -> None:
+        """Tests are numbered from 1 to 37, none twice; twenty-two of them are gates."""
+        self.assertLessEqual(set(TESTS), set(range(1, 38)))
+        self.assertLessEqual(sum(test.gate for test in TESTS.values()), 22)
+        for test in TESTS.values():
+            self.assertLessEqual(test.quick, test.full)
+
+
+class TestStorage(StorageConformance, DirectoryTest):
+    """What others can do for a storage of their own, done for ours; the quick form has the rest."""
+
+    conformance = (8, 12, 14, 15, 16)
+
+    def setUp(self) -> None:
+        """Silence what is logged for each of thousands of damaged files."""
+        super().setUp()
+        logging.disable(logging.WARNING)
+        self.addCleanup(logging.disable, logging.NOTSET)
+
+    def open_storage(self, directory: Path) -> Storage:
+        """Open the local storage."""
+        return LocalStorage(directory)
+
+
+class TestRunner(DirectoryTest):
+    """How tests become lines of the table."""
+
+    def outcome(
+        self, run: Callable[[Trial], None], *, apart: bool = False, timeout_s: float = 30.0
+    ) -> Outcome:
+        """Run a function as a test."""
+        test = Test(99, "made up", gate=True, quick=1, full=1, bar="", run=run)
+        plan = Plan(make=make_raw, directory=self.root, timeout_s=timeout_s)
+        return (run_apart if apart else run_test)(test, plan)
+
+    def test_verdicts(self) -> None:
+        """What must hold decides, then what should; reasons are told."""
+
+        def raise_(problem: Exception) -> None:
+            raise problem
+
+        for verdict, run in {
+            "pass": lambda trial: trial.must("a", holds=True),
+            "partly": lambda trial: (trial.should("a", holds=True), trial.should("b", holds=False)),
+            "fail": lambda trial: (trial.must("a", holds=False), trial.should("b", holds=True)),
+            "error": lambda trial: None,  # it checked nothing
+            "not run": lambda trial: raise_(NotRunError("x")),
+            "not applicable": lambda trial: raise_(NotApplicableError("x")),
+        }.items():
+            with self.subTest(verdict=verdict):
+                outcome = self.outcome(run)
+                self.assertEqual(verdict, outcome.verdict)
+                self.assertEqual(verdict == "pass", not outcome.found)
+        self.assertEqual([], list(self.root.iterdir()), "directories are left")
+
+    def test_apart(self) -> None:
+        """A test that hangs or kills its process is a line of the table, too."""
+        hung = self.outcome(lambda trial: time.sleep(60), apart=True, timeout_s=0.3)
+        self.assertEqual(("error", ["did not end within 0 s"]), (hung.verdict, hung.found))
+        died = self.outcome(lambda trial: os.kill(os.getpid(), signal.SIGKILL), apart=True)
+        self.assertEqual(("error", ["its process died with status -9"]), (died.verdict, died.found))
+        fine = self.outcome(lambda trial: trial.must("a", holds=True), apart=True)
+        self.assertEqual("pass", fine.verdict)
+
+    def test_seeds(self) -> None:
+        """The same seed gives the same chance, another one another."""
+        draws = [
+            Trial(make_raw, self.root, 1, quick=True, seed=seed).random.random()
+            for seed in (1, 1, 2)
+        ]
+        self.assertEqual(draws[0], draws[1])
+        self.assertNotEqual(draws[0], draws[2])
+
+    def test_words(self) -> None:
+        """Numbers and subjects are read from the command line."""
+        self.assertEqual([12, 13, 20, 21, 22], numbers_of("12,13,20-22"))
+        found = load_subject(f"{__file__}:make_raw")(self.root, 4096)
+        self.assertEqual("raw bytes", found.name)
+
+    def test_same_distribution(self) -> None:
+        """The Kolmogorov-Smirnov test tells a shift of a third of a deviation from none."""
+        random = np.random.default_rng(7)
+        one, other = random.normal(size=2000), random.normal(size=2000)
+        self.assertGreater(same_distribution(one, other), 0.01)
+        self.assertLess(same_distribution(one, other + 0.3), 0.001)
+        # As scipy.stats.ks_2samp(range(20), range(5, 25), method="asymp") within a tenth.
+        self.assertAlmostEqual(0.5, same_distribution(range(20), range(5, 25)), delta=0.1)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,354 @@
+"""Random scenarios: requests, what goes wrong meanwhile, and what must hold at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import vua.store.namespace
+from e2e.damage import STRIKES, stored
+from sim.engine import Engine, Settings
+from sim.stored import Inventory, take_inventory
+from sim.truth import MODELS, STATE, VOCABULARY, Chain, make_shape
+from sim.worker import Wrong
+from vua.storage.local import FileReader, LocalStorage
+
+STUCK_STEPS = 3_000
+"""Steps without progress after which an engine hangs. Waiting ones take a millisecond or two."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One scenario; the same seed draws the same one (threads still run as they like)."""
+
+    seed: int
+    model: str = "full"
+    """One of `truth.MODELS`."""
+    window: int = 80
+    block_sizes: tuple[int, int] = (32, 32)
+    """Before and after the restart."""
+    chunk_tokens: int = 64
+    longest: int = 300
+    """Tokens of the longest prompt."""
+    room: float = 2.0
+    """Size of the block pool, in longest requests."""
+    max_num_batched_tokens: int = 256
+    max_num_seqs: int = 6
+    prefix_caching: bool = False
+    asynchronous: bool = False
+    drafts: int = 0
+    requests: int = 14
+    lookup_s: float = 0.0
+    """How long the storage takes at most, for one probe, one read, one file written."""
+    read_s: float = 0.0
+    write_s: float = 0.0
+    lookup_timeout_s: float = 60.0
+    max_pending_save_mib: int = 512
+    load_threads: int = 2
+    damage: float = 0.0
+    """Per step: the chance that a stored file is damaged, a request aborted, the cache reset."""
+    aborts: float = 0.0
+    resets: float = 0.0
+
+    @property
+    def saves_all(self) -> bool:
+        """Whether nothing hinders a save."""
+        drops = self.max_pending_save_mib < 512 or self.lookup_timeout_s < 60
+        return not (drops or self.damage)
+
+
+def draw(seed: int) -> Case:
+    """Draw a scenario."""
+    chance = random.Random(f"case {seed}")
+    pick = chance.choice
+    asynchronous = chance.random() < 0.3
+    slow = chance.random() < 0.5
+    lookup_s = pick((0.0, 0.002, 0.02)) if slow else 0.0
+    return Case(
+        seed=seed,
+        model=MODELS[seed % len(MODELS)],
+        window=pick((20, 50, 80, 130)),
+        block_sizes=(pick((16, 32, 64)), pick((16, 32, 64))),
+        chunk_tokens=pick((16, 64, 64, 96)),
+        longest=chance.randrange(150, 450),
+        room=chance.uniform(1.1, 3.5),
+        max_num_batched_tokens=pick((48, 100, 256, 512)),
+        max_num_seqs=pick((2, 4, 8)),
+        prefix_caching=chance.random() < 0.5,
+        asynchronous=asynchronous,
+        drafts=0 if asynchronous else pick((0, 0, 1, 3)),
+        lookup_s=lookup_s,
+        read_s=pick((0.0, 0.002, 0.006)) if slow else 0.0,
+        write_s=pick((0.0, 0.005, 0.03)) if slow else 0.0,
+        lookup_timeout_s=0.004 if lookup_s and chance.random() < 0.5 else 60.0,
+        max_pending_save_mib=pick((1, 512)) if slow else 512,
+        load_threads=pick((1, 2, 3)),
+        damage=pick((0.0, 0.0, 0.03, 0.2)),
+        aborts=pick((0.0, 0.03, 0.1)),
+        resets=pick((0.0, 0.0, 0.05, 0.2)),
+    )
+
+
+def with_states(case: Case) -> Case:
+    """The same for a model with states; vLLM has them with prefix caching, VUA without drafts."""
+    return dataclasses.replace(case, model="states", prefix_caching=True, drafts=0)
+
+
+def play(case: Case) -> Counter[str]:
+    """Play a scenario; return what happened in it. Raises Wrong, naming it, for what may not be."""
+    root = Path(tempfile.mkdtemp(prefix="vua-sim-"))
+    try:
+        with collected_log() as logged, slow_storage(case):
+            counts = _Play(case, root).run() + logged.events
+            counts[f"{case.model} loaded"] += counts["loaded tokens"]
+            logged.check()
+    except Exception as problem:
+        raise Wrong(f"{type(problem).__name__}: {problem}\nseed {case.seed}: {case}") from problem
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return counts
+
+
+class _Play:
+    def __init__(self, case: Case, root: Path) -> None:
+        self.case, self.root = case, root
+        self.chance = random.Random(f"play {case.seed}")
+        self.documents = [self.noise(case.longest) for _ in range(3)]
+        self.chains: list[Chain] = []
+        self.finished: list[Chain] = []
+        self.counts: Counter[str] = Counter()
+        self.idle = 0
+        """Steps since something moved."""
+
+    def noise(self, count: int) -> list[int]:
+        """Random tokens."""
+        return self.chance.choices(range(5, VOCABULARY), k=count)
+
+    def run(self) -> Counter[str]:
+        """Two engines one after the other, then a third one that only looks."""
+        for life in (0, 1):
+            with self.engine(self.settings(life)) as engine:
+                self.live(engine, life)
+                self.counts += engine.counts
+        states = self.case.model == "states"
+        looking = dataclasses.replace(
+            self.settings(1), prefix_caching=states, drafts=0, blocks=999, role="kv_consumer"
+        )
+        looking.extra["lookup_timeout_s"] = 60.0
+        with self.engine(looking) as engine:  # describes the namespace, should that be deleted
+            inventory = take_inventory(
+                self.root, looking.shape, self.case.chunk_tokens, self.chains
+            )
+            if inventory.damaged and not self.case.damage:
+                raise Wrong(f"{inventory.damaged} stored chunks are damaged and nobody did it")
+            self.counts["stored chunks"] += len(inventory.good)
+            self.counts["hit at the end"] += self.hits(engine, inventory, looking.block_size)
+        return self.counts
+
+    def settings(self, life: int) -> Settings:
+        """What an engine is started with."""
+        case, block_size = self.case, self.case.block_sizes[life]
+        extra = {
+            "chunk_tokens": case.chunk_tokens,
+            "lookup_timeout_s": case.lookup_timeout_s,
+            "max_pending_save_mib": case.max_pending_save_mib,
+            "load_threads": case.load_threads,
+        }
+        largest = -(-(case.longest + 40 + case.drafts) // block_size) + 1
+        return Settings(
+            root=self.root,
+            shape=make_shape(case.model, case.window),
+            block_size=block_size,
+            blocks=round(case.room * largest) + 1,
+            max_num_batched_tokens=case.max_num_batched_tokens,
+            max_num_seqs=case.max_num_seqs,
+            prefix_caching=case.prefix_caching,
+            asynchronous=case.asynchronous,
+            drafts=case.drafts,
+            extra=extra,
+            seed=case.seed,
+        )
+
+    @contextmanager
+    def engine(self, settings: Settings) -> Iterator[Engine]:
+        """An engine that is closed, and was left clean."""
+        engine = Engine(settings)
+        try:
+            yield engine
+            engine.check_empty()
+            engine.check_answers()
+        finally:
+            engine.close()
+
+    def live(self, engine: Engine, life: int) -> None:
+        """Send an engine requests and troubles until all are answered."""
+        chance, case = self.chance, self.case
+        coming = [f"{life}.{number}" for number in range(case.requests)]
+        while coming or engine.busy:
+            if coming and chance.random() < 0.4:
+                for request_id in coming[: chance.randrange(1, 5)]:
+                    coming.remove(request_id)
+                    engine.add(
+                        request_id, self.prompt(), chance.choice((1, chance.randrange(1, 32)))
+                    )
+            if chance.random() < case.aborts and engine.unfinished:
+                engine.abort(chance.choice(engine.unfinished))
+            if chance.random() < case.damage:
+                self.strike()
+            if chance.random() < case.resets:
+                engine.reset_prefix_cache(running=chance.random() < 0.5)
+            self.advance(engine)
+        self.finished += [engine.chains[request_id] for request_id in engine.wanted]
+
+    def advance(self, engine: Engine) -> None:
+        """Step, and while nothing moves but storage, go on stepping."""
+        while self.idle < STUCK_STEPS:
+            empty, loading = engine.counts["empty steps"], len(engine.loading)
+            engine.step()
+            if empty == engine.counts["empty steps"] or loading != len(engine.loading):
+                self.idle = 0
+                return
+            self.idle += 1
+            if self.chance.random() < 0.01:  # so that aborts strike while something is loading
+                return
+        raise Wrong(f"stuck: unfinished {engine.unfinished}, loading {list(engine.loading)}")
+
+    def prompt(self) -> Chain:
+        """A prompt seen before, or a part of a document with a question."""
+        chance = self.chance
+        if self.chains and chance.random() < 0.3:
+            return chance.choice(self.chains)
+        count = chance.randrange(self.case.longest)
+        tail = self.noise(chance.randrange(1, max(2, min(80, self.case.longest - count))))
+        salt = "pepper" if chance.random() < 0.15 else None
+        chain = Chain(chance.choice(self.documents)[:count] + tail, salt)
+        self.chains.append(chain)
+        return chain
+
+    def strike(self) -> None:
+        """Damage a stored file, or take everything away."""
+        files = stored(self.root)
+        if files and self.chance.random() < 0.05:
+            shutil.rmtree(files[0].parents[2], ignore_errors=True)
+            self.counts["deleted namespaces"] += 1
+        elif files:
+            with suppress(FileNotFoundError):
+                self.chance.choice(list(STRIKES.values()))(self.chance.choice(files))
+                self.counts["damaged files"] += 1
+
+    def hits(self, engine: Engine, inventory: Inventory, block: int) -> int:
+        """An engine that stores nothing loads exactly what is stored; return how many tokens."""
+        if self.case.saves_all:
+            for chain in self.finished:
+                # a window that vLLM had in its own prefix cache is not stored again
+                missing = inventory.missing(chain, windows=not self.case.prefix_caching)
+                if missing:
+                    raise Wrong(f"of a finished request's prompt are missing: {missing}")
+        distinct = list({id(chain): chain for chain in self.finished}.values())[:6]
+        for number, chain in enumerate(distinct):
+            engine.add(f"end.{number}", chain, 1)
+            while STATE in inventory.shape.windows and engine.busy:  # vLLM's own cache stays empty
+                self.advance(engine)
+            engine.reset_prefix_cache(running=False)
+        while engine.busy:
+            self.advance(engine)
+        for number, chain in enumerate(distinct):
+            loaded = engine.loaded.get(f"end.{number}", 0)
+            usable = list(inventory.usable(chain, block))
+            if inventory.has_hole(chain) and any(inventory.shape.windows):
+                usable.append(0)  # a lookup may overlook it, then the load fails
+            else:
+                usable = usable[:1]
+            if loaded not in usable:
+                raise Wrong(f"a new engine loaded {loaded} tokens, stored are {usable}")
+        return engine.counts["loaded tokens"]
+
+
+@contextmanager
+def slow_storage(case: Case) -> Iterator[None]:
+    """A directory that takes its time."""
+
+    def pause(longest_s: float) -> None:
+        if longest_s:
+            time.sleep(random.uniform(0.0, longest_s))
+
+    class SlowReader(FileReader):
+        def read_into(self, *arguments: int) -> int:
+            pause(case.read_s)
+            return super().read_into(*arguments)
+
+    class SlowStorage(LocalStorage):
+        def exists(self, chunk: str, shard: Any, nbytes: int | None = None) -> bool:
+            pause(case.lookup_s if nbytes is None else 0)
+            return super().exists(chunk, shard, nbytes)
+
+        def publish(self, *arguments: Any) -> None:
+            pause(case.write_s)
+            super().publish(*arguments)
+
+        def write_files(self, *arguments: Any) -> Any:
+            pause(case.write_s)
+            return super().write_files(*arguments)
+
+    with ExitStack() as patches:
+        if case.lookup_s or case.read_s or case.write_s:
+            patches.enter_context(
+                mock.patch.object(vua.store.namespace, "LocalStorage", SlowStorage)
+            )
+            patches.enter_context(mock.patch("vua.storage.local.FileReader", SlowReader))
+        yield
+
+
+WARNINGS = {"lookups fail or hang": "lookup pauses", "slower than the engine": "full save queues"}
+"""What the connector's warnings tell, by a part of their text."""
+
+
+class _Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.errors: list[str] = []
+        self.events: Counter[str] = Counter()
+
+    def check(self) -> None:
+        """Raise Wrong if there was an error."""
+        if self.errors:
+            raise Wrong(f"errors were logged: {self.errors[:3]}")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        self.events.update(event for part, event in WARNINGS.items() if part in text)
+        # The connector itself warns when it gives up; the others, whenever a file is damaged.
+        if record.levelno >= logging.ERROR or record.name == "vllm.vua":
+            self.errors.append(f"{text} {record.exc_info[1] if record.exc_info else ''!r}")
+
+
+@contextmanager
+def collected_log() -> Iterator[_Log]:
+    """Collect what VUA logs, and keep it off the screen."""
+    handler, ours = _Log(), [logging.getLogger(name) for name in ("vua", "vllm.vua")]
+    theirs = logging.getLogger("vllm")
+    level = theirs.level
+    theirs.setLevel(logging.ERROR)  # it warns of every load that has failed
+    for logger in ours:
+        logger.addHandler(handler)
+        logger.propagate = False
+        logger.setLevel(logging.WARNING)
+    try:
+        yield handler
+    finally:
+        theirs.setLevel(level)
+        for logger in ours:
+            logger.removeHandler(handler)
+            logger.propagate = True
+            logger.setLevel(logging.NOTSET)

@@ -1,0 +1,318 @@
+"""Connectors with one bug each. The simulation is worth something if it catches every one.
+
+Where a bug can be made by changing what passes between vLLM and the connector, it is made there, so
+that little here depends on how the connector is written inside.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from sim.case import Case, draw
+from vua.device.slab import Slab
+from vua.format.keys import KeyChain
+from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1 as Connector
+from vua.vllm.messages import Orders
+from vua.vllm.paged import PagedKV
+
+Mutation = Callable[[ExitStack], None]
+MUTATIONS: dict[str, tuple[Mutation, dict[str, Any]]] = {}
+"""Each bug with the settings of a scenario in which it is likely to matter."""
+
+
+def mutation(**likely: Any) -> Callable[[Mutation], Mutation]:
+    """Register a bug under its name."""
+
+    def register(make: Mutation) -> Mutation:
+        MUTATIONS[make.__name__] = (make, likely)
+        return make
+
+    return register
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Let connectors that are made meanwhile have the bug of this name."""
+    with ExitStack() as patches:
+        MUTATIONS[name][0](patches)
+        yield
+
+
+def scenario(name: str, seed: int) -> Case:
+    """A scenario in which the bug of this name is likely to matter."""
+    likely = {"requests": 5, "longest": 240, "first_seed": 0} | MUTATIONS[name][1]
+    return dataclasses.replace(draw(seed + likely.pop("first_seed")), **likely)
+
+
+def instead(patches: ExitStack, of: Any, name: str, hook: Callable[..., Any]) -> None:
+    """Call ``hook(original, self, *arguments)`` instead of a method."""
+    original = getattr(of, name)
+
+    def replaced(self: Any, *arguments: Any, **named: Any) -> Any:
+        return hook(original, self, *arguments, **named)
+
+    patches.enter_context(mock.patch.object(of, name, replaced))
+
+
+def change_orders(patches: ExitStack, change: Callable[[Any, Orders, Any], None]) -> None:
+    """Call ``change(connector, orders, scheduler_output)`` before the orders are sent."""
+
+    def build(original: Any, self: Any, output: Any) -> Any:
+        orders = original(self, output)
+        change(self, orders, output)
+        return orders
+
+    instead(patches, Connector, "build_connector_meta", build)
+
+
+@mutation()
+def loads_go_one_block_too_far(patches: ExitStack) -> None:
+    """Scatter is off by one block."""
+
+    def change(_self: Any, orders: Orders, _output: Any) -> None:
+        for order in orders.loads:
+            order.block_ids = [table[1:] + table[:1] for table in order.block_ids]
+
+    change_orders(patches, change)
+
+
+@mutation(prefix_caching=True, block_sizes=(16, 32), requests=10, room=2.0)
+def local_hit_is_ignored(patches: ExitStack) -> None:
+    """Loads begin at the first token, whatever vLLM's own prefix cache has."""
+
+    def change(self: Any, orders: Orders, _output: Any) -> None:
+        size = self._scheduler._model.chunk_tokens
+        for order in orders.loads:
+            keys = self._scheduler._states[order.request_id].lookup.answer.result().keys
+            for part in order.parts:
+                part.stop, part.start = part.stop - part.start, 0
+                part.keys = keys.first(-(-part.stop // size))
+
+    change_orders(patches, change)
+
+
+@mutation(max_num_batched_tokens=48)
+def incomplete_chunks_are_saved(patches: ExitStack) -> None:
+    """A chunk counts as complete when most of it is."""
+
+    def build(original: Any, self: Any, output: Any) -> Any:
+        early = copy.copy(output)
+        early.num_scheduled_tokens = {i: n + 8 for i, n in output.num_scheduled_tokens.items()}
+        return original(self, early)
+
+    instead(patches, Connector, "build_connector_meta", build)
+
+
+@mutation(damage=0.2)
+def load_errors_are_swallowed(patches: ExitStack) -> None:
+    """Blocks that were not filled are not reported."""
+    instead(patches, Connector, "get_block_ids_with_load_errors", lambda *_: set())
+
+
+@mutation(damage=0.2)
+def the_first_bad_block_is_not_reported(patches: ExitStack) -> None:
+    """Of the blocks that were not filled one is forgotten."""
+
+    def failed(original: Any, self: Any) -> set[int]:
+        blocks = original(self)
+        return blocks - set(sorted(blocks)[:1])
+
+    instead(patches, Connector, "get_block_ids_with_load_errors", failed)
+
+
+@mutation(read_s=0.006)
+def loads_are_reported_when_they_begin(patches: ExitStack) -> None:
+    """A request counts as received while its load is running."""
+
+    def finished(original: Any, self: Any, ids: set[str]) -> tuple[Any, Any]:
+        original(self, ids)
+        return None, {order.request_id for order in self._get_connector_metadata().loads}
+
+    instead(patches, Connector, "get_finished", finished)
+
+
+@mutation()
+def loads_are_reported_twice(patches: ExitStack) -> None:
+    """What was received last time is reported once more."""
+    last: set[str] = set()
+
+    def finished(original: Any, self: Any, ids: set[str]) -> tuple[Any, Any]:
+        sent, received = original(self, ids)
+        again = received | last
+        last.clear()
+        last.update(received)
+        return sent, again
+
+    instead(patches, Connector, "get_finished", finished)
+
+
+@mutation(aborts=0.3, read_s=0.006, requests=10)
+def loads_of_ended_requests_are_not_reported(patches: ExitStack) -> None:
+    """A request that was aborted while loading is forgotten."""
+    ended: set[str] = set()
+
+    def finished(original: Any, self: Any, ids: set[str]) -> tuple[Any, Any]:
+        ended.update(ids)
+        sent, received = original(self, ids)
+        return sent, received - ended
+
+    instead(patches, Connector, "get_finished", finished)
+
+
+@mutation()
+def loads_count_as_done_at_once(patches: ExitStack) -> None:
+    """The scheduler is told that a load needs no waiting."""
+
+    def matched(original: Any, self: Any, request: Any, computed: int) -> tuple[Any, bool]:
+        return original(self, request, computed)[0], False
+
+    instead(patches, Connector, "get_num_new_matched_tokens", matched)
+
+
+@mutation(damage=0.2)
+def failures_are_forgotten(patches: ExitStack) -> None:
+    """The scheduler's half does not remember that a load has failed."""
+
+    def learn(original: Any, self: Any, output: Any) -> None:
+        forgetful = copy.copy(output)
+        forgetful.invalid_block_ids = set()
+        original(self, forgetful)
+
+    instead(patches, Connector, "update_connector_output", learn)
+
+
+@mutation(room=1.3, max_num_seqs=8, prefix_caching=False, aborts=0.1, damage=0.2)
+def saves_come_one_step_late(patches: ExitStack) -> None:
+    """Blocks are copied out in the next step, when others may own them."""
+    late: list[Orders] = []
+
+    def save(original: Any, self: Any) -> None:
+        now = self._get_connector_metadata()
+        self.bind_connector_metadata(late.pop() if late else Orders())
+        original(self)
+        self.bind_connector_metadata(now)
+        late.append(now)
+
+    instead(patches, Connector, "wait_for_save", save)
+
+
+@mutation(room=1.3, max_num_seqs=8, prefix_caching=False, aborts=0.1)
+def saves_read_the_cache_in_the_background(patches: ExitStack) -> None:
+    """Blocks are not copied out before the hook returns."""
+
+    def save(original: Any, self: Any) -> None:
+        worker, orders = self._worker, self._get_connector_metadata()
+
+        def later() -> None:
+            time.sleep(0.003)
+            with suppress(RuntimeError):  # the engine may have ended
+                worker.save(orders)
+
+        if worker is not None and orders.saves:
+            threading.Thread(target=later).start()
+
+    instead(patches, Connector, "wait_for_save", save)
+
+
+@mutation(max_num_batched_tokens=48, resets=0.2, asynchronous=False, longest=420)
+def tables_survive_preemption(patches: ExitStack) -> None:
+    """New blocks of a preempted request are appended to those that it lost."""
+    tables: dict[str, list[list[int]]] = {}
+
+    def build(original: Any, self: Any, output: Any) -> Any:
+        stale, cached = copy.copy(output), copy.copy(output.scheduled_cached_reqs)
+        stale.scheduled_cached_reqs = cached
+        cached.new_block_ids = list(cached.new_block_ids)
+        for new in output.scheduled_new_reqs:
+            tables[new.req_id] = [list(table) for table in new.block_ids]
+        for at, request_id in enumerate(cached.req_ids):
+            fresh = cached.new_block_ids[at]
+            if fresh is None:
+                continue
+            for table, more in zip(tables[request_id], fresh, strict=True):
+                table.extend(more)
+            if request_id in cached.resumed_req_ids:
+                cached.new_block_ids[at] = [list(table) for table in tables[request_id]]
+        return original(self, stale)
+
+    instead(patches, Connector, "build_connector_meta", build)
+
+
+@mutation()
+def chunks_come_from_the_wrong_place(patches: ExitStack) -> None:
+    """Of several chunks read together always the first is taken."""
+
+    def rows(original: Any, self: Slab) -> Any:
+        return [(np.tile(data[:1], (len(data), 1)), shape) for data, shape in original(self)]
+
+    instead(patches, Slab, "rows", rows)
+
+
+@mutation(prefix_caching=True, block_sizes=(16, 16), chunk_tokens=96, requests=10, room=2.0)
+def chunks_are_not_cut_at_the_start(patches: ExitStack) -> None:
+    """A load that begins inside a chunk takes the chunk's first tokens."""
+
+    class Uncut(PagedKV):
+        def scatter_chunks(
+            self, ids: Any, start: int, count: int, skip: int, *kv: torch.Tensor
+        ) -> None:
+            del skip
+            super().scatter_chunks(ids, start, count, 0, *kv)
+
+    patches.enter_context(mock.patch("vua.vllm.group_side.PagedKV", Uncut))
+
+
+@mutation()
+def pieces_end_one_token_early(patches: ExitStack) -> None:
+    """The last token of each piece of a load is left out."""
+
+    class Short(PagedKV):
+        def scatter_chunks(self, ids: Any, start: int, count: int, *rest: Any) -> None:
+            super().scatter_chunks(ids, start, count - 1, *rest)
+
+    patches.enter_context(mock.patch("vua.vllm.group_side.PagedKV", Short))
+
+
+@mutation()
+def heads_are_exchanged(patches: ExitStack) -> None:
+    """Heads are stored in another order than the engine's."""
+
+    class Flipped(PagedKV):
+        def gather(self, ids: Any, start: int, count: int, *kv: torch.Tensor) -> None:
+            super().gather(ids, start, count, *kv)
+            for part in kv:
+                part.copy_(part.flip(0))
+
+    patches.enter_context(mock.patch("vua.vllm.group_side.PagedKV", Flipped))
+
+
+@mutation()
+def salts_are_ignored(patches: ExitStack) -> None:
+    """Prompts of different tenants have the same names."""
+
+    class Bland(KeyChain):
+        def __init__(self, ids: bytes, chunk_tokens: int, _extras: Any = None) -> None:
+            super().__init__(ids, chunk_tokens)
+
+    patches.enter_context(mock.patch("vua.vllm.lookup.KeyChain", Bland))
+
+
+@mutation(requests=4)
+def empty_steps_start_nothing(patches: ExitStack) -> None:
+    """Loads are not begun in a step without a forward pass."""
+
+    def start(original: Any, self: Any, context: Any, **named: Any) -> None:
+        if context.attn_metadata is not None:
+            original(self, context, **named)
+
+    instead(patches, Connector, "start_load_kv", start)

@@ -1,0 +1,434 @@
+"""Mirrors `gc`, `prefix_tree` and the commands that change a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import unittest
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands import run, run_json
+from helpers import DirectoryTest, Memory, caches_of, flip, model_arrays
+from vua.capacity.gc import collect
+from vua.capacity.limits import Bounds, Limits, read_bounds
+from vua.capacity.lru import server_now_ns, set_stamp
+from vua.capacity.prefix_tree import ancestors, chain_of, pin, unpin
+from vua.capacity.scan import Space, spaces
+from vua.capacity.ttl import settle
+from vua.capacity.usage import measure
+from vua.core import VUA, VUAConfig
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout
+from vua.security.keyring import write_key
+from vua.security.settings import Security
+from vua.store.namespace import create_store
+
+HOUR_NS = 3600 * 10**9
+CONFIG = VUAConfig(split_factor=4, max_bytes="1G", min_free_bytes=0)
+
+
+def names_of(tokens: list[int]) -> list[str]:
+    """The names of a prompt's chunks."""
+    chain = KeyChain(token_ids(tokens), 4)
+    return [key.name for key in chain.first(len(chain))]
+
+
+class GcTest(DirectoryTest):
+    """A directory with some prompts of three to five chunks."""
+
+    trunk, branch, other = list(range(12)), [*range(8), *range(20, 32)], list(range(50, 62))
+
+    def setUp(self) -> None:
+        """Store them."""
+        super().setUp()
+        with VUA(CONFIG, self.root) as vua:
+            for prompt in (self.trunk, self.branch, self.other):
+                kv = caches_of(layers=1, heads=1, tokens=len(prompt), dim=8)
+                vua.put(torch.tensor(prompt), kv)
+        (self.space,) = (path for path in self.root.iterdir() if len(path.name) == 64)
+        self.fd = os.open(self.space, os.O_RDONLY)
+        self.addCleanup(os.close, self.fd)
+        self.opened = Space(self.space.name, self.fd)
+
+    def limits(self, **said: str | float) -> Limits:
+        """Bounds of so many bytes."""
+        return Limits.of(self.root, Bounds(min_free_bytes=0, **said))  # type: ignore[arg-type]
+
+    def path(self, name: str) -> Path:
+        """The directory of a chunk."""
+        return self.space / name[:2] / name
+
+    def stored(self, prompt: list[int]) -> int:
+        """Leading chunks of a prompt that are stored."""
+        there = [self.path(name).is_dir() for name in names_of(prompt)]
+        self.assertEqual(sorted(there, reverse=True), there)
+        return sum(there)
+
+
+class TestCollect(GcTest):
+    """The full pass."""
+
+    def test_nothing_to_do(self) -> None:
+        """A sound directory stays as it is."""
+        before = self.snapshot()
+        report = collect(self.root, self.limits())
+        after = {path: data for path, data in self.snapshot().items() if ".upkeep" not in path}
+
+        self.assertEqual(before, after)
+        self.assertTrue(report.within)
+        self.assertEqual(9, report.usage.chunks)
+
+    def test_orphans(self) -> None:
+        """Chunks whose prefix is gone go, at any depth; siblings of the gap stay."""
+        self.path(names_of(self.branch)[2]).rename(self.root / "gone")
+        report = collect(self.root, self.limits())
+
+        self.assertEqual(2, report.orphans.chunks)
+        self.assertEqual([3, 2, 3], [*map(self.stored, (self.trunk, self.branch, self.other))])
+
+    def test_damaged_parent(self) -> None:
+        """What cannot be read proves nothing: neither it nor what follows it goes."""
+        for name in names_of(self.trunk)[:2]:
+            (path,) = self.path(name).iterdir()
+            flip(path, 300, 0xFF)
+            os.truncate(path, 350)
+        report = collect(self.root, self.limits())
+        self.assertEqual(0, report.orphans.chunks)
+
+    def test_extras_hide_the_parent(self) -> None:
+        """A chunk with an image in mid-prompt is no orphan, and becomes one with its prefix."""
+        layout = KVLayout(layers=1, kv_heads=1, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=4)
+        identity = Identity(model="image", kv_dtype="F32", chunk_tokens=4)
+        store = create_store(self.root, identity, layout)
+        keys = KeyChain(token_ids(list(range(16))), 4, {2: [("multimodal", b"picture")]})
+        memory = Memory(layout, layout.full, 4).fill(model_arrays(layout, 4)).map()
+        for place in range(4):
+            store.save(keys[place], memory, place=place)
+        self.assertEqual(0, collect(self.root, self.limits()).orphans.chunks)
+        fd = store.storage.fileno()  # type: ignore[attr-defined]
+        space = Space(identity.namespace, fd)
+        names = [keys[place].name for place in range(4)]
+        self.assertEqual(names[::-1], list(ancestors(space, names[3])))
+        first = self.root / identity.namespace / names[0][:2] / names[0]
+        first.rename(self.root / "gone")
+        self.assertEqual(3, collect(self.root, self.limits()).orphans.chunks)
+
+    def test_leftovers(self) -> None:
+        """What a crash left behind goes after an hour of the server's, not before."""
+        chunk = self.path(names_of(self.trunk)[0])
+        old, new = (
+            [
+                chunk / f".tmp-host-{digit * 8}-1-2",
+                self.space / f".tmp-{digit * 16}",
+                self.space / f"trash-{digit * 16}",
+                self.root / f".tmp-{digit * 16}",
+                self.root / f"trash-{digit * 16}",
+            ]
+            for digit in "ab"
+        )
+        empty = self.space / "00" / ("0" * 64)
+        for path in (*old, *new):
+            if "trash" in path.name:
+                name = "l0-1.h0-1.safetensors" if path.parent == self.space else "namespace.json"
+                path.mkdir()
+                (path / name).write_bytes(bytes(100))
+            else:
+                path.write_bytes(b'{\n "format": "vua.'.ljust(100))
+        empty.mkdir(parents=True)
+        past = server_now_ns(self.fd) - 2 * HOUR_NS
+        for path in (*old, empty):
+            os.utime(path, ns=(past, past))
+        report = collect(self.root, self.limits())
+
+        self.assertEqual((5, 500), report.leftovers)
+        self.assertEqual([False] * 5 + [True] * 5, [path.exists() for path in (*old, *new)])
+        self.assertFalse(empty.exists())
+
+    def test_bounds_and_recency(self) -> None:
+        """Down to the limit the least recently used goes, leaves first."""
+        with VUA(CONFIG, self.root) as vua:
+            self.assertEqual(12, vua.get_closest(torch.tensor(self.trunk)).num_tokens)
+        nbytes = measure(self.root).nbytes // 9
+        report = collect(self.root, self.limits(max_bytes=5 * nbytes))
+
+        self.assertTrue(report.within)
+        self.assertEqual(4, report.evicted.chunks)
+        self.assertEqual([3, 2, 2], [*map(self.stored, (self.trunk, self.branch, self.other))])
+
+    def test_ttl(self) -> None:
+        """What was not used for the time to live goes."""
+        past = server_now_ns(self.fd) - 2 * HOUR_NS
+        for place, name in enumerate(names_of(self.other)):
+            set_stamp(self.fd, name, past - 1000 * place)
+        report = collect(self.root, self.limits(ttl_s=3600.0))
+        self.assertEqual(3, report.expired.chunks)
+        self.assertEqual((3, 0), (self.stored(self.trunk), self.stored(self.other)))
+
+    def test_quota_per_salt(self) -> None:
+        """Of a salt that has too much the oldest goes; others are not touched."""
+        layout = KVLayout(layers=1, kv_heads=1, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=4)
+        identity = Identity(model="salted", kv_dtype="F32", chunk_tokens=4)
+        store = create_store(self.root, identity, layout)
+        memory = Memory(layout, layout.full, 6).fill(model_arrays(layout, 6)).map()
+        salts: dict[bytes, KeyChain] = {}
+        for salt, chunks in ((b"a", 6), (b"b", 2)):
+            salts[salt] = KeyChain(token_ids(list(range(4 * chunks))), 4, {0: [("salt", salt)]})
+            for place in range(chunks):
+                store.save(salts[salt][place], memory, place=place)
+        nbytes = store.codec(layout.full).file_nbytes
+        report = collect(self.root, self.limits(max_bytes_per_salt=4 * nbytes))
+        self.assertEqual((2, 2 * nbytes), report.over_quota)
+        self.assertEqual((4, 2), tuple(store.lookup(keys) for keys in salts.values()))
+        self.assertEqual(3, self.stored(self.trunk))
+
+
+class TestPins(GcTest):
+    """What stays whatever happens."""
+
+    def test_pinned_stays(self) -> None:
+        """A pin keeps a chunk and its prefix from every reason to go, until it is lifted."""
+        names = names_of(self.branch)
+        stamps = [self.path(name).stat().st_mtime_ns for name in names]
+        self.assertEqual(names[:4][::-1], pin(self.opened, names[3]))
+        self.assertEqual(names[:1], pin(self.opened, names[0]))
+        self.assertEqual(stamps, [self.path(name).stat().st_mtime_ns for name in names])
+        collect(self.root, self.limits(max_bytes=0, ttl_s=1e-6))
+        self.assertEqual([2, 4, 0], [*map(self.stored, (self.trunk, self.branch, self.other))])
+
+        self.assertEqual(names[:4][::-1], unpin(self.opened, names[3]))
+        report = collect(self.root, self.limits(max_bytes=0))
+        self.assertEqual((1, False), (self.stored(self.branch), report.within))
+
+    def test_by_tokens(self) -> None:
+        """The library pins what is stored of a prompt, and lifts that when more is stored, too."""
+        with VUA(CONFIG, self.root) as vua:
+            longer = torch.tensor([*self.trunk, *range(100, 108)])
+            self.assertEqual([12], vua.pin(longer))
+            self.assertEqual([4], vua.pin(self.trunk[:7]))
+            self.assertEqual([0], vua.pin([7, 7, 7, 7]))
+            collect(self.root, self.limits(max_bytes=0))
+            self.assertEqual([3, 2, 0], [*map(self.stored, (self.trunk, self.branch, self.other))])
+
+            vua.put(longer, caches_of(layers=1, heads=1, tokens=20, dim=8))
+            self.assertEqual([12, 0], [*vua.unpin(longer), *vua.unpin(longer)])
+        collect(self.root, self.limits(max_bytes=0))
+        self.assertEqual(0, self.stored(self.trunk))
+
+    def test_by_tokens_with_a_key(self) -> None:
+        """So it does where names are secret, and where what is stored is encrypted."""
+        for encrypt in (False, True)[: 2 if find_spec("cryptography") else 1]:
+            with self.subTest(encrypt=encrypt), tempfile.TemporaryDirectory() as folder:
+                key, root = Path(folder, "key"), Path(folder, "kv")
+                write_key(key)
+                security = Security(key_file=str(key), encrypt=encrypt)
+                with VUA(VUAConfig(split_factor=4, security=security), root) as vua:
+                    kv = caches_of(layers=1, heads=1, tokens=12, dim=8)
+                    prompts = torch.arange(12), torch.arange(50, 62)
+                    vua.put(prompts, [kv, kv])
+                    before = [len(found.data) for found in vua.get_closest([*prompts])]
+                    held = vua.pin(prompts[0])
+                    limits = Limits.of(root, Bounds(min_free_bytes=0, max_bytes=0))
+                    collect(root, limits)
+                    kept = [found.num_tokens for found in vua.get_closest([*prompts])]
+                    released = vua.unpin(prompts[0])
+                    collect(root, limits)
+                    gone = vua.get_closest(prompts[0]).num_tokens
+                self.assertEqual(([1, 1], [12], [12, 0]), (before, held, kept))
+                self.assertEqual(([12], 0), (released, gone))
+
+    def test_reader_and_writer(self) -> None:
+        """A pinned chunk is read, found and not written again like any other."""
+        pin(self.opened, names_of(self.trunk)[2])
+        with VUA(CONFIG, self.root) as vua:
+            self.assertEqual(12, vua.get_closest(torch.tensor(self.trunk)).num_tokens)
+            kv = caches_of(layers=1, heads=1, tokens=12, dim=8)
+            self.assertEqual(0, vua.put(torch.tensor(self.trunk), kv))
+        self.assertEqual((0, ""), run("verify", self.root)[::2])
+
+
+class TestCommands(GcTest):
+    """`vua gc`, `du`, `ttl`, `pin`, `rm`."""
+
+    def test_gc(self) -> None:
+        """It reports what it did; settings are kept on demand; the exit status says the outcome."""
+        nbytes = measure(self.root).nbytes
+        code, report = run_json("gc", self.root, "--max-bytes", str(nbytes), "--min-free", "0")
+        self.assertEqual((0, True, 9), (code, report["within"], report["chunks"]))
+        self.assertEqual(Bounds(), read_bounds(self.root))
+        size = str(nbytes // 2)
+        code, out, _ = run("gc", self.root, "--max-bytes", size, "--min-free", "0", "--set")
+        self.assertEqual(0, code)
+        self.assertIn("within", out)
+        self.assertEqual(size, read_bounds(self.root).max_bytes)
+        pin(self.opened, names_of(self.trunk)[0])
+        code, report = run_json("gc", self.root, "--max-bytes", "1", "--quick")
+        self.assertEqual((1, False, 1), (code, report["within"], report["chunks"]))
+        self.assertEqual(2, run("gc", self.root, "--max-bytes", "much")[0])
+        self.assertEqual(2, run("gc", self.root / "absent")[0])
+
+    def test_du(self) -> None:
+        """It says what is there, exactly and by estimate."""
+        pin(self.opened, names_of(self.other)[1])
+        code, report = run_json("du", self.root)
+        (one,) = report["namespaces"]
+        files = sum(path.stat().st_size for path in self.files())
+        self.assertEqual((0, files, 9, 2), (code, report["nbytes"], one["chunks"], one["pinned"]))
+        _, quick = run_json("du", self.root, "--quick")
+        self.assertEqual((files, 9), (quick["nbytes"], quick["chunks"]))
+        self.assertIn("9 chunks", run("du", self.root)[1])
+
+    def test_ttl(self) -> None:
+        """It is set, shown and lifted."""
+        self.assertEqual((0, None), self.ttl())
+        self.assertEqual((0, 60.0), self.ttl("60"))
+        self.assertEqual((0, 60.0), self.ttl())
+        self.assertEqual((0, None), self.ttl("--off"))
+        self.assertEqual(2, run("ttl", self.root, "-1")[0])
+        settle(self.opened, names_of(self.trunk)[2], "", 60)
+        self.assertEqual(1, run_json("ttl", self.root)[1]["chunks_with_their_own"])
+        self.assertIn("1 chunks have", run("ttl", self.root)[1])
+
+    def ttl(self, *arguments: str) -> tuple[int, float | None]:
+        """Exit status and time to live."""
+        code, report = run_json("ttl", self.root, *arguments)
+        return code, report["ttl_s"]
+
+    def test_pin(self) -> None:
+        """Pins are made by name, listed and lifted."""
+        name = names_of(self.trunk)[2]
+        self.assertEqual(0, run("pin", self.root, name[:16])[0])
+        _, report = run_json("pin", self.root)
+        self.assertEqual([(name, 3)], [(one["chunk"], one["chunks"]) for one in report["pinned"]])
+        self.assertEqual(0, run("pin", self.root, name, "--remove")[0])
+        self.assertEqual([], run_json("pin", self.root)[1]["pinned"])
+        for wrong in ("xyz", "0" * 64, self.space.name[:10]):
+            self.assertEqual(2, run("pin", self.root, wrong)[0], wrong)
+
+    def test_rm_chunk(self) -> None:
+        """A chunk goes with all that follows it, but for what is pinned."""
+        names = names_of(self.trunk)
+        pin(self.opened, names[2])
+        code, report = run_json("rm", self.root, names[1])
+        self.assertEqual((1, 3, 2), (code, report["chunks"], report["kept"]))
+        code, report = run_json("rm", self.root, names[1], "--pinned")
+        self.assertEqual((0, 2, 0), (code, report["chunks"], report["kept"]))
+        self.assertEqual([1, 1, 3], [*map(self.stored, (self.trunk, self.branch, self.other))])
+        self.assertEqual(2, run("rm", self.root)[0])
+
+    def test_rm_namespace(self) -> None:
+        """A namespace goes as a whole, under the hands of a process that goes on using it."""
+        with VUA(CONFIG, self.root) as vua:
+            self.assertTrue(vua.get_closest(torch.tensor(self.trunk)))
+            code, report = run_json("rm", self.root, self.space.name[:12])
+            self.assertEqual((0, 9), (code, report["chunks"]))
+            self.assertEqual([], self.files())
+            self.assertFalse(vua.get_closest(torch.tensor(self.trunk)))
+            kv = caches_of(layers=1, heads=1, tokens=12, dim=8)
+            self.assertEqual(3, vua.put(torch.tensor(self.trunk), kv))
+            self.assertEqual(12, vua.get_closest(torch.tensor(self.trunk)).num_tokens)
+        self.assertEqual((0, 3), (run("rm", self.root, "--all")[0], 3))
+        self.assertEqual(["vua.json"], [path.name for path in self.files("*")])
+
+
+WORK = """
+    import random, sys, time
+    import torch
+    from vua.core import VUA, VUAConfig
+
+    root, kind, seed, seconds, most = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+    chance = random.Random(seed)
+    config = VUAConfig(split_factor=4, max_bytes=most, min_free_bytes=0, threads=1)
+
+    def cache(ids):  # depends on nothing but the tokens before, as a real one
+        rows, state = [], 0.0
+        for n in ids:
+            state = (state * 31 + n + 1) % 65521
+            rows.append([state + k for k in range(64)])
+        k = torch.tensor(rows, dtype=torch.float32)[None, None]
+        return [[k, -k]]
+
+    done = wrong = 0
+    print("ready", flush=True)
+    sys.stdin.readline()
+    end = time.monotonic() + seconds
+    with VUA(config, root) as vua:
+        while time.monotonic() < end:
+            conversation, length = chance.randrange(40), chance.randint(1, 8)
+            ids = [n for i in range(length) for n in [conversation, i, i * conversation, 7]]
+            if kind == "write":
+                done += vua.put(torch.tensor(ids), cache(ids))
+            else:
+                found = vua.get_closest(torch.tensor(ids))
+                done += 1
+                if found and not all(
+                    torch.equal(a, b[:, :, : found.num_tokens])
+                    for a, b in zip(found.data[0], cache(ids)[0])
+                ):
+                    wrong += 1
+    print(done, wrong)
+"""
+
+
+class TestTogether(DirectoryTest):
+    """Many processes at once."""
+
+    @pytest.mark.thorough
+    def test_passes_writers_readers(self) -> None:
+        """Three passes on a full directory in use: bounds hold, no wrong read, no orphan left."""
+        most, seconds = 120 * 6144, 3
+        script = textwrap.dedent(WORK)
+
+        def start(kind: str, seed: int) -> subprocess.Popen[str]:
+            numbers = map(str, (seed, seconds, most))
+            return subprocess.Popen(
+                [sys.executable, "-c", script, str(self.root), kind, *numbers],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+
+        work = [start(kind, seed) for seed, kind in enumerate(["write", "write", "read"])]
+        passes: list[subprocess.Popen[bytes]] = []
+        highest = 0
+        try:
+            for one in work:
+                self.assertEqual("ready\n", one.stdout.readline())
+            for one in work:
+                one.stdin.write("go\n")
+                one.stdin.flush()
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                highest = max(highest, measure(self.root).nbytes)
+                if len(passes) < 3 and time.monotonic() > end - seconds / 2:
+                    command = [sys.executable, "-m", "vua.cli", "gc", str(self.root)]
+                    bounds = ["--max-bytes", str(most), "--min-free", "0", "--json"]
+                    passes.append(subprocess.Popen([*command, *bounds], stdout=subprocess.PIPE))
+                time.sleep(0.05)
+            reports = [json.loads(one.communicate(timeout=60)[0]) for one in passes]
+            results = [one.communicate(timeout=60)[0].split() for one in work]
+        finally:
+            for one in (*work, *passes):
+                one.kill()
+                one.wait()
+        self.assertTrue(all(int(done) > 0 for done, _ in results), results)
+        self.assertEqual(["0"] * 3, [wrong for _, wrong in results])
+        self.assertEqual([[]] * 3, [report["problems"] for report in reports])
+        self.assertGreater(highest, 0.6 * most)  # else nothing had to be kept within bounds
+        self.assertLessEqual(highest, 1.05 * most)
+        with spaces(self.root) as found:
+            chains = [chain_of(space) for space in found]
+        orphans = sum(int((one.parent == len(one.names)).sum()) for one in chains)
+        self.assertEqual(0, orphans)
+        self.assertEqual(0, run("verify", self.root)[0])
+
+
+if __name__ == "__main__":
+    unittest.main()

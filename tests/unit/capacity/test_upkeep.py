@@ -1,0 +1,579 @@
+"""Bounds that hold with many namespaces, odd clocks, few descriptors and tools of another user."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tarfile
+import textwrap
+import time
+import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from commands import run, run_json
+from helpers import TESTS, DirectoryTest, caches_of
+from vua.capacity import evictor as eviction
+from vua.capacity import ttl
+from vua.capacity.evictor import PINNED_SHARE, Evictor
+from vua.capacity.gc import collect
+from vua.capacity.lease import lease, upkeep_directory
+from vua.capacity.limits import Bounds, Limits, read_bounds
+from vua.capacity.lru import server_now_ns
+from vua.capacity.prefix_tree import chain_of
+from vua.capacity.scan import AFTER, Space, spaces
+from vua.capacity.usage import measure
+from vua.core import VUA, VUAConfig
+from vua.errors import ConfigError
+from vua.format.identity import Identity
+from vua.storage.mark import is_marked
+
+HOUR_NS = 3600 * 10**9
+TOKENS = 64
+USER = 12345
+
+
+def config(nbytes: int | str, model: str = "model", **settings: object) -> VUAConfig:
+    """A library with so much room."""
+    return VUAConfig(split_factor=4, model=model, max_bytes=nbytes, min_free_bytes=0, **settings)
+
+
+def put(vua: VUA, first: int, tokens: int = TOKENS) -> int:
+    """Store a prompt of sixteen chunks that no other has; return how many were written."""
+    kv = caches_of(layers=1, heads=1, tokens=tokens, dim=8)
+    return vua.put(torch.arange(first * 1000, first * 1000 + tokens), kv)
+
+
+class UpkeepTest(DirectoryTest):
+    """A directory of one model's prompts."""
+
+    def setUp(self) -> None:
+        """Find out how large a prompt is."""
+        super().setUp()
+        self.root /= "cache"
+        with VUA(config("1G"), self.root) as vua:
+            put(vua, 0)
+        self.one = measure(self.root).nbytes
+
+    def shift(self, seconds: float) -> None:
+        """Let all that is there have been used so much later, as if a clock had been set since."""
+        for path in sorted(self.root.rglob("*"), reverse=True):
+            stamp = path.lstat().st_mtime_ns + int(seconds * 1e9)
+            os.utime(path, ns=(stamp, stamp), follow_symlinks=False)
+
+    def stored(self, vua: VUA, first: int) -> int:
+        """How many chunks of a prompt are there."""
+        return vua.get_closest(torch.arange(first * 1000, first * 1000 + TOKENS)).num_tokens // 4
+
+    def space(self) -> Space:
+        """The namespace."""
+        (path,) = (path for path in self.root.iterdir() if len(path.name) == 64)
+        fd = os.open(path, os.O_RDONLY)
+        self.addCleanup(os.close, fd)
+        return Space(path.name, fd)
+
+
+class TestManyNamespaces(UpkeepTest):
+    """More namespaces than descriptors."""
+
+    many, few = 150, 100
+
+    @contextmanager
+    def descriptors(self, most: int) -> Iterator[None]:
+        """Let the process have few descriptors for a while."""
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    def fill(self, many: int) -> None:
+        """Store a chunk in each of many namespaces."""
+        for number in range(many):
+            with VUA(config("1G", f"model {number}"), self.root) as vua:
+                put(vua, number, 4)
+
+    def test_bounds_hold(self) -> None:
+        """Writers keep to the limit, `gc` and `rm` work, measuring counts what is there."""
+        self.fill(self.many)
+        whole = measure(self.root).nbytes
+        with self.descriptors(self.few):
+            self.assertEqual(whole, measure(self.root).nbytes)
+            self.assertEqual(0, run("gc", self.root, "--max-bytes", "1M", "--min-free", "0")[0])
+            most = whole // 2
+            with VUA(config(most), self.root) as vua:
+                for number in range(1, 9):
+                    put(vua, number)
+            self.assertLess(measure(self.root).nbytes, 1.05 * most)
+            code, _ = run_json("rm", self.root, "--all")
+            self.assertEqual(0, code)
+        self.assertEqual([], self.files())
+
+    @pytest.mark.thorough
+    def test_tens_of_thousands(self) -> None:
+        """The same with 10,000 namespaces and 128 descriptors."""
+        (model,) = (path for path in self.root.iterdir() if len(path.name) == 64)
+        file = next(iter(model.rglob("*.safetensors")))
+        described = json.loads((model / "namespace.json").read_bytes())
+        names = []
+        for number in range(10_000):
+            identity = Identity(model=f"model {number}")
+            chunk = self.root / identity.namespace / "ab" / ("ab" * 32)
+            chunk.mkdir(parents=True)
+            os.link(file, chunk / file.name)
+            said = json.dumps(described | {"identity": identity.describe()})
+            (self.root / identity.namespace / "namespace.json").write_text(said)
+            names.append(identity.namespace)
+        with self.descriptors(128):
+            self.assertEqual(10_016, measure(self.root).chunks)
+            self.assertEqual(0, run("gc", self.root, "--max-bytes", "1G", "--min-free", "0")[0])
+            self.assertEqual(0, run("rm", self.root, "--all")[0])
+        self.assertEqual([], [name for name in names if (self.root / name / "ab").exists()])
+
+    def test_no_descriptor_at_all(self) -> None:
+        """Where nothing can be looked at, that is no reason to think that nothing is there."""
+        with VUA(config(self.one), self.root) as vua:
+            put(vua, 1)
+        taken: list[int] = []
+        with self.descriptors(len(list(Path("/proc/self/fd").iterdir())) + 8):
+            try:
+                with self.assertRaises(OSError):
+                    while True:
+                        taken.append(os.open(os.devnull, os.O_RDONLY))
+                with self.assertRaises(OSError):
+                    measure(self.root)
+            finally:
+                for fd in taken:
+                    os.close(fd)
+
+    @unittest.skipUnless(os.geteuid() == 0, "needs root, to be another user")
+    def test_hidden(self) -> None:
+        """A namespace of another user's that may not be opened counts like those that may."""
+        whole = measure(self.root).nbytes
+        with VUA(config("1G", "other"), self.root) as vua:
+            put(vua, 0)
+        other, mine = (path for path in self.root.iterdir() if len(path.name) == 64)
+        self.root.parent.chmod(0o755)
+        self.root.chmod(0o755)
+        other.chmod(0o700)
+        for path in [mine, *mine.rglob("*")]:
+            path.chmod(0o755)
+        os.seteuid(USER)
+        try:
+            self.assertEqual(2 * whole, measure(self.root).nbytes)
+            os.seteuid(0)
+            mine.chmod(0o700)
+            os.seteuid(USER)
+            self.assertGreater(measure(self.root).nbytes, whole)
+        finally:
+            os.seteuid(0)
+
+
+class TestEmptied(UpkeepTest):
+    """Namespaces that hold nothing any more."""
+
+    def test_goes_after_an_hour(self) -> None:
+        """Emptied ones go, not at once, and with them what was only theirs."""
+        collect(self.root, Limits.of(self.root, Bounds(max_bytes=0, min_free_bytes=0)))
+        (path,) = (path for path in self.root.iterdir() if len(path.name) == 64)
+        self.assertTrue(path.exists())
+        os.utime(path, ns=(0, 0))
+        report = collect(self.root, Limits.of(self.root, Bounds(min_free_bytes=0)))
+        self.assertEqual((1, False), (report.emptied, path.exists()))
+        self.assertEqual({"vua.json", ".upkeep"}, {path.name for path in self.root.iterdir()})
+
+    def test_in_an_engine(self) -> None:
+        """Where no `gc` runs, processes that evict delete them."""
+        with VUA(config("1G", "old"), self.root) as vua:
+            put(vua, 5, 4)
+            old = self.root / vua._identity.namespace
+        collect(self.root, Limits.of(self.root, Bounds(max_bytes=0, min_free_bytes=0)))
+        os.utime(old, ns=(0, 0))
+        with VUA(config(2 * self.one), self.root) as vua:
+            for number in range(5):
+                put(vua, number)
+        self.assertFalse(old.exists())
+
+    def test_beside_a_writer(self) -> None:
+        """A process that has it open and stores again loses nothing, however often it goes."""
+        with VUA(config("1G"), self.root) as vua:
+            for number in range(1, 6):
+                self.assertEqual(16, put(vua, number))
+                self.assertEqual(16, self.stored(vua, number))
+                collect(self.root, Limits.of(self.root, Bounds(max_bytes=0, min_free_bytes=0)))
+                (path,) = (path for path in self.root.iterdir() if len(path.name) == 64)
+                os.utime(path, ns=(0, 0))
+                report = collect(self.root, Limits.of(self.root, Bounds(min_free_bytes=0)))
+                self.assertEqual(1, report.emptied)
+            self.assertEqual(16, put(vua, 1))
+
+    def test_something_comes(self) -> None:
+        """A chunk that is stored between the look and the removal stays, and can be found."""
+        space = self.space()
+        (path,) = (path for path in self.root.iterdir() if len(path.name) == 64)
+        collect(self.root, Limits.of(self.root, Bounds(max_bytes=0, min_free_bytes=0)))
+        described = (path / "namespace.json").read_bytes()
+        os.utime(path, ns=(0, 0))
+        real = os.unlink
+
+        def unlink(name: str, *, dir_fd: int | None = None) -> None:
+            real(name, dir_fd=dir_fd)
+            if name == "namespace.json":
+                os.mkdir("ab", dir_fd=space.fd)
+
+        with mock.patch("os.unlink", unlink):
+            report = collect(self.root, Limits.of(self.root, Bounds(min_free_bytes=0)))
+        self.assertEqual((0, described), (report.emptied, (path / "namespace.json").read_bytes()))
+        self.assertEqual([], [*self.root.glob(".tmp*")])
+
+
+class TestClocks(UpkeepTest):
+    """A server whose clock jumps by hours, either way."""
+
+    def test_set_back(self) -> None:
+        """After an hour back all of a prompt is stored, and what is used now stays longest."""
+        for hours in (1, -1, 30):
+            with VUA(config(4 * self.one), self.root) as vua:
+                for number in range(1, 6):
+                    put(vua, number)
+                self.shift(hours * 3600)
+                for number in range(10, 14):
+                    self.assertEqual(16, put(vua, number), number)
+                self.assertGreaterEqual(self.stored(vua, 13), 16)
+                self.assertGreaterEqual(self.stored(vua, 12), 16)
+            chain = chain_of(self.space())
+            late = [
+                index
+                for index, above in enumerate(chain.parent.tolist())
+                if above < len(chain.stamps) and chain.stamps[above] < chain.stamps[index]
+            ]
+            self.assertEqual([], late, "no chunk is younger than the one before it")
+
+    def test_in_a_running_process(self) -> None:
+        """Also in one that knows its next victims from before."""
+        with VUA(config(3 * self.one), self.root) as vua:
+            for number in range(1, 5):
+                put(vua, number)
+            evictor = vua._writer.keeper.room._evictor  # type: ignore[union-attr]
+            with spaces(self.root) as found:
+                space = next(iter(found))
+                fresh = eviction.oldest([space], 1 << 16).oldest
+            self.shift(7200)
+            evictor._pool = [one._replace(stamp=one.stamp + 7200 * 10**9) for one in fresh[::-1]]
+            self.assertEqual(16, put(vua, 9))
+
+    def test_lease_from_the_future(self) -> None:
+        """A dead holder's lease is taken over whichever way the clock went; a living one's not."""
+        directory = upkeep_directory(self.root)
+        self.addCleanup(os.close, directory)
+        now = server_now_ns(directory)
+        for seconds, taken in ((-3600, True), (3600, True), (10, False), (-10, False)):
+            path = self.root / ".upkeep" / "lease"
+            path.touch()
+            stamp = now + seconds * 10**9
+            os.utime(path, ns=(stamp, stamp))
+            with lease(directory) as held:
+                self.assertEqual(taken, held is not None, seconds)
+
+    def test_no_lease_of_ours(self) -> None:
+        """A file with something in it is no lease: it stays, and the reason is told."""
+        directory = upkeep_directory(self.root)
+        self.addCleanup(os.close, directory)
+        path = self.root / ".upkeep" / "lease"
+        path.write_text("mine")
+        os.utime(path, ns=(0, 0))
+        with self.assertRaisesRegex(OSError, "no lease"), lease(directory):
+            pass
+        self.assertEqual("mine", path.read_text())
+
+    def test_somebody_elses_lease(self) -> None:
+        """Who was taken over does not end the lease of who did that."""
+        directory = upkeep_directory(self.root)
+        self.addCleanup(os.close, directory)
+        path = self.root / ".upkeep" / "lease"
+        with lease(directory):
+            path.unlink()
+            path.touch()
+        self.assertTrue(path.exists())
+
+    def test_old_leftovers_from_the_future(self) -> None:
+        """What a crash left behind before the clock was set back by a day goes, too."""
+        path = self.root / f".tmp-{'a' * 16}"
+        for hours, there in ((0.5, True), (24, False)):
+            path.write_bytes(b"")
+            stamp = time.time_ns() + int(hours * HOUR_NS)
+            os.utime(path, ns=(stamp, stamp))
+            collect(self.root, Limits.of(self.root, Bounds(min_free_bytes=0)))
+            self.assertEqual(there, path.exists(), hours)
+
+    def test_hints_from_the_future(self) -> None:
+        """A time to live begins anew when the clock is set back, and then ends."""
+        space = self.space()
+        with spaces(self.root) as found:
+            (one,) = found
+            chunk = eviction.oldest([one], 1 << 16).oldest[0].chunk
+        ttl.settle(space, chunk, "", 60)
+        stamp = time.time_ns() + HOUR_NS
+        path = self.root / space.name / chunk[:2] / chunk
+        os.utime(path, ns=(stamp, stamp))
+        now = server_now_ns(space.fd)
+        Evictor(self.root).evict(0, now, hinted=True)
+        self.assertTrue(path.exists())
+        Evictor(self.root).evict(0, now + 61 * 10**9, hinted=True)
+        self.assertFalse(path.exists())
+
+
+class TestPins(UpkeepTest):
+    """Pins have a budget."""
+
+    def test_beyond_the_budget(self) -> None:
+        """All is pinned: half of the limit stays so, what was used last; new prompts find room."""
+        with VUA(config(4 * self.one), self.root) as vua:
+            for number in range(1, 4):
+                put(vua, number)
+            space = self.space()
+            for number in range(4):
+                tokens = torch.arange(number * 1000, number * 1000 + TOKENS)
+                self.assertEqual([TOKENS], vua.pin(tokens))
+            pinned = chain_of(space).nbytes.sum()
+            self.assertGreater(pinned, PINNED_SHARE * 4 * self.one)
+            for number in range(10, 13):
+                self.assertEqual(16, put(vua, number))
+            chain = chain_of(space)
+            left = int(chain.nbytes[chain.pinned].sum())
+            self.assertTrue(0.4 * 4 * self.one <= left <= 0.5 * 4 * self.one, left / self.one)
+            self.assertGreater(self.stored(vua, 3), self.stored(vua, 0))
+
+    def test_within_the_budget(self) -> None:
+        """A pin within it holds as ever."""
+        with VUA(config(4 * self.one), self.root) as vua:
+            vua.pin(torch.arange(TOKENS))
+            for number in range(1, 12):
+                put(vua, number)
+            self.assertEqual(16, self.stored(vua, 0))
+
+    def test_told(self) -> None:
+        """`vua pin` and `vua gc` say when pins hold too much."""
+        run("gc", self.root, "--max-bytes", str(self.one), "--min-free", "0", "--set")
+        with VUA(config("1G"), self.root) as vua:
+            vua.pin(torch.arange(TOKENS))
+        self.assertIn("no more than", run("pin", self.root)[1])
+        self.assertIn("pinned", run("gc", self.root)[1])
+
+
+class TestNumbers(UpkeepTest):
+    """Numbers that are none."""
+
+    def test_refused(self) -> None:
+        """Infinite, undefined and huge ones get a clear error wherever they are given."""
+        for value in (float("inf"), float("nan"), 1e300, 10**400, -1.0):
+            with self.subTest(value=value), self.assertRaises(ConfigError):
+                Bounds(ttl_s=value)
+        for value in ("9" * 400, "9" * 400 + "%", 10**400, "99999999999P"):
+            with self.assertRaises(ConfigError):
+                Bounds(max_bytes=value)
+        for text in ("inf", "nan", "1e300"):
+            self.assertEqual(2, run("ttl", self.root, text)[0], text)
+            self.assertEqual(2, run("gc", self.root, "--ttl", text)[0], text)
+
+    def test_stored_ones(self) -> None:
+        """One in `bounds.json` is ignored with one line, the others there hold; a tool mends it."""
+        (self.root / "bounds.json").write_text(
+            f'{{"format": "vua.bounds.v1", "ttl_s": Infinity, "max_bytes": {2 * self.one}}}'
+        )
+        self.assertEqual(2, run("gc", self.root)[0])
+        with self.assertLogs("vua") as log, VUA(config("1G"), self.root) as vua:
+            for number in range(1, 6):
+                put(vua, number)
+        self.assertEqual(1, len(log.output), log.output)
+        self.assertIn("ttl_s", log.output[0])
+        self.assertLessEqual(measure(self.root).nbytes, 2 * self.one)
+        self.assertEqual(0, run("ttl", self.root, "--off")[0])
+        self.assertEqual(2 * self.one, read_bounds(self.root).max_bytes)
+
+    def test_hints(self) -> None:
+        """An infinite hint is as long as can be."""
+        space = self.space()
+        ttl.settle(space, "a" * 64, "", float("inf"))
+        self.assertEqual(9_999_999_999, ttl.ttl_s_of(space, "a" * 64))
+
+    def test_batches_come_back(self) -> None:
+        """When the last hint is gone, saves go by batches again."""
+        with VUA(config("1G"), self.root) as vua:
+            space = self.space()
+            ttl.settle(space, "a" * 64, "", 1.0)
+            self.assertTrue(ttl.any_in(space))
+            collect(self.root, Limits.of(self.root, Bounds(min_free_bytes=0)))
+            self.assertFalse(ttl.any_in(space))
+            ttl.settle(space, "b" * 64, "", 1.0)
+            ttl.forget(space, "b" * 64)
+            room = vua._store_to_read().keeper.room  # type: ignore[union-attr]
+            self.assertFalse(room._has_hints())
+            self.assertFalse(ttl.any_in(space))
+
+
+class TestCircles(UpkeepTest):
+    """Chunks that are said to follow each other in a circle."""
+
+    def circle(self) -> list[Path]:
+        """Let the prompt's last three chunks follow each other."""
+        space = self.space()
+        names = chain_of(space).in_order()[-3:]
+        paths = [self.root / space.name / name[:2] / name for name in names]
+        for path, before in zip(paths, [names[-1], *names], strict=False):
+            (path / f"{AFTER}{before}").touch()
+        return paths
+
+    def test_ends(self) -> None:
+        """`gc`, `rm`, `pin` and `export` come to an end, and what may be of use stays."""
+        paths = self.circle()
+        report = run_json("gc", self.root, "--max-per-salt", "1G")[1]
+        self.assertEqual(0, report["deleted"]["orphans"]["chunks"])
+        self.assertEqual(0, run("pin", self.root, paths[0].name)[0])
+        self.assertEqual(0, run("pin", self.root, paths[0].name, "--remove")[0])
+        self.assertEqual(0, run("rm", self.root, paths[0].name)[0])
+        self.assertEqual([], [path for path in paths if path.exists()])
+
+    def test_import(self) -> None:
+        """An archive that says so is refused there; the rest of it is taken in."""
+        archive, forged = self.root.parent / "a.tar", self.root.parent / "b.tar"
+        names = chain_of(self.space()).in_order()
+        self.assertEqual(0, run("export", self.root, archive, "--all")[0])
+        last, before = names[-1], names[-2]
+        ustar = tarfile.USTAR_FORMAT
+        with tarfile.open(archive) as source, tarfile.open(forged, "w", format=ustar) as out:
+            for member in source:
+                if f"/{before}/" in member.name:
+                    mark = tarfile.TarInfo(f"{member.name.rpartition('/')[0]}/{AFTER}{last}")
+                    out.addfile(mark)
+                out.addfile(member, source.extractfile(member))
+        other = self.root.parent / "other"
+        self.assertEqual(0, run("import", other, archive)[0])
+        for path in other.rglob(f"{before}/*"):
+            path.unlink()
+        code, said, _ = run("import", other, forged)
+        self.assertEqual(1, code, said)
+        self.assertIn("begins at", said)
+        self.assertEqual([], [*other.rglob(f"{AFTER}*")])
+
+
+@unittest.skipUnless(os.geteuid() == 0, "needs root, to be another user")
+class TestOtherUser(UpkeepTest):
+    """Tools run by root in a user's directory."""
+
+    WORK = """
+        import os, sys
+        sys.path[:0] = sys.argv[1].split(":")
+        from test_upkeep import VUA, config, put  # before: this user may not read the interpreter's
+        os.setgroups([]); os.setgid(12345); os.setuid(12345)
+        with VUA(config(int(sys.argv[3])), sys.argv[2]) as vua:
+            print(sum(put(vua, number) == 16 for number in range(*map(int, sys.argv[4:]))))
+    """
+
+    def setUp(self) -> None:
+        """A directory of that user's."""
+        super().setUp()
+        self.root.parent.chmod(0o755)
+        subprocess.run(["rm", "-rf", self.root], check=True)
+        self.root.mkdir(mode=0o700)
+        os.chown(self.root, USER, USER)
+
+    def engine(self, first: int, stop: int) -> int:
+        """Store these prompts as that user; return how many were stored wholly."""
+        here = f"{TESTS}:{Path(__file__).parent}"
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(self.WORK), here, str(self.root),
+             str(3 * self.one), str(first), str(stop)],
+            capture_output=True, text=True, check=True,
+            env={**os.environ, "HOME": "/nonexistent"},
+        )  # fmt: skip
+        return int(done.stdout)
+
+    def test_engine_goes_on(self) -> None:
+        """After root's tools the engine evicts and stores as before: nothing there is root's."""
+        self.assertEqual(1, self.engine(0, 1))
+        archive = self.root.parent / "a.tar"
+        self.assertEqual(0, run("export", self.root, archive, "--all")[0])
+        archive.chmod(0o600)
+        for command in (("verify",), ("verify", "--repair"), ("gc",), ("ttl", "100000"), ("du",),
+                        ("gc", "--max-bytes", str(3 * self.one), "--min-free", "0", "--set"),
+                        ("rm", "--all"), ("import", archive), ("verify",), ("ls",)):  # fmt: skip
+            code, out, said = run(command[0], self.root, *command[1:])
+            self.assertEqual(0, code, (command, out, said))
+        self.assertEqual(0, os.geteuid())
+        owners = {path.lstat().st_uid for path in [self.root, *self.root.rglob("*")]}
+        self.assertEqual({USER}, owners)
+        self.assertEqual(6, self.engine(1, 7))
+        self.assertTrue(is_marked(self.root))
+
+    def test_what_an_older_root_left(self) -> None:
+        """One more `vua gc` by root gives the engine's user back what it needs."""
+        self.assertEqual(1, self.engine(0, 1))
+        subprocess.run(["rm", "-rf", self.root / ".upkeep"], check=True)
+        upkeep = self.root / ".upkeep"
+        upkeep.mkdir(mode=0o700)
+        (upkeep / "clock").touch(mode=0o600)
+        self.assertLess(self.engine(1, 7), 6)
+        self.assertEqual(0, run("gc", self.root)[0])
+        self.assertEqual(6, self.engine(11, 17))
+
+    def test_shared_directory(self) -> None:
+        """Whoever may write to the directory may evict: the place of the lease has its mode."""
+        self.root.chmod(0o2770)
+        os.close(upkeep_directory(self.root))
+        self.assertEqual(0o2770, (self.root / ".upkeep").stat().st_mode & 0o7777)
+        self.assertEqual(USER, (self.root / ".upkeep").stat().st_gid)
+
+    def test_another_ones_clock(self) -> None:
+        """The server's time can be had where another user's file has the name."""
+        place = self.root / "place"
+        place.mkdir()
+        place.chmod(0o777)
+        (place / "clock").write_text("")
+        (place / "clock").chmod(0o600)
+        self.root.chmod(0o755)
+        fd = os.open(place, os.O_RDONLY)
+        os.seteuid(USER)
+        try:
+            self.assertLess(abs(server_now_ns(fd) - time.time_ns()), 10**10)
+        finally:
+            os.seteuid(0)
+            os.close(fd)
+        self.assertEqual(["clock"], [path.name for path in place.iterdir()])
+
+
+class TestHostileDescription(UpkeepTest):
+    """A `namespace.json` that somebody made to be a nuisance."""
+
+    def test_small_in_memory(self) -> None:
+        """What it claims takes no memory and no time."""
+        space = self.space()
+        path = self.root / space.name / "namespace.json"
+        said = json.loads(path.read_text())
+        tokens = self.root.parent / "tokens"
+        tokens.write_text(json.dumps(list(range(TOKENS))))
+        for change in (
+            {"layout": {**said["layout"], "layers": 99_999, "kv_heads": 99_999}},
+            {"further_groups": [{**said["layout"], "group": f"w{n}"} for n in range(1, 5000)]},
+            {"more": "x" * (2 << 20)},
+        ):
+            path.write_text(json.dumps({**said, **change}))
+            began_s = time.monotonic()
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            _, out, _ = run("explain", self.root, "--tokens", tokens)
+            self.assertLess(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, 200_000)
+            self.assertLess(time.monotonic() - began_s, 20)
+            self.assertIn("damaged", out)
+
+
+if __name__ == "__main__":
+    unittest.main()

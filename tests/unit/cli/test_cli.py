@@ -1,0 +1,434 @@
+"""Mirrors `vua.cli`: what an operator sees of a directory."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import unittest
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from commands import CliTest, run, run_json
+from helpers import caches_of, flip, read_only, swap
+from vua import __version__
+from vua.cli import text
+from vua.core import VUA, VUAConfig
+
+
+class TestLs(CliTest):
+    """`vua ls`."""
+
+    def test_rows(self) -> None:
+        """Each namespace has a row."""
+        code, out, err = run("ls", self.root)
+        rows = {line.split()[1]: line.split() for line in out.splitlines()[1:]}
+
+        self.assertEqual((0, ""), (code, err))
+        self.assertEqual(["F32", "4", "3", "3", "16.5", "KiB"], rows["llama"][2:8])
+        self.assertEqual(["BF16", "4", "1", "1", "4.8", "KiB"], rows["qwen"][2:8])
+
+    def test_long(self) -> None:
+        """With --long every chunk has one."""
+        _, out, _ = run("ls", "-l", self.root)
+
+        for path in self.files():
+            self.assertIn(path.parent.name, out)
+            self.assertIn(str(path.parents[2]), out)
+        self.assertIn("l0-3.h0-2", out)
+
+    def test_json(self) -> None:
+        """The same for programs."""
+        code, report = run_json("ls", "--long", self.root)
+        one = next(n for n in report["namespaces"] if n["chunks"] == 3)
+
+        self.assertEqual((0, "llama"), (code, one["identity"]["name"]))
+        self.assertEqual(("ok", 3), (one["description"], one["files"]))
+        self.assertEqual(3, one["layout"]["layers"])
+        sizes = {
+            str(path.relative_to(path.parents[2])): path.stat().st_size for path in self.entries()
+        }
+        self.assertEqual(sizes, {e["path"]: e["nbytes"] for e in one["entries"]})
+        self.assertEqual(sum(sizes.values()), one["nbytes"])
+        self.assertAlmostEqual(time.time(), one["newest_s"], delta=100)
+
+    def test_empty(self) -> None:
+        """An empty directory, and an empty namespace, are no error."""
+        empty = self.root / "empty"
+        empty.mkdir()
+        self.assertEqual((0, f"{empty}: no namespaces\n", ""), run("ls", empty))
+        self.assertEqual((0, {"directory": str(empty), "namespaces": []}), run_json("ls", empty))
+        (empty / ("0" * 64)).mkdir()
+        code, out, _ = run("ls", empty, "--long")
+
+        self.assertEqual(0, code)
+        self.assertIn("(missing description)", out)
+
+    def test_control_characters(self) -> None:
+        """A label cannot make the terminal do anything."""
+        self.put("\x1b[2Jevil\n", 2)
+
+        _, out, _ = run("ls", "-l", self.root)
+        self.assertNotIn("\x1b", out)
+        self.assertIn("\\x1b[2Jevil\\n", out)
+
+
+class TestInspect(CliTest):
+    """`vua inspect`."""
+
+    def test_sound(self) -> None:
+        """A sound file's own words are shown."""
+        path = next(p for p in self.entries() if b"0000000004-0000000008" in p.read_bytes())
+        code, out, _ = run("inspect", path)
+
+        self.assertEqual(0, code)
+        for words in (
+            path.parent.name,
+            path.parents[2].name,
+            "(model llama)",
+            "4 to 8",
+            "layers 0-3 of 3, KV heads 0-2 of 2",
+            "F32: K [2 heads, 3 layers, 4 tokens, 8] and V [2 heads",
+            "by vua",
+            "5.5 KiB",
+            "4 xxh3-64",
+            "namespace, chunk, shard, layout: all agree",
+            "verdict    sound",
+        ):
+            self.assertIn(words, out)
+
+    def test_json(self) -> None:
+        """The same for programs."""
+        path = self.entries()[0]
+        code, [report] = run_json("inspect", path)
+
+        self.assertEqual((0, "sound", []), (code, report["outcome"], report["reasons"]))
+        self.assertEqual(path.parent.name, report["prefix_hash"])
+        self.assertEqual(path.stat().st_size, report["nbytes"])
+        self.assertEqual(4, len(report["checksums"]))
+
+    def test_copied(self) -> None:
+        """A file is sound elsewhere too, under any name that claims nothing else."""
+        for name in ("copy", "l0-3.h0-2.safetensors"):
+            copy = self.root / name
+            shutil.copy(self.entries()[0], copy)
+            code, out, _ = run("inspect", copy)
+
+            self.assertEqual(0, code)
+            self.assertIn("verdict    sound", out)
+
+    def test_damage(self) -> None:
+        """Damage is named: which part, of which array, head and layers."""
+        path, other, third = self.entries()
+        flip(path, 4096 + 384 + 10)
+        flip(other, 40)
+        os.truncate(third, 4500)
+        missing = self.root / "missing"
+        code, out, _ = run("inspect", path, other, third)
+
+        self.assertEqual(1, code)
+        self.assertIn("1 of 4 checksums do not match, the first is that of K, head 1, layers", out)
+        self.assertIn("4500 bytes long, expected 5632", out)
+        self.assertEqual(3, out.count("verdict    corrupt"))
+        code, [one, none] = run_json("inspect", other, missing)
+        self.assertEqual(2, code)
+        self.assertEqual(("corrupt", "error"), (one["outcome"], none["outcome"]))
+
+    def test_misplaced(self) -> None:
+        """A file in another one's place is foreign."""
+        swap(*self.entries()[:2])
+        code, out, _ = run("inspect", self.entries()[0])
+
+        self.assertEqual(1, code)
+        self.assertIn("verdict    foreign", out)
+        self.assertIn("its header says chunk", out)
+
+    def test_no_file(self) -> None:
+        """A directory, a FIFO or a device is refused at once."""
+        os.mkfifo(self.root / "fifo")
+        for path in (self.root, self.root / "fifo", "/dev/zero"):
+            code, out, _ = run("inspect", path)
+
+            self.assertEqual(2, code)
+            self.assertIn("verdict    error", out)
+
+
+class TestVerify(CliTest):
+    """`vua verify`."""
+
+    def test_clean(self) -> None:
+        """A clean directory is clean."""
+        code, out, err = run("verify", self.root)
+
+        self.assertEqual((0, "", 3), (code, err, len(out.splitlines())))
+        code, report = run_json("verify", self.root)
+        self.assertEqual((0, True), (code, report["sound"]))
+        self.assertEqual({1, 3}, {one["sound"] for one in report["namespaces"]})
+
+    def test_empty(self) -> None:
+        """An empty directory is clean too."""
+        empty = self.root / "empty"
+        empty.mkdir()
+
+        self.assertEqual((0, f"{empty}: no namespaces\n", ""), run("verify", empty))
+
+    def test_damage(self) -> None:
+        """Every kind of damage is reported with its file and reason, and nothing is changed."""
+        self.put("damaged", 2)
+        first, second, third = self.entries()
+        flip(first, 4200)
+        swap(second, third)
+        elsewhere = self.entries(1)[0]
+        elsewhere.rename(elsewhere.with_name("l0-3.h0-1.safetensors"))
+        wrong = self.entries(2)[0]
+        wrong.rename(wrong.with_name("l0-1.h0-1.safetensors"))
+        os.mkfifo(wrong.with_name("l0-2.h0-1.safetensors"))
+        wrong.with_name("l0-2.h0-2.safetensors").symlink_to(first)
+        before = {path: path.lstat().st_mtime_ns for path in self.root.rglob("*")}
+        code, report = run_json("verify", self.root)
+        problems = {
+            (Path(p["path"]).name, p["outcome"]): p["reason"]
+            for one in report["namespaces"]
+            for p in one["problems"]
+        }
+
+        self.assertEqual((1, False), (code, report["sound"]))
+        self.assertIn("checksums do not match", problems["l0-3.h0-2.safetensors", "corrupt"])
+        self.assertIn("says chunk", problems["l0-3.h0-2.safetensors", "foreign"])
+        self.assertIn("says shard", problems["l0-3.h0-1.safetensors", "foreign"])
+        self.assertIn("says shard", problems["l0-1.h0-1.safetensors", "foreign"])
+        self.assertIn("not a regular file", problems["l0-2.h0-1.safetensors", "error"])
+        self.assertIn("not a regular file", problems["l0-2.h0-2.safetensors", "error"])
+        counts = {
+            k: sum(n[k] for n in report["namespaces"]) for k in ("sound", "corrupt", "foreign")
+        }
+        self.assertEqual({"sound": 1, "corrupt": 1, "foreign": 4}, counts)
+        code, out, _ = run("verify", self.root)
+        self.assertEqual(1, code)
+        self.assertIn(f"corrupt: {first}: ", out)
+        self.assertEqual(before, {path: path.lstat().st_mtime_ns for path in self.root.rglob("*")})
+
+    def test_goes_on(self) -> None:
+        """Behind a file with further names, and all that cannot be read, the rest is looked at."""
+        self.put("mistral", 2)
+        linked = self.entries()[0]
+        os.link(linked, self.root.parent / f"{self.root.name}-link")
+        self.addCleanup(os.unlink, self.root.parent / f"{self.root.name}-link")
+        damaged = self.entries()[2]
+        flip(damaged, 4200)
+        pipe, loop = self.entries(2)
+        for path in (pipe, loop):
+            path.unlink()
+        os.mkfifo(pipe)
+        loop.symlink_to(loop)
+        (linked.parents[2] / "loop").symlink_to(linked.parents[2])
+        code, report = run_json("verify", self.root)
+        by_chunks = {sum(one[k] for k in ("sound", "corrupt", "foreign", "error")): one
+                     for one in report["namespaces"]}  # fmt: skip
+
+        self.assertEqual((1, [1, 2, 3]), (code, sorted(by_chunks)))
+        self.assertEqual([1, 0, 1], [by_chunks[n]["sound"] for n in (1, 2, 3)])
+        two, three = by_chunks[2]["problems"], by_chunks[3]["problems"]
+        self.assertEqual(["corrupt", "foreign"], sorted(one["outcome"] for one in three))
+        foreign = next(one for one in three if one["outcome"] == "foreign")
+        self.assertIn("further names (hard links)", foreign["reason"])
+        self.assertEqual(["not a regular file"] * 2, [one["reason"] for one in two])
+        self.assertEqual(1, run("verify", "--repair", self.root)[0])
+        self.assertTrue(linked.exists())  # somebody else's name for the same bytes
+        self.assertEqual([False] * 3, [os.path.lexists(p) for p in (damaged, pipe, loop)])
+
+    def test_namespace_that_cannot_be_opened(self) -> None:
+        """It is reported, and the next one is looked at."""
+        closed = self.entries()[0].parents[2]
+        with read_only(self.root):
+            if os.getuid() == 0:
+                os.seteuid(0)
+            closed.chmod(0)
+            if os.getuid() == 0:
+                os.seteuid(65534)
+            code, report = run_json("verify", self.root)
+
+        self.assertEqual(1, code)
+        counts = {one["namespace"]: one for one in report["namespaces"]}
+        problem = counts.pop(closed.name)["problems"][0]
+        self.assertEqual((".", "error", "Permission denied"), tuple(problem.values()))
+        self.assertEqual([1], [one["sound"] for one in counts.values()])
+
+    def test_every_byte(self) -> None:
+        """No flipped bit of a file escapes."""
+        path = self.entries(1)[0]
+        sound = path.read_bytes()
+        for at in [*range(0, len(sound), 113), *range(300, 700, 7), len(sound) - 1]:
+            flip(path, at, 1 << at % 8)
+            self.assertEqual(1, run("verify", self.root)[0], at)
+            path.write_bytes(sound)
+        self.assertEqual(0, run("verify", self.root)[0])
+
+    def test_large_file(self) -> None:
+        """Files much larger than the buffer are checked to the last byte."""
+        with VUA(VUAConfig(split_factor=256, model="large"), self.root) as vua:
+            cache = caches_of(layers=4, heads=3, tokens=256, dim=512)
+            vua.put(torch.arange(256), cache)
+        large = max(self.files(), key=lambda path: path.stat().st_size)
+        self.assertGreater(large.stat().st_size, 12 << 20)
+        self.assertEqual(0, run("verify", self.root)[0])
+        flip(large, large.stat().st_size - 1)
+        code, out, _ = run("verify", self.root)
+
+        self.assertEqual(1, code)
+        self.assertIn("1 of 24 checksums do not match, the first is that of V, head 2, layers", out)
+
+    def test_description(self) -> None:
+        """A description that is damaged or missing is reported."""
+        description = self.entries()[0].parents[2] / "namespace.json"
+        sound = description.read_bytes()
+        description.write_bytes(sound[:-20])
+        code, out, _ = run("verify", self.root)
+        self.assertEqual(1, code)
+        self.assertIn(f"corrupt: {description}: it does not describe", out)
+        description.unlink()
+        code, out, _ = run("verify", self.root)
+        self.assertEqual(1, code)
+        self.assertIn(f"error: {description}: missing", out)
+        description.write_bytes(sound.replace(b'"layers": 3', b'"layers": 4'))
+        code, report = run_json("verify", self.root)
+
+        self.assertEqual(1, code)
+        self.assertEqual(3, max(one["foreign"] for one in report["namespaces"]))
+
+    def test_leftovers(self) -> None:
+        """Temporary files, quarantined ones and strangers are reported, and are no damage."""
+        path = self.entries()[0]
+        path.with_name(".tmp-host-1").write_bytes(b"half")
+        (path.parents[2] / ".tmp-x").write_bytes(b"")
+        quarantine = path.parents[2] / "quarantine"
+        quarantine.mkdir()
+        (quarantine / "kept").write_bytes(b"damaged")
+        (path.parents[2] / "notes.txt").write_text("mine")
+        path.with_name("l0-3.h0-2.bak").write_text("mine")
+        (self.root / "README").write_text("mine")
+        code, out, _ = run("verify", self.root)
+
+        self.assertEqual(0, code)
+        for words in ("2 temporary files, 4 B", "1 damaged files kept in quarantine, 7 B",
+                      "notes.txt", "l0-3.h0-2.bak", "README"):  # fmt: skip
+            self.assertIn(words, out)
+        _, report = run_json("verify", self.root)
+        one = next(n for n in report["namespaces"] if n["temporary"])
+        self.assertEqual(
+            (2, 1, 2), tuple(len(one[k]) for k in ("temporary", "quarantined", "stray"))
+        )
+        self.assertEqual(["README"], report["stray"])
+
+    def test_live(self) -> None:
+        """While others put and delete, what vanishes is no damage."""
+        stop = threading.Event()
+
+        def disturb() -> None:
+            while not stop.is_set():
+                self.put("llama", 3)
+                for path in self.root.glob("*/??/*"):
+                    shutil.rmtree(path, ignore_errors=True)
+
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        try:
+            codes = {run("verify", self.root)[0] for _ in range(60)}
+            codes |= {run("ls", "-l", self.root)[0] for _ in range(60)}
+        finally:
+            stop.set()
+            thread.join()
+
+        self.assertEqual({0}, codes)
+
+    def test_unreadable(self) -> None:
+        """What may not be read is reported."""
+        path = self.entries()[0]
+        with read_only(self.root):
+            if os.getuid() == 0:
+                os.seteuid(0)
+            path.parent.chmod(0)
+            if os.getuid() == 0:
+                os.seteuid(65534)
+            code, out, _ = run("verify", self.root)
+
+        self.assertEqual(1, code)
+        self.assertIn("Permission denied", out)
+
+
+class TestCommand(CliTest):
+    """The command itself."""
+
+    def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run it as a process of its own."""
+        command: Sequence[str] = [sys.executable, "-m", "vua.cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    def test_usage(self) -> None:
+        """Unusable questions exit with 2 and say why."""
+        for arguments in ((), ("nonsense",), ("ls",), ("inspect",), ("verify", "--fix", "x"),
+                          ("ls", self.root / "none"), ("verify", self.files()[0])):  # fmt: skip
+            with self.subTest(arguments):
+                code, out, err = run(*arguments)
+                self.assertEqual((2, ""), (code, out))
+                self.assertIn("vua", err)
+
+    def test_unreadable_root(self) -> None:
+        """A directory that may not be read exits with 2."""
+        closed = self.root / "closed"
+        closed.mkdir()
+        with read_only(self.root):
+            if os.getuid() == 0:
+                os.seteuid(0)
+            closed.chmod(0)
+            if os.getuid() == 0:
+                os.seteuid(65534)
+            for command in ("ls", "verify"):
+                self.assertEqual((2, ""), run(command, closed)[:2])
+
+    def test_light(self) -> None:
+        """The command needs no torch and no engine."""
+        script = (
+            "import sys; from vua.cli import main; main(['ls', sys.argv[1]]);"
+            "print(sorted({'torch', 'safetensors', 'vllm', 'transformers'} & set(sys.modules)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(self.root)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+
+        self.assertEqual("[]", done.stdout.splitlines()[-1])
+
+    def test_process(self) -> None:
+        """As a process it prints, and exits with its code."""
+        done = self.start("verify", str(self.root))
+        self.assertEqual((0, ""), (done.returncode, done.stderr))
+        self.assertIn("llama", done.stdout)
+        version, native = self.start("--version").stdout.splitlines()
+        self.assertEqual(f"vua {__version__}", version)
+        self.assertIn("native code", native)
+
+    def test_closed_pipe(self) -> None:
+        """When nobody reads on, it stops without a word."""
+        command = f"{sys.executable} -m vua.cli ls -l {self.root} | true"
+        done = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True
+        )
+
+        self.assertEqual("", done.stderr)
+
+    def test_doctests(self) -> None:
+        """The examples in the docstrings are true."""
+        self.assertEqual(0, doctest.testmod(text).failed)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,155 @@
+"""Mirrors `vua.cli.text` and `vua.cli.arguments`: what comes out of a command, and what goes in."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+from commands import TOKENS, CliTest, run
+from helpers import flip, keys_of
+from vua.cli.archive import Writer
+
+
+class TestBorder(CliTest):
+    """What a terminal is shown: printable characters and ends of lines."""
+
+    EVIL = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\x7f\u202eevil"
+
+    def setUp(self) -> None:
+        """Put the name wherever somebody else may put one."""
+        super().setUp()
+        self.put(self.EVIL, 2)
+        first = self.entries(2)[0]
+        (first.parent / f"pin-{self.EVIL}").touch()
+        (first.parents[2] / self.EVIL).touch()
+        (self.root / f"{self.EVIL}\nsound: all").touch()
+        flip(first, 4200)
+        self.evil = self.root.parent / f"{self.root.name}{self.EVIL}"
+        self.root.rename(self.evil)
+        self.root = self.evil
+        self.addCleanup(shutil.rmtree, self.evil, ignore_errors=True)
+
+    def commands(self) -> list[list[str]]:
+        """Every verb, with names that are there and names that are not."""
+        root, file = str(self.evil), str(self.entries(2)[0])
+        return [
+            ["ls", root], ["ls", "-l", root], ["verify", root], ["du", root], ["pin", root],
+            ["inspect", file, f"{root}/{self.EVIL}"], ["top", root, "--once", "--interval", "0.01"],
+            ["rm", root, self.EVIL], ["rm", root, "abcdef" + self.EVIL], ["ls", self.EVIL],
+            ["explain", root, "--tokens", f"{root}/{self.EVIL}"], ["explain", self.EVIL],
+            ["export", root, f"{root}/{self.EVIL}.tar", "--all"], ["gc", root], ["ttl", root],
+            ["import", root, file], ["import", root, self.EVIL], ["ls", root, self.EVIL],
+            ["bench", "report", self.EVIL], ["key", f"{root}/{self.EVIL}.key"],
+            ["gc", root, "--ttl", self.EVIL], ["doctor", root], [self.EVIL],
+        ]  # fmt: skip
+
+    def test_every_verb(self) -> None:
+        """No verb, error or line of usage passes a control character on."""
+        for words in self.commands():
+            with self.subTest(words=words):
+                _, out, err = run(*words)
+                seen = {one for one in out + err if not one.isprintable()}
+                self.assertLessEqual(seen, {"\n"})
+                self.assertTrue(out + err)
+
+    def test_json_is_exact(self) -> None:
+        """JSON has the names as they are, without a control character in its text."""
+        code, out, _ = run("ls", self.evil, "--json")
+        self.assertEqual((0, {"\n"}), (code, {one for one in out if not one.isprintable()}))
+        report = json.loads(out)
+        self.assertEqual(str(self.evil), report["directory"])
+        self.assertIn(self.EVIL, [one["identity"]["model"] for one in report["namespaces"]])
+
+    def test_progress(self) -> None:
+        """On a terminal the line that changes has no other control characters than its own."""
+        for command in (["verify", str(self.evil)], ["import", str(self.root), "-"]):
+            shown = self.on_terminal(command)
+            own = shown.replace("\r\x1b[K", "").replace("\r\n", "\n")
+            with self.subTest(command=command):
+                self.assertNotEqual(shown, own)  # there was a line
+                self.assertEqual(set(), {one for one in own if not one.isprintable()} - {"\n"})
+
+    def on_terminal(self, command: list[str]) -> str:
+        """What the command writes to a terminal; an archive with names of evil comes by stdin."""
+        archive = io.BytesIO()
+        writer = Writer(archive)
+        for number in range(3):
+            writer.add(f"{number}{self.EVIL[:9]}", b"x")  # tar has ASCII names only
+        archive.seek(0)
+        main_, other = pty.openpty()
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(archive.read())
+            stdin.seek(0)
+            done = subprocess.Popen(
+                [sys.executable, "-m", "vua.cli", *command], stdin=stdin, stdout=other, stderr=other
+            )
+            os.close(other)
+            shown = b""
+            with contextlib.suppress(OSError):  # EIO: the other end is closed
+                while data := os.read(main_, 4096):
+                    shown += data
+            os.close(main_)
+            done.wait(60)
+        return shown.decode()
+
+
+class TestDirectory(CliTest):
+    """The directory from the environment."""
+
+    def test_left_out(self) -> None:
+        """Where VUA_PATH names the directory every verb takes it, and says the same."""
+        (chunk,) = {one.parent.name for one in self.entries()} - set(self.prefix())
+        archive = self.root.parent / f"{self.root.name}.tar"
+        self.addCleanup(archive.unlink, missing_ok=True)
+        for words in (
+            ["ls"], ["ls", "-l"], ["verify"], ["du"], ["ttl"], ["ttl", "3600"], ["ttl", "--off"],
+            ["pin", chunk], ["pin"], ["pin", chunk, "--remove"], ["gc", "--quick"],
+            ["export", str(archive), chunk], ["import", str(archive)], ["rm", chunk],
+            ["rm", "--all"],
+        ):  # fmt: skip
+            copy = self.root.parent / f"{self.root.name}-copy"
+            shutil.copytree(self.root, copy)
+            placed = [words[0], str(self.root), *words[1:]]
+            with self.subTest(words=words):
+                expected = run(*placed, "--json")
+                shutil.rmtree(self.root)
+                copy.rename(self.root)
+                if words[0] == "export":
+                    archive.unlink()
+                with mock.patch.dict(os.environ, VUA_PATH=str(self.root)):
+                    found = run(*words, "--json")
+                self.assertEqual(0, found[0], found)
+                volatile = r'"(seconds|free_nbytes)": [0-9.]+'
+                self.assertEqual(*(re.sub(volatile, "", one[1]) for one in (expected, found)))
+
+    def prefix(self) -> list[str]:
+        """The chunks that both namespaces may have."""
+        return [key.name for key in keys_of(TOKENS.tolist(), 4)[:2]]
+
+    def test_given(self) -> None:
+        """A directory that is given is taken; without either there is a clear error."""
+        empty = self.root / "empty"
+        empty.mkdir()
+        with mock.patch.dict(os.environ, VUA_PATH=str(self.root)):
+            self.assertEqual((0, f"{empty}: no namespaces\n", ""), run("ls", empty))
+            self.assertEqual(2, run("ls", empty, empty)[0])
+            self.assertIn("nothing is pinned", run("pin", empty)[1])
+        with mock.patch.dict(os.environ):
+            os.environ.pop("VUA_PATH", None)
+            code, _, err = run("ls")
+            self.assertEqual(2, code)
+            self.assertIn("required: DIR", err)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,304 @@
+"""Mirrors `vua.cli.doctor` and `vua.cli.probes`: what VUA relies on, and how it shows if absent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+import unittest
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from commands import run, run_json
+from helpers import DirectoryTest, read_only
+from vua.capacity.limits import Bounds, write_bounds
+from vua.cli import probes, quota
+from vua.cli.probes import PROBES, Finding, Ground, Mount, mount_of
+from vua.errors import ConfigError
+from vua.io import posix
+from vua.security.settings import Security
+from vua.store.namespace import check_root
+
+NAMES = [
+    "owner", "file system", "publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT",
+    "cachestat", "permissions", "time stamps", "clock", "visibility", "hard links", "speed",
+    "space", "quota", "native loop", "GDS",
+]  # fmt: skip
+MOUNTS = r"""
+21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+22 21 0:30 / /data rw,noatime - nfs4 server:/x rw,vers=4.2,lookupcache=positive,hard
+23 22 0:31 / /data/a\040b rw - tmpfs tmpfs rw
+24 21 0:32 / /database rw - xfs /dev/sdb rw
+""".strip()
+
+
+class TestDoctor(DirectoryTest):
+    """The command."""
+
+    def levels(self) -> tuple[int, dict[str, tuple[str, str]]]:
+        """Exit code, and level and text by name."""
+        code, report = run_json("doctor", self.root)
+        return code, {one["name"]: (one["level"], one["text"]) for one in report["findings"]}
+
+    def test_sound(self) -> None:
+        """An ordinary directory is sound, and is left as it was."""
+        (self.root / "file").write_text("x")
+        before, stamp = self.snapshot(), (self.root / "file").stat().st_mtime_ns
+        code, found = self.levels()
+
+        self.assertEqual(NAMES, list(found))
+        self.assertEqual([], [(n, one) for n, one in found.items() if one[0] == "bad"])
+        self.assertEqual(0, code)
+        self.assertEqual(["file"], [path.name for path in self.root.iterdir()])
+        self.assertEqual(
+            (before, stamp), (self.snapshot(), (self.root / "file").stat().st_mtime_ns)
+        )
+
+    def test_owner(self) -> None:
+        """Where an engine does not start the doctor says so, in the engine's own words."""
+        self.root.chmod(0o777)  # as Kubernetes makes an emptyDir
+        with self.assertRaises(ConfigError) as refused:
+            check_root(self.root, security=Security())
+        code, found = self.levels()
+
+        self.assertEqual((1, "bad"), (code, found["owner"][0]))
+        self.assertIn(str(refused.exception), found["owner"][1])
+        code, report = run_json("doctor", self.root, "--trusted-uids", "any")
+        self.assertEqual((0, "ok"), (code, report["findings"][0]["level"]))
+        inside = self.root / "vua"  # what the words advise
+        check_root(inside, security=Security())
+        self.assertEqual("ok", run_json("doctor", inside)[1]["findings"][0]["level"])
+        code, _, err = run("doctor", self.root, "--trusted-uids", "me")
+        self.assertEqual(2, code)
+        self.assertIn("user ids between commas", err)
+
+    def test_quota(self) -> None:
+        """A user's limit is told, near its end it is bad; what the kernel answers is understood."""
+        asked = []
+
+        def answering(*values: int) -> Callable[..., bytes | None]:
+            def ask(fd: int, kind: int, who: int) -> bytes | None:
+                asked.append((kind, who))
+                return None if kind else quota._DQBLK.pack(*values, 0, 0, 63)
+
+            return ask
+
+        for values, level, text in (
+            ((1 << 20, 0, 5 << 20, 0, 0, 3), "note", "5.0 MiB of 1.0 GiB; full before"),
+            ((1 << 40, 0, 5 << 20, 0, 0, 3), "ok", "of 1.0 PiB"),
+            ((1 << 30, 1 << 10, 1 << 20, 0, 0, 3), "bad", "1.0 MiB of 1.0 MiB; used up"),
+            ((0, 0, 5, 1000, 950, 940), "bad", "940 files of 950; used up"),
+            ((0, 0, 5, 0, 0, 940), "ok", "none that the kernel knows"),
+        ):
+            with mock.patch("vua.cli.quota._ask", answering(*values)):
+                finding = quota.quota(self.root)
+            self.assertEqual(level, finding.level, values)
+            self.assertIn(text, finding.text)
+        self.assertEqual({(0, os.geteuid()), (1, os.getegid())}, set(asked))
+        self.assertIsInstance(quota.quotas(0), list)  # the real call, whatever it says
+
+    def test_text(self) -> None:
+        """For people there is a line for each."""
+        code, out, err = run("doctor", self.root)
+
+        self.assertEqual((0, ""), (code, err))
+        self.assertEqual(len(NAMES), len(out.splitlines()))
+
+    def test_read_only(self) -> None:
+        """A directory that may not be written to is bad; none is an unusable question."""
+        with read_only(self.root):
+            code, found = self.levels()
+        self.assertEqual((1, "bad"), (code, found["write"][0]))
+        self.assertEqual(2, run("doctor", self.root / "none")[0])
+
+    def test_umask(self) -> None:
+        """An unusual umask changes nothing, as VUA mends the modes itself."""
+        before = os.umask(0o022)
+        try:
+            for mask in (0, 0o077, 0o277):
+                os.umask(mask)
+                if os.geteuid() == 0 or mask != 0o277:
+                    self.assertEqual("ok", self.levels()[1]["permissions"][0], oct(mask))
+        finally:
+            os.umask(before)
+
+    def test_space(self) -> None:
+        """Bounds that leave no room are bad, and so are unusable ones."""
+        self.assertEqual("ok", self.levels()[1]["space"][0])
+        write_bounds(self.root, Bounds(max_bytes="100%"))
+        self.assertEqual("note", self.levels()[1]["space"][0])
+        write_bounds(self.root, Bounds(min_free_bytes="100%"))
+        code, found = self.levels()
+        self.assertEqual((1, "bad"), (code, found["space"][0]))
+        (self.root / "bounds.json").write_text("{")
+        code, found = self.levels()
+        self.assertEqual((1, "bad"), (code, found["space"][0]))
+        self.assertIn("bounds.json", found["space"][1])
+
+    def test_host(self) -> None:
+        """No native loop is a note; cuFile is found, and never loaded."""
+        library = self.root / "libcufile.so.0"
+        library.write_text("no library")
+        with mock.patch.dict(os.environ, {"VUA_NATIVE": "off", "LD_LIBRARY_PATH": f":{self.root}"}):
+            _, found = self.levels()
+        self.assertEqual("note", found["native loop"][0])
+        self.assertIn("libcufile.so", found["GDS"][1])
+        with mock.patch.dict(os.environ, {"VUA_NATIVE": "nonsense"}):
+            self.assertEqual(1, self.levels()[0])
+
+    def test_removed_after_failure(self) -> None:
+        """A probe that fails is bad by itself; the rest is tried, and all is removed."""
+        with mock.patch("os.symlink", side_effect=RuntimeError), self.assertRaises(RuntimeError):
+            run("doctor", self.root)
+        self.assertEqual([], list(self.root.iterdir()))
+        with (
+            mock.patch("os.link", side_effect=OSError(errno.EPERM, "no links")),
+            mock.patch("os.replace", side_effect=OSError(errno.EIO, "broken")),
+        ):
+            code, found = self.levels()
+        self.assertEqual((1, "bad", "note"), (code, found["publish"][0], found["hard links"][0]))
+        self.assertIn("broken", found["publish"][1])
+        self.assertEqual([], list(self.root.iterdir()))
+
+    def test_light(self) -> None:
+        """It needs no torch and no engine."""
+        script = (
+            "import sys; from vua.cli import main; main(['doctor', sys.argv[1]]);"
+            "print(sorted({'torch', 'safetensors', 'vllm', 'transformers'} & set(sys.modules)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(self.root)],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+
+        self.assertEqual("[]", done.stdout.splitlines()[-1])
+
+
+class TestProbes(DirectoryTest):
+    """Each probe notices a system that is not as VUA needs it."""
+
+    def probe(self, name: str, mount: Mount | None = None) -> Finding:
+        """Run one probe on fresh ground."""
+        path = self.root / "ground"
+        path.mkdir()
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            probe = next(one for one in PROBES if one.__name__ == name)
+            return probe(Ground(str(path), fd, mount or Mount("ext4")))
+        finally:
+            os.close(fd)
+            shutil.rmtree(path)
+
+    def broken(self, name: str, what: str, how: Callable[..., Any]) -> tuple[str, str]:
+        """The probe's level here, and its level where a system call does otherwise."""
+        sound = self.probe(name).level
+        with mock.patch(what, how):
+            return sound, self.probe(name).level
+
+    def test_mounts(self) -> None:
+        """The mount is the innermost one, whatever characters are in its name."""
+        table = self.root / "mountinfo"
+        table.write_text(MOUNTS)
+        for path, kind in (
+            ("/", "ext4"), ("/x", "ext4"), ("/data", "nfs4"), ("/data/x/y", "nfs4"),
+            ("/data/a b/c", "tmpfs"), ("/database/x", "xfs"),
+        ):  # fmt: skip
+            self.assertEqual(kind, mount_of(path, str(table)).kind, path)
+        self.assertIn("lookupcache=positive", mount_of("/data", str(table)).options)
+        self.assertEqual(Mount(""), mount_of("/", str(self.root / "none")))
+
+    def test_file_system(self) -> None:
+        """NFS that caches absent names, and memory, are noted."""
+        for mount, level in (
+            (Mount("ext4"), "ok"), (Mount("nfs4", ("rw", "hard")), "note"), (Mount(""), "ok"),
+            (Mount("nfs4", ("lookupcache=positive",)), "ok"), (Mount("tmpfs"), "note"),
+        ):  # fmt: skip
+            self.assertEqual(level, self.probe("_file_system", mount).level, mount)
+
+    def test_publish(self) -> None:
+        """A rename that leaves the old name, and an O_EXCL that does not hold, are bad."""
+        opened = os.open
+
+        def copy(old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+            os.link(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+        def no_excl(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+            return opened(path, flags & ~os.O_EXCL, mode, dir_fd=dir_fd)
+
+        self.assertEqual(("ok", "bad"), self.broken("_publish", "os.replace", copy))
+        self.assertEqual(("ok", "bad"), self.broken("_publish", "os.open", no_excl))
+
+    def test_symlinks(self) -> None:
+        """A link that can be passed through is bad."""
+
+        def passable(_: str, link: str, *, dir_fd: int) -> None:
+            os.mkdir(link, dir_fd=dir_fd)
+            os.close(os.open(f"{link}/file", os.O_CREAT | os.O_WRONLY, dir_fd=dir_fd))
+
+        self.assertEqual(("ok", "bad"), self.broken("_symlinks", "os.symlink", passable))
+
+    def test_direct(self) -> None:
+        """Without O_DIRECT there is a note."""
+        opened = os.open
+
+        def refuse(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no")
+            return opened(path, flags, mode, dir_fd=dir_fd)
+
+        with mock.patch("os.open", refuse):
+            self.assertEqual("note", self.probe("_direct").level)
+
+    def test_cold(self) -> None:
+        """Where the system does not tell cold files there is a note; else it is as it tells."""
+        with (self.root / "file").open("wb+") as file:
+            known = posix.cached_pages(file.fileno()) is not None
+        self.assertEqual("ok" if known else "note", self.probe("_cold").level)
+        with mock.patch.dict(posix._calls):
+            posix._calls.pop("cachestat", None)
+            self.assertEqual("note", self.probe("_cold").level)
+
+    def test_modes(self) -> None:
+        """Directories that come out wider are bad; files of another owner are noted."""
+        made = os.mkdir
+
+        def wide(path: str, mode: int, *, dir_fd: int | None = None) -> None:
+            made(path, mode, dir_fd=dir_fd)
+            if dir_fd is not None:
+                os.chmod(path, 0o755, dir_fd=dir_fd)
+
+        self.assertEqual(("ok", "bad"), self.broken("_modes", "os.mkdir", wide))
+        other = os.geteuid() + 1
+        self.assertEqual(("ok", "note"), self.broken("_modes", "os.geteuid", lambda: other))
+
+    def test_stamps(self) -> None:
+        """Stamps in whole seconds are bad, in whole microseconds they are not."""
+        stamped = os.utime
+
+        def rounded(step: int) -> Callable[..., None]:
+            return lambda path, *, ns, **rest: stamped(
+                path, ns=tuple(one // step * step for one in ns), **rest
+            )
+
+        self.assertEqual(("ok", "bad"), self.broken("_stamps", "os.utime", rounded(10**9)))
+        self.assertEqual(("ok", "ok"), self.broken("_stamps", "os.utime", rounded(1000)))
+
+    def test_clock(self) -> None:
+        """A clock that is off by an hour is noted."""
+        now = time.time_ns
+        late = self.broken("_clock", "time.time_ns", lambda: now() + 3600 * 10**9)
+        self.assertEqual(("ok", "note"), late)
+
+    def test_visible(self) -> None:
+        """A file that another process makes and that does not show is bad."""
+        with mock.patch.object(probes, "_VISIBLE_S", 0.1):
+            unseen = self.broken("_visible", "subprocess.run", lambda *_, **__: None)
+        self.assertEqual(("ok", "bad"), unseen)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,395 @@
+"""Mirrors `vua.cli.explain`: why a prompt hits or misses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import unittest
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from commands import run, run_json
+from helpers import DirectoryTest, Memory, caches_of, flip, keys_of, model_arrays
+from vua.cli.identify import compare, expect
+from vua.core import VUA, VUAConfig
+from vua.format.identity import Identity, config_digest, weights_fingerprint
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout, Shard
+from vua.store.namespace import create_stores
+
+TOKENS = list(range(500, 514))  # three chunks of 4, and two more
+CONFIG = {"model_type": "llama", "hidden_size": 8, "torch_dtype": "bfloat16", "use_cache": True}
+
+
+class ExplainTest(DirectoryTest):
+    """A directory, and files of tokens beside it."""
+
+    def setUp(self) -> None:
+        """Make both."""
+        super().setUp()
+        self.cache = self.root / "cache"
+        self.cache.mkdir()
+
+    def put(self, tokens: list[int], **settings: Any) -> None:
+        """Store the cache of whole chunks of 4 tokens."""
+        config = VUAConfig(**{"split_factor": 4, "model": "llama", **settings})
+        length = len(tokens) // 4 * 4
+        with VUA(config, self.cache) as vua:
+            vua.put(
+                torch.tensor(tokens[:length]), caches_of(layers=2, heads=2, tokens=length, dim=8)
+            )
+
+    def tokens(self, tokens: list[int] | str) -> Path:
+        """A file of token ids."""
+        path = self.root / "tokens"
+        path.write_text(tokens if isinstance(tokens, str) else json.dumps(tokens))
+        return path
+
+    def ask(self, tokens: list[int] | str, *arguments: str | Path) -> tuple[int, list[Any]]:
+        """Explain token ids; return exit code and the reports of namespaces."""
+        path = self.tokens(tokens)
+        code, report = run_json("explain", self.cache, "--tokens", path, *arguments)
+        return code, report["namespaces"]
+
+    def chunk(self, index: int) -> Path:
+        """The file of one chunk of TOKENS."""
+        name = keys_of(TOKENS, 4)[index].name
+        return next(path for path in self.files() if path.parent.name == name)
+
+
+class TestPrefix(ExplainTest):
+    """How far a prompt is stored."""
+
+    def test_hit(self) -> None:
+        """A prompt of which all whole chunks are stored is a hit, in either form of file."""
+        self.put(TOKENS)
+        for tokens in (TOKENS, " ".join(map(str, TOKENS)) + "\n"):
+            code, (one,) = self.ask(tokens)
+
+            self.assertEqual((0, 3, 12), (code, one["usable_chunks"], one["usable_tokens"]))
+            self.assertEqual({"16": 0, "128": 0}, one["loads"])
+            self.assertRegex(
+                one["verdict"], "^a hit: all 3 whole chunks, 12 of 14 tokens, of which"
+            )
+            self.assertEqual((3, 3), tuple(one["groups"][0][k] for k in ("galloping", "leading")))
+            self.assertIsNone(one["groups"][0]["first_missing"])
+
+    def test_diverges(self) -> None:
+        """Where another prompt goes on otherwise, that is said; where none does, too."""
+        self.put(TOKENS)
+        other = [*TOKENS[:5], 1, 1, 1, 1, 1, 1, 1]
+        code, (one,) = self.ask(other)
+        gap = one["groups"][0]["first_missing"]
+
+        self.assertEqual((0, 1, 1), (code, one["usable_chunks"], one["others"]["others"]))
+        self.assertEqual((1, [4, 8], "absent"), (gap["chunk"], gap["tokens"], gap["state"]))
+        self.assertEqual(keys_of(other, 4)[1].name, gap["prefix_hash"])
+        self.assertIn("go on otherwise", one["verdict"])
+        _, (one,) = self.ask([*TOKENS[:12], 1, 1, 1, 1])
+
+        self.assertEqual((3, 0), (one["usable_chunks"], one["others"]["others"]))
+        self.assertIn("nothing stored goes on", one["verdict"])
+        _, (one,) = self.ask(other, "--quick")
+        self.assertIsNone(one["others"])
+
+    def test_nothing_in_common(self) -> None:
+        """Another first chunk, no first chunk, and a prompt shorter than a chunk."""
+        self.put(TOKENS)
+        _, (one,) = self.ask([1] * 4)
+        self.assertIn("of 1 other first chunks 0 have extras", one["verdict"])
+        _, (one,) = self.ask([1] * 3)
+        self.assertIn("3 tokens are less than one chunk of 4", one["verdict"])
+        shutil.rmtree(self.cache)
+        self.cache.mkdir()
+        self.assertEqual((0, []), self.ask(TOKENS))
+
+    def test_hole(self) -> None:
+        """A hole is shown, and what lies behind it is of no use."""
+        self.put(TOKENS)
+        shutil.rmtree(self.chunk(1).parent)
+        code, (one,) = self.ask(TOKENS)
+        group = one["groups"][0]
+
+        self.assertEqual((0, 1, [[0, 1], [2, 3]]), (code, group["leading"], group["runs"]))
+        self.assertEqual(3, group["galloping"])  # it asks for the last one first
+        self.assertIn("chunk 1 is absent, a hole", one["verdict"])
+
+    def test_damage(self) -> None:
+        """A damaged header, also where readers do not look, and a cut file exit with 1."""
+        for at, cut in ((300, False), (4090, False), (0, True)):
+            with self.subTest(at=at, cut=cut):
+                self.put(TOKENS)
+                path = self.chunk(1)
+                if cut:
+                    path.write_bytes(path.read_bytes()[:-1])
+                else:
+                    flip(path, at)
+                self.tokens(TOKENS)
+                before = self.snapshot()
+                code, (one,) = self.ask(TOKENS)
+                gap = one["groups"][0]["first_missing"]
+
+                self.assertEqual((1, 1, "damaged"), (code, gap["chunk"], gap["state"]))
+                self.assertIn("l0-2.h0-2: corrupt", gap["reasons"][0])
+                self.assertEqual(before, self.snapshot())
+                path.unlink()
+
+    def test_foreign(self) -> None:
+        """A sound file in another's place is found out."""
+        self.put(TOKENS)
+        shutil.copy(self.chunk(0), self.chunk(1))
+        code, (one,) = self.ask(TOKENS)
+
+        self.assertEqual(1, code)
+        self.assertIn("foreign", one["groups"][0]["first_missing"]["reasons"][0])
+
+    def test_salt(self) -> None:
+        """A salted prompt is found with its salt; without, that there are salted ones is said."""
+        identity = Identity(model="llama", name="llama", chunk_tokens=4)
+        layout = KVLayout(2, 2, 8, 8, "F32", 4)
+        (store,) = create_stores(self.cache, identity, [layout])
+        self.addCleanup(store.close)
+        keys = KeyChain(token_ids(TOKENS), 4, {0: [("salt", b"s")]})
+        memory = Memory(layout, layout.full, 3).fill(model_arrays(layout, 3)).map()
+        for place in range(3):
+            store.save(keys[place], memory, place=place)
+        self.assertEqual(3, self.ask(TOKENS, "--salt", "s")[1][0]["usable_chunks"])
+        _, (one,) = self.ask(TOKENS)
+
+        self.assertEqual((0, {"others": 1, "with_extras": 1}),
+                         (one["usable_chunks"], one["others"]))  # fmt: skip
+
+    def test_groups(self) -> None:
+        """Windowed layers are reported by themselves, and need only their window."""
+        full = KVLayout(2, 2, 8, 8, "F32", 4)
+        window = KVLayout(3, 2, 8, 8, "F32", 4, "w6")
+        stores = create_stores(self.cache, Identity(model="m", chunk_tokens=4), [full, window])
+        self.addCleanup(stores[0].close)
+        keys = keys_of(TOKENS, 4)
+        for store, places in zip(stores, ((0, 1, 2), (0, 1)), strict=True):
+            layout = store.layout
+            memory = Memory(layout, layout.full, 3).fill(model_arrays(layout, 3)).map()
+            for place in places:
+                store.save(keys[place], memory, place=place)
+        _, (one,) = self.ask(TOKENS)
+        groups = {group["group"]: group for group in one["groups"]}
+
+        self.assertEqual((3, 2), (groups[""]["leading"], groups["w6"]["leading"]))
+        self.assertEqual(2, one["usable_chunks"])
+        self.assertIn("no later window", one["verdict"])
+        # Behind chunk 1 the last 5 of 8 tokens count, behind chunk 2 those of 12: chunk 0 for one.
+        for path in self.files("w6.*"):
+            if path.parent.name == keys[0].name:
+                path.unlink()
+        self.assertEqual(0, self.ask(TOKENS)[1][0]["usable_chunks"])
+
+    def test_shards(self) -> None:
+        """Files that do not cover the model are named, and are not enough."""
+        layout = KVLayout(2, 2, 8, 8, "F32", 4)
+        (store,) = create_stores(self.cache, Identity(model="m", chunk_tokens=4), [layout])
+        self.addCleanup(store.close)
+        halves = [Shard(0, 2, head, head + 1) for head in (0, 1)]
+        for half in halves:
+            memory = Memory(layout, half, 1).fill(
+                [np.ascontiguousarray(array[:, half.head_start : half.head_stop])
+                 for array in model_arrays(layout, 1)]).map()  # fmt: skip
+            store.save(keys_of(TOKENS, 4)[0], memory, shard=half)
+        self.assertEqual(1, self.ask(TOKENS)[1][0]["usable_chunks"])
+        self.chunk(0).unlink()
+        code, (one,) = self.ask(TOKENS)
+        gap = one["groups"][0]["first_missing"]
+
+        self.assertEqual((0, "partial", ["l0-2.h1-2"]), (code, gap["state"], gap["shards"]))
+
+
+class TestModel(ExplainTest):
+    """Which namespace a model leads to."""
+
+    def setUp(self) -> None:
+        """Make a model of which the weights are noise."""
+        super().setUp()
+        self.model = self.root / "model"
+        self.model.mkdir()
+        (self.model / "config.json").write_text(json.dumps(CONFIG))
+        (self.model / "model.safetensors").write_bytes(bytes(range(200)))
+        self.identity = Identity(
+            model=config_digest(CONFIG), weights=weights_fingerprint(self.model), rope="neox",
+            kv_dtype="BF16", chunk_tokens=4, name="model",
+        )  # fmt: skip
+
+    def store(self, **fields: Any) -> str:
+        """Describe a namespace that differs from the model's in some fields; return its name."""
+        identity = Identity(**{**{n: v for n, v in self.identity.describe().items()
+                                  if n not in ("version", "namespace")}, **fields})  # fmt: skip
+        layout = KVLayout(2, 2, 8, 8, "BF16", identity.chunk_tokens)
+        create_stores(self.cache, identity, [layout])[0].close()
+        return identity.namespace
+
+    def test_expected(self) -> None:
+        """The files give the identity that adapters give, but for what engines add to configs."""
+        expected = expect(str(self.model), chunk_tokens=4, epoch="")
+
+        self.assertEqual(self.identity, expected.identity)
+        self.assertEqual((), expected.unknown)
+
+    @unittest.skipUnless(find_spec("transformers"), "needs transformers")
+    def test_adapter(self) -> None:
+        """Of what an adapter says of a real checkpoint the files tell all but the config."""
+        from transformers import AutoModelForCausalLM
+
+        from vua.testing.models import make_model
+        from vua.transformers.model import identity_of
+
+        path = make_model(self.root / "real")
+        stored = identity_of(AutoModelForCausalLM.from_pretrained(path), chunk_tokens=4)
+        found = compare(expect(str(path), chunk_tokens=4, epoch=""), stored)
+
+        self.assertEqual([("model", False)], [(one.field, one.certain) for one in found])
+
+    def test_there(self) -> None:
+        """A namespace of just this identity differs in nothing, and other models are left out."""
+        name = self.store()
+        self.store(weights="0" * 64)
+        _, found = self.ask(TOKENS, "--model", self.model, "--chunk-tokens", "4")
+
+        self.assertEqual([(name, [])], [(one["namespace"], one["differences"]) for one in found])
+
+    def test_nearest(self) -> None:
+        """Fields that differ are named, and a config's digest only as possibly another one."""
+        for fields, words in (
+            ({"epoch": "2"}, "same model and weights, epoch '2' instead of ''"),
+            ({"kv_dtype": "F32"}, "same model and weights, kv_dtype 'F32' instead of 'BF16'"),
+            ({"rope": ""}, "rope '' instead of 'neox'"),
+            ({"chunk_tokens": 8}, "chunk_tokens 8 instead of 4"),
+            ({"model": "x"}, "same weights, model 'x' instead of"),
+            ({"weights": "w"}, "same model, weights 'w' instead of"),
+        ):
+            with self.subTest(fields):
+                self.store(**fields)
+                tokens = self.tokens(TOKENS)
+                code, out, err = run("explain", self.cache, "--tokens", tokens, "--model",
+                                     self.model, "--chunk-tokens", "4")  # fmt: skip
+                self.assertEqual((0, ""), (code, err))
+                self.assertIn(words, out)
+                self.assertEqual("model" in fields, "config.json alone does not tell)" in out)
+                shutil.rmtree(self.cache)
+                self.cache.mkdir()
+
+    def test_weights_missing(self) -> None:
+        """Without weights beside the config, these are not compared."""
+        self.store(weights="w")
+        (self.model / "model.safetensors").unlink()
+        _, (one,) = self.ask(TOKENS, "--model", self.model, "--chunk-tokens", "4")
+
+        self.assertEqual([], one["differences"])
+
+
+class TestLoads(ExplainTest):
+    """What of a hit vLLM loads: whole blocks of its own, and never a prompt's last token."""
+
+    def loads(self, tokens: list[int], *arguments: str) -> dict[str, int]:
+        """By tokens per block, what is loaded of a prompt."""
+        (one,) = self.ask(tokens, *arguments)[1]
+        return dict(one["loads"])
+
+    def test_whole_blocks(self) -> None:
+        """A hit ends with a block, before the last token; the verdict says where."""
+        tokens = list(range(1, 1473))
+        self.put(tokens, split_factor=64)  # 23 chunks
+        self.assertEqual({"16": 1472, "128": 1408}, self.loads([*tokens, 7, 8]))
+        self.assertEqual({"16": 1456, "128": 1408}, self.loads(tokens))
+        self.assertEqual({"16": 1264, "128": 1152}, self.loads(tokens[:1280]))
+        self.assertEqual({"64": 1472}, self.loads([*tokens, 7], "--block-tokens", "64"))
+        (one,) = self.ask([*tokens, 7])[1]
+        self.assertIn("loads 1472 with blocks of 16 or 1408 with blocks of 128", one["verdict"])
+        path = self.tokens(tokens)
+        code, _, err = run("explain", self.cache, "--tokens", path, "--block-tokens", "0")
+        self.assertEqual(2, code)
+        self.assertIn("--block-tokens must be a positive number, found 0", err)
+
+
+class TestQuestion(ExplainTest):
+    """What can be asked."""
+
+    def test_unusable(self) -> None:
+        """Unusable questions exit with 2 and say why."""
+        self.put(TOKENS)
+        ids = self.tokens(TOKENS)
+        for arguments, words in (
+            ((), "required"),
+            (("--tokens", self.tokens("1 x").rename(self.root / "x")), "invalid literal"),
+            (("--tokens", self.tokens("[1, 2.5]").rename(self.root / "y")), "item 1 is 2.5"),
+            (("--tokens", self.tokens("[-1]").rename(self.root / "z")), "0..2**32-1"),
+            (("--tokens", self.root / "none"), "No such file"),
+            (("--prompt", self.root / "x"), "needs its tokenizer"),
+            (("--prompt", self.root / "x", "--model", self.root), "tokenizer.json: no such file"),
+            (("--tokens", self.root / "a", "--prompt", self.root / "a"), "not allowed"),
+            (("--tokens", "IDS", "--model", self.root), "config.json: no such file"),
+            (("--tokens", "IDS", "--namespace", "zz"), "no namespace begins"),
+        ):
+            ids = self.tokens(TOKENS)
+            with self.subTest(arguments):
+                given = [ids if one == "IDS" else one for one in arguments]
+                code, out, err = run("explain", self.cache, *given)
+                self.assertEqual((2, ""), (code, out))
+                self.assertIn(words, err)
+
+    def test_namespace(self) -> None:
+        """One namespace can be picked, and one without a description is a miss."""
+        self.put(TOKENS)
+        self.put(TOKENS, model="qwen")
+        self.assertEqual(2, len(self.ask(TOKENS)[1]))
+        name = next(self.cache.glob("*/namespace.json")).parent.name
+        _, (one,) = self.ask(TOKENS, "--namespace", name[:6])
+        self.assertEqual((name, 3), (one["namespace"], one["usable_chunks"]))
+        (self.cache / name / "namespace.json").unlink()
+        code, (one,) = self.ask(TOKENS, "--namespace", name)
+        self.assertEqual((0, 0, "missing"), (code, one["usable_chunks"], one["description"]))
+
+    @unittest.skipUnless(find_spec("tokenizers"), "needs tokenizers")
+    def test_prompt(self) -> None:
+        """A text is cut by the model's own tokenizer."""
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        words = {f"w{one}": one for one in TOKENS}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="w500"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.save(str(self.root / "tokenizer.json"))
+        self.put(TOKENS)
+        (self.root / "prompt").write_text(" ".join(words))
+        arguments = ("--prompt", self.root / "prompt", "--model", self.root)
+        _, report = run_json("explain", self.cache, *arguments)
+
+        self.assertEqual((14, 3), (report["tokens"], report["namespaces"][0]["usable_chunks"]))
+        (self.root / "tokenizer.json").write_text("{}")
+        code, _, err = run("explain", self.cache, *arguments)
+        self.assertEqual(2, code)
+        self.assertIn("not a tokenizer", err)
+
+    def test_light(self) -> None:
+        """It needs no torch and no engine, reads stdin, and prints the same for people."""
+        self.put(TOKENS)
+        script = (
+            "import sys; from vua.cli import main;"
+            "main(['explain', sys.argv[1], '--tokens', '-']);"
+            "print(sorted({'torch', 'safetensors', 'vllm', 'transformers'} & set(sys.modules)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(self.cache)],
+            input=json.dumps(TOKENS), capture_output=True, text=True, check=True,
+        )  # fmt: skip
+
+        lines = done.stdout.splitlines()
+        self.assertEqual("[]", lines[-1])
+        self.assertIn("llama", lines[0])
+        self.assertIn("a hit: all 3 whole chunks", lines[-2])
+
+
+if __name__ == "__main__":
+    unittest.main()

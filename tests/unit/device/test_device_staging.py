@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import threading
+import unittest
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import DirectoryTest, bits, keys_of, noise
+from vua.device import Fence, PagedCache, Staging, slots_of
+from vua.errors import InputError, LayoutError
+from vua.format.identity import Identity
+from vua.format.layout import KVLayout, Shard
+from vua.store.namespace import create_store
+
+LAYOUT = KVLayout(layers=3, kv_heads=4, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=8)
+SHARD = Shard(0, 3, 1, 3)
+BLOCK, BLOCKS = 4, 13
+NEEDS_CUDA = unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+
+
+def engine(device: str, seed: int) -> tuple[torch.Tensor, PagedCache]:
+    """A rank's cache: all layers in one allocation, K and V fused, full of noise."""
+    memory = noise(3, BLOCKS, SHARD.heads, BLOCK, 16, dtype=torch.bfloat16, seed=seed).to(device)
+    return memory, PagedCache.of(memory, "LBHNC")
+
+
+class StagingTest(DirectoryTest):
+    """What goes out of one cache into files comes back into another one."""
+
+    device = "cpu"
+
+    def setUp(self) -> None:
+        """Open a store, and name four chunks of a prompt."""
+        super().setUp()
+        label = Identity(model="staging", kv_dtype="BF16", chunk_tokens=8)
+        self.store = create_store(self.root, label, LAYOUT)
+        self.keys = keys_of(range(32), 8)
+
+    def staging(self, paged: PagedCache, *, chunks: int = 2, limit: int = 2) -> Staging:
+        """A staging that is closed when the test ends."""
+        staging = Staging([paged], LAYOUT, SHARD, chunks=chunks, limit=limit)
+        self.addCleanup(staging.close)
+        return staging
+
+    def save_all(self, staging: Staging, ids: list[int]) -> None:
+        """Store the four chunks, two at a time."""
+        for at in (0, 2):
+            staged = staging.take()
+            fence = staging.save(staged, [slots_of(ids, BLOCK, 8 * at, 8 * at + 16).view(2, 8)])
+            fence.wait()
+            for place in (0, 1):
+                memory = staged.slab.memory
+                self.store.save(self.keys[at + place], memory, shard=SHARD, place=place)
+            staging.give_back(staged)
+
+    def test_there_and_back(self) -> None:
+        """Saved tokens come back into other blocks of another cache, and nothing else."""
+        memory, paged = engine(self.device, seed=1)
+        other, other_paged = engine(self.device, seed=2)
+        out_ids, in_ids = [3, 1, 12, 0, 5, 7, 2, 9], [4, 12, 11, 0, 1, 2, 3, 6]
+        self.save_all(self.staging(paged), out_ids)
+        staging = self.staging(other_paged)
+        start, stop = 6, 27  # neither is the end of a chunk or block
+        expected = other.cpu()
+        for token in range(start, stop):
+            source = memory[:, out_ids[token // BLOCK], :, token % BLOCK]
+            expected[:, in_ids[token // BLOCK], :, token % BLOCK] = source.cpu()
+
+        for at in (0, 2):
+            staged = staging.take()
+            loaded = self.store.load(self.keys[at : at + 2], staged.slab.memory, target=SHARD)
+            self.assertEqual(2, loaded.chunks)
+            first = 8 * at
+            slots = slots_of(in_ids, BLOCK, first, first + 16, wanted=(start, stop)).view(2, 8)
+            fence = staging.load(staged, [slots], after=staging.mark())
+            fence.wait()
+            self.assertTrue(fence.passed())
+            staging.give_back(staged)
+
+        self.assertEqual(bits(expected), bits(other.cpu()))
+        self.assertTrue(bits(engine("cpu", seed=2)[0]) != bits(expected))
+
+    def test_layers_with_tables_of_their_own(self) -> None:
+        """Layers may lie in caches with other block sizes and other blocks; a fault moves none."""
+        memory, paged = engine(self.device, seed=1)
+        other = noise(1, 9, SHARD.heads, 8, 16, dtype=torch.bfloat16, seed=9).to(self.device)
+        parts = [paged.narrow(layers=(0, 2)), PagedCache.of(other, "LBHNC")]
+        staging = Staging(parts, LAYOUT, SHARD, chunks=1, limit=1)
+        self.addCleanup(staging.close)
+        staged = staging.take()
+
+        out = [slots_of([3, 1], BLOCK, 0, 8).view(1, 8), slots_of([7], 8, 0, 8).view(1, 8)]
+        staging.save(staged, out).wait()
+
+        near = memory[:2, [3, 1]].permute(2, 0, 1, 3, 4).flatten(2, 3).cpu()  # [H, L, T, C]
+        whole = torch.cat([near, other[:, 7].transpose(0, 1).cpu()], dim=1)
+        k, v = (data.tobytes() for data, _ in staged.slab.arrays(0))
+        self.assertEqual([bits(whole[..., :8]), bits(whole[..., 8:])], [k, v])
+        back = [slots_of([0, 2], BLOCK, 0, 8).view(1, 8), slots_of([4], 8, 0, 8).view(1, 8)]
+        expected, expected_other = memory.cpu(), other.cpu()
+        before = [bits(expected), bits(expected_other)]
+        with self.assertRaisesRegex(InputError, "slot 72"):
+            staging.load(staged, [back[0], back[1] + 33], after=staging.mark())
+        self.assertEqual(before, [bits(memory.cpu()), bits(other.cpu())])
+        staging.load(staged, back, after=staging.mark()).wait()
+        expected[:2, [0, 2]] = expected[:2, [3, 1]]
+        expected_other[:, 4] = expected_other[:, 7]
+        self.assertEqual(
+            [bits(expected), bits(expected_other)], [bits(memory.cpu()), bits(other.cpu())]
+        )
+
+    def test_first_chunks_only(self) -> None:
+        """Fewer chunks than a slab has room for leave the rest of the slab alone."""
+        memory, paged = engine(self.device, seed=1)
+        staging = self.staging(paged, chunks=3)
+        staged = staging.take()
+        staged.slab.bytes[:] = 0xA5
+
+        staging.save(staged, [slots_of([5, 6], BLOCK, 0, 8).view(1, 8)]).wait()
+
+        k, v = (data.tobytes() for data, _ in staged.slab.arrays(0))
+        blocks = memory[:, 5:7].permute(2, 0, 1, 3, 4).flatten(2, 3).cpu()  # [H, L, T, C]
+        self.assertEqual([bits(blocks[..., :8]), bits(blocks[..., 8:])], [k, v])
+        rest = np.concatenate([data for place in (1, 2) for data, _ in staged.slab.arrays(place)])
+        self.assertEqual({0xA5}, set(rest.tolist()))
+
+    def test_bounded_and_reused(self) -> None:
+        """No more slabs than the limit are lent; what comes back is lent again."""
+        staging = self.staging(engine(self.device, seed=1)[1], limit=2)
+        first, second = staging.take(), staging.take()
+        self.assertIsNotNone(first)
+        self.assertIsNot(first, second)
+        self.assertIsNone(staging.take())
+
+        staging.give_back(second)
+
+        self.assertIs(second, staging.take())
+        staging.close()
+        staging.give_back(first)
+        self.assertIsNone(staging.take())
+
+    def test_prepared(self) -> None:
+        """Slabs that were made beforehand are those that are lent."""
+        staging = self.staging(engine(self.device, seed=1)[1], limit=2)
+        staging.prepare(5)
+        made = set(staging._made.values())
+        self.assertEqual(2, len(made))
+        self.assertEqual(made, {staging.take(), staging.take()})
+
+    def test_refused(self) -> None:
+        """A cache that is not the shard, and slots that do not fit a slab, are refused."""
+        memory, paged = engine(self.device, seed=1)
+        for shard in (Shard(0, 3, 0, 4), Shard(0, 2, 1, 3)):
+            with self.subTest(shard=shard), self.assertRaises(LayoutError):
+                Staging([paged], LAYOUT, shard, chunks=1, limit=1)
+        staging = self.staging(paged)
+        staged, before = staging.take(), bits(memory.cpu())
+        for slots in (torch.zeros(3, 8), torch.zeros(0, 8), torch.zeros(8), torch.zeros(1, 7)):
+            with self.subTest(shape=slots.shape), self.assertRaisesRegex(InputError, "1 to 2 chun"):
+                staging.load(staged, [slots.long()], after=Fence())
+        with self.assertRaisesRegex(InputError, "2 parts"):
+            staging.load(staged, [torch.zeros(1, 8).long()] * 2, after=Fence())
+        with self.assertRaisesRegex(InputError, "slot 52 is not"):
+            staging.load(staged, [torch.full((1, 8), BLOCKS * BLOCK)], after=Fence())
+        self.assertEqual(before, bits(memory.cpu()))
+
+    def test_threads(self) -> None:
+        """Threads that share a staging load and save different blocks at the same time."""
+        memory, paged = engine(self.device, seed=1)
+        before = bits(memory.cpu())
+        staging = self.staging(paged, chunks=1, limit=6)
+        problems: list[object] = []
+
+        def work(block: int) -> None:
+            slots = slots_of([block, block + 1], BLOCK, 0, 8).view(1, 8)
+            for _ in range(20):
+                staged = staging.take()
+                staging.save(staged, [slots]).wait()
+                staging.load(staged, [slots], after=staging.mark()).wait()
+                staging.give_back(staged)
+
+        def guarded(block: int) -> None:
+            try:
+                work(block)
+            except Exception as error:  # noqa: BLE001 - reported below
+                problems.append(error)
+
+        threads = [threading.Thread(target=guarded, args=(2 * n,)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        self.assertEqual([], problems)
+        self.assertEqual(before, bits(memory.cpu()))
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+class GPUStagingTest(StagingTest):
+    """The same on a GPU, and the order of what is queued there."""
+
+    device = "cuda:0"
+
+    def test_save_is_before_what_follows(self) -> None:
+        """A block that the engine overwrites right after `save` is saved as it was before."""
+        memory, paged = engine(self.device, seed=1)
+        expected = bits(memory[:, :2, :, :, :8].permute(2, 0, 1, 3, 4).cpu())
+        staging = self.staging(paged)
+        staged = staging.take()
+        torch.cuda.synchronize()
+        final = torch.randn(memory.shape, device=self.device, dtype=memory.dtype)
+        changed = memory.clone()
+        memory.zero_()
+        torch.cuda._sleep(200_000_000)  # the engine is computing...
+        memory.copy_(changed)  # ...and writes the blocks late
+
+        fence = staging.save(staged, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)])
+        memory.copy_(final)
+        fence.wait()
+
+        self.assertEqual(expected, staged.slab.arrays(0)[0][0].tobytes())
+        torch.cuda.synchronize()
+        self.assertEqual(bits(final.cpu()), bits(memory.cpu()))
+
+    def test_load_is_after_the_mark(self) -> None:
+        """A load does not overtake what the engine still writes into the blocks' last life."""
+        memory, paged = engine(self.device, seed=1)
+        staging = self.staging(paged)
+        staged = staging.take()
+        staged.slab.bytes[:] = 7
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        memory.zero_()
+
+        fence = staging.load(
+            staged, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)], after=staging.mark()
+        )
+        self.assertFalse(fence.passed())
+        fence.wait()
+
+        found = memory.view(torch.uint8).cpu()
+        self.assertEqual({7}, set(found[:, :2].flatten().tolist()))
+        self.assertEqual({0}, set(found[:, 2:].flatten().tolist()))
+
+    def test_join(self) -> None:
+        """What the engine queues after a join is after the loads that were queued before it."""
+        memory, paged = engine(self.device, seed=1)
+        staging = self.staging(paged)
+        staged = staging.take()
+        staged.slab.bytes[:] = 7
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(200_000_000)
+            late = staging.mark()
+
+        staging.load(staged, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)], after=late)
+        staging.join()
+        memory.zero_()
+
+        torch.cuda.synchronize()
+        self.assertEqual({0}, set(memory.view(torch.uint8).cpu().flatten().tolist()))
+
+    def test_pinned(self) -> None:
+        """Slabs are page-locked while the staging is open."""
+        staging = self.staging(engine(self.device, seed=1)[1])
+        staged = staging.take()
+
+        self.assertTrue(torch.from_numpy(staged.slab.bytes).is_pinned())
+        staging.give_back(staged)
+        staging.close()
+        self.assertFalse(torch.from_numpy(staged.slab.bytes).is_pinned())
+
+
+if __name__ == "__main__":
+    unittest.main()

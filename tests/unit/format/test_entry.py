@@ -1,0 +1,250 @@
+"""Mirrors `vua.format.entry`: a header is exactly what was written, or it is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import struct
+import unittest
+from unittest import mock
+
+import numpy as np
+import xxhash
+
+from helpers import keys_of
+from vua.errors import CorruptEntryError, ForeignEntryError, LayoutError
+from vua.format.entry import EntryCodec, EntryInfo, parse_entry
+from vua.format.keys import ChunkKey
+from vua.format.layout import KVLayout, Shard
+
+NAMESPACE = "0123456789abcdef" * 4
+LAYOUT = KVLayout(layers=3, kv_heads=4, k_dim=8, v_dim=4, dtype="BF16", chunk_tokens=4)
+LATENT = KVLayout(layers=5, kv_heads=1, k_dim=576, v_dim=0, dtype="F8_E4M3", chunk_tokens=256)
+FIRST, SECOND = keys_of(range(8), 4)
+
+
+NOTHING = b'"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},'
+
+
+def header_of(
+    codec: EntryCodec | None = None, key: ChunkKey = SECOND, writer: str = "vua test"
+) -> bytes:
+    """A header with checksums that count up."""
+    codec = codec or EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full)
+    return codec.encode_header(key, np.arange(codec.units, dtype=np.uint64), writer=writer)
+
+
+def resealed(header: bytes, old: bytes, new: bytes) -> bytes:
+    """A header with one part exchanged, and everything set right that a liar would set right."""
+    nbytes = struct.unpack("<Q", header[:8])[0]
+    text = header[8 : 8 + nbytes]
+    if old not in text:
+        raise ValueError(old)
+    text = text.rstrip(b" ").replace(old, new, 1)
+    table = header[8 + nbytes :]
+    text += b" " * (-(8 + len(text) + len(table)) % 4096)
+    whole = struct.pack("<Q", len(text)) + text + table
+    blank = re.sub(rb'"check":"[0-9a-f]{16}', b'"check":"' + b"0" * 16, whole, count=1)
+    check = b'"check":"%016x' % xxhash.xxh3_64_intdigest(blank)
+    return blank.replace(b'"check":"' + b"0" * 16, check, 1)
+
+
+class TestRoundTrip(unittest.TestCase):
+    """What is written is read."""
+
+    def test_round_trip(self) -> None:
+        """A header gives back everything that was put in, for every shard."""
+        layouts = (LAYOUT, LATENT)
+        for layout, key in itertools.product(layouts, (FIRST, SECOND)):
+            key = ChunkKey(  # noqa: PLW2901
+                key.prefix_hash, key.parent, *(n * layout.chunk_tokens // 4 for n in key[2:4])
+            )
+            for shard in {layout.full, Shard(1, 2, 0, 1), Shard(0, 3, 0, layout.kv_heads)}:
+                codec = EntryCodec(NAMESPACE, layout, shard)
+                with mock.patch("vua.format.entry.time.time", return_value=1234567890.5):
+                    header = header_of(codec, key)
+                info = parse_entry(header)
+
+                self.assertEqual(
+                    (NAMESPACE, key, shard, layout, 1234567890, "vua test"),
+                    (info.namespace, info.key, info.shard, info.layout, info.created, info.writer),
+                )
+                self.assertEqual(len(header), info.header_nbytes)
+                self.assertEqual(0, len(header) % 4096)
+                self.assertEqual(codec.file_nbytes, info.file_nbytes)
+                expected = np.arange(codec.units)
+                np.testing.assert_array_equal(expected, info.checksums)
+                np.testing.assert_array_equal(
+                    expected, codec.check_header(memoryview(bytearray(header)), key)
+                )
+
+    def test_more_bytes_follow(self) -> None:
+        """The payload behind a header is none of the parser's business."""
+        self.assertIsInstance(parse_entry(header_of() + b"payload"), EntryInfo)
+
+    def test_writer_cannot_break_out(self) -> None:
+        """Whatever a writer is called, the header stays valid and of the same length."""
+        codec = EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full)
+        for writer in ('"},"k":{"', "\\", "\n\x00", "höst ☃ \U0001f600", "x" * 500, "", "a" * 48):
+            with self.subTest(writer[:10]):
+                header = header_of(codec, writer=writer)
+                info = parse_entry(header)
+
+                self.assertRegex(info.writer, r"\A[A-Za-z0-9 ./_+:-]*\Z")
+                self.assertEqual(len(header_of(codec)), len(header))
+                codec.check_header(memoryview(header), SECOND)
+
+    def test_units(self) -> None:
+        """The units' sizes add up to the payload."""
+        deep = KVLayout(layers=11, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=128)
+        for shard in (deep.full, Shard(1, 10, 0, 1), Shard(3, 4, 1, 2)):
+            codec = EntryCodec(NAMESPACE, deep, shard)
+
+            self.assertEqual(codec.units, len(codec.unit_nbytes()))
+            self.assertEqual(codec.file_nbytes - codec.header_nbytes, sum(codec.unit_nbytes()))
+
+    def test_refused(self) -> None:
+        """What no file could hold is refused."""
+        with self.assertRaisesRegex(LayoutError, "outside"):
+            EntryCodec(NAMESPACE, LAYOUT, Shard(0, 4, 0, 1))
+        with self.assertRaisesRegex(LayoutError, "1 MiB"):
+            huge = KVLayout(200, 1000, 128, 128, "F32", 256)
+            EntryCodec(NAMESPACE, huge, huge.full)
+        with self.assertRaisesRegex(LayoutError, "expected 8 checksums, found 7"):
+            EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full).encode_header(
+                FIRST, np.zeros(7, dtype=np.uint64)
+            )
+
+
+class TestDamage(unittest.TestCase):
+    """Damage is noticed, and told from what is sound and belongs elsewhere."""
+
+    def test_every_flip(self) -> None:
+        """Each byte matters, to the parser and to a reader who knows what to expect."""
+        codec = EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full)
+        header = header_of(codec)
+        codec.check_header(memoryview(header), SECOND)
+        for at in range(len(header)):
+            damaged = bytearray(header)
+            damaged[at] ^= 1 << at % 8
+            with self.assertRaises(CorruptEntryError, msg=at):
+                parse_entry(bytes(damaged))
+            with self.assertRaises(CorruptEntryError, msg=at):
+                codec.check_header(memoryview(damaged), SECOND)
+
+    def test_every_length(self) -> None:
+        """A header that was cut short anywhere is damaged."""
+        codec, header = EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full), header_of()
+        for length in [*range(64), *range(64, len(header), 61), len(header) - 1]:
+            with self.assertRaises(CorruptEntryError, msg=length):
+                parse_entry(header[:length])
+            with self.assertRaises(CorruptEntryError, msg=length):
+                codec.check_header(memoryview(header[:length]), SECOND)
+
+    def test_foreign(self) -> None:
+        """A sound header of something else is foreign, and the message says of what."""
+        codec = EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full)
+        moved = SECOND._replace(start=8, stop=12)
+        orphan = SECOND._replace(parent=b"\1" * 32)
+        other = KVLayout(**LAYOUT.describe() | {"dtype": "F16"})
+        for name, header in {
+            "chunk": header_of(key=FIRST),
+            "position": header_of(key=moved),
+            "parent": header_of(key=orphan),
+            "namespace": header_of(EntryCodec("f" * 64, LAYOUT, LAYOUT.full)),
+            "shard": header_of(EntryCodec(NAMESPACE, LAYOUT, Shard(0, 3, 0, 2))),
+            "layout": header_of(EntryCodec(NAMESPACE, other, other.full)),
+        }.items():
+            with self.subTest(name), self.assertRaisesRegex(ForeignEntryError, "expected chunk"):
+                codec.check_header(memoryview(header), SECOND)
+
+    def test_hostile(self) -> None:
+        """A header whose self-check is right but whose claims are not is refused."""
+        header = header_of()
+        nbytes = struct.unpack("<Q", header[:8])[0]
+        short, long = SECOND.name[:-2].encode(), SECOND.parent.hex().encode() + b"00"
+        cases = {
+            "the format of a later version": (b"entry.v1", b"entry.v2"),
+            "a namespace that is none": (NAMESPACE.encode(), b"../" * 20 + b"evil"),
+            "a short namespace": (NAMESPACE.encode(), b"ab"),
+            "an upper case namespace": (NAMESPACE.encode(), NAMESPACE.upper().encode()),
+            "a shard outside of the model": (b"l0-3.h0-4", b"l0-9.h0-4"),
+            "a shard that is none": (b"l0-3.h0-4", b"l3-0.h0-4"),
+            "a shard with zeros": (b"l0-3.h0-4", b"l00-3.h0-4"),
+            "no layers": (b'"layers":"3"', b'"layers":"0"'),
+            "more layers": (b'"layers":"3"', b'"layers":"2"'),
+            "negative heads": (b'"kv_heads":"4"', b'"kv_heads":"-4"'),
+            "layers without end": (b'"layers":"3"', b'"layers":"' + b"9" * 3000 + b'"'),
+            "layers that no int may have": (b'"layers":"3"', b'"layers":"' + b"9" * 5000 + b'"'),
+            "digits of another script": (b'"layers":"3"', '"layers":"٣"'.encode()),
+            "layers as a number": (b'"layers":"3"', b'"layers":3'),
+            "tokens that are no chunk": (b"0000000004-0000000008", b"0000000004-0000000009"),
+            "tokens between chunks": (b"0000000004-0000000008", b"0000000003-0000000007"),
+            "tokens backwards": (b"0000000004-0000000008", b"0000000008-0000000004"),
+            "no position": (b"0000000004-0000000008", b"aaaaaaaaaa-bbbbbbbbbb"),
+            "an unknown dtype": (b"BF16", b"BF17"),
+            "a dtype of another size": (b"BF16", b"F32"),
+            "a huge row": (b"[4,3,4,8]", b"[4,3,4,800000000000]"),
+            "a short shape": (b"[4,3,4,8]", b"[4,3,4]"),
+            "no shape": (b"[4,3,4,8]", b"null"),
+            "fractions": (b"[4,3,4,8]", b"[4,3,4,8.5]"),
+            "other heads than the shard": (b"[4,3,4,8]", b"[5,3,4,8]"),
+            "offsets that overlap": (b'"data_offsets":[0,64]', b'"data_offsets":[0,128]'),
+            "another member": (b'"layers":"3"', b'"layers":"3","more":"x"'),
+            "a member twice": (b'"layers":"3"', b'"layers":"3","layers":"3"'),
+            "white space": (b'"layers":"3"', b'"layers": "3"'),
+            "another tensor": (b'"k":{', NOTHING + b'"k":{'),
+            "no K": (b'"k":{', b'"q":{'),
+            "no checksums": (b'"checksums":{', b'"checksumz":{'),
+            "no tokens": (b'"tokens"', b'"tokenz"'),
+            "a date without end": (b'"created":"', b'"created":"9'),
+            "a writer of its own length": (b'"writer":"', b'"writer":"more'),
+            "no parent behind the first chunk": (SECOND.parent.hex().encode(), b"-" * 64),
+            "a short digest": (SECOND.name.encode(), short),
+            "a digest with a space": (SECOND.name.encode(), SECOND.name[:-1].encode() + b" "),
+        }  # fmt: skip
+        attacks = {name: resealed(header, *pair) for name, pair in cases.items()}
+        both = resealed(header, SECOND.name.encode(), short)
+        attacks |= {
+            "digests of 31 and 33 bytes": resealed(both, SECOND.parent.hex().encode(), long),
+            "nothing": b"",
+            "zeros": bytes(len(header)),
+            "a length past the end": struct.pack("<Q", 1 << 62) + header[8:],
+            "a length of one more": struct.pack("<Q", nbytes + 1) + header[8:],
+            "a length of nothing": bytes(8) + header[8:],
+            "a list": struct.pack("<Q", 2) + b"[]" + header[10:],
+            "no metadata": struct.pack("<Q", 2) + b"{}" + header[10:],
+            "metadata that are a list": struct.pack("<Q", 19) + b'{"__metadata__":[]}',
+            "deep nesting": struct.pack("<Q", 200_000) + b"[" * 200_000,
+            "no text": struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc",
+            "a number": struct.pack("<Q", 1) + b"1",
+            "more than one MiB": struct.pack("<Q", 2 << 20) + b" " * (2 << 20),
+        }
+        codec = EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full)
+        for name, data in attacks.items():
+            with self.subTest(name):
+                with self.assertRaises(CorruptEntryError) as caught:
+                    parse_entry(data)
+                self.assertLess(len(str(caught.exception)), 500)
+                with self.assertRaises(CorruptEntryError):
+                    codec.check_header(memoryview(data), SECOND)
+        unchanged = resealed(header, b'"layers":"3"', b'"layers":"3"')
+        self.assertEqual(header, unchanged)
+
+    def test_json_is_what_was_meant(self) -> None:
+        """The header is plain JSON without white space, in the order of docs/format.md."""
+        header = header_of()
+        text = header[8 : 8 + struct.unpack("<Q", header[:8])[0]].rstrip(b" ")
+        read = json.loads(text)
+
+        self.assertEqual(text, json.dumps(read, separators=(",", ":")).encode())
+        self.assertEqual(["__metadata__", "checksums", "k", "v"], list(read))
+        self.assertEqual(
+            "format namespace shard layers kv_heads prefix_hash parent tokens created writer check",
+            " ".join(read["__metadata__"]),
+        )
+
+
+if __name__ == "__main__":
+    unittest.main()

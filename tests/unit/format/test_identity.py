@@ -1,0 +1,263 @@
+"""What makes two caches the same: identities and config digests; test_weights has the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from collections.abc import Mapping
+from importlib import util
+
+import pytest
+from hypothesis import strategies as st
+
+from properties import given
+from vua.errors import ConfigError
+from vua.format.identity import Identity, config_digest
+
+TEXT = st.text(st.characters() | st.sampled_from(["\0", "\n", ":", "1"]), max_size=6)
+IDENTITIES = st.builds(
+    Identity,
+    model=TEXT,
+    weights=TEXT,
+    adapter=TEXT,
+    kv_dtype=TEXT,
+    kv_scales=TEXT,
+    rope=st.sampled_from(["", "neox", "interleaved"]),
+    epoch=TEXT,
+    chunk_tokens=st.integers(1, 65536),
+)
+CONFIG: dict[str, object] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def in_other_process(code: str, *args: str, **env: str) -> str:
+    """Return what `code` prints in a fresh interpreter."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *args],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    if ran.returncode:
+        raise AssertionError(ran.stderr)
+    return ran.stdout
+
+
+class TestIdentity(unittest.TestCase):
+    @given(IDENTITIES, IDENTITIES)
+    def test_distinct_fields_never_share_an_encoding(self, one: Identity, other: Identity) -> None:
+        """Two identities have the same encoding exactly when all their fields are equal."""
+        same_fields = dataclasses.astuple(one) == dataclasses.astuple(other)
+
+        self.assertEqual(same_fields, one.encode() == other.encode())
+
+    @given(TEXT, TEXT, TEXT)
+    def test_text_does_not_flow_between_fields(self, one: str, two: str, three: str) -> None:
+        """Moving text from the end of one field to the start of the next gives another encoding."""
+        split = Identity(model=one, weights=two + three)
+        moved = Identity(model=one + two, weights=three)
+
+        self.assertEqual(two == "", split.encode() == moved.encode())
+
+    def test_every_field_but_the_name_counts(self) -> None:
+        """Each field changes the namespace, save the name that only humans read."""
+        base = Identity(model="m")
+        values: dict[str, object] = {"rope": "neox", "chunk_tokens": 65}
+        changed = {
+            field.name
+            for field in dataclasses.fields(Identity)
+            if dataclasses.replace(base, **{field.name: values.get(field.name, "x")}).namespace
+            != base.namespace
+        }
+
+        expected = {field.name for field in dataclasses.fields(Identity)} - {"name"}
+        self.assertEqual(expected, changed)
+
+    def test_namespace_is_frozen(self) -> None:
+        """A directory that an earlier release wrote is still found."""
+        identity = Identity(
+            model="m", weights="w", adapter="a", kv_dtype="bfloat16", kv_scales="s", rope="neox"
+        )
+
+        expected = "23c53f54cab65acdce35cf8a10d98914fce92f2b1d92ca13972a99fdfa210b11"
+        self.assertEqual(expected, identity.namespace)
+
+    def test_namespace_is_the_same_in_every_process(self) -> None:
+        """Neither the process nor PYTHONHASHSEED changes a namespace or a config digest."""
+        code = (
+            "import json, sys; from vua.format.identity import *\n"
+            "print(Identity(model='m', weights='\\u00e4').namespace)\n"
+            "print(config_digest(json.loads(sys.argv[1])))"
+        )
+        here = f"{Identity(model='m', weights='ä').namespace}\n{config_digest(CONFIG)}\n"
+        for seed in ("1", "2"):
+            with self.subTest(seed=seed):
+                there = in_other_process(code, json.dumps(CONFIG), PYTHONHASHSEED=seed)
+
+                self.assertEqual(here, there)
+
+    @given(IDENTITIES, TEXT)
+    def test_a_description_gives_the_identity_back(self, identity: Identity, name: str) -> None:
+        """What describe() says survives JSON and gives an equal identity."""
+        identity = dataclasses.replace(identity, name=name)
+        read = Identity.from_description(json.loads(json.dumps(identity.describe())))
+
+        self.assertEqual(identity, read)
+
+    def test_a_description_is_read_strictly(self) -> None:
+        """An unknown, missing or forged key of a description is refused with a word that helps."""
+        described = Identity(model="m").describe()
+        without = {key: value for key, value in described.items() if key != "epoch"}
+        for bad, word in (
+            ({**described, "kv_dtpye": ""}, "'kv_dtype'"),
+            (without, "epoch"),
+            ({**described, "model": "other"}, "namespace"),
+            ({**described, "version": "vua.identity.v2"}, "version"),
+            ({**described, "chunk_tokens": "64"}, "chunk_tokens"),
+        ):
+            with self.subTest(word), self.assertRaisesRegex(ConfigError, word):
+                Identity.from_description(bad)
+
+    def test_unusable_values_are_refused(self) -> None:
+        """A value of the wrong type or out of range never becomes a namespace."""
+        bad: tuple[Mapping[str, object], ...] = (
+            {"chunk_tokens": 0},
+            {"chunk_tokens": 65537},
+            {"chunk_tokens": True},
+            {"chunk_tokens": 64.0},
+            {"rope": "halves"},
+            {"epoch": 1},
+            {"weights": None},
+        )
+        for values in bad:
+            with self.subTest(values), self.assertRaises(ConfigError):
+                Identity(model="m", **values)  # type: ignore[arg-type]
+
+
+class TestConfigDigest(unittest.TestCase):
+    def test_what_changes_kv_changes_the_digest(self) -> None:
+        """RoPE, window, heads, architecture and any unknown key give each another digest."""
+        scaled = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}
+        variants = [
+            CONFIG,
+            {**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+            {**CONFIG, "rope_parameters": scaled},
+            {**CONFIG, "rope_parameters": {**scaled, "factor": 4.0}},
+            {**CONFIG, "sliding_window": 64},
+            {**CONFIG, "num_attention_heads": 8},
+            {**CONFIG, "num_key_value_heads": 4},
+            {**CONFIG, "architectures": ["LlamaBidirectionalModel"]},
+            {**CONFIG, "a_key_of_next_year": 1},
+            {**CONFIG, "nested": {"_load_in_4bit": True}},
+            {**CONFIG, "nested": {"_load_in_4bit": False}},
+        ]
+
+        self.assertEqual(len(variants), len({config_digest(config) for config in variants}))
+
+    def test_what_cannot_change_kv_does_not_count(self) -> None:
+        """Keys of loaders, outputs and generation leave the digest alone."""
+        for key in (
+            *("_name_or_path", "_attn_implementation", "transformers_version", "dtype"),
+            *("torch_dtype", "use_cache", "output_attentions", "return_dict", "eos_token_id"),
+            *("bos_token_id", "pad_token_id", "id2label", "label2id", "tie_word_embeddings"),
+        ):
+            with self.subTest(key):
+                self.assertEqual(config_digest(CONFIG), config_digest({**CONFIG, key: object()}))
+
+    @unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
+    def test_every_base_key_is_judged(self) -> None:
+        """Of the keys that all of transformers' configs have none is unknown: a new one is seen."""
+        from transformers import PreTrainedConfig
+
+        counted = {"architectures", "chunk_size_feed_forward", "is_encoder_decoder", "model_type"}
+        base = PreTrainedConfig()
+        keys = {*base.to_dict(), *vars(base)}
+        self.assertLess({"dtype", "architectures"}, keys)
+        for key in keys:
+            with self.subTest(key):
+                one, other = ({**CONFIG, key: value} for value in ("one", "other"))
+                counts = config_digest(one) != config_digest(other)
+                self.assertEqual(key in counted, counts)
+
+    def test_no_window(self) -> None:
+        """A window of 0 tokens is how some say that there is none."""
+        none, zero = (config_digest({**CONFIG, "sliding_window": each}) for each in (None, 0))
+        self.assertEqual(none, zero)
+        self.assertNotEqual(none, config_digest({**CONFIG, "sliding_window": 1}))
+
+    def test_order_and_spelling_do_not_count(self) -> None:
+        """The same values in another order, as tuple or as a whole float have the same digest."""
+        shuffled = dict(reversed(CONFIG.items()))
+        shuffled |= {"num_hidden_layers": 2.0, "architectures": ("LlamaForCausalLM",)}
+
+        self.assertEqual(config_digest(CONFIG), config_digest(shuffled))
+
+    def test_values_without_a_lasting_digest_are_refused(self) -> None:
+        """An object, a set or an ambiguous key raises and names its place, nan has its digest."""
+        for value, place in (
+            (object(), "config.x"),
+            ({"a", "b"}, "config.x"),
+            ([{"y": b""}], r"config.x\[0\].y"),
+            ({1: 0, "1": 1}, "config.x"),
+            ({None: 0}, "config.x"),
+        ):
+            with self.subTest(value), self.assertRaisesRegex(ConfigError, place):
+                config_digest({"x": value})
+        odd = [config_digest({"x": value}) for value in (math.nan, math.inf, "NaN", None, True, 1)]
+        self.assertEqual(len(odd), len(set(odd)))
+
+    @pytest.mark.vllm
+    @unittest.skipUnless(util.find_spec("vllm"), "vLLM is not installed")
+    @pytest.mark.thorough
+    def test_vllm_and_transformers_agree(self) -> None:
+        """The same checkpoint has the same digest in vLLM and transformers; overrides differ."""
+        code = """
+import contextlib, json, sys
+from pathlib import Path
+with contextlib.redirect_stdout(sys.stderr):
+    from transformers import AutoModelForCausalLM
+    from vllm.engine.arg_utils import EngineArgs
+    from vua.format.identity import config_digest
+    from vua.testing.models import make_model
+    def of_vllm(path, dtype, **overrides):
+        args = EngineArgs(model=str(path), dtype=dtype, hf_overrides=overrides)
+        return config_digest(args.create_model_config().hf_text_config.to_dict())
+    digests = {}
+    for family in ("llama", "qwen2", "qwen3", "mistral"):
+        path = make_model(Path(sys.argv[1], family), family=family)
+        loaded = AutoModelForCausalLM.from_pretrained(path)
+        digests[family] = [
+            config_digest(loaded.config.to_dict()),
+            of_vllm(path, "bfloat16"),
+        ]
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    overridden = of_vllm(path, "float32", rope_parameters=rope)
+print(json.dumps([digests, overridden]))
+"""
+        with tempfile.TemporaryDirectory() as folder:
+            printed = in_other_process(code, folder, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+        digests, overridden = json.loads(printed)
+
+        each = {family: len(set(found)) for family, found in digests.items()}
+        self.assertEqual({"llama": 1, "qwen2": 1, "qwen3": 1, "mistral": 1}, each)
+        distinct = {overridden, *(found[0] for found in digests.values())}
+        self.assertEqual(5, len(distinct))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,247 @@
+"""Threads of the library under signals and forks, and what a forked child makes of a VUA."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import TESTS, DirectoryTest, caches_of, in_child, kv_bits
+from vua.core import VUA, VUAConfig
+from vua.io.threads import Call, Threads
+from vua.io.workers import Workers
+
+TOKENS = torch.arange(100, 164)
+SOON_S = 60.0
+
+
+class TestThreads(unittest.TestCase):
+    def threads(self, most: int = 2) -> Threads:
+        """Threads that are closed at the end."""
+        threads = Threads(most, "test")
+        self.addCleanup(threads.close)
+        return threads
+
+    def test_map(self) -> None:
+        """Results come in order, by no more threads than said; an error is raised, as it was."""
+        threads = self.threads()
+        names = set()
+
+        def square(_: Call[int], n: int) -> int:
+            names.add(threading.get_ident())
+            if n == 13:
+                raise ValueError(n)
+            return n * n
+
+        self.assertEqual([n * n for n in range(10)], threads.map(square, range(10)))
+        with self.assertRaisesRegex(ValueError, "13"):
+            threads.map(square, [1, 13, 2])
+        self.assertLessEqual(len(names), 2)
+
+    def test_interrupted(self) -> None:
+        """Whoever is interrupted waits for what is under way; the rest never begins."""
+        threads, began, free = self.threads(1), threading.Event(), threading.Event()
+        did: list[int] = []
+
+        def work(call: Call[None], n: int) -> None:
+            began.set()
+            free.wait(SOON_S)
+            did.append(n if call.wanted else -n)
+
+        def interrupt(*_: object) -> None:
+            threading.Timer(0.05, free.set).start()
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        self.addCleanup(signal.signal, signal.SIGUSR1, before)
+
+        def send() -> None:
+            began.wait()
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        threading.Thread(target=send).start()
+        with self.assertRaises(KeyboardInterrupt):
+            threads.map(work, [1, 2, 3])
+        self.assertEqual([-1], did)
+        self.assertEqual([4], threads.map(lambda _, n: n, [4]))
+
+    def test_left_behind(self) -> None:
+        """Threads end when their owner is closed, and when it is gone."""
+
+        def alive() -> int:
+            return sum(thread.name == "left" for thread in threading.enumerate())
+
+        for close in (True, False):
+            threads = Threads(3, "left")
+            threads.map(lambda _, n: time.sleep(0.01 * n), [1, 1, 1])
+            self.assertGreater(alive(), 0)
+            if close:
+                threads.close()
+                self.assertEqual(0, alive())
+                with self.assertRaisesRegex(RuntimeError, "closed"):
+                    threads.submit(lambda _: None)
+            del threads
+            gc.collect()
+            stop = time.monotonic() + SOON_S
+            while alive() and time.monotonic() < stop:
+                time.sleep(0.01)
+            self.assertEqual(0, alive())
+
+    def test_signal_while_a_thread_starts(self) -> None:
+        """A process that Ctrl-C ends while a thread is being started ends, and does not hang."""
+        start = threading.Thread.start
+
+        def interrupted(thread: threading.Thread) -> None:
+            start(thread)
+            threading.Thread.start = start  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        def put_and_exit() -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                vua = VUA(VUAConfig(split_factor=16, model="m"), folder)
+                threading.Thread.start = interrupted  # type: ignore[method-assign]
+                with self.assertRaises(KeyboardInterrupt):
+                    vua.put(TOKENS, caches_of(layers=2, heads=2, tokens=64, dim=8))
+                threading._shutdown()  # type: ignore[attr-defined] # what the interpreter waits for
+
+        self.assertEqual("well", in_child(put_and_exit))
+
+
+class TestInterrupts(unittest.TestCase):
+    @pytest.mark.thorough
+    def test_random_moments(self) -> None:
+        """Puts that SIGINT ends at any moment: the process ends and nothing stored is wrong."""
+        script = TESTS / "interrupts.py"
+        command = [sys.executable, script, "8"]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        self.assertEqual(0, ran.returncode, ran.stdout + ran.stderr)
+
+
+class TestForks(DirectoryTest):
+    def setUp(self) -> None:
+        """A VUA that has been used."""
+        super().setUp()
+        self.vua = VUA(VUAConfig(split_factor=16, model="m"), self.root)
+        self.addCleanup(self.vua.close)
+        self.cache = caches_of(layers=2, heads=2, tokens=64, dim=8)
+        self.vua.put(TOKENS, self.cache)
+        self.vua.get_closest(TOKENS)
+
+    def use(self, seed: int = 1) -> None:
+        """Get what was stored, store something else and get that."""
+        cache = caches_of(layers=2, heads=2, tokens=64, dim=8, seed=seed)
+        for tokens, expected in ((TOKENS, self.cache), (TOKENS + 1000 * seed, cache)):
+            self.vua.put(tokens, expected)
+            found = self.vua.get_closest(tokens)
+            if kv_bits(expected, 64) != kv_bits(found.data):
+                raise AssertionError(found.num_tokens)
+        self.vua.pin(TOKENS)
+        self.vua.close()
+
+    def test_used(self) -> None:
+        """A VUA that was used works in a forked child, and in a child of that."""
+        self.assertEqual("well", in_child(self.use))
+        self.assertEqual("well", in_child(lambda: self.assertEqual("well", in_child(self.use))))
+        self.assertEqual(4, self.vua.put(TOKENS + 5000, self.cache))
+
+    def test_amid_puts(self) -> None:
+        """Also when other threads were putting and getting at that moment."""
+        stop = threading.Event()
+
+        def busy(thread: int) -> None:
+            while not stop.is_set():
+                tokens = TOKENS + int(time.monotonic() * 1e6) * 100 % 10**9 + thread
+                self.vua.put(tokens, self.cache)
+                self.vua.get_closest(tokens)
+
+        threads = [threading.Thread(target=busy, args=(n,)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            found = [in_child(self.use) for _ in range(3)]
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        self.assertEqual(["well"] * 3, found)
+
+    def test_locks_held(self) -> None:
+        """Also when another thread held every lock there is."""
+        vua: Any = self.vua
+        store = vua._writer
+        keeper = store.keeper
+        locks = [
+            *(vua._lock, vua._buffers._lock, vua._threads._shared.lock, store.misses._lock),
+            *(store.storage._lock, store.storage.cold_reads._lock, keeper._touch_lock),
+            *(keeper._in_flight._changed, keeper._recent._lock, keeper.room._changed),
+        ]
+        held, free = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            for lock in locks:
+                lock.acquire()
+            held.set()
+            free.wait()
+            for lock in locks:
+                lock.release()
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait()
+        try:
+            ended = in_child(self.use)
+        finally:
+            free.set()
+            holder.join()
+        self.assertEqual("well", ended)
+        self.assertEqual(4, self.vua.put(TOKENS + 5000, self.cache))
+
+    def test_multiprocessing(self) -> None:
+        """Processes that `multiprocessing` forks use what they inherit."""
+        fork = multiprocessing.get_context("fork")
+        processes = [fork.Process(target=self.use, args=(seed,)) for seed in (1, 2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(SOON_S)
+            process.kill()
+        self.assertEqual([0, 0], [process.exitcode for process in processes])
+
+    def test_workers(self) -> None:
+        """Workers work in a child; what was under way at the fork is overdue there, in time."""
+        began, free = threading.Event(), threading.Event()
+        workers: Workers[str] = Workers(1, timeout_s=0.2, name="test")
+
+        def hang(_: object) -> None:
+            began.set()
+            free.wait()
+
+        workers.submit(hang, "hangs")
+        began.wait()
+
+        def use() -> None:
+            done = threading.Event()
+            workers.submit(lambda _: done.set(), "works")
+            self.assertTrue(done.wait(SOON_S))
+            self.assertFalse(workers.close())
+
+        try:
+            self.assertEqual("well", in_child(use))
+        finally:
+            free.set()
+            workers.close()
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,466 @@
+"""Mirrors `vua.native`: what its loops do, against Python's."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import threading
+import time
+import unittest
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import permutations, product
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+
+from helpers import (
+    PACKED,
+    DirectoryTest,
+    Memory,
+    flip,
+    has_native,
+    keys_of,
+    model_arrays,
+    rectangle,
+)
+from vua import native
+from vua.bench.files import cool, direct_works, is_cold
+from vua.format.layout import KVLayout, Shard
+from vua.io.posix import page_aligned
+from vua.native import batches, bindings, moves
+from vua.storage.local import LocalStorage
+from vua.store.store import Store
+
+NAMESPACE = "cd" * 32
+LAYOUT = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
+NOT_BUILT = "native code is not built: python3 dev.py build"
+CHUNKS = 40  # 38 MiB: enough for a second thread
+
+
+@unittest.skipUnless(has_native(), NOT_BUILT)
+class TestIds(unittest.TestCase):
+    """Token ids as they are hashed."""
+
+    def test_widths(self) -> None:
+        """What fits comes out as numpy has it; what does not is left to the caller."""
+        draw = np.random.default_rng(3)
+        for kind in ("<i4", "<u4", "<i8", "<u8", ">i4", "<i2", "<f4"):
+            for count in (0, 1, 1000):
+                ids = draw.integers(0, 1 << 15, count).astype(kind)
+                with self.subTest(kind=kind, count=count):
+                    found = native.narrow(ids)
+                    if kind in ("<i4", "<u4", "<i8", "<u8"):
+                        self.assertEqual(ids.astype("<u4").tobytes(), found)
+                        self.assertEqual(ids[::3].astype("<u4").tobytes(), native.narrow(ids[::3]))
+                    else:
+                        self.assertIsNone(found)
+        for kind, limits in (
+            ("<i4", (-1, -(1 << 31))),
+            ("<i8", (-1, 1 << 32)),
+            ("<u8", (1 << 32,)),
+        ):
+            for wrong in limits:
+                ids = np.arange(100).astype(kind)
+                ids[50] = wrong
+                with self.subTest(kind=kind, wrong=wrong):
+                    self.assertIsNone(native.narrow(ids))
+        most = np.array([(1 << 32) - 1, 1 << 31], dtype=np.uint32)
+        self.assertEqual(most.tobytes(), native.narrow(most))
+        self.assertEqual(most.tobytes(), native.narrow(most.astype(np.int64)))
+        with mock.patch.dict(os.environ, {"VUA_NATIVE": "off"}):
+            self.assertIsNone(native.narrow(most))
+
+
+class TestCrew(unittest.TestCase):
+    """How many threads calls have."""
+
+    def test_cores(self) -> None:
+        """A large call has two threads where others leave it the cores, a small one has one."""
+        for cores, expected in ((1, [1, 1, 1]), (2, [2, 1, 1]), (4, [2, 2, 1]), (5, [2, 2, 1])):
+            with (
+                self.subTest(cores=cores),
+                mock.patch.multiple(batches, THREADS=min(2, cores), _CORES=cores),
+                ExitStack() as stack,
+            ):
+                crew = batches._Crew()
+                found = [stack.enter_context(crew.joined(large=True)) for _ in expected]
+                self.assertEqual(expected, found)
+                with crew.joined(large=False) as threads:
+                    self.assertEqual(1, threads)
+                stack.close()
+                with crew.joined(large=False) as few, crew.joined(large=True) as many:
+                    self.assertEqual((1, min(2, cores) if cores > 2 else 1), (few, many))
+
+
+@unittest.skipUnless(has_native(), NOT_BUILT)
+class TestLoad(DirectoryTest):
+    """What the loop says about files, against what the Python path says."""
+
+    def setUp(self) -> None:
+        """Store some chunks."""
+        super().setUp()
+        path = self.root / NAMESPACE
+        path.mkdir()
+        self.storage = LocalStorage(path)
+        self.addCleanup(self.storage.close)
+        self.store = Store(self.storage, NAMESPACE, LAYOUT)
+        self.keys = keys_of(range(CHUNKS * 64), 64)
+        self.model = model_arrays(LAYOUT, CHUNKS)
+        source = Memory(LAYOUT, LAYOUT.full, CHUNKS).fill(self.model).map()
+        for place, key in enumerate(self.keys):
+            self.store.save(key, source, place=place)
+        self.memory = Memory(LAYOUT, LAYOUT.full, CHUNKS, block_tokens=16)
+        self.map = self.memory.map()
+        plan = self.store.plan(LAYOUT.full, LAYOUT.full, LAYOUT.full, self.map)
+        self.headers = np.zeros((CHUNKS, plan.codec.header_nbytes), dtype=np.uint8)
+        self.batch = plan.batch
+
+    def load(
+        self, *, threads: int = 2, first: int = 0, stop: int = CHUNKS, uids: list[int] | None = None
+    ) -> int:
+        """Call the loop itself."""
+        whose = None if uids is None else np.array(uids, dtype=np.uint32)
+        shard = LAYOUT.full.name
+        paths = [f"{k.name[:2]}/{k.name}/{shard}.safetensors" for k in self.keys[first:stop]]
+        headers = self.headers.ctypes.data
+        self.prepare()
+        with mock.patch.multiple(batches, THREADS=threads, _CORES=threads):
+            return native.load(
+                *(self.storage._fd, paths, self.batch, first, headers),
+                uids=whose,
+                direct=self.direct,
+            )[0]
+
+    direct = False
+
+    def prepare(self) -> None:
+        """Make the files ready for a load."""
+
+    def path(self, chunk: int) -> Path:
+        """The file of a chunk."""
+        name = self.keys[chunk].name
+        directory = self.storage.directory / name[:2] / name
+        return directory / f"{LAYOUT.full.name}.safetensors"
+
+    def test_memory(self) -> None:
+        """Everything lands where it belongs and nothing lands elsewhere, by one and two threads."""
+        expected = Memory(LAYOUT, LAYOUT.full, CHUNKS, block_tokens=16).fill(self.model)
+        for threads in (1, 2, 8, 100):
+            self.setUpMemory()
+            self.assertEqual(CHUNKS, self.load(threads=threads))
+            for want, got in zip(expected.buffers, self.memory.buffers, strict=True):
+                np.testing.assert_array_equal(want, got)
+
+    def test_part_of_files(self) -> None:
+        """Runs that are read only to be verified get in nobody's way, with several threads."""
+        target = Shard(3, 13, 0, 2)  # checksums cover 8 layers each
+        expected = Memory(LAYOUT, target, CHUNKS, block_tokens=16)
+        expected.fill(rectangle(self.model, target))
+        memory = Memory(LAYOUT, target, CHUNKS, block_tokens=16)
+        batch = self.store.plan(LAYOUT.full, target, target, memory.map()).batch
+        self.assertGreater(batch.sink_nbytes, 0)
+        self.batch = batch
+        for threads in (1, 2, 8):
+            for buffer in memory.buffers:
+                buffer[:] = 0xA5
+            self.assertEqual(CHUNKS, self.load(threads=threads))
+            for want, got in zip(expected.buffers, memory.buffers, strict=True):
+                np.testing.assert_array_equal(want, got)
+
+    def setUpMemory(self) -> None:  # noqa: N802
+        """Poison the memory anew."""
+        for buffer in self.memory.buffers:
+            buffer[:] = 0xA5
+
+    def test_first_bad_file(self) -> None:
+        """Files count up to the first that is not in order, whatever a second thread has done."""
+        spoil = {
+            "flipped": lambda path: flip(path, path.stat().st_size - 100),
+            "flipped checksum": lambda path: flip(path, self.batch.table_offset),
+            "shorter": lambda path: os.truncate(path, path.stat().st_size - 1),
+            "longer": lambda path: os.truncate(path, path.stat().st_size + 1),
+            "missing": lambda path: path.unlink(),
+            "directory": lambda path: (path.unlink(), path.mkdir()),
+            "FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+            "link": lambda path: (path.rename(f"{path}.away"), path.symlink_to(f"{path}.away")),
+        }
+        for bad, (name, damage) in zip((39, 30, 21, 13, 8, 5, 1, 0), spoil.items(), strict=True):
+            with self.subTest(name):
+                damage(self.path(bad))
+                for threads in (1, 2):
+                    self.assertEqual(bad, self.load(threads=threads))
+                if bad:
+                    self.assertEqual(0, self.load(first=bad, stop=bad + 1))  # held, then released
+                    self.assertEqual(bad, self.load(stop=bad))
+
+    def test_whose(self) -> None:
+        """A file with a second name, or of another user, ends the batch."""
+        link = self.root / "second name"
+        link.hardlink_to(self.path(3))
+        self.assertEqual(3, self.load())
+        link.unlink()
+        self.assertEqual(CHUNKS, self.load())
+        own = os.geteuid()
+        for uids, expected in (([own], CHUNKS), ([own + 1, own], CHUNKS), ([own + 1], 0), ([], 0)):
+            with self.subTest(uids):
+                self.assertEqual(expected, self.load(uids=uids))
+
+    def test_cold(self) -> None:
+        """Files that are not in the page cache are read all the same, in small batches too."""
+        for stop in (1, CHUNKS):
+            for path in self.files():
+                handle = os.open(path, os.O_RDONLY)
+                os.fsync(handle)
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(handle)
+            self.assertEqual(stop, self.load(stop=stop))
+
+    def test_other_files_headers(self) -> None:
+        """A sound file in another one's place is the store's to notice, and it does."""
+        shutil.copy(self.path(3), self.path(2))
+        self.assertEqual(CHUNKS, self.load())
+        loaded = self.store.load(self.keys, self.map)
+        self.assertEqual((2, "foreign"), (loaded.chunks, loaded.reason))
+
+    def test_while_python_runs(self) -> None:
+        """Other threads of Python go on during a large batch: the GIL is released."""
+        held = []
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.is_set():
+                held.append(None)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            calls = []
+            for _ in range(5):
+                before = len(held)
+                self.load()
+                calls.append(len(held) - before)
+        finally:
+            stop.set()
+            thread.join()
+        self.assertGreater(max(calls), 0)
+
+
+@unittest.skipUnless(has_native(), NOT_BUILT)
+class TestChecksums(DirectoryTest):
+    def test_same_as_in_python(self) -> None:
+        """Of chunks in memory of any kind, of ranks' parts too; another chunk's are others."""
+        store = Store(LocalStorage(self.root), NAMESPACE, LAYOUT)
+        for shard in (LAYOUT.full, Shard(3, 13, 0, 2), Shard(0, 20, 1, 2)):
+            model = rectangle(model_arrays(LAYOUT, 3), shard)
+            for block_tokens in (None, 16, PACKED):
+                with self.subTest(shard=shard.name, block_tokens=block_tokens):
+                    memory = Memory(LAYOUT, shard, 3, block_tokens=block_tokens).fill(model)
+                    plan = store.plan(shard, shard, shard, memory.map())
+                    sums = [native.checksums(plan.batch, place) for place in range(3)]
+                    with mock.patch.dict(os.environ, VUA_NATIVE="off"):
+                        self.assertIsNone(native.checksums(plan.batch, 0))
+                        expected = [plan.sums(place) for place in range(3)]
+                    np.testing.assert_array_equal(expected, sums)
+                    self.assertFalse((sums[0] == sums[1]).any())
+
+    def test_part_of_files(self) -> None:
+        """A plan that takes a part of files has no table of its own."""
+        store, part = Store(LocalStorage(self.root), NAMESPACE, LAYOUT), Shard(3, 13, 0, 2)
+        memory = Memory(LAYOUT, part, 1)
+        self.assertIsNone(
+            native.checksums(store.plan(LAYOUT.full, part, part, memory.map()).batch, 0)
+        )
+
+
+class TestDirectLoad(TestLoad):
+    """The same with cold files that are read past the page cache, and in smaller parts."""
+
+    direct = True
+
+    def setUp(self) -> None:
+        """Look whether files become cold here."""
+        super().setUp()
+        if (why_not := direct_works(self.root)) is not None:
+            self.skipTest(why_not)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Cool them; the system may drop a page only when it is asked again."""
+        paths = [path for path in self.files() if path.is_file()]
+        for _ in range(50):
+            cool(paths, sync=True)
+            if all(is_cold(path) for path in paths if path.stat().st_size):
+                return
+            time.sleep(0.02)
+        self.skipTest("the page cache keeps files of this file system")
+
+    def test_past_the_page_cache(self) -> None:
+        """What was read is not in the page cache then; control: it is when read through it."""
+        for direct in (True, False):
+            self.direct = direct
+            self.assertEqual(CHUNKS, self.load())
+            cold = sum(is_cold(path) for path in self.files())
+            self.assertEqual(CHUNKS if direct else 0, cold)
+
+    def test_small_parts(self) -> None:
+        """A file larger than the memory it is read through; and one whose units do not fit."""
+        expected = Memory(LAYOUT, LAYOUT.full, CHUNKS, block_tokens=16).fill(self.model)
+        for nbytes, cold in ((272 << 10, CHUNKS), (64 << 10, 0)):
+            self.setUpMemory()
+            with (
+                mock.patch.object(batches, "_BOUNCE_NBYTES", nbytes),
+                mock.patch.object(batches, "_spare_bounces", []),
+            ):
+                self.assertEqual(CHUNKS, self.load())
+            self.assertEqual(cold, sum(is_cold(path) for path in self.files()))
+            for want, got in zip(expected.buffers, self.memory.buffers, strict=True):
+                np.testing.assert_array_equal(want, got)
+
+    def test_counted(self) -> None:
+        """Files that are not cached are counted, however they are read; control: cached ones."""
+        paths = [str(path.relative_to(self.storage.directory)) for path in self.files()]
+        headers = self.headers.ctypes.data
+        for direct, expected in ((True, CHUNKS), (False, CHUNKS), (True, 0)):
+            if expected:
+                self.prepare()
+            done, cold = native.load(self.storage._fd, paths, self.batch, 0, headers, direct=direct)
+            self.assertEqual(CHUNKS, done)
+            if direct:
+                self.assertEqual(expected, cold)
+            else:  # which asks for the bytes: a fast device may give some before it says no
+                self.assertGreater(cold, CHUNKS // 2)
+
+
+class TestChain(unittest.TestCase):
+    """The chunks' hashes, against hashlib."""
+
+    @unittest.skipUnless(has_native() and bindings.sha256, "no native code or no OpenSSL here")
+    def test_same_digests(self) -> None:
+        """They are those of the path in Python, which are those that hashlib gives."""
+        random = np.random.default_rng(5)
+        for chunks, nbytes, parent in (
+            (1, 256, b""),
+            (2, 4, b"p" * 32),
+            (33, 1020, b""),
+            (40, 256, b"q" * 32),
+            (9000, 256, b""),  # with the GIL released
+        ):
+            with self.subTest(chunks=chunks, nbytes=nbytes):
+                ids = random.integers(0, 256, chunks * nbytes, dtype=np.uint8).tobytes()
+                expected, before = b"", parent
+                for start in range(0, len(ids), nbytes):
+                    before = hashlib.sha256(before + ids[start : start + nbytes]).digest()
+                    expected += before
+                view = memoryview(ids)
+                self.assertEqual(expected, native.chain(parent, view, nbytes))
+                with mock.patch.dict(os.environ, VUA_NATIVE="off"):
+                    self.assertEqual(expected, native.chain(parent, view, nbytes))
+                self.assertNotEqual(expected, native.chain(b"r" * 32, view, nbytes))
+
+    def test_library_does_it(self) -> None:
+        """Where there is a library, it is not Python that hashes."""
+        if not has_native() or bindings.sha256 is None:
+            self.skipTest("no native code or no OpenSSL here")
+        with mock.patch("vua.native.prefixes._in_python") as in_python:
+            self.assertEqual(64, len(native.chain(b"", memoryview(bytes(512)), 256)))
+        in_python.assert_not_called()
+
+
+@unittest.skipUnless(has_native(), NOT_BUILT)
+class TestMove(unittest.TestCase):
+    """Copies between strides, against numpy's."""
+
+    def test_any_strides(self) -> None:
+        """Every element size and order of axes; what lies between the elements stays."""
+        native.library()
+        draw, shape = np.random.default_rng(7), (3, 40, 64)  # heads, tokens, dims
+        counts = np.array([40, 0, 1, 39, 17])
+        for item, order, out in product(native.ITEMS, permutations(range(3)), (False, True)):
+            with self.subTest(item=item, order=order, out=out):
+                rows = draw.integers(0, 256, (len(counts), *shape, item), dtype=np.uint8)
+                roomy = [shape[axis] + 1 for axis in order]
+                memory = draw.integers(0, 256, (len(counts), *roomy, item), dtype=np.uint8)
+                pages = memory.transpose(0, *(np.argsort(order) + 1), 4)[:, :3, :40, :64]
+                target, source = (rows, pages) if out else (pages, rows)
+                expected = [rows.copy(), memory.copy()]
+                into = expected[0]
+                if not out:
+                    into = expected[1].transpose(0, *(np.argsort(order) + 1), 4)
+                for box, count in enumerate(counts):
+                    into[box, :3, :count, :64] = source[box, :, :count]
+                first = (
+                    side.ctypes.data + np.arange(5) * side.strides[0] for side in (target, source)
+                )
+                steps = (side.strides[1:4] for side in (target, source))
+                self.assertTrue(native.move([native.Boxes((3, 64, item), *steps, *first, counts)]))
+                self.assertTrue(np.array_equal(expected[0], rows))
+                self.assertTrue(np.array_equal(expected[1], memory))
+
+    def test_past_the_caches(self) -> None:
+        """Rows of whole cache lines and others, heads inside and outside of tokens; K with V."""
+        native.library()
+        draw = np.random.default_rng(9)
+        cases = product((64, 48), ("heads", "tokens"), (7, 4), (False, True))
+        for dims, outer, of_v, stream in cases:
+            with self.subTest(dims=dims, outer=outer, of_v=of_v, stream=stream):
+                kinds, pairs = [], []
+                for count in (7, of_v):
+                    shape = (count, 3, 16, dims) if outer == "heads" else (count, 16, 3, dims)
+                    source = draw.integers(0, 1 << 16, shape, dtype=np.uint16)
+                    target = page_aligned(source.nbytes).view(np.uint16).reshape(shape)
+                    target[:] = 0
+                    pairs.append((source, target))
+                    head, token = (1, 2) if outer == "heads" else (2, 1)
+                    steps = [(side.strides[head], side.strides[token], 2) for side in (target,) * 2]
+                    first = (
+                        side.ctypes.data + np.arange(count) * side.strides[0]
+                        for side in (target, source)
+                    )
+                    kinds.append(native.Boxes((3, dims, 2), *steps, *first, np.full(count, 16)))
+                with mock.patch.object(moves, "_STREAMED_NBYTES", 0 if stream else 1 << 40):
+                    self.assertTrue(native.move(kinds))
+                for source, target in pairs:
+                    np.testing.assert_array_equal(source, target)
+
+    def test_many_at_once(self) -> None:
+        """Threads that call it at the same time, each with helpers, get their own copies."""
+        native.library()
+        source = np.random.default_rng(8).integers(0, 1 << 16, (64, 4, 64, 128), dtype=np.uint16)
+        targets = [np.zeros((64, 4, 128, 64), dtype=np.uint16) for _ in range(4)]
+
+        def copy(target: npt.NDArray[np.uint16]) -> bool:
+            _, head, dim, token = target.strides
+            first = (
+                side.ctypes.data + np.arange(64) * side.strides[0] for side in (target, source)
+            )
+            steps = (head, token, dim), source.strides[1:]
+            boxes = native.Boxes((4, 128, 2), *steps, *first, np.full(64, 64))
+            return all(native.move([boxes]) for _ in range(20))
+
+        with ThreadPoolExecutor(4) as pool:
+            self.assertEqual([True] * 4, list(pool.map(copy, targets)))
+        for target in targets:
+            self.assertTrue(np.array_equal(source, target.transpose(0, 1, 3, 2)))
+
+    def test_without_the_library(self) -> None:
+        """Then nothing is done, and it says so."""
+        with mock.patch.dict(os.environ, VUA_NATIVE="off"):
+            self.assertFalse(native.move([]))
+
+
+class TestBatch(unittest.TestCase):
+    """The structure that both languages share."""
+
+    def test_size(self) -> None:
+        """Words without gaps, as in `load.c`."""
+        self.assertEqual(19 * 8, ctypes.sizeof(native.Batch))
+        self.assertEqual(13 * 8, ctypes.sizeof(native.Boxes))  # in `move.c`
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,442 @@
+"""Mirrors `seal` and `keyring`: only who has the key writes what is read, and reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import random
+import sys
+import unittest
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import (
+    PACKED,
+    Memory,
+    caches_of,
+    flip,
+    has_native,
+    kv_bits,
+)
+from seals import CHUNKS, DEEP, KINDS, LATENT, NAMESPACE, SMALL, SealTest
+from vua.cli import main
+from vua.core import VUA, VUAConfig
+from vua.errors import ConfigError
+from vua.format.entry import EntryCodec, EntryInfo, parse_entry
+from vua.format.header import PLAIN, Mark
+from vua.format.keys import KeyChain, Naming, token_ids
+from vua.format.layout import KVLayout, Shard
+from vua.security.keyring import Keyring, NoKeyError, check_keys, read_key, tenant_of, write_key
+from vua.security.settings import Security
+from vua.store.store import Loaded
+from vua.testing.forgery import forged
+
+
+def natives() -> Iterator[str]:
+    """Both ways of loading, where there are two."""
+    for native in ("off", "require") if has_native() else ("off",):
+        with mock.patch.dict(os.environ, VUA_NATIVE=native):
+            yield native
+
+
+class TestRoundTrip(SealTest):
+    """What was sealed comes back, as a whole and in parts."""
+
+    def check(
+        self, layout: KVLayout, writers: list[Shard], readers: list[Shard], *blocks: int | None
+    ) -> None:
+        """Let every reader read what the writers wrote, in each kind and by each way."""
+        for encrypt in KINDS:
+            store = self.store(layout, self.security(encrypt=encrypt))
+            keys, model = self.save(store, shards=writers)
+            for reader in readers:
+                for block in blocks:
+                    for native in natives():
+                        with self.subTest(reader.name, native=native, encrypt=encrypt):
+                            loaded = self.load(store, keys, model, reader, block)
+                            self.assertEqual((CHUNKS, None), (loaded.chunks, loaded.reason))
+
+    def test_shards(self) -> None:
+        """Any reader gets its part of any writer's files, also where it cuts through units."""
+        self.check(DEEP, [DEEP.full], [DEEP.full, Shard(3, 11, 1, 2)], 16)
+
+    @pytest.mark.thorough
+    def test_more_shards(self) -> None:
+        """Likewise for other writers, layouts and memories."""
+        pair = [Shard(0, 4, 0, 2), Shard(0, 4, 2, 4)]
+        self.check(SMALL, pair, [SMALL.full, Shard(1, 2, 1, 3)], None, 2, PACKED)
+        self.check(DEEP, [DEEP.full], [DEEP.full, Shard(0, 1, 0, 1)], None, PACKED)
+        self.check(LATENT, [LATENT.full], [LATENT.full, Shard(2, 9, 0, 1)], None, 8, PACKED)
+
+    def test_stored_bytes(self) -> None:
+        """Encrypted payloads share nothing with the values, those in clear are the values."""
+        for encrypt in KINDS:
+            store = self.store(security=self.security(encrypt=encrypt))
+            keys, model = self.save(store)
+            payload = self.file(keys, 0).read_bytes()[4096:]
+            k = np.moveaxis(model[0][:, :, : SMALL.chunk_tokens], 0, 1).tobytes()
+
+            self.assertEqual(encrypt, not payload.startswith(k))
+            if encrypt:
+                same = np.frombuffer(payload[: len(k)], "u1") == np.frombuffer(k, "u1")
+                self.assertLess(same.mean(), 0.05)
+
+    def test_same_again(self) -> None:
+        """Two files of the same chunk are different throughout: each has a nonce of its own."""
+        store = self.store(security=self.security(encrypt=True))
+        keys, _ = self.save(store)
+        first = self.file(keys).read_bytes()
+        self.file(keys).unlink()
+        self.save(store)
+        second = self.file(keys).read_bytes()
+
+        self.assertNotEqual(parse_entry(first).mark.nonce, parse_entry(second).mark.nonce)
+        same = np.frombuffer(first[4096:], "u1") == np.frombuffer(second[4096:], "u1")
+        self.assertLess(same.mean(), 0.05)
+
+
+class TestNames(SealTest):
+    """What names tell."""
+
+    def test_disjoint(self) -> None:
+        """With each key, kind and namespace the same prompt has other names throughout."""
+        ids, seen = token_ids(range(12)), []
+        namings = [None]
+        for namespace in (NAMESPACE, "cd" * 32):
+            for encrypt in KINDS:
+                keyring = Keyring(namespace, self.security(encrypt=encrypt))
+                namings.append(keyring.naming())
+            namings += [keyring.naming(b"alice"), keyring.naming(b"bob")]
+        for naming in namings:
+            chain = KeyChain(ids, 4, {1: [("image", b"x")]}, naming)
+            seen += [part for n in range(3) for part in (chain[n].prefix_hash, chain[n].parent)]
+        distinct = {part for part in seen if part}
+
+        self.assertEqual(len(namings) * 4, len(distinct))  # 3 names, and one parent by extras
+
+    def test_guess(self) -> None:
+        """Who knows a chunk's name and the tokens after it cannot tell the next one's name."""
+        chain = KeyChain(token_ids(range(8)), 4, naming=Naming("", b"k" * 32))
+        plain = KeyChain(token_ids(range(8)), 4)
+        self.assertEqual(
+            plain[1].prefix_hash,
+            hashlib.sha256(plain[0].prefix_hash + token_ids(range(4, 8))).digest(),
+        )
+        self.assertNotEqual(
+            chain[1].prefix_hash,
+            hashlib.sha256(chain[0].prefix_hash + token_ids(range(4, 8))).digest(),
+        )
+
+    def test_run(self) -> None:
+        """A run of keys is of its tenant, sliced or not, and so is a longer prompt's chain."""
+        chain = KeyChain(token_ids(range(16)), 4, naming=Naming("t", b"k" * 32))
+        longer = chain.longer(token_ids(range(20)))
+
+        self.assertEqual(chain.first(4), list(chain.run(0, 4)))
+        self.assertEqual(chain.first(4)[1:], list(chain.run(0, 4)[1:]))
+        self.assertEqual(chain.first(4), longer.first(4))
+        self.assertEqual({"t"}, {key.tenant for key in longer.first(5)})
+
+    def test_repr(self) -> None:
+        """Nothing that is printed holds a secret."""
+        keyring = Keyring(NAMESPACE, self.security())
+        seal, naming = keyring.seal(), keyring.naming()
+        shown = f"{seal!r} {naming!r} {keyring!r} {self.security()!r}"
+
+        self.assertNotIn(self.key.read_text().strip(), shown)
+        self.assertNotIn(repr(naming.secret)[2:-1], shown)
+        self.assertNotIn("_files", shown)
+
+
+class TestForged(SealTest):
+    """Files of somebody who may write to the directory, knows the format, and has no key."""
+
+    def attacks(self, info: EntryInfo, data: bytes, other: bytes) -> Iterator[tuple[str, bytes]]:
+        """What such a person may try in place of a file: from it, and from another chunk's."""
+        at, units = info.header_nbytes, len(info.checksums)
+        codec = EntryCodec(info.namespace, info.layout, info.shard, info.kind)
+        tags = codec.seal_of(memoryview(data[:at]))[1]
+        foreign = codec.seal_of(memoryview(other[:at]))[1].tobytes()
+        payload = bytearray(data[at:])
+        for place in (0, 1, len(payload) // 2, len(payload) - 1):
+            changed = payload[:]
+            changed[place] ^= 0x10
+            yield f"bit of byte {place}", forged(data, payload=bytes(changed))
+        size = codec.unit_nbytes()[0]
+        swapped = payload[size : 2 * size] + payload[:size] + payload[2 * size :]
+        yield "units swapped", forged(data, payload=bytes(swapped))
+        turned = tags.copy()
+        turned[[0, 1]] = turned[[1, 0]]
+        yield (
+            "units swapped with their tags",
+            forged(data, payload=bytes(swapped), tags=turned.tobytes()),
+        )
+        yield "tags of zeros", forged(data, tags=bytes(16 * units))
+        yield "other's payload", forged(data, payload=other[at:])
+        yield "other's payload and tags", forged(data, payload=other[at:], tags=foreign)
+        mark = parse_entry(other).mark
+        yield "other's all but the key", forged(data, payload=other[at:], tags=foreign, mark=mark)
+        yield "another nonce", forged(data, mark=Mark(info.mark.key_id, "0" * 32))
+        yield "another key's name", forged(data, mark=Mark("0" * 16, info.mark.nonce))
+        plain = EntryCodec(info.namespace, info.layout, info.shard)
+        yield "plain", forged(data, codec=plain, mark=PLAIN, tags=b"")
+
+    def test_attacks(self) -> None:
+        """None is taken for the chunk: each is a miss, and goes out of sight."""
+        for encrypt in KINDS:
+            store = self.store(security=self.security(encrypt=encrypt))
+            keys, model = self.save(store)
+            path = self.file(keys)
+            sound, other = path.read_bytes(), self.file(keys, 2).read_bytes()
+            self.assertEqual(parse_entry(sound).mark, parse_entry(forged(sound)).mark)
+            for native in natives():
+                for name, data in self.attacks(parse_entry(sound), sound, other):
+                    with self.subTest(name, encrypt=encrypt, native=native):
+                        self.assertEqual(len(sound), len(data))
+                        path.write_bytes(data)
+                        loaded = self.load(store, keys, model)
+
+                        self.assertEqual(1, loaded.chunks)
+                        self.assertIn(loaded.reason, ("corrupt", "foreign"))
+                        self.assertFalse(path.exists())
+            path.write_bytes(sound)
+            self.assertEqual(CHUNKS, self.load(store, keys, model).chunks)
+
+    def test_control(self) -> None:
+        """The forger is good enough: a store without keys takes a forged file for its own."""
+        store = self.store(security=Security())
+        keys, model = self.save(store)
+        path = self.file(keys)
+        data = path.read_bytes()
+        payload = bytes([data[4096] ^ 1]) + data[4097:]
+        path.write_bytes(forged(data, payload=payload))
+        memory = Memory(SMALL, SMALL.full, CHUNKS)
+        loaded = store.load(keys, memory.map())
+
+        self.assertEqual((CHUNKS, None), (loaded.chunks, loaded.reason))
+        expected = Memory(SMALL, SMALL.full, CHUNKS).fill(model)
+        self.assertFalse(np.array_equal(expected.buffers[0], memory.buffers[0]))
+
+    def test_random(self) -> None:
+        """Fifty random changes of a payload, checksums set right: none is accepted."""
+        source = random.Random(7)
+        store = self.store()
+        keys, model = self.save(store)
+        path = self.file(keys, 0)
+        sound = path.read_bytes()
+        for _ in range(50):
+            payload = bytearray(sound[4096:])
+            payload[source.randrange(len(payload))] ^= 1 << source.randrange(8)
+            path.write_bytes(forged(sound, payload=bytes(payload)))
+            self.assertEqual(0, self.load(store, keys, model).chunks)
+
+    def test_damage(self) -> None:
+        """Damage is found and healed as in plain files."""
+        store = self.store(security=self.security(encrypt=True))
+        keys, model = self.save(store)
+        for at in (0, 40, 300, 700, 4000, 4096, 5000):
+            path = self.file(keys)
+            flip(path, at)
+            self.assertEqual(1, self.load(store, keys, model).chunks)
+            self.save(store)
+            self.assertEqual(CHUNKS, self.load(store, keys, model).chunks)
+
+
+class TestKeys(SealTest):
+    """Keys in files."""
+
+    def test_deleted(self) -> None:
+        """Without its key a tenant's chunks are gone at once, others' are not; none is put."""
+        store = self.store(security=Security(tenant_keys=str(self.keys)))
+        plain, model = self.save(store)
+        alice, hers = self.save(store, b"alice")
+        bob, his = self.save(store, b"bob")
+        self.assertEqual(CHUNKS, self.load(store, alice, hers).chunks)
+        key = self.keys / f"{tenant_of(b'alice')}.key"
+        aside = key.rename(self.root / "aside")
+
+        self.assertEqual(Loaded(0, 0, "locked"), self.load(store, alice))
+        self.assertEqual(CHUNKS, self.load(store, bob, his).chunks)
+        self.assertEqual(CHUNKS, self.load(store, plain, model).chunks)
+        with self.assertRaisesRegex(NoKeyError, "No such file"):
+            store.keyring.naming(b"alice")
+        self.file(alice).unlink()
+        memory = Memory(SMALL, SMALL.full, CHUNKS).map()
+        self.assertFalse(store.save(alice[1], memory, place=1))
+        self.assertEqual(1, store.counts["chunks_refused"])
+        aside.rename(key)
+        self.assertEqual(1, self.load(store, alice, hers).chunks)
+
+    def test_another_key(self) -> None:
+        """A new key in its place does not open what the old one sealed: its names are others."""
+        store = self.store(security=self.security(encrypt=True))
+        keys, _ = self.save(store)
+        self.key.unlink()
+        write_key(self.key)
+        again = KeyChain(token_ids(range(12)), 4, naming=store.keyring.naming())
+
+        self.assertEqual((CHUNKS, 0), (store.lookup(keys), store.lookup(again)))
+        self.assertEqual(0, self.load(store, keys).chunks)
+
+    def test_evicted(self) -> None:
+        """What nobody can read any more is never used, and so goes first."""
+        store = self.store(security=Security(tenant_keys=str(self.keys)), limit=7 * 6144)
+        alice, _ = self.save(store, b"alice")
+        plain, model = self.save(store)
+        (self.keys / f"{tenant_of(b'alice')}.key").unlink()
+        ids = token_ids(range(100, 112))
+        keys = KeyChain(ids, 4)
+        for place in range(CHUNKS):
+            memory = Memory(SMALL, SMALL.full, CHUNKS).fill(model).map()
+            store.used(plain, CHUNKS, wait=True)
+            self.assertTrue(store.save(keys[place], memory, place=place))
+
+        self.assertEqual((1, CHUNKS), (store.lookup(alice), store.lookup(plain)))
+
+    def test_unusable(self) -> None:
+        """A key that others may read, or that is none, is refused with what to do."""
+        good = self.key.read_text()
+        for mode, text, expected in (
+            (0o644, good, "mode 644.*chmod it to 600"),
+            (0o620, good, "mode 620"),
+            (0o600, good[:-3], "64 hex digits"),
+            (0o600, "z" * 64, "64 hex digits"),
+            (0o600, "", "64 hex digits"),
+        ):
+            with self.subTest(expected):
+                self.key.write_text(text)
+                self.key.chmod(mode)
+                with self.assertRaisesRegex(NoKeyError, expected):
+                    Keyring(NAMESPACE, self.security()).naming()
+        self.key.unlink()
+        for make in (os.mkfifo, os.mkdir):
+            make(self.key)
+            with self.assertRaises(NoKeyError):
+                read_key(self.key)
+            self.key.rmdir() if self.key.is_dir() else self.key.unlink()
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root can give files to others")
+    def test_foreign(self) -> None:
+        """A key that belongs to another user is not used."""
+        os.chown(self.key, 4242, -1)
+        with self.assertRaisesRegex(NoKeyError, "belongs to user 4242"):
+            read_key(self.key)
+
+    def test_written_once(self) -> None:
+        """A key is never overwritten, is of 32 bytes, and private whatever the umask."""
+        before = os.umask(0)
+        try:
+            write_key(self.root / "new")
+        finally:
+            os.umask(before)
+        self.assertEqual(0o600, (self.root / "new").stat().st_mode & 0o777)
+        self.assertEqual(32, len(read_key(self.root / "new")))
+        self.assertNotEqual(read_key(self.key), read_key(self.root / "new"))
+        with self.assertRaises(FileExistsError):
+            write_key(self.root / "new")
+
+    def test_no_package(self) -> None:
+        """Without the package the error says what to install; plain caches do without it."""
+        with mock.patch.dict(sys.modules, {"vua.security.seal": None}):
+            with self.assertRaisesRegex(ConfigError, r"vua\[crypto\]"):
+                Keyring(NAMESPACE, self.security()).naming()
+            self.assertIsNone(Keyring(NAMESPACE, Security()).naming())
+
+    def test_checked_at_start(self) -> None:
+        """Keys that cannot be used are refused when a cache is opened, in the library too."""
+        for settings in (
+            {"key_file": str(self.root / "absent")},
+            {"tenant_keys": str(self.root / "absent")},
+            {"tenant_keys": str(self.key)},
+        ):
+            with self.subTest(settings), self.assertRaises(ConfigError):
+                VUA(VUAConfig(security=Security(**settings)), self.root / "cache")
+        check_keys(self.security())
+        with self.assertRaisesRegex(ConfigError, "vua.security.settings.Security"):
+            VUA(VUAConfig(security={"encrypt": False}), self.root / "cache")
+
+    def test_library(self) -> None:
+        """The library's front door: with the key all is there, without it nothing."""
+        tokens, kv = torch.arange(64), caches_of(layers=1, heads=1, tokens=64, dim=8)
+        config = VUAConfig(security=self.security(encrypt=True))
+        with VUA(config, self.root / "cache") as vua:
+            self.assertEqual(1, vua.put(tokens, kv))
+            self.assertEqual(kv_bits(kv), kv_bits(vua.get_closest(tokens).data))
+            self.key.unlink()
+            self.assertFalse(vua.get_closest(tokens))
+            with self.assertRaises(NoKeyError):
+                vua.put(tokens, kv)
+        with VUA(VUAConfig(), self.root / "cache") as vua:
+            self.assertFalse(vua.get_closest(tokens))
+
+    def test_salts(self) -> None:
+        """Salts never become paths, and those without a key are not cached."""
+        keyring = Keyring(NAMESPACE, self.security())
+        self.assertEqual(tenant_of(b"alice"), keyring.naming(b"alice").tenant)
+        for salt in (b"../own", b"carol", b"\x00", b"a" * 5000):
+            with self.subTest(salt), self.assertRaises(NoKeyError):
+                keyring.naming(salt)
+        without = Keyring(NAMESPACE, Security(key_file=str(self.key)))
+        self.assertEqual("", without.naming(b"carol").tenant)
+
+
+class TestTools(SealTest):
+    """The command line without keys."""
+
+    def run_cli(self, *words: str) -> tuple[int, str]:
+        """Exit code and output."""
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            code = main(words)
+        return code, out.getvalue()
+
+    def test_tools(self) -> None:
+        """ls, verify, inspect, du and gc work; verify finds damage and what needs a key."""
+        store = self.store(security=self.security(encrypt=True))
+        keys, _ = self.save(store)
+        self.save(store, b"bob")
+        cache = str(self.root / "cache")
+        for words in (["ls"], ["du"], ["gc"]):
+            self.assertEqual(0, self.run_cli(*words, cache)[0])
+        self.assertEqual(2 * CHUNKS, len(list((self.root / "cache").rglob("*.safetensors"))))
+        code, text = self.run_cli("verify", cache)
+        self.assertEqual(0, code)
+        self.assertIn("who wrote them needs the key", text)
+        self.assertIn("aes-256-gcm", self.run_cli("inspect", str(self.file(keys)))[1])
+        flip(self.file(keys), 5000)
+        self.assertEqual(1, self.run_cli("verify", cache)[0])
+
+    def test_key(self) -> None:
+        """`vua key` makes keys that work, once."""
+        path = self.root / "made"
+        self.assertEqual(0, self.run_cli("key", str(path))[0])
+        made = read_key(path)
+        self.assertEqual(0, self.run_cli("key", str(path))[0])
+        self.assertEqual(made, read_key(path))
+        self.assertEqual(0, self.run_cli("key", str(self.keys), "--salt", "carol")[0])
+        security = Security(tenant_keys=str(self.keys))
+        self.assertIsNotNone(Keyring(NAMESPACE, security).naming(b"carol"))
+
+
+@pytest.mark.thorough
+class TestLarge(SealTest):
+    """Files of many units, and many chunks at once."""
+
+    def test_many(self) -> None:
+        """Chunks of 2 MiB, in pieces of 16 tokens, by both ways."""
+        layout = KVLayout(16, 4, 64, 64, "F32", 64)
+        for encrypt in KINDS:
+            store = self.store(layout, self.security(encrypt=encrypt))
+            keys, model = self.save(store)
+            for native in natives():
+                with self.subTest(native, encrypt=encrypt):
+                    self.assertEqual(CHUNKS, self.load(store, keys, model, None, 16).chunks)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,101 @@
+"""Mirrors `vua.store.buffers`: memory is used again, and never while anybody holds it."""
+
+from __future__ import annotations
+
+import random
+import unittest
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from vua.store.buffers import BufferPool
+
+MIB = 1 << 20
+
+
+class TestBufferPool(unittest.TestCase):
+    """What is lent, and when it comes back."""
+
+    def test_used_again(self) -> None:
+        """A buffer that nobody holds is lent to the next one that it fits."""
+        pool = BufferPool(64 * MIB)
+        first = pool.take(5 * MIB)
+        place = first.data_ptr()
+        self.assertEqual((5 * MIB,), tuple(first.shape))
+        self.assertEqual(0, pool.idle_nbytes)
+        del first
+        self.assertEqual(5 * MIB, pool.idle_nbytes)
+        other = pool.take(4 * MIB - 7)
+        self.assertEqual(place, other.data_ptr())
+        self.assertEqual(0, pool.idle_nbytes)
+        self.assertNotEqual(place, pool.take(4 * MIB).data_ptr())
+
+    def test_held(self) -> None:
+        """Whatever is made of a tensor keeps its memory from being lent."""
+        pool = BufferPool(64 * MIB)
+        for name, make in {
+            "view": lambda t: t[100:200],
+            "dtype": lambda t: t.view(torch.bfloat16).view(2, -1)[1],
+            "array": lambda t: t.numpy()[5:],
+            "storage": lambda t: t.untyped_storage(),
+            "split": lambda t: list(t.split(MIB)[1:]),
+            "alias": lambda t: t.detach(),
+        }.items():
+            with self.subTest(name):
+                tensor = pool.take(2 * MIB)
+                place = tensor.data_ptr()
+                kept = make(tensor)
+                del tensor
+                self.assertNotEqual(place, pool.take(2 * MIB).data_ptr())
+                del kept
+                self.assertIn(place, [buffer.ctypes.data for buffer in pool._idle])
+                pool._idle.clear()
+
+    def test_sizes(self) -> None:
+        """Much larger buffers are kept for those that need them; small ones are not pooled."""
+        pool = BufferPool(64 * MIB)
+        del [pool.take(16 * MIB), pool.take(3 * MIB), pool.take(1000)][:]
+        large = pool.idle_nbytes
+        taken = pool.take(2 * MIB)
+        self.assertEqual(large - 3 * MIB, pool.idle_nbytes)
+        self.assertEqual(2 * MIB, taken.numel())
+        self.assertEqual(0, pool.take(0).numel())
+
+    def test_bound(self) -> None:
+        """No more is kept than was said, the newest first; with 0, nothing."""
+        pool = BufferPool(10 * MIB)
+        lent = [pool.take(4 * MIB) for _ in range(4)]
+        newest = lent[-1].data_ptr()
+        while lent:
+            del lent[0]
+        self.assertEqual(8 * MIB, pool.idle_nbytes)
+        self.assertIn(newest, [buffer.ctypes.data for buffer in pool._idle])
+        pool.take(11 * MIB)
+        self.assertEqual(8 * MIB, pool.idle_nbytes)
+        nothing = BufferPool(0)
+        nothing.take(4 * MIB)
+        self.assertEqual(0, nothing.idle_nbytes)
+
+    def test_threads(self) -> None:
+        """No two holders ever have the same memory."""
+        pool = BufferPool(32 * MIB)
+
+        def hold(seed: int) -> None:
+            chance, mine = random.Random(seed), list[torch.Tensor]()
+            for turn in range(100):
+                tensor = pool.take(chance.randrange(MIB, 3 * MIB))
+                tensor[:: 1 << 16] = seed * 100 + turn % 100
+                mine.append(tensor[: -(-tensor.numel() // 2)])
+                del tensor
+                for at, held in enumerate(mine):
+                    expected = seed * 100 + (turn - len(mine) + 1 + at) % 100
+                    self.assertEqual({expected}, set(held[:: 1 << 16].tolist()))
+                if len(mine) > chance.randrange(1, 4):
+                    del mine[0]
+
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(hold, (0, 1)))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,182 @@
+"""A label of a model in the library: other models' caches are refused under it."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+import warnings
+from importlib import util
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from helpers import DirectoryTest, bits, caches_of, flip, kv_bits
+from vua.core import VUA, VUAConfig
+from vua.errors import ConfigError
+from vua.format.keys import token_ids
+from vua.format.layout import Shard
+from vua.security.keyring import write_key
+from vua.security.settings import Security
+from vua.store.agreement import compare
+from vua.store.tensors import stored_rows, unverified_rows
+from vua.testing.models import make_model
+
+TOKENS = torch.arange(100, 132)
+
+
+class TestLabels(DirectoryTest):
+    def open(self, **settings: Any) -> VUA:
+        """Another user of the directory."""
+        vua = VUA(VUAConfig(**{"split_factor": 16} | settings), self.root)
+        self.addCleanup(vua.close)
+        return vua
+
+    def caches(self, seed: int = 0, **settings: Any) -> list[list[torch.Tensor]]:
+        """A cache of two chunks."""
+        return caches_of(
+            **{"layers": 3, "heads": 2, "tokens": 32, "dim": 16, **settings}, seed=seed
+        )
+
+    def test_second_model(self) -> None:
+        """A second model under the same label is refused, whatever of its prompt is stored."""
+        ours = self.caches()
+        self.open().put(TOKENS, ours)
+        before = self.snapshot()
+        longer = torch.arange(100, 164)
+        second = self.open()
+        self.assertEqual(32, second.get_closest(TOKENS).num_tokens)  # it cannot know yet
+        for tokens, cache in (
+            (TOKENS, self.caches(1)),
+            (longer, self.caches(1, tokens=64)),
+            (torch.stack([TOKENS + 500, TOKENS]), self.caches(1, rows=2)),
+        ):
+            with self.assertRaisesRegex(ConfigError, r"'default'.*VUAConfig\(model=\.\.\.\)"):
+                self.open().put(tokens, cache)
+            with self.assertRaisesRegex(ConfigError, "'default'"):
+                second.put(tokens, cache)
+        self.assertEqual(before, self.snapshot())
+
+        with self.assertLogs("vua.store.label", "WARNING"):
+            self.assertFalse(second.get_closest(TOKENS))
+        with self.assertRaisesRegex(ConfigError, "'default'"):
+            second.put(TOKENS + 900, self.caches(1))
+        own = self.open(model="second")
+        self.assertEqual(2, own.put(TOKENS, self.caches(1)))
+        self.assertEqual(kv_bits(self.caches(1), 32), kv_bits(own.get_closest(TOKENS).data))
+
+    def test_same_model(self) -> None:
+        """The same model goes on, though its next run differs by rounding."""
+        for dtype, noise in ((torch.float32, 1e-3), (torch.bfloat16, 0.02), (torch.int8, 0.1)):
+            vua = self.open(model=str(dtype))
+            cache = [[20 * torch.randn(1, 2, 32, 16) for _ in "kv"] for _ in range(3)]
+            vua.put(TOKENS[:16], [[t[:, :, :16].to(dtype) for t in pair] for pair in cache])
+            again = [
+                [(t + 20 * noise * torch.randn(t.shape)).to(dtype) for t in pair] for pair in cache
+            ]
+
+            self.assertEqual(1, self.open(model=str(dtype)).put(TOKENS, again))
+
+    def test_glance(self) -> None:
+        """What is read without verification are the rows that are compared; it decides nothing."""
+        for settings in ({}, {"layers": 19}, {"heads": 1, "v_dim": 8}, {"layers": 1, "v_dim": 0}):
+            with self.subTest(settings):
+                vua = self.open(model=str(settings))
+                vua.put(TOKENS, self.caches(**settings))
+                store = vua._writer
+                if store is None:
+                    self.fail("there is no store")
+                last = Shard(store.layout.layers - 1, store.layout.layers, 0, 1)
+                key = vua._keys(token_ids(TOKENS))[1]
+                seen, verified = (read(store, key, last) for read in (unverified_rows, stored_rows))
+                self.assertEqual(len(store.layout.dims), len(seen or []))
+                for one, other in zip(seen or [], verified or [], strict=True):
+                    self.assertEqual(bits(other), bits(one))
+                with mock.patch("vua.store.label.stored_rows", side_effect=AssertionError):
+                    self.open(model=str(settings)).put(TOKENS, self.caches(**settings))
+
+                for path in self.files():
+                    if key.name in str(path):
+                        path.write_bytes(path.read_bytes()[:-5])
+                cache = self.caches(**settings)
+                self.assertEqual(1, self.open(model=str(settings)).put(TOKENS, cache))
+
+    @unittest.skipUnless(util.find_spec("cryptography"), "cryptography is not installed")
+    def test_encrypted(self) -> None:
+        """So it is where what lies there tells nothing before it is decrypted."""
+        key = self.root.with_name(f"{self.root.name}.key")
+        write_key(key)
+        self.addCleanup(key.unlink)
+        security = Security(key_file=str(key), encrypt=True)
+        self.open(security=security).put(TOKENS, self.caches())
+        self.assertEqual(0, self.open(security=security).put(TOKENS, self.caches()))
+        with self.assertRaisesRegex(ConfigError, "'default'"):
+            self.open(security=security).put(TOKENS, self.caches(1))
+
+    def test_no_verdict(self) -> None:
+        """A damaged chunk says nothing of the model; it is written anew."""
+        self.open().put(TOKENS[:16], self.caches(tokens=16))
+        flip(self.files()[0], 4100)
+        with self.assertLogs("vua.store.quarantine", "WARNING"):
+            self.assertEqual(2, self.open().put(TOKENS, self.caches(1)))
+
+    def test_reader_without_label(self) -> None:
+        """Who only reads without a label is told once that nobody can tell what is found."""
+        self.open().put(TOKENS, self.caches())
+        reader = self.open()
+        with self.assertLogs("vua.store.label", "WARNING") as logs:
+            reader.get_closest(TOKENS)
+            reader.get_closest(TOKENS)
+        self.assertEqual(1, len(logs.output))
+        self.assertIn("VUAConfig.model is not set", logs.output[0])
+        self.open(model="mine").put(TOKENS, self.caches())
+        with self.assertNoLogs("vua.store.label"):
+            self.open(model="mine").get_closest(TOKENS)
+
+
+@pytest.mark.thorough
+@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
+class TestModels(unittest.TestCase):
+    def test_gap(self) -> None:
+        """Batches, chunked prompts and kernels stay below the tolerance, others far above."""
+        from transformers import AutoModelForCausalLM, DynamicCache
+
+        warnings.simplefilter("ignore")
+        ids = torch.randint(4, 512, (1, 96), generator=torch.Generator().manual_seed(1))
+
+        def rows(model: Any, prompt: torch.Tensor, step: int = 96) -> list[Any]:
+            cache = DynamicCache()
+            with torch.no_grad():
+                for at in range(0, 96, step):
+                    model(prompt[:, at : at + step], past_key_values=cache)
+            layer = cache.layers[-1]
+            return [t[:1, :1, 64:] for t in (layer.keys, layer.values)]
+
+        with tempfile.TemporaryDirectory() as folder:
+            for name, dtype in (("F32", torch.float32), ("BF16", torch.bfloat16)):
+                models = [
+                    AutoModelForCausalLM.from_pretrained(
+                        make_model(Path(folder, f"{seed}"), layers=4, seed=seed),
+                        dtype=dtype,
+                        attn_implementation=attention,
+                    )
+                    for seed, attention in ((0, "sdpa"), (0, "eager"), (1, "sdpa"))
+                ]
+                ours = rows(models[0], ids)
+                same = [
+                    rows(models[0], torch.cat([ids, ids.flip(1), ids])),
+                    rows(models[0], ids, 32),
+                    rows(models[1], ids),
+                    rows(models[1], torch.cat([ids, ids.flip(1)]), 1),
+                ]
+                others = [rows(models[2], ids), rows(models[0], ids.roll(1))]
+                for found in same:
+                    self.assertLess(compare(ours, found, name, [3]).ratio, 1)
+                for found in others:
+                    self.assertGreater(compare(ours, found, name, [3]).ratio, 2)
+
+
+if __name__ == "__main__":
+    unittest.main()

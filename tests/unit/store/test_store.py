@@ -1,0 +1,659 @@
+"""Mirrors `store`: any shard a reader wants, out of any shards writers made, or a miss."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import unittest
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from helpers import (
+    PACKED,
+    POISON,
+    Arrays,
+    DirectoryTest,
+    Memory,
+    flip,
+    has_native,
+    keys_of,
+    model_arrays,
+    read_only,
+    rectangle,
+    soak,
+    swap,
+)
+from vua.errors import InputError, NotWritableError, StorageFullError
+from vua.format.keys import ChunkKey
+from vua.format.layout import KVLayout, Shard
+from vua.io import posix
+from vua.storage.local import MAX_QUARANTINED, FileReader, LocalStorage
+from vua.store.store import Loaded, Store
+
+NAMESPACE = "ab" * 32
+SMALL = KVLayout(layers=4, kv_heads=8, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=4)
+# Runs of 16 KiB and 8 KiB, so that a unit is 8 layers and shards of layers cut through units.
+DEEP = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
+LATENT = KVLayout(layers=10, kv_heads=1, k_dim=576, v_dim=0, dtype="BF16", chunk_tokens=16)
+CHUNKS = 3
+
+# Without these calls the code takes the way of older kernels, or of other systems.
+CACHED_CALLS = ("preadv_cached", "openat2_cached", "close_cached", "statx")
+
+
+def split(layout: KVLayout, heads: int = 1, layers: Sequence[int] = ()) -> list[Shard]:
+    """The shards of ``heads`` ranks, with layers cut at the given places."""
+    size = layout.kv_heads // heads
+    edges = [0, *layers, layout.layers]
+    return [
+        Shard(first, last, rank * size, (rank + 1) * size)
+        for first, last in itertools.pairwise(edges)
+        for rank in range(heads)
+    ]
+
+
+class StoreTest(DirectoryTest):
+    """A test with stores over a directory of its own."""
+
+    layout = SMALL
+    native = True
+    """Whether to go through the load loop in C, where this machine has it."""
+
+    def setUp(self) -> None:
+        """Make a store with nothing in it."""
+        super().setUp()
+        wish = "require" if self.native and has_native() else "off"
+        self.enterContext(mock.patch.dict(os.environ, VUA_NATIVE=wish))
+        self.keys = keys_of(range(CHUNKS * self.layout.chunk_tokens), self.layout.chunk_tokens)
+        self.model = model_arrays(self.layout, CHUNKS)
+        self.store = self.open()
+
+    def open(self, layout: KVLayout | None = None, name: str = NAMESPACE) -> Store:
+        """Another store over the same directory."""
+        path = self.root / name
+        path.mkdir(exist_ok=True)
+        storage = LocalStorage(path)
+        self.addCleanup(storage.close)
+        return Store(storage, name, layout or self.layout)
+
+    def save(
+        self, store: Store, model: Arrays, shards: Sequence[Shard], keys: Sequence[ChunkKey]
+    ) -> int:
+        """Save chunks as these shards; return how many files were written."""
+        written = 0
+        for shard in shards:
+            memory = Memory(store.layout, shard, len(keys)).fill(rectangle(model, shard)).map()
+            written += sum(
+                store.save(key, memory, shard=shard, place=n) for n, key in enumerate(keys)
+            )
+        return written
+
+    def save_whole(self) -> None:
+        """Save all chunks as one shard each."""
+        self.save(self.store, self.model, [self.layout.full], self.keys)
+
+    def check(
+        self, store: Store, model: Arrays, target: Shard, keys: Sequence[ChunkKey], paged: int = 0
+    ) -> None:
+        """Load chunks and compare all of the memory, poison included."""
+        layout = store.layout
+        memory = Memory(layout, target, len(keys), block_tokens=paged or None)
+        loaded = store.load(keys, memory.map(), target=target)
+        expected = Memory(layout, target, len(keys), block_tokens=paged or None)
+        expected.fill(rectangle(model, target))
+
+        nbytes = len(keys) * target.payload_nbytes(layout)
+        self.assertEqual(Loaded(len(keys), nbytes), loaded)
+        for want, got in zip(expected.buffers, memory.buffers, strict=True):
+            np.testing.assert_array_equal(want, got)
+
+    def load(self, store: Store | None = None) -> Loaded:
+        """Load all chunks whole; check that what is said to be loaded is right."""
+        memory = Memory(self.layout, self.layout.full, CHUNKS)
+        loaded = (store or self.store).load(self.keys, memory.map())
+        expected = Memory(self.layout, self.layout.full, CHUNKS).fill(self.model)
+        tokens = loaded.chunks * self.layout.chunk_tokens
+        for want, got in zip(expected.buffers, memory.buffers, strict=True):
+            np.testing.assert_array_equal(want[:, :, : tokens + 3], got[:, :, : tokens + 3])
+        return loaded
+
+    def file(self, chunk: int) -> Path:
+        """The file of a chunk that was saved whole."""
+        name = self.keys[chunk].name
+        shard = self.layout.full.name
+        return self.root / NAMESPACE / name[:2] / name / f"{shard}.safetensors"
+
+
+class TestShards(StoreTest):
+    """Who wrote which shards does not matter to who reads."""
+
+    def test_every_split_reads_every_split(self) -> None:
+        """Chunks written by TP and PP ranks are read by any other ranks, bit by bit."""
+        cases = {
+            "small": (SMALL, [(1, ()), (2, ()), (4, ()), (8, ()), (2, (1,)), (1, (2, 3))]),
+            "deep": (DEEP, [(1, ()), (2, ()), (1, (7,)), (2, (8, 13)), (1, (5, 10, 15))]),
+            "latent": (LATENT, [(1, ()), (1, (3,)), (1, (5, 9))]),
+        }
+        for name, (layout, splits) in cases.items():
+            keys = keys_of(range(CHUNKS * layout.chunk_tokens), layout.chunk_tokens)
+            model = model_arrays(layout, CHUNKS, seed=len(name))
+            for number, write in enumerate(splits):
+                writer = self.open(layout, f"{number:02d}" * 32)
+                written = self.save(writer, model, split(layout, *write), keys)
+                self.assertEqual(CHUNKS * len(split(layout, *write)), written)
+                for read in splits:
+                    with self.subTest(layout=name, write=write, read=read):
+                        store = Store(writer.storage, writer.namespace, layout)
+                        self.assertEqual(CHUNKS, store.lookup(keys))
+                        for target in split(layout, *read):
+                            self.check(store, model, target, keys)
+                            self.check(store, model, target, keys, layout.chunk_tokens // 2)
+                            self.check(store, model, target, keys, PACKED)
+
+    def test_paged_writers(self) -> None:
+        """A writer with blocks of any size makes the same files."""
+        snapshots = []
+        for block_tokens in (None, 1, 2, 4, PACKED):
+            store = self.open(name=f"{len(snapshots):064d}")
+            memory = Memory(SMALL, SMALL.full, CHUNKS, block_tokens=block_tokens)
+            memory.fill(self.model)
+            for place, key in enumerate(self.keys):
+                store.save(key, memory.map(), place=place)
+            paths = sorted((self.root / store.namespace).rglob("*.safetensors"))
+            snapshots.append([path.read_bytes()[4096:] for path in paths])
+
+        self.assertEqual(CHUNKS, len(snapshots[0]))
+        self.assertEqual(5 * snapshots[:1], snapshots)
+
+    def test_overlapping_shards(self) -> None:
+        """Chunks of one prompt may be stored in different and in overlapping shards."""
+        for key, shards in zip(
+            self.keys,
+            ([*split(SMALL, 2), SMALL.full], split(SMALL, 4, (1,)), [SMALL.full]),
+            strict=True,
+        ):
+            place = self.keys.index(key)
+            for shard in shards:
+                memory = Memory(SMALL, shard, CHUNKS).fill(rectangle(self.model, shard))
+                self.store.save(key, memory.map(), shard=shard, place=place)
+        for target in [SMALL.full, *split(SMALL, 8), Shard(1, 3, 2, 7)]:
+            for store in (self.store, self.open()):
+                self.check(store, self.model, target, self.keys)
+
+    def test_missing_shard(self) -> None:
+        """Shards that do not cover what is needed are a miss, but what they do cover is not."""
+        first, second = split(SMALL, 2)
+        self.save(self.store, self.model, [first], self.keys)
+        memory = Memory(SMALL, SMALL.full, CHUNKS)
+
+        self.assertEqual(0, self.store.lookup(self.keys))
+        self.assertEqual(3, self.store.lookup(self.keys, [first]))
+        self.assertEqual(0, self.store.lookup(self.keys, [first, second]))
+        self.assertEqual(
+            Loaded(0, 0, "missing"), self.store.load(self.keys, memory.map(), target=SMALL.full)
+        )
+        self.check(self.store, self.model, first, self.keys)
+
+    def test_room(self) -> None:
+        """What does not fit into the memory is refused before anything is read."""
+        self.save_whole()
+        memory = Memory(SMALL, SMALL.full, 2)
+        with self.assertRaisesRegex(InputError, "3 chunks do not fit"):
+            self.store.load(self.keys, memory.map())
+
+        self.assertEqual({POISON}, {int(n) for buffer in memory.buffers for n in buffer.flat})
+
+    def test_loader_again(self) -> None:
+        """A loader loads prompt after prompt into the same memory."""
+        self.save_whole()
+        other, keys = model_arrays(SMALL, 2, seed=5), keys_of(range(50, 58), 4)
+        self.save(self.store, other, split(SMALL, 2), keys)
+        memory = Memory(SMALL, SMALL.full, CHUNKS)
+        loader = self.store.loader(memory.map())
+        expected = Memory(SMALL, SMALL.full, CHUNKS)
+        for chain, model in ((self.keys, self.model), (keys, other), (self.keys[:1], self.model)):
+            self.assertEqual(len(chain), loader.load(chain).chunks)
+            expected.fill([array[:, :, : 4 * len(chain)] for array in model])
+            for want, got in zip(expected.buffers, memory.buffers, strict=True):
+                np.testing.assert_array_equal(want, got)
+
+    def test_saver_again(self) -> None:
+        """A saver writes what lies in its memory at the time, prompt after prompt."""
+        other, keys = model_arrays(SMALL, CHUNKS, seed=5), keys_of(range(50, 62), 4)
+        shard = split(SMALL, 2)[1]
+        memory = Memory(SMALL, shard, CHUNKS, block_tokens=2)
+        saver = self.store.saver(memory.map(), shard=shard)
+        for chain, model in ((self.keys, self.model), (keys, other)):
+            memory.fill(rectangle(model, shard))
+            written = [saver.save(key, place=n) for n, key in enumerate(chain)]
+            self.assertEqual([True] * CHUNKS, written)
+        self.assertFalse(saver.save(keys[0], place=1))
+
+        self.check(self.store, self.model, shard, self.keys)
+        self.check(self.store, other, shard, keys)
+
+    def test_many_chunks(self) -> None:
+        """More chunks than are prepared at a time are loaded all the same."""
+        count = 150
+        layout = KVLayout(layers=1, kv_heads=2, k_dim=1, v_dim=1, dtype="U8", chunk_tokens=2)
+        keys, model = keys_of(range(2 * count), 2), model_arrays(layout, count)
+        store = self.open(layout, "f" * 64)
+        self.save(store, model, [layout.full], keys)
+
+        self.check(store, model, layout.full, keys)
+        self.check(store, model, layout.full, keys, 1)
+
+
+class TestLookup(StoreTest):
+    """How much of a prompt is stored."""
+
+    def test_lengths(self) -> None:
+        """Of a prompt of any length exactly the stored chunks are found."""
+        keys = keys_of(range(4 * 40), 4)
+        memory = Memory(SMALL, SMALL.full, 1).fill(model_arrays(SMALL, 1)).map()
+        self.assertEqual(0, self.store.lookup([]))
+        for stored in range(13):
+            for length in range(len(keys) + 1):
+                self.assertEqual(min(stored, length), self.store.lookup(keys[:length]))
+            self.store.save(keys[stored], memory)
+
+    def test_holes(self) -> None:
+        """A hole never hides what stands before it, and the load stops at it."""
+        self.save_whole()
+        for hole in range(CHUNKS):
+            self.file(hole).rename(self.root / "aside")
+            with self.subTest(hole=hole):
+                self.assertGreaterEqual(self.store.lookup(self.keys), hole)
+                loaded = self.load()
+                self.assertEqual((hole, "missing"), (loaded.chunks, loaded.reason))
+            (self.root / "aside").rename(self.file(hole))
+
+
+class TestDamage(StoreTest):
+    """Whatever happens to a file is a miss, counted by reason, and healed by the next save."""
+
+    def damaged(self, damage: Callable[[Path], None], reason: str) -> None:
+        """Damage the middle chunk; check the miss, its count, and that a save heals it."""
+        path = self.file(1)
+        damage(path)
+        counts = dict(self.store.counts)
+        loaded = self.load()
+
+        self.assertEqual((1, reason), (loaded.chunks, loaded.reason))
+        self.assertEqual(counts.get(reason, 0) + 1, self.store.counts[reason])
+        again = self.load()
+        after = "missing" if reason in ("corrupt", "foreign") else reason
+        self.assertEqual((1, after), (again.chunks, again.reason))
+        self.save(self.store, self.model, [SMALL.full], self.keys)
+        self.assertEqual(CHUNKS, self.load().chunks)
+
+    def test_flips(self) -> None:
+        """A flipped bit anywhere in the payload or the header is noticed."""
+        self.save_whole()
+        size = self.file(1).stat().st_size
+        for at in [*range(0, 4096, 97), *range(4096, size, 61), size - 1]:
+            with self.subTest(at=at):
+                self.damaged(lambda path, at=at: flip(path, at, 1 << at % 8), "corrupt")
+
+    def test_lengths(self) -> None:
+        """A file that is too short, too long or empty is noticed."""
+        self.save_whole()
+        size = self.file(1).stat().st_size
+        for length in (0, 1, 8, 4095, 4096, size - 1, size + 1, 2 * size):
+            with self.subTest(length=length):
+                self.damaged(lambda path, length=length: os.truncate(path, length), "corrupt")
+
+    def test_cut_while_read(self) -> None:
+        """A file that is cut after it was opened is noticed, even where memory is right already."""
+
+        class Cutting(LocalStorage):
+            def open(self, chunk: str, shard: Shard) -> FileReader:
+                reader = super().open(chunk, shard)
+                path = self.directory / chunk[:2] / chunk / f"{shard.name}.safetensors"
+                os.truncate(path, reader.nbytes - 1)
+                return reader
+
+        self.save_whole()
+        storage = Cutting(self.root / NAMESPACE)
+        self.addCleanup(storage.close)
+        self.enterContext(mock.patch.dict(os.environ, VUA_NATIVE="off"))  # it opens by itself
+        memory = Memory(SMALL, SMALL.full, CHUNKS).fill(self.model)
+        loaded = Store(storage, NAMESPACE, SMALL).load(self.keys, memory.map())
+
+        self.assertEqual(Loaded(0, 0, "corrupt"), loaded)
+
+    def test_zeros(self) -> None:
+        """A file of zeros of the right length is noticed: that is what a power cut leaves."""
+        self.save_whole()
+        size = self.file(1).stat().st_size
+        self.damaged(lambda path: path.write_bytes(bytes(size)), "corrupt")
+        for start in (0, 4096):
+            sound = self.file(1).read_bytes()
+            holed = sound[:start] + bytes(4096) + sound[start + 4096 :]
+            self.damaged(lambda path, holed=holed: path.write_bytes(holed[:size]), "corrupt")
+
+    def test_deleted(self) -> None:
+        """A file that is gone is missing."""
+        self.save_whole()
+        self.damaged(Path.unlink, "missing")
+
+    def test_foreign(self) -> None:
+        """A sound file in the place of another chunk, shard or namespace is noticed."""
+        self.save_whole()
+        other = self.open(name="cd" * 32)
+        self.save(other, self.model, [SMALL.full], self.keys)
+        [foreign] = (self.root / other.namespace).rglob(self.file(1).parent.name)
+        first = self.file(0).read_bytes()
+        elsewhere = next(foreign.iterdir()).read_bytes()
+        for text in (first, elsewhere):
+            self.damaged(lambda path, text=text: path.write_bytes(text), "foreign")
+
+    def test_foreign_shard(self) -> None:
+        """A shard under the name of another shard of the same size is noticed."""
+        low, high = split(SMALL, 2)
+        self.save(self.store, self.model, [low, high], self.keys)
+        files = sorted(self.files())
+        for one, other in zip(files[::2], files[1::2], strict=True):
+            swap(one, other)
+        memory = Memory(SMALL, low, CHUNKS)
+
+        loaded = self.store.load(self.keys, memory.map(), target=low)
+        self.assertEqual(Loaded(0, 0, "foreign"), loaded)
+
+    def test_swapped(self) -> None:
+        """Two files that changed places are both noticed, and both healed."""
+        self.save_whole()
+        swap(self.file(1), self.file(2))
+
+        for sound in (1, 2):
+            loaded = self.load()
+            self.assertEqual((sound, "foreign"), (loaded.chunks, loaded.reason))
+            self.save_whole()
+        self.assertEqual(CHUNKS, self.load().chunks)
+
+    def test_something_else_in_its_place(self) -> None:
+        """A link, a FIFO or a device in an entry's place is a miss at once, and is replaced."""
+        self.save_whole()
+        copy = self.root / "copy"
+        copy.write_bytes(self.file(1).read_bytes())
+
+        def replace(path: Path, make: Callable[[Path], object]) -> None:
+            path.unlink()
+            make(path)
+
+        for make in (
+            lambda path: path.symlink_to(copy),
+            lambda path: path.symlink_to("nowhere"),
+            lambda path: path.symlink_to(path.name),
+            os.mkfifo,
+        ):
+            started = time.monotonic()
+            self.damaged(lambda path, make=make: replace(path, make), "error")
+            self.assertLess(time.monotonic() - started, 5)
+
+    def test_directory_in_its_place(self) -> None:
+        """A directory in an entry's place is a miss; the next save puts it aside."""
+        self.save_whole()
+        self.file(1).unlink()
+        self.file(1).mkdir()
+        loaded = self.load()
+
+        self.assertEqual((1, "error"), (loaded.chunks, loaded.reason))
+        self.save_whole()
+        self.assertEqual(CHUNKS, self.load().chunks)
+
+    def test_links_above(self) -> None:
+        """A chunk's directory that is a symbolic link is not followed."""
+        self.save_whole()
+        parent = self.file(1).parent
+        parent.rename(self.root / "moved")
+        parent.symlink_to(self.root / "moved")
+        loaded = self.load()
+
+        self.assertEqual(1, loaded.chunks)
+        parent.unlink()
+        parent.write_text("a file")
+        self.assertEqual(1, self.load().chunks)
+
+    def test_quarantine(self) -> None:
+        """Damaged files are kept for a look, but not more than a few."""
+        for _ in range(MAX_QUARANTINED + 4):
+            self.save_whole()
+            flip(self.file(0), 5000)
+            self.assertEqual(0, self.load().chunks)
+        kept = list((self.root / NAMESPACE / "quarantine").iterdir())
+
+        self.assertEqual(MAX_QUARANTINED, len(kept))
+        self.assertTrue(kept[0].name.startswith(f"{self.keys[0].name}.{SMALL.full.name}."))
+        self.assertFalse(self.file(0).exists())
+
+    def test_directories_in_the_way(self) -> None:
+        """However many directories lie in files' places, the next save puts things right."""
+        self.save_whole()
+        for turn in range(MAX_QUARANTINED + 4):
+            self.file(0).unlink()
+            self.file(0).mkdir()
+            if turn % 2:
+                (self.file(0) / "something").touch()
+            self.assertEqual(0, self.load().chunks)
+            self.save_whole()
+            self.assertEqual(CHUNKS, self.load().chunks, turn)
+
+    def test_close_fails(self) -> None:
+        """What a server says to the end of a descriptor is no error of anybody's."""
+        storage = LocalStorage(self.root / NAMESPACE)
+        os.close(storage.fileno())
+
+        storage.close()
+
+    def test_replaced_meanwhile(self) -> None:
+        """A damaged file that somebody wrote anew meanwhile is left alone."""
+        self.save_whole()
+        sound = self.file(0).read_bytes()
+        flip(self.file(0), 5000)
+        reader = self.store.storage.open(self.keys[0].name, SMALL.full)
+        self.file(0).unlink()
+        self.file(0).write_bytes(sound)
+
+        self.assertTrue(self.store.storage.remove(self.keys[0].name, SMALL.full, reader))
+        reader.close()
+        self.assertEqual(sound, self.file(0).read_bytes())
+
+    def test_read_only(self) -> None:
+        """Where nothing can be written, saving raises and damage stays a miss."""
+        self.save_whole()
+        flip(self.file(1), 5000)
+        with read_only(self.root):
+            loaded = self.load()
+            self.assertEqual((1, "corrupt"), (loaded.chunks, loaded.reason))
+            for key in keys_of(range(900, 904), 4):
+                memory = Memory(SMALL, SMALL.full, 1).fill(model_arrays(SMALL, 1)).map()
+                with self.assertRaises(NotWritableError):
+                    self.store.save(key, memory)
+
+    def test_unreadable(self) -> None:
+        """A file that may not be read is a miss with reason `error`."""
+        self.save_whole()
+        with read_only(self.root):
+            if os.getuid() == 0:
+                os.seteuid(0)
+            self.file(1).chmod(0)
+            if os.getuid() == 0:
+                os.seteuid(65534)
+            loaded = self.load()
+
+        self.assertEqual((1, "error"), (loaded.chunks, loaded.reason))
+
+    def test_no_room(self) -> None:
+        """On a full file system saving raises, leaves no file behind, and loads go on."""
+        if os.system(f"mount -t tmpfs -o size=64k none {self.root} 2>/dev/null") != 0:
+            self.skipTest("only root may mount a file system that is small enough")
+        self.addCleanup(os.system, f"umount -l {self.root}")
+        store = self.open()
+        keys = keys_of(range(4 * 40), 4)
+        model = model_arrays(SMALL, 40)
+        memory = Memory(SMALL, SMALL.full, 40).fill(model)
+        stored = 0
+        with self.assertRaises(StorageFullError):
+            for stored, key in enumerate(keys):
+                store.save(key, memory.map(), place=stored)
+
+        self.assertEqual([], self.files(".tmp-*"))
+        self.assertGreater(stored, 0)
+        self.assertEqual(stored, store.lookup(keys))
+        model = [array[:, :, : 4 * stored] for array in model]
+        self.check(store, model, SMALL.full, keys[:stored])
+
+    def test_live_writers(self) -> None:
+        """While others write, delete and damage the same chunks, a load is right or short."""
+        self.save_whole()
+        stop = threading.Event()
+
+        def disturb(seed: int) -> None:
+            random, store = np.random.default_rng(seed), self.open()
+            while not stop.is_set():
+                chunk = int(random.integers(CHUNKS))
+                try:
+                    if random.random() < 0.4:
+                        flip(self.file(chunk), int(random.integers(4096, 5000)))
+                    elif random.random() < 0.5:
+                        self.file(chunk).unlink()
+                    else:
+                        self.save(store, self.model, [SMALL.full], self.keys)
+                except FileNotFoundError:
+                    pass
+                time.sleep(0.001)
+
+        threads = [threading.Thread(target=disturb, args=(n,)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            lengths = {self.load().chunks for _ in range(400)}
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+        self.assertLessEqual(lengths, set(range(CHUNKS + 1)))
+
+
+class TestShardsInPython(TestShards):
+    """The same without the load loop in C."""
+
+    native = False
+
+
+class TestDamageInPython(TestDamage):
+    """The same without the load loop in C."""
+
+    native = False
+
+
+class TestWays(StoreTest):
+    """The fast ways, the slow ones and the portable ones give the same."""
+
+    layout = DEEP
+    native = False
+
+    def drop(self) -> None:
+        """Put the files out of the page cache."""
+        for path in self.files():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+    def use(self) -> None:
+        """Save, load warm and cold in every form, and notice damage."""
+        splits = [split(DEEP), split(DEEP, 2), split(DEEP, 1, (7,))]
+        for number, shards in enumerate(splits):
+            store = self.open(name=f"{number:064d}")
+            self.save(store, self.model, shards, self.keys)
+            self.save(store, self.model, shards, self.keys)
+            for cold, target in itertools.product((False, True), split(DEEP, 1, (13,))):
+                if cold:
+                    self.drop()
+                self.assertEqual(CHUNKS, store.lookup(self.keys))
+                self.check(store, self.model, target, self.keys)
+                self.check(store, self.model, target, self.keys, 16)
+        self.save_whole()
+        flip(self.file(2), 5000)
+        self.drop()
+        loaded = self.load()
+        self.assertEqual((2, "corrupt"), (loaded.chunks, loaded.reason))
+        os.truncate(self.file(1), 100_000)
+        self.assertEqual(1, self.load().chunks)
+        self.file(0).unlink()
+        self.assertEqual(Loaded(0, 0, "missing"), self.load())
+
+    def test_all_calls(self) -> None:
+        """With everything that this system has."""
+        self.use()
+
+    def test_native(self) -> None:
+        """With the load loop in C: it, and not what stands in for it, has done the work."""
+        if not has_native():
+            self.skipTest("native code is not built: python3 dev.py build")
+        read_files, got = LocalStorage.read_files, []
+
+        def count(*arguments: Any) -> int:
+            got.append(read_files(*arguments))
+            return got[-1]
+
+        with (
+            mock.patch.dict(os.environ, VUA_NATIVE="require"),
+            mock.patch.object(LocalStorage, "read_files", count),
+        ):
+            self.use()
+        self.assertGreater(sum(got), 12 * CHUNKS)
+
+    def test_without_cached_calls(self) -> None:
+        """On a kernel that cannot say whether a read would block."""
+        calls = {name: call for name, call in posix._calls.items() if name not in CACHED_CALLS}
+        with (
+            mock.patch.dict(posix._calls, calls, clear=True),
+            mock.patch.object(posix, "_HAS_OPENAT2", new=False),
+        ):
+            self.use()
+
+    def test_refusing_cached_calls(self) -> None:
+        """On a kernel that has the calls and refuses their flags."""
+        refuse = {
+            "preadv_cached": lambda *_: -1,
+            "statx": lambda *_: -1,
+        }
+        with (
+            mock.patch.dict(posix._calls, refuse),
+            mock.patch.object(posix, "open_cached", return_value=None),
+        ):
+            self.use()
+
+    def test_portable(self) -> None:
+        """On a system that is not Linux."""
+        with (
+            mock.patch.dict(posix._calls, clear=True),
+            mock.patch.object(posix, "_HAS_OPENAT2", new=False),
+        ):
+            self.use()
+
+    @soak
+    def test_large(self) -> None:
+        """Files of a hundred megabytes go through all ways too."""
+        layout = KVLayout(80, 8, 128, 128, "BF16", 256)
+        keys, model = keys_of(range(512), 256), model_arrays(layout, 2)
+        store = self.open(layout, "e" * 64)
+        self.save(store, model, split(layout, 2), keys)
+        for target in [layout.full, *split(layout, 4, (33,))]:
+            self.drop()
+            self.check(store, model, target, keys)
+            self.check(store, model, target, keys, 16)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,674 @@
+"""Mirrors `vua.core`: what a user of the library sees."""
+
+from __future__ import annotations
+
+import doctest
+import gc
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import unittest
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from helpers import DirectoryTest, caches_of, flip, kv_bits, noise, read_only
+from vua import core
+from vua.core import VUA, ClosestKV, VUAConfig
+from vua.errors import ConfigError, InputError, LayoutError, NotWritableError
+from vua.security.settings import Security
+from vua.serdes import DTYPES
+
+SMALL = VUAConfig(split_factor=4)
+TOKENS = torch.arange(100, 112)
+
+
+class CoreTest(DirectoryTest):
+    """A test with a VUA over a directory of its own."""
+
+    def setUp(self) -> None:
+        """Open the directory."""
+        super().setUp()
+        self.vua = self.open()
+
+    def open(self, **settings: Any) -> VUA:
+        """Another VUA over the same directory, as another process would have it."""
+        config = VUAConfig(**{"split_factor": 4} | settings)
+        vua = VUA(config, self.root)
+        self.addCleanup(vua.close)
+        return vua
+
+    def check(self, found: ClosestKV, cache: list[list[torch.Tensor]], tokens: int) -> None:
+        """Compare an answer with the first tokens of what was put."""
+        self.assertEqual(tokens, found.num_tokens)
+        self.assertEqual(kv_bits(cache, tokens), kv_bits(found.data))
+
+
+class TestPutAndGet(CoreTest):
+    """What is put comes back, bit by bit."""
+
+    def test_doctests(self) -> None:
+        """The examples in the docstrings are true."""
+        self.assertEqual(0, doctest.testmod(core, extraglobs={"torch": torch}).failed)
+
+    def test_round_trip(self) -> None:
+        """What was put comes back from another VUA over the same directory."""
+        cache = caches_of(layers=3, heads=2, tokens=12, dim=8)
+
+        self.assertEqual(3, self.vua.put(TOKENS, cache))
+        found = self.open().get_closest(TOKENS)
+
+        self.check(found, cache, 12)
+        self.assertTrue(found)
+        self.assertTrue(torch.equal(TOKENS, found.tokens))
+
+    def test_memory(self) -> None:
+        """An answer's memory is used for the next one once it is gone, not while a part is held."""
+        cache = caches_of(layers=4, heads=4, tokens=256, dim=256)  # 8 MiB
+        other = caches_of(layers=4, heads=4, tokens=256, dim=256, seed=1)
+        tokens = torch.arange(256)
+        self.vua.put(tokens, cache)
+        self.vua.put(tokens + 1000, other)
+        held = self.vua.get_closest(tokens).data[2][1][..., 3:]
+        expected = held.numpy().tobytes()
+        self.check(self.vua.get_closest(tokens + 1000), other, 256)  # and dropped
+        second = self.vua.get_closest(tokens + 1000)
+        place = second.data[0][0].data_ptr()
+        del second
+        third = self.vua.get_closest(tokens)
+        self.assertEqual(place, third.data[0][0].data_ptr())
+        self.check(third, cache, 256)
+        self.assertEqual(expected, held.numpy().tobytes())
+        none_kept = self.open(buffer_bytes=0)
+        self.check(none_kept.get_closest(tokens), cache, 256)
+        self.assertEqual(0, none_kept._buffers.idle_nbytes)
+
+    def test_dtypes(self) -> None:
+        """Every dtype that a file can hold round-trips, NaN payloads included."""
+        for name in DTYPES:
+            dtype = DTYPES.get(name)
+            if dtype is None or dtype.is_complex:
+                continue
+            with self.subTest(dtype=name):
+                vua = self.open(model=name)
+                cache = caches_of(layers=2, heads=2, tokens=8, dim=8, dtype=dtype)
+                vua.put(TOKENS[:8], cache)
+
+                self.check(vua.get_closest(TOKENS), cache, 8)
+
+    def test_token_containers(self) -> None:
+        """The container and the dtype of tokens make no difference."""
+        cache = caches_of(layers=1, heads=1, tokens=12, dim=4)
+        self.vua.put(TOKENS, cache)
+        same = [
+            TOKENS[None],
+            TOKENS.tolist(),
+            tuple(TOKENS.tolist()),
+            range(100, 112),
+            *(
+                TOKENS.to(dtype)
+                for dtype in (torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32)
+            ),
+        ]
+        for tokens in same:
+            with self.subTest(tokens=type(tokens), dtype=getattr(tokens, "dtype", None)):
+                self.assertEqual(0, self.vua.put(tokens, cache))
+                self.check(self.vua.get_closest(tokens), cache, 12)
+
+    def test_answer_has_the_shape_of_the_question(self) -> None:
+        """The tokens of an answer have the dtype and the dimensions of those asked for."""
+        self.vua.put(TOKENS[:4], caches_of(layers=1, heads=1, tokens=4, dim=4))
+        for tokens in (TOKENS, TOKENS[None], TOKENS.to(torch.uint16)):
+            found = self.vua.get_closest(tokens)
+
+            self.assertEqual((tokens.dtype, tokens.ndim), (found.tokens.dtype, found.tokens.ndim))
+            self.assertTrue(torch.equal(tokens[..., :4], found.tokens))
+
+    def test_partial_prefix(self) -> None:
+        """What comes back is the longest prefix that is stored, in whole chunks."""
+        cache = caches_of(layers=2, heads=2, tokens=12, dim=4)
+        self.vua.put(TOKENS, cache)
+        for length, expected in ((12, 12), (11, 8), (8, 8), (7, 4), (4, 4), (3, 0), (0, 0)):
+            with self.subTest(length=length):
+                asked = torch.cat([TOKENS[:length], torch.arange(9)])
+
+                self.check(self.vua.get_closest(asked), cache if expected else [], expected)
+
+    def test_damage_shortens(self) -> None:
+        """Damage in the middle leaves what stands before it, in tensors of that length."""
+        cache = caches_of(layers=2, heads=2, tokens=12, dim=4)
+        self.vua.put(TOKENS, cache)
+        for damage in (lambda path: flip(path, 4100), Path.unlink):
+            middle = next(p for p in self.files() if b"0000000004-0000000008" in p.read_bytes())
+            damage(middle)
+            found = self.vua.get_closest(TOKENS)
+
+            self.check(found, cache, 4)
+            self.assertEqual((1, 2, 4, 4), tuple(found.data[1][1].shape))
+            self.assertEqual(1, self.vua.put(TOKENS, cache))
+            self.check(self.vua.get_closest(TOKENS), cache, 12)
+
+    def test_shared_prefix_is_stored_once(self) -> None:
+        """Two prompts share the chunks of the prefix that they share."""
+        cache = caches_of(layers=1, heads=1, tokens=12, dim=4)
+        other = torch.cat([TOKENS[:8], torch.arange(4)])
+        self.vua.put(TOKENS, cache)
+
+        self.assertEqual(1, self.vua.put(other, cache))
+        self.assertEqual(4, len(self.files()))
+
+    def test_nothing_stored(self) -> None:
+        """Where nothing is stored the answer is empty and false."""
+        for tokens in (TOKENS, TOKENS[None], [1, 2, 3, 4], []):
+            with self.subTest(tokens=tokens):
+                answer = self.vua.get_closest(tokens)
+                for found in answer if isinstance(answer, list) else [answer]:
+                    self.assertEqual((0, []), (found.num_tokens, found.data))
+                    self.assertFalse(found)
+
+    def test_batches(self) -> None:
+        """A batch of N gives what N single calls give, as a tensor and as a list."""
+        rows = torch.stack([TOKENS, TOKENS + 50, TOKENS])
+        cache = caches_of(layers=2, heads=2, tokens=12, dim=4, rows=3)
+        cache[0][0][2], cache[0][1][2] = cache[0][0][0], cache[0][1][0]
+        cache[1][0][2], cache[1][1][2] = cache[1][0][0], cache[1][1][0]
+        single = [[[t[n : n + 1] for t in pair] for pair in cache] for n in range(3)]
+
+        self.assertGreaterEqual(self.vua.put(rows, cache), 6)
+        for question in (rows, list(rows), [row[None] for row in rows]):
+            answers = self.vua.get_closest(question)
+            self.assertEqual(3, len(answers))
+            for n in range(3):
+                self.check(answers[n], single[n], 12)
+                self.check(self.vua.get_closest(rows[n]), single[n], 12)
+
+    def test_list_of_sequences(self) -> None:
+        """Sequences of different lengths go in and come out as lists."""
+        tokens = [TOKENS[:4], TOKENS[:8] + 40, TOKENS[:0]]
+        caches = [caches_of(layers=2, heads=2, tokens=len(t), dim=4, seed=len(t)) for t in tokens]
+
+        self.assertEqual(3, self.vua.put(tokens, caches))
+        found = self.vua.get_closest(tokens)
+
+        self.assertEqual([4, 8, 0], [one.num_tokens for one in found])
+        self.check(found[0], caches[0], 4)
+        self.check(found[1], caches[1], 8)
+
+    def test_answer_is_the_callers_own(self) -> None:
+        """Writing to an answer changes nothing that comes later."""
+        cache = caches_of(layers=1, heads=1, tokens=4, dim=4)
+        self.vua.put(TOKENS[:4], cache)
+        self.vua.get_closest(TOKENS).data[0][0].zero_()
+
+        self.check(self.vua.get_closest(TOKENS), cache, 4)
+
+    def test_settings_keep_caches_apart(self) -> None:
+        """Caches of another model, epoch or chunk length are not found."""
+        self.vua.put(TOKENS, caches_of(layers=1, heads=1, tokens=12, dim=4))
+        for settings in ({"model": "other"}, {"epoch": "2"}, {"split_factor": 6}):
+            with self.subTest(settings):
+                self.assertFalse(self.open(**settings).get_closest(TOKENS))
+        self.assertTrue(self.open(threads=1, durable=True).get_closest(TOKENS))
+
+    def test_modes(self) -> None:
+        """Nobody but the owner may read what is stored, whatever the umask."""
+        for umask in (0o000, 0o077, 0o277):
+            root = self.root / f"{umask:o}"
+            before = os.umask(umask)
+            try:
+                with VUA(SMALL, root) as vua:
+                    vua.put(TOKENS, caches_of(layers=1, heads=1, tokens=12, dim=4))
+            finally:
+                os.umask(before)
+            modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in root.rglob("*")}
+
+            self.assertEqual({(True, 0o700), (False, 0o600)}, modes)
+
+    def test_durable(self) -> None:
+        """With `durable` what is put comes back all the same."""
+        vua, cache = self.open(durable=True), caches_of(layers=1, heads=1, tokens=12, dim=4)
+        vua.put(TOKENS, cache)
+
+        self.check(vua.get_closest(TOKENS), cache, 12)
+
+    def test_threads(self) -> None:
+        """Threads that put and get at the same time disturb nobody."""
+        prompts = [torch.cat([TOKENS[:4], torch.arange(8) + n % 5]) for n in range(40)]
+        caches = [caches_of(layers=2, heads=2, tokens=12, dim=4, seed=n % 5) for n in range(40)]
+        for cache in caches:  # the first chunk is the same in all prompts
+            for layer, pair in enumerate(cache):
+                for array in (0, 1):
+                    pair[array][:, :, :4] = caches[0][layer][array][:, :, :4]
+
+        def use(n: int) -> None:
+            self.vua.put(prompts[n], caches[n])
+            self.check(self.vua.get_closest(prompts[n]), caches[n], 12)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(use, range(40)))
+
+    def test_no_descriptors_are_left(self) -> None:
+        """A VUA that is gone holds no file open."""
+        gc.collect()
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(20):
+            with VUA(SMALL, self.root) as vua:
+                vua.put(TOKENS, caches_of(layers=1, heads=1, tokens=12, dim=4))
+                vua.get_closest(TOKENS)
+        del vua
+        gc.collect()
+
+        self.assertEqual(before, len(list(Path("/proc/self/fd").iterdir())))
+
+
+class TestTensors(CoreTest):
+    """Tensors come with any strides; what is stored are their values."""
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Tensors of shape (1, 2, 8, 4) that do not lie plainly in memory."""
+        return {
+            "heads and tokens exchanged": noise(1, 8, 2, 4).transpose(1, 2),
+            "rows with gaps": noise(1, 2, 8, 8)[..., :4],
+            "every second element": noise(1, 2, 8, 8)[..., ::2],
+            "every second token": noise(1, 2, 16, 4)[:, :, ::2],
+            "some heads of more": noise(1, 5, 8, 4)[:, 1:3],
+            "some tokens of more": noise(1, 2, 20, 4)[:, :, 5:13],
+            "expanded heads": noise(1, 1, 8, 4).expand(1, 2, 8, 4),
+            "expanded tokens": noise(1, 2, 1, 4).expand(1, 2, 8, 4),
+            "columns first": noise(1, 2, 4, 8).transpose(2, 3),
+            "with a gradient": torch.randn(1, 2, 8, 4, requires_grad=True),
+            "a negative view": torch._neg_view(noise(1, 2, 8, 4)),
+            "one row of a batch": noise(3, 2, 8, 4)[1:2],
+        }
+
+    def test_strides(self) -> None:
+        """Views of every kind are stored by value."""
+        for number, (name, view) in enumerate(self.views().items()):
+            with self.subTest(name):
+                tokens = TOKENS[:8] + 100 * number
+                plain = noise(1, 2, 8, 4, seed=9)
+                self.vua.put(tokens, [[view, plain], [plain, view]])
+
+                self.check(self.vua.get_closest(tokens), [[view, plain], [plain, view]], 8)
+
+    def test_other_containers(self) -> None:
+        """Layers may be tuples, and pairs too."""
+        cache = caches_of(layers=2, heads=2, tokens=4, dim=4)
+        self.vua.put(TOKENS[:4], tuple(tuple(pair) for pair in cache))
+
+        self.check(self.vua.get_closest(TOKENS), cache, 4)
+
+    def test_latent(self) -> None:
+        """K and V may differ in head_dim, and V may have none at all."""
+        for v_dim in (0, 2, 16):
+            with self.subTest(v_dim=v_dim):
+                vua = self.open(model=str(v_dim))
+                cache = caches_of(layers=2, heads=1, tokens=8, dim=12, v_dim=v_dim)
+                vua.put(TOKENS[:8], cache)
+                found = vua.get_closest(TOKENS)
+
+                self.check(found, cache, 8)
+                self.assertEqual((1, 1, 8, v_dim), tuple(found.data[0][1].shape))
+
+    def test_no_tokens(self) -> None:
+        """Nothing to store stores nothing."""
+        self.assertEqual(0, self.vua.put(TOKENS[:0], caches_of(layers=1, heads=1, tokens=0, dim=4)))
+        self.assertEqual(["vua.json"], list(self.snapshot()))
+
+
+class TestUnusableInput(CoreTest):
+    """What cannot be stored is refused with words, and nothing stored is touched."""
+
+    def setUp(self) -> None:
+        """Store something that must survive."""
+        super().setUp()
+        self.stored = caches_of(layers=2, heads=2, tokens=8, dim=4)
+        self.vua.put(TOKENS[:8], self.stored)
+        self.before = self.snapshot()
+
+    def refused(
+        self, tokens: Any, cache: Any, words: str, kind: type[Exception] = InputError
+    ) -> None:
+        """Check that a put raises, in this VUA and in one that has written nothing yet."""
+        for vua in (self.vua, self.open()):
+            with self.assertRaisesRegex(kind, words):
+                vua.put(tokens, cache)
+
+            self.assertEqual(self.before, self.snapshot())
+            self.check(vua.get_closest(TOKENS), self.stored, 8)
+
+    def cache(self, **changes: Any) -> list[list[torch.Tensor]]:
+        """A KV cache that fits what is stored, but for the changes."""
+        return caches_of(**{"layers": 2, "heads": 2, "tokens": 8, "dim": 4, "seed": 7} | changes)
+
+    def test_untrimmed(self) -> None:
+        """Tokens that are no multiple of the chunk length are refused with the remedy."""
+        self.refused(TOKENS[:7], self.cache(tokens=7), "trim_to_split_factor")
+
+    def test_other_length(self) -> None:
+        """K and V of more or fewer tokens than given are refused."""
+        for tokens in (4, 12):
+            self.refused(TOKENS[:8], self.cache(tokens=tokens), f"found {tokens}")
+
+    def test_ragged(self) -> None:
+        """Layers that differ in shape or dtype are refused."""
+        good = self.cache()
+        for other in (
+            noise(1, 2, 4, 4),
+            noise(1, 3, 8, 4),
+            noise(1, 2, 8, 2),
+            noise(1, 2, 8, 4, dtype=torch.float64),
+        ):
+            self.refused(TOKENS[:8], [good[0], [other, good[1][1]]], "differs between layers")
+            self.refused(TOKENS[:8], [good[0], [good[1][0], other]], "differs between layers")
+
+    def test_k_against_v(self) -> None:
+        """K and V that differ in heads, tokens or dtype are refused."""
+        for k, v in (
+            (noise(1, 2, 8, 4), noise(1, 1, 8, 4)),
+            (noise(1, 2, 8, 4), noise(1, 2, 4, 4)),
+            (noise(1, 2, 8, 4), noise(1, 2, 8, 4, dtype=torch.float16)),
+        ):
+            self.refused(TOKENS[:8], [[k, v], [k, v]], "differ in heads")
+
+    def test_other_layout(self) -> None:
+        """A model of another shape or dtype than the stored one is refused with the difference."""
+        for changes, words in (
+            ({"layers": 3}, r"layers 3 \(stored: 2\)"),
+            ({"heads": 1}, r"kv_heads 1 \(stored: 2\)"),
+            ({"dim": 8}, r"k_dim 8 \(stored: 4\)"),
+            ({"v_dim": 2}, r"v_dim 2 \(stored: 4\)"),
+            ({"dtype": torch.bfloat16}, r"dtype BF16 \(stored: F32\)"),
+        ):
+            self.refused(TOKENS[:8], self.cache(**changes), words, LayoutError)
+
+    def test_batch_of_different_layouts(self) -> None:
+        """The sequences of one call must have one layout."""
+        caches = [self.cache(), self.cache(heads=1)]
+
+        self.refused([TOKENS[:8], TOKENS[4:12]], caches, "differ in shape", LayoutError)
+
+    def test_structure(self) -> None:
+        """What is no list of layers of pairs of 4-D tensors is refused."""
+        k = noise(1, 2, 8, 4)
+        for cache, words in (
+            ([], "found none"),
+            ([[k]], "layers of \\[1\\] tensors"),
+            ([[k, k, k]], "layers of \\[3\\] tensors"),
+            ([[k[0], k[0]]], "expected a tensor"),
+            ([[k.numpy(), k.numpy()]], "expected a tensor"),
+            ([[None, None]], "expected a tensor"),
+            ([[k, None]], "V of layer 0"),
+            ([[k.expand(2, 2, 8, 4)] * 2], "batch 2, tokens have 1"),
+            ([[k[:, :0], k[:, :0]]], "kv_heads must be at least 1"),
+            ([[k[..., :0], k]], "k_dim must be at least 1"),
+            ([[k.to(torch.complex64)] * 2], "C64"),
+        ):
+            with self.subTest(words):
+                self.refused(TOKENS[:8], cache, words)
+
+    def test_batch_sizes(self) -> None:
+        """The batch of tokens must be the batch of K and V."""
+        self.refused(torch.stack([TOKENS[:8]] * 2), self.cache(rows=3), "tokens have 2")
+        self.refused([TOKENS[:8]] * 2, [self.cache()], "as many KV caches")
+
+    def test_tokens(self) -> None:
+        """Tokens that are no token ids are refused by put and by get alike."""
+        for tokens, words in (
+            (-TOKENS[:8], "found -"),
+            ([2**32] * 8, "found 4294967296"),
+            (TOKENS[:8].float(), "integers"),
+            (TOKENS[:8].bfloat16(), "integers"),
+            (TOKENS[:8] > 0, "integers"),
+            ([True] * 8, "integers"),
+            ([0.5] * 8, "found float"),
+            (TOKENS[:8][None, None], "shape"),
+            (torch.tensor(5), "shape"),
+            (TOKENS[:8].numpy(), "found ndarray"),
+            (TOKENS[:8].to("meta"), "plain integers"),
+            ("a prompt", "found str"),
+            (b"a prompt", "integers|found bytes"),
+            (None, "found NoneType"),
+            (8, "found int"),
+            ([[TOKENS[:8]]], "batch inside"),
+        ):
+            with self.subTest(repr(tokens)[:40]):
+                if not isinstance(tokens, bytes):
+                    self.refused(tokens, self.cache(), words)
+                    with self.assertRaisesRegex(InputError, words):
+                        self.vua.get_closest(tokens)
+
+    def test_numpy_integers(self) -> None:
+        """A list of numpy integers is no sequence of int; the error says what to do."""
+        with self.assertRaisesRegex(InputError, "as_tensor"):
+            self.vua.get_closest([np.int64(1)] * 8)
+
+
+class TestDirectory(CoreTest):
+    """The directory may be anything; what cannot be used is said, what is damaged is a miss."""
+
+    def test_path_is_a_file(self) -> None:
+        """A file in the directory's place, or above it, is refused and left alone."""
+        file = self.root / "file"
+        file.write_text("mine")
+        for path in (file, file / "below"):
+            with self.assertRaisesRegex(ConfigError, "file"):
+                VUA(SMALL, path)
+        self.assertEqual("mine", file.read_text())
+
+    def test_path_is_created(self) -> None:
+        """A missing directory is created for its owner only."""
+        path = self.root / "a" / "b"
+        VUA(SMALL, str(path)).close()
+
+        self.assertEqual(0o700, stat.S_IMODE(path.stat().st_mode))
+
+    def test_read_only(self) -> None:
+        """In a directory that cannot be written to, puts raise and gets go on."""
+        cache = caches_of(layers=1, heads=1, tokens=12, dim=4)
+        self.vua.put(TOKENS[:8], cache_of_first(cache, 8))
+        with read_only(self.root):
+            for vua in (self.vua, self.open()):
+                with self.assertRaisesRegex(NotWritableError, "may not write"):
+                    vua.put(TOKENS, cache)
+                self.assertEqual(0, vua.put(TOKENS[:8], cache_of_first(cache, 8)))
+                self.check(vua.get_closest(TOKENS), cache, 8)
+            with self.assertRaises(NotWritableError):
+                self.open(model="new").put(TOKENS, cache)
+            with self.assertRaises(NotWritableError):
+                VUA(SMALL, self.root / "new")
+
+        self.assertEqual(1, self.vua.put(TOKENS, cache))
+        self.check(self.vua.get_closest(TOKENS), cache, 12)
+
+    def test_read_only_and_damaged(self) -> None:
+        """Damage that cannot be taken away stays a miss."""
+        cache = caches_of(layers=1, heads=1, tokens=4, dim=4)
+        self.vua.put(TOKENS[:4], cache)
+        flip(self.files()[0], 4100)
+        with self.assertLogs("vua.store.quarantine", "WARNING") as logs, read_only(self.root):
+            self.assertFalse(self.vua.get_closest(TOKENS))
+            self.assertFalse(self.open().get_closest(TOKENS))
+
+        self.assertIn("could not be removed", logs.output[0])
+
+    def test_damaged_description(self) -> None:
+        """Without a sound namespace.json nothing is found until the next put writes it anew."""
+        cache = caches_of(layers=1, heads=1, tokens=12, dim=4)
+        self.vua.put(TOKENS, cache)
+        [description] = self.files("namespace.json")
+        sound = description.read_bytes()
+        other_layout = sound.replace(b"F32", b"F16")
+        other_model = sound.replace(b'"default"', b'"other"')
+        broken = (b"", b"\0" * 50, b"[]", b"{}", sound[:-9], b"[" * 100_000, b"9" * 100_000)
+        for damage in (*broken, other_layout, other_model):
+            with self.subTest(damage[:20]):
+                description.write_bytes(damage)
+                with self.open() as reader:
+                    found = reader.get_closest(TOKENS)
+                if found:
+                    self.fail("found something by a damaged description")
+                if b"F16" in damage:
+                    description.unlink()  # a sound description of another layout
+                with self.open() as writer:
+                    writer.put(TOKENS, cache)
+                    self.check(writer.get_closest(TOKENS), cache, 12)
+                self.check(self.open().get_closest(TOKENS), cache, 12)
+        for replace in (lambda: os.mkfifo(description), lambda: description.symlink_to("x")):
+            description.unlink()
+            replace()
+            self.assertFalse(self.open().get_closest(TOKENS))
+
+    def test_emptied(self) -> None:
+        """When somebody empties the directory meanwhile, another layout may move in."""
+        self.vua.put(TOKENS, caches_of(layers=2, heads=2, tokens=12, dim=4))
+        shutil.rmtree(self.root)
+        self.root.mkdir()
+        self.assertFalse(self.vua.get_closest(TOKENS))
+        cache = caches_of(layers=1, heads=1, tokens=12, dim=2)
+
+        self.assertEqual(3, self.vua.put(TOKENS, cache))
+        self.check(self.vua.get_closest(TOKENS), cache, 12)
+
+
+def cache_of_first(cache: list[list[torch.Tensor]], tokens: int) -> list[list[torch.Tensor]]:
+    """The first tokens of a KV cache."""
+    return [[tensor[:, :, :tokens] for tensor in pair] for pair in cache]
+
+
+class TestConfig(DirectoryTest):
+    """Settings are typed, closed and loud."""
+
+    def test_class_instance_subclass(self) -> None:
+        """A config may be the class, an instance, a subclass, or an instance of one."""
+
+        class Mine(VUAConfig):
+            split_factor = 16
+
+        for config, expected in (
+            (VUAConfig, 64),
+            (VUAConfig(), 64),
+            (VUAConfig(split_factor=8), 8),
+            (Mine, 16),
+            (Mine(), 16),
+            (Mine(split_factor=2), 2),
+        ):
+            with self.subTest(config), VUA(config, self.root) as vua:
+                self.assertEqual(expected, vua.config.split_factor)
+                trimmed = config.trim_to_split_factor(torch.arange(100))
+                self.assertEqual(100 - 100 % expected, len(trimmed))
+
+    def test_trim(self) -> None:
+        """Trimming cuts the last dimension to whole chunks."""
+        for shape, expected in (((7,), (4,)), ((2, 9), (2, 8)), ((3,), (0,)), ((8,), (8,))):
+            trimmed = SMALL.trim_to_split_factor(torch.zeros(shape, dtype=torch.uint16))
+            self.assertEqual(expected, tuple(trimmed.shape))
+
+    def test_unknown_setting(self) -> None:
+        """An unknown setting is refused, naming the nearest."""
+        with self.assertRaisesRegex(ConfigError, "'split_factr'.*'split_factor'"):
+            VUAConfig(split_factr=4)
+
+    def test_unusable_values(self) -> None:
+        """A value that cannot work is refused."""
+        for settings in ({"split_factor": 0}, {"split_factor": 1.5}, {"split_factor": True},
+                         {"threads": 0}, {"split_factor": 65537}, {"model": 5},
+                         {"ttl_s": float("inf")}, {"ttl_s": float("nan")}):  # fmt: skip
+            with self.subTest(settings), self.assertRaises(ConfigError):
+                VUA(VUAConfig(**settings), self.root)
+
+    def test_too_small(self) -> None:
+        """Bounds in which not one chunk fits are refused, with the numbers."""
+        with (
+            VUA(VUAConfig(split_factor=4, max_bytes="1K"), self.root) as vua,
+            self.assertRaisesRegex(ConfigError, r"'1K', 1,024 bytes; one chunk .* takes 4,224"),
+        ):
+            vua.put(TOKENS, caches_of(layers=1, heads=1, tokens=12, dim=4))
+
+    def test_swapped(self) -> None:
+        """Swapped arguments are refused with words, and nothing is made."""
+        swapped: Any = (str(self.root / "new"), VUAConfig())
+        with self.assertRaisesRegex(ConfigError, "expected a VUAConfig first, found '/"):
+            VUA(*swapped)
+        nothing: Any = (VUAConfig(), None)
+        with self.assertRaisesRegex(ConfigError, "expected a path second, found None"):
+            VUA(*nothing)
+        self.assertFalse((self.root / "new").exists())
+
+    def test_repr(self) -> None:
+        """The repr is a call that makes an equal config."""
+        config = VUAConfig(split_factor=5, model="a b", durable=True)
+
+        self.assertEqual(
+            repr(config), repr(eval(repr(config), {"VUAConfig": VUAConfig, "Security": Security}))
+        )
+
+
+class TestLogging(CoreTest):
+    """What is logged helps, and tells nothing of a prompt."""
+
+    def test_debug(self) -> None:
+        """At DEBUG every operation is logged, without token ids."""
+        tokens = torch.tensor([871234, 871235, 871236, 871237])
+        with self.assertLogs("vua", logging.DEBUG) as logs:
+            self.vua.put(tokens, caches_of(layers=1, heads=1, tokens=4, dim=4))
+            self.vua.get_closest(tokens)
+            self.open()
+        text = "\n".join(logs.output)
+
+        for words in ("put 4 tokens", "get 4 tokens", "saved chunk", "loaded 1 of 1", "open"):
+            self.assertIn(words, text)
+        self.assertNotIn("87123", text)
+
+    def test_damage_is_a_warning(self) -> None:
+        """Damage is logged once as a warning that names the chunk."""
+        self.vua.put(TOKENS[:4], caches_of(layers=1, heads=1, tokens=4, dim=4))
+        flip(self.files()[0], 4100)
+        with self.assertLogs("vua.store.quarantine", logging.WARNING) as logs:
+            self.assertFalse(self.vua.get_closest(TOKENS))
+            self.assertFalse(self.vua.get_closest(TOKENS))
+
+        self.assertEqual(1, len(logs.output))
+        self.assertIn("checksum", logs.output[0])
+
+
+if __name__ == "__main__":
+    unittest.main()
+
+
+class TestDeletedDirectory(unittest.TestCase):
+    def test_namespace_deleted_under_a_running_process(self) -> None:
+        """Whoever deletes the whole cache costs hits only: the next put makes it anew."""
+        tokens = torch.arange(64)
+        cache = [[torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)]]
+        with tempfile.TemporaryDirectory() as name:
+            path = Path(name) / "kv"
+            with VUA(VUAConfig, path) as vua, VUA(VUAConfig, path) as other:
+                vua.put(tokens, cache)
+                self.assertEqual(64, other.get_closest(tokens).num_tokens)
+                shutil.rmtree(path)
+
+                self.assertEqual(0, vua.get_closest(tokens).num_tokens)
+                self.assertEqual(0, other.get_closest(tokens).num_tokens)
+                self.assertEqual(1, vua.put(tokens, cache))
+                self.assertTrue(torch.equal(cache[0][1], vua.get_closest(tokens).data[0][1]))
+                self.assertEqual(64, other.get_closest(tokens).num_tokens)
+
+    def test_directory_in_an_entrys_place(self) -> None:
+        """A directory where a file belongs is put aside by the next put."""
+        tokens = torch.arange(64)
+        cache = [[torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)]]
+        with tempfile.TemporaryDirectory() as name, VUA(VUAConfig, name) as vua:
+            vua.put(tokens, cache)
+            (file,) = Path(name).rglob("*.safetensors")
+            file.unlink()
+            file.mkdir()
+
+            self.assertEqual(0, vua.get_closest(tokens).num_tokens)
+            self.assertEqual(1, vua.put(tokens, cache))
+            self.assertEqual(64, vua.get_closest(tokens).num_tokens)

@@ -1,0 +1,617 @@
+"""The adapter for Hugging Face transformers: the same tokens with a stored prefix as without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+import warnings
+from importlib import import_module, util
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers import in_child
+from vua import ConfigError, InputError
+from vua.core import VUA, VUAConfig
+from vua.format.identity import Identity, config_digest, weights_fingerprint
+from vua.format.rope import _INTERLEAVED, _NEOX, rope_order, varies_with_length
+from vua.testing.models import Family, make_model
+from vua.weights import identify_weights
+
+CHUNK = 16
+WINDOW = 40
+PROMPT = torch.randint(4, 512, (1, 150), generator=torch.Generator().manual_seed(1))
+NEW_TOKENS = 12
+
+SECOND_PROCESS = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+from vua.transformers import PrefixCache
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="eager")
+ids = torch.tensor([json.loads(sys.argv[3])])
+with PrefixCache(model, sys.argv[2], chunk_tokens=16) as prefixes:
+    prefix = prefixes.load(ids)
+    out = model.generate(
+        ids, past_key_values=prefix.cache, max_new_tokens=12, min_new_tokens=12, do_sample=False
+    )
+print(json.dumps([prefix.num_tokens, out[0].tolist()]))
+"""
+
+
+def load(path: Path, **settings: Any) -> Any:
+    """The model at a path."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", **settings)
+
+
+def generate(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """The ids and what the model greedily adds to them."""
+    return cast(
+        "torch.Tensor",
+        model.generate(
+            ids,
+            past_key_values=cache,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+        ),
+    )
+
+
+def edit_config(path: Path, **changes: Any) -> Path:
+    """Change keys of a checkpoint's config."""
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
+    return path
+
+
+def chunks(ids: torch.Tensor) -> int:
+    """How many whole chunks a cache has after `generate` returned these ids."""
+    return (ids.shape[1] - 1) // CHUNK
+
+
+@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
+class TestTransformers(unittest.TestCase):
+    models: tempfile.TemporaryDirectory[str]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """A folder for the models, which all tests share."""
+        cls.models = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.models.cleanup)
+
+    def setUp(self) -> None:
+        """A store of its own."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        self.store = self.folder / "kv"
+        catching = warnings.catch_warnings()
+        catching.__enter__()
+        self.addCleanup(catching.__exit__, None, None, None)
+        warnings.simplefilter("ignore")  # transformers' own
+
+    def model_path(self, family: Family = "llama", **sizes: Any) -> Path:
+        """A checkpoint that this class made once."""
+        name = "-".join([family, *(f"{key}{value}" for key, value in sizes.items())])
+        path = Path(self.models.name, name)
+        if not path.exists():
+            make_model(path, family=family, **sizes)
+            if family == "mistral":
+                edit_config(path, sliding_window=WINDOW)
+        return path
+
+    def prefixes(self, model: Any, **settings: Any) -> Any:
+        """A PrefixCache in this test's store."""
+        from vua.transformers import PrefixCache
+
+        prefixes = PrefixCache(model, self.store, **{"chunk_tokens": CHUNK, **settings})
+        self.addCleanup(prefixes.close)
+        return prefixes
+
+    def stored(self, model: Any, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
+        """What the model generates for the prompt, after storing the prompt's prefix."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        out = generate(model, prompt, cache)
+        self.assertEqual(chunks(out), self.prefixes(model).save(out, cache))
+        return out
+
+    def test_same_tokens(self) -> None:
+        """Whatever part of a prompt is loaded, the same tokens follow, also in later turns."""
+        from transformers import DynamicCache
+
+        for family in ("llama", "qwen3", "mistral"):
+            model = load(self.model_path(cast("Family", family)))
+            first = self.stored(model)
+            for cut in (150, 100, 65, 64, 17, 16, 1):
+                with self.subTest(family, cut=cut):
+                    ids = torch.cat([PROMPT[:, :cut], PROMPT[:, :20].flip(1)], dim=1)
+                    expected = generate(model, ids, DynamicCache(config=model.config))
+                    found = self.prefixes(model).load(ids)
+                    actual = generate(model, ids, found.cache)
+
+                    self.assertEqual(cut // CHUNK * CHUNK, found.num_tokens)
+                    self.assertEqual(expected.tolist(), actual.tolist())
+            with self.subTest(family, turn=2):
+                ids = torch.cat([first, PROMPT[:, :10]], dim=1)
+                expected = generate(model, ids, DynamicCache(config=model.config))
+                found = self.prefixes(model).load(ids)
+
+                self.assertEqual(chunks(first) * CHUNK, found.num_tokens)
+                self.assertEqual(expected.tolist(), generate(model, ids, found.cache).tolist())
+                more = self.prefixes(model).save(expected, found.cache)
+                self.assertEqual(chunks(expected) - chunks(first), more)
+
+    def test_loaded_bytes(self) -> None:
+        """A loaded cache holds bit for bit what was saved, in any dtype."""
+        from transformers import DynamicCache
+
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            with self.subTest(dtype):
+                model = load(self.model_path(), dtype=dtype)
+                cache = DynamicCache()
+                model(PROMPT, past_key_values=cache)
+                saved = self.prefixes(model).save(PROMPT, cache)
+                found = self.prefixes(model).load(PROMPT)
+
+                self.assertEqual((9, 144), (saved, found.num_tokens))
+                for one, other in zip(cache.layers, found.cache.layers, strict=True):
+                    self.assertTrue(torch.equal(one.keys[:, :, :144], other.keys))
+                    self.assertTrue(torch.equal(one.values[:, :, :144], other.values))
+
+    def test_second_process(self) -> None:
+        """Another process finds the prefix and generates the same tokens."""
+        path = self.model_path()
+        expected = self.stored(load(path))
+        ran = subprocess.run(
+            [
+                *(sys.executable, "-W", "ignore", "-c", SECOND_PROCESS),
+                *(str(path), str(self.store), json.dumps(PROMPT[0].tolist())),
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+
+        self.assertEqual([144, expected[0].tolist()], json.loads(ran.stdout))
+
+    def test_values_matter(self) -> None:
+        """A store with random V gives other tokens: equal tokens prove something."""
+        model = load(self.model_path())
+        expected = self.stored(model)
+        found = self.prefixes(model).load(PROMPT)
+        generator = torch.Generator().manual_seed(2)
+        forged = [
+            (layer.keys, torch.randn(layer.values.shape, generator=generator))
+            for layer in found.cache.layers
+        ]
+        store = self.folder / "forged"
+        identity = self.prefixes(model).identity
+        with VUA(VUAConfig(split_factor=CHUNK), store, identity=identity) as vua:
+            vua.put(PROMPT[:, :144], forged)
+        self.store = store
+        wrong = self.prefixes(model).load(PROMPT)
+
+        self.assertEqual(144, wrong.num_tokens)
+        self.assertNotEqual(expected.tolist(), generate(model, PROMPT, wrong.cache).tolist())
+
+    def test_other_models(self) -> None:
+        """Other weights, settings or dtypes find nothing, even at the same path."""
+        self.stored(load(self.model_path()))
+        path = make_model(self.folder / "changing")
+        same = load(path)
+        self.assertEqual(144, self.prefixes(same).load(PROMPT).num_tokens)
+        make_model(path, seed=1)  # replaces it
+        rope = {"rope_type": "default", "rope_theta": 5e5}
+        others = {
+            "new weights, same path": (load(path), {}),
+            "config": (load(edit_config(make_model(self.folder / "b"), rope_parameters=rope)), {}),
+            "dtype": (load(self.model_path(), dtype=torch.bfloat16), {}),
+            "epoch": (load(self.model_path()), {"epoch": "2"}),
+            "chunk": (load(self.model_path()), {"chunk_tokens": 8}),
+        }
+        for name, (model, settings) in others.items():
+            with self.subTest(name):
+                self.assertEqual(0, self.prefixes(model, **settings).load(PROMPT).num_tokens)
+
+    def test_ten_rows_of_the_embedding(self) -> None:
+        """A checkpoint with a few tokens trained has caches of its own; put back, it has all."""
+        path = make_model(self.folder / "trained")
+        file = path / "model.safetensors"
+        before = file.read_bytes()
+        prompt = torch.cat([torch.arange(100, 110), torch.arange(200, 274)])[None]
+        self.stored(load(path), prompt)
+        tensors = load_file(file)
+        tensors["model.embed_tokens.weight"][100:110] += 0.5
+        save_file(tensors, file, {"format": "pt"})
+        self.assertEqual(0, self.prefixes(load(path)).load(prompt).num_tokens)
+        file.write_bytes(before)
+        self.assertEqual(80, self.prefixes(load(path)).load(prompt).num_tokens)
+
+    def test_other_files_of_the_same_weights(self) -> None:
+        """Sharded otherwise, with other metadata, with a trainer's files beside: all is found."""
+        self.stored(load(self.model_path()))
+        model, path = load(self.model_path()), self.folder / "sharded"
+        model.save_pretrained(path, max_shard_size="300KB")
+        self.assertLess(1, len([*path.glob("*.safetensors")]))
+        (path / "training_args.bin").write_bytes(b"of no use")
+
+        self.assertEqual(144, self.prefixes(load(path)).load(PROMPT).num_tokens)
+
+    def test_until_the_weights_are_known(self) -> None:
+        """Before, nothing is loaded or saved and nobody waits; then everything is found."""
+        model = load(self.model_path())
+        expected = self.stored(model)
+        go = threading.Event()
+        self.addCleanup(go.set)
+
+        def later(*args: Any, **settings: Any) -> Any:
+            go.wait(60)
+            return identify_weights(*args, **settings)
+
+        with (
+            mock.patch("vua.transformers.cache.identify_weights", later),
+            mock.patch("vua.transformers.cache._START_WAIT_S", 0.01),
+        ):
+            prefixes = self.prefixes(model)
+        prefix = prefixes.load(PROMPT)
+        output = generate(model, PROMPT, prefix.cache)
+        self.assertEqual(
+            (0, 0, False),
+            (prefix.num_tokens, prefixes.save(output, prefix.cache), prefixes.ready(0.01)),
+        )
+        go.set()
+        self.assertTrue(prefixes.ready())
+        self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
+        self.assertEqual(expected.tolist(), output.tolist())
+
+    def test_forked_child(self) -> None:
+        """A forked child loads and saves, though a thread held the lock that it then needs."""
+        from transformers import DynamicCache
+
+        model, other, cache = load(self.model_path()), PROMPT.flip(1), DynamicCache()
+        self.stored(model)
+        with torch.no_grad():
+            model(input_ids=other, past_key_values=cache)
+        prefixes = self.prefixes(model)
+        self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
+
+        def use() -> None:
+            self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
+            self.assertEqual(9, prefixes.save(other, cache))
+            self.assertTrue(prefixes.ready(60))
+            prefixes.close()
+
+        held, free = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with prefixes._lock:
+                held.set()
+                free.wait(60)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait()
+        try:
+            ended = in_child(use)
+        finally:
+            free.set()
+            holder.join()
+        self.assertEqual("well", ended)
+        self.assertEqual(144, prefixes.load(other).num_tokens)
+
+    def test_forked_before_the_weights_are_known(self) -> None:
+        """A child looks for them itself: the thread that did is not there."""
+        model = load(self.model_path())
+        self.stored(model)
+        go = threading.Event()
+
+        def later(*args: Any, **settings: Any) -> Any:
+            go.wait(60)
+            return identify_weights(*args, **settings)
+
+        with (
+            mock.patch("vua.transformers.cache.identify_weights", later),
+            mock.patch("vua.transformers.cache._START_WAIT_S", 0.01),
+        ):
+            prefixes = self.prefixes(model)
+
+        def use() -> None:
+            self.assertTrue(prefixes.ready(30))
+            self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
+
+        try:
+            ended = in_child(use)
+            self.assertFalse(prefixes.ready(0))
+        finally:
+            go.set()
+        self.assertEqual("well", ended)
+        self.assertTrue(prefixes.ready())
+
+    def test_weights_that_cannot_be_told(self) -> None:
+        """Known at once: an error; later: one line in the log, misses, and `ready` says why."""
+        model = load(self.model_path())
+        problem = mock.patch(
+            "vua.transformers.cache.identify_weights", side_effect=ConfigError("no way")
+        )
+        with problem, self.assertRaisesRegex(ConfigError, "no way"):
+            self.prefixes(model)
+        with problem, mock.patch("vua.transformers.cache.Identification.wait", return_value=False):
+            prefixes = self.prefixes(model)
+        self.assertTrue(prefixes._identification.wait(60))
+        with self.assertLogs("vua.transformers", "WARNING") as logs:
+            for _ in range(2):
+                self.assertEqual(0, prefixes.load(PROMPT).num_tokens)
+        self.assertEqual(1, len(logs.output))
+        self.assertRaises(ConfigError, prefixes.ready)
+
+    def test_identity(self) -> None:
+        """The identity has the fields that every adapter gives it, wherever the model lies."""
+        from vua.transformers import identity_of, layout_of
+
+        path = self.model_path("qwen3")
+        model = load(path)
+        config = model.config.get_text_config().to_dict()
+        expected = Identity(
+            model=config_digest(config),
+            weights=weights_fingerprint(path),
+            kv_dtype="F32",
+            rope="neox",
+            epoch="e",
+            chunk_tokens=CHUNK,
+            name=path.name,
+        )
+
+        self.assertEqual(expected, identity_of(model, chunk_tokens=CHUNK, epoch="e"))
+        self.assertEqual(
+            {"layers": 2, "kv_heads": 2, "k_dim": 32, "v_dim": 32, "dtype": "F32"},
+            {k: v for k, v in layout_of(model).describe().items() if k != "chunk_tokens"},
+        )
+
+    @pytest.mark.thorough
+    def test_hub_snapshot(self) -> None:
+        """A model named by its hub id is identified by its files in the hub's cache."""
+        code = """
+import sys
+from transformers import AutoModelForCausalLM
+from vua.transformers import identity_of
+one, other = (identity_of(AutoModelForCausalLM.from_pretrained(name)) for name in sys.argv[1:])
+print(one.namespace == other.namespace, one.name)
+"""
+        path, revision = self.model_path(), "0" * 40
+        repo = self.folder / "hub" / "models--some--model"
+        (repo / "refs").mkdir(parents=True)
+        (repo / "refs" / "main").write_text(revision, encoding="utf-8")
+        (repo / "snapshots").mkdir()
+        (repo / "snapshots" / revision).symlink_to(path)
+        env = {"HF_HUB_CACHE": str(repo.parent), "HF_HUB_OFFLINE": "1"}
+        ran = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code, "some/model", str(path)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+
+        self.assertEqual("True some/model", ran.stdout.strip())
+
+    def test_short_inputs(self) -> None:
+        """At least one token is left to compute; parts of chunks are not stored."""
+        from transformers import DynamicCache
+
+        model = load(self.model_path())
+        prefixes = self.prefixes(model)
+        cache = DynamicCache()
+        self.assertEqual(0, prefixes.save(PROMPT, cache))
+        model(PROMPT[:, :40], past_key_values=cache)
+
+        self.assertEqual(0, prefixes.save(PROMPT[0, :15], cache))
+        self.assertEqual(2, prefixes.save(PROMPT[0].tolist(), cache))
+        self.assertEqual(0, prefixes.save(PROMPT, cache))
+        for length, expected in ((0, 0), (1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (40, 32)):
+            self.assertEqual(expected, prefixes.load(PROMPT[:, :length]).num_tokens)
+
+    def test_sliding_windows(self) -> None:
+        """A cache that dropped tokens is refused; one that fits the window, or fills it, is not."""
+        from transformers import DynamicCache
+
+        model = load(self.model_path("mistral"))
+        prefixes = self.prefixes(model)
+        trimmed = DynamicCache(config=model.config)
+        out = generate(model, PROMPT, trimmed)
+        with self.assertRaisesRegex(InputError, r"kept 39 of 161 tokens.*DynamicCache\(\)"):
+            prefixes.save(out, trimmed)
+        short = DynamicCache(config=model.config)
+        model(PROMPT[:, :35], past_key_values=short)
+        self.assertEqual(2, prefixes.save(PROMPT, short))
+        self.assertEqual(out.tolist(), self.stored_again(prefixes, model).tolist())
+        small = prefixes.load(PROMPT, DynamicCache(config=model.config))
+
+        self.assertEqual((144, WINDOW - 1), (small.num_tokens, small.cache.layers[0].keys.shape[2]))
+        self.assertEqual(out.tolist(), generate(model, PROMPT, small.cache).tolist())
+
+    def stored_again(self, prefixes: Any, model: Any) -> torch.Tensor:
+        """What follows a loaded prefix, after saving the cache that was loaded and extended."""
+        found = prefixes.load(PROMPT)
+        out = generate(model, PROMPT, found.cache)
+        self.assertEqual(chunks(out) - 2, prefixes.save(out, found.cache))
+        return out
+
+    def kinds(self) -> dict[str, Any]:
+        """Random models of kinds that only computing tells apart; each named by its own files."""
+        import transformers
+
+        one = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4}
+        gemma = {**one, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8}
+        gemma |= {"intermediate_size": 64, "sliding_window": 8, "vocab_size_per_layer_input": 64}
+        gemma |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        gemma["hidden_size_per_layer_input"] = 8
+        made = {}
+        for name, kind, settings in (
+            ("one head", "Falcon", {**one, "num_hidden_layers": 2, "multi_query": True}),
+            ("shared", "Gemma4", {**gemma, "num_kv_shared_layers": 2, "global_head_dim": 8}),
+            ("two sizes", "Gemma4", {**gemma, "num_kv_shared_layers": 0, "global_head_dim": 16}),
+        ):
+            made_by = getattr(transformers, f"{kind}ForCausalLM", None)
+            if made_by is None:  # an older transformers
+                continue
+            config = getattr(transformers, kind + ("Config" if kind == "Falcon" else "TextConfig"))
+            path = self.folder / name
+            made_by(config(**settings)).save_pretrained(path)
+            made[name] = made_by.from_pretrained(path)
+        return made
+
+    def test_kinds(self) -> None:
+        """What a model computes counts, not what its config lets expect; refused before any use."""
+        from transformers import DynamicCache
+
+        kinds = self.kinds()
+        ids = torch.arange(5, 55)[None]
+        cache = DynamicCache()
+        with torch.no_grad():
+            kinds["one head"](ids, past_key_values=cache)
+        prefixes = self.prefixes(kinds.pop("one head"))
+        self.assertEqual(3, prefixes.save(ids, cache))
+        self.assertEqual((48, 1), (prefixes.load(ids).num_tokens, prefixes.layout.kv_heads))
+        words = {
+            "shared": "K and V for 2 of its 4 layers, the others keep none or share them",
+            "two sizes": "different shapes",
+        }
+        for name, model in kinds.items():
+            self.store = self.folder / f"kv {name}"
+            with self.assertRaisesRegex(ConfigError, words[name]):
+                self.prefixes(model)
+            self.assertFalse(self.store.exists())
+
+    def test_refused_caches(self) -> None:
+        """What cannot be stored whole is refused, and the message says why."""
+        from transformers import DynamicCache, StaticCache
+
+        model = load(self.model_path())
+        prefixes = self.prefixes(model)
+        other = load(self.model_path("llama", layers=3))
+        cache, deep, batch = DynamicCache(), DynamicCache(), DynamicCache()
+        model(PROMPT, past_key_values=cache)
+        other(PROMPT, past_key_values=deep)
+        model(PROMPT.repeat(2, 1), past_key_values=batch)
+        half = DynamicCache()
+        for number, layer in enumerate(cache.layers):
+            half.update(layer.keys.half(), layer.values.half(), number)
+        static = StaticCache(config=model.config, max_cache_len=200)
+        refused = {
+            "3 layers; the model has 2": lambda: prefixes.save(PROMPT, deep),
+            r"\(2, 2, 150, 32\).*expected": lambda: prefixes.save(PROMPT, batch),
+            "F16.*expected": lambda: prefixes.save(PROMPT, half),
+            "StaticCache cannot be stored": lambda: prefixes.save(PROMPT, static),
+            "one by one": lambda: prefixes.save(PROMPT.repeat(2, 1), batch),
+            r"shape \(2, 150\)": lambda: prefixes.load(PROMPT.repeat(2, 1)),
+            "expected an empty DynamicCache": lambda: prefixes.load(PROMPT, cache),
+        }
+        for message, attempt in refused.items():
+            with self.subTest(message), self.assertRaisesRegex(InputError, message):
+                attempt()
+        self.assertEqual(["vua.json"], [path.name for path in self.store.iterdir()])
+
+    def test_refused_models(self) -> None:
+        """A model whose caches cannot be identified or shared is refused, with the remedy."""
+        import transformers
+
+        path = self.model_path()
+        trained, never_loaded = load(path), transformers.AutoModelForCausalLM.from_config
+        with torch.no_grad():
+            trained.model.layers[1].self_attn.k_proj.weight += 0.01
+        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        longrope = {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 16,
+            "long_factor": [2.0] * 16,
+            "original_max_position_embeddings": 64,
+        }
+        refused = {
+            "cast after it was loaded": load(path).to(torch.bfloat16),
+            "changed after it was loaded": trained,
+            "never loaded": never_loaded(transformers.AutoConfig.from_pretrained(path)),
+            "names no files": never_loaded(transformers.LlamaConfig(**sizes)),
+            "MLA": never_loaded(transformers.DeepseekV3Config(**sizes, n_routed_experts=8)),
+            "without K and V per token": never_loaded(transformers.MambaConfig(**sizes)),
+            "prompt's length": load(
+                edit_config(make_model(self.folder / "l"), rope_parameters=longrope)
+            ),
+        }
+        for message, model in refused.items():
+            with self.subTest(message), self.assertRaisesRegex(ConfigError, message):
+                self.prefixes(model)
+
+    def test_damage(self) -> None:
+        """A damaged chunk shortens the prefix, and the same tokens follow."""
+        model = load(self.model_path())
+        expected = self.stored(model)
+        files = sorted(self.store.rglob("*.safetensors"))
+        self.assertTrue(files)
+        for file in files[:3]:
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+        with self.assertLogs("vua", "WARNING"):
+            found = self.prefixes(model).load(PROMPT)
+
+        self.assertLess(found.num_tokens, 144)
+        self.assertEqual(expected.tolist(), generate(model, PROMPT, found.cache).tolist())
+
+
+class TestRope(unittest.TestCase):
+    def test_orders(self) -> None:
+        """Known types have an order; a type whose engines differ, or an unknown one, has none."""
+        types = ("llama", "gemma3_text", "cohere2", "deepseek_v3", "gpt2", "")
+
+        self.assertEqual(
+            ["neox", "neox", "interleaved", "", "", ""], [rope_order(name) for name in types]
+        )
+
+    @unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
+    def test_orders_in_transformers(self) -> None:
+        """The rotation in transformers pairs elements of K as listed, for each listed type."""
+        quarter_turn = {  # of 0 .. 7, each pair (a, b) becomes (-b, a)
+            "neox": [-4, -5, -6, -7, 0, 1, 2, 3],
+            "interleaved": [-1, 0, -3, 2, -5, 4, -7, 6],
+        }
+        others = {"gptj", "opt"}  # its function is another one; it has learned positions
+        for model_type in sorted((_NEOX | _INTERLEAVED) - others):
+            with self.subTest(model_type):
+                name = model_type.removesuffix("_text")
+                module = import_module(f"transformers.models.{name}.modeling_{name}")
+                k = torch.arange(8.0).reshape(1, 1, 1, 8)
+                sin = torch.ones(1, 1, 4 if model_type == "gpt_oss" else 8)
+                _, turned = module.apply_rotary_pos_emb(k, k, 0 * sin, sin)
+
+                self.assertEqual(quarter_turn[rope_order(model_type)], turned.flatten().tolist())
+
+    def test_varies_with_length(self) -> None:
+        """Frequencies that depend on the prompt's length are told, also per layer type."""
+        fixed = {"rope_type": "llama3", "factor": 8.0}
+        varying = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": fixed}
+
+        self.assertTrue(varies_with_length({"rope_parameters": varying}))
+        for config in ({"rope_parameters": fixed}, {"rope_parameters": None}, {}):
+            self.assertFalse(varies_with_length(config))
+
+
+if __name__ == "__main__":
+    unittest.main()

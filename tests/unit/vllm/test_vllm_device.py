@@ -1,0 +1,445 @@
+"""The connector's worker on the ways of GPU memory, with tensors on the CPU; and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+import unittest
+from importlib.util import find_spec
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import test_vllm_ranks as ranks
+import test_vllm_worker as worker
+import torch
+
+from helpers import bits, noise
+from vua.device import Staging
+from vua.errors import ConfigError, LayoutError
+from vua.format.layout import KVLayout
+
+pytestmark = pytest.mark.vllm
+
+HAS_VLLM = bool(find_spec("vllm"))
+NEEDS_CUDA = unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
+
+if HAS_VLLM:
+    from vua.vllm import device_side
+    from vua.vllm.device_layout import axes_of
+    from vua.vllm.device_side import DeviceGroupSide
+    from vua.vllm.dtypes import stored_as
+    from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
+
+
+def on_cpu_too(test: unittest.TestCase) -> None:
+    """Take the ways of GPU memory for tensors on the CPU."""
+    test.enterContext(mock.patch.object(device_side, "STAGED_DEVICES", {"cuda", "cpu"}))
+
+
+class StagedHangingTest(worker.HangingTest):
+    """All that the CPU's worker promises on storage that hangs or fails holds here too."""
+
+    def setUp(self) -> None:
+        """The same worker, with slabs between files and blocks."""
+        on_cpu_too(self)
+        super().setUp()
+        self.assertIsInstance(self.side._groups[0], DeviceGroupSide)
+
+    def test_engine_waits_for_a_load_that_is_given_up(self) -> None:
+        """Once it can queue nothing more, what it has queued comes before the blocks' next use."""
+        side = self.side
+        wanted = []
+
+        def join(staging: Staging) -> None:
+            self.assertIs(side._groups[0].load_slabs, staging)
+            self.assertIs(threading.main_thread(), threading.current_thread())
+            wanted.extend(attempt.wanted for attempt in side._loaders._running)
+
+        with mock.patch.object(Staging, "join", join):
+            self.load("late", [5, 6, 7])
+            self.assertEqual({"late"}, self.received())
+
+        self.assertEqual([False], wanted)
+
+
+@pytest.mark.thorough
+class DirectHangingTest(StagedHangingTest):
+    """The same with files read straight into what stands for GPU memory."""
+
+    def worker(self, **settings: Any) -> Any:
+        """Require GDS; its mover is the one of the CPU."""
+        return super().worker(gds_mode="required", **settings)
+
+
+class DirectPathsTest(DirectHangingTest):
+    """What is read straight, what is not, and how both are told apart."""
+
+    test_hanging_load = test_load_in_time = test_loads_behind_a_hanging_one = None
+    test_hanging_saves = test_failing_saves = test_pin = test_shutdown = None
+    test_engine_waits_for_a_load_that_is_given_up = None
+
+    def worker(self, **settings: Any) -> Any:
+        """A worker that is in no hurry."""
+        return super().worker(**{**settings, "io_timeout_s": 60.0})
+
+    def test_paths(self) -> None:
+        """Bytes are counted by the way they came; a damaged file is read by both, and is a miss."""
+        self.storage.go.set()
+        self.load("good", [5, 6, 7])
+        self.received()
+        self.assertEqual(["gds"], list(self.counted("vua_loaded_bytes_total")))
+        path = next(p for p in self.files() if p.parent.name == self.keys[1].name)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(bytes(data))
+
+        self.load("damaged", [8, 9, 10])
+        self.received()
+
+        self.assertEqual({9, 10}, self.side.take_failed_blocks())
+        self.assertEqual(self.blocks(1), self.blocks(8))
+        found = self.side.stats.take().data
+        self.assertEqual({"corrupt": 1}, found["vua_load_stops_total"])
+        self.assertNotIn("vua_gds_fallbacks_total", found)
+        self.assertNotIn(path, self.files())
+        self.assertIsNotNone(self.side._gds.mover)
+
+    def test_liar(self) -> None:
+        """A mover that brings other bytes is found out, and not used again."""
+        self.storage.go.set()
+        mover = self.side._gds.mover
+        read = mover.read
+
+        def lie(handle: Any, memory: torch.Tensor, at: int, nbytes: int, offset: int) -> int:
+            got: int = read(handle, memory, at, nbytes, offset)
+            memory[at + nbytes - 1] ^= 1
+            return got
+
+        with mock.patch.object(mover, "read", lie):
+            self.load("lied to", [5, 6, 7])
+            self.received()
+
+        self.assertEqual(set(), self.side.take_failed_blocks())
+        self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
+        self.assertIsNone(self.side._gds.mover)
+        self.assertEqual({"": 1}, self.counted("vua_gds_fallbacks_total"))
+
+    def test_failing_reads(self) -> None:
+        """Files that the mover cannot read come the other way, one by one; then it is given up."""
+        self.storage.go.set()
+        failing = mock.patch.object(self.side._gds.mover, "read", side_effect=OSError("no"))
+        with failing:
+            for number in range(4):
+                self.load(f"{number}", [5, 6, 7])
+                self.received()
+                self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
+
+        self.assertIsNone(self.side._gds.mover)
+        found = self.side.stats.take().data
+        self.assertEqual(["pinned"], list(found["vua_loaded_bytes_total"]))
+        self.assertNotIn("vua_load_stops_total", found)
+
+
+@pytest.mark.thorough
+class StagedRanksTest(ranks.RanksTest):
+    """Every parallel size writes and reads through slabs, from pages as GPUs have them."""
+
+    def setUp(self) -> None:
+        """Name three chunks."""
+        on_cpu_too(self)
+        super().setUp()
+
+    def exchange(self, layout: KVLayout, files: list[int]) -> None:
+        """Some sizes read what some sizes wrote."""
+        for sizes, others in (((1, 1), ((2, 4),)), ((1, 8), ((1, 2),)), ((2, 4), ((1, 1),))):
+            with self.subTest(written=sizes):
+                for path in self.files():
+                    path.unlink()
+                self.save(layout, sizes)
+                count = files[ranks.SIZES.index(sizes)]
+                self.assertEqual(count * ranks.CHUNKS, len(self.files()))
+                for other in others:
+                    self.check(layout, other)
+
+    def write(self, layout: KVLayout, caches: dict[str, torch.Tensor], shard: Any) -> None:
+        """Put the rank's part of the content into plain pages."""
+        content = self.content(layout)
+        slots = torch.tensor([b * ranks.BLOCK + s for b in self.table for s in range(ranks.BLOCK)])
+        layers = range(shard.layer_start, shard.layer_stop)
+        for layer, cache in zip(layers, caches.values(), strict=True):
+            part = content[layer, shard.head_start : shard.head_stop].transpose(0, 1)
+            cache[slots // ranks.BLOCK, :, slots % ranks.BLOCK] = part
+
+
+@unittest.skipUnless(HAS_VLLM, "vLLM is not installed")
+class FormsTest(worker.DirectoryTest):
+    """One rank of every form of cache that GPU backends have."""
+
+    device = "cpu"
+    layout = KVLayout(3, 2, 8, 8, "BF16", 16)
+
+    def setUp(self) -> None:
+        """Take tensors on the CPU too."""
+        super().setUp()
+        on_cpu_too(self)
+
+    def side(
+        self,
+        layout: KVLayout,
+        block_size: int,
+        caches: dict[str, torch.Tensor],
+        **settings: Any,
+    ) -> Any:
+        """A worker over these tensors."""
+        from vua.format.identity import Identity
+        from vua.vllm.config import ConnectorConfig
+        from vua.vllm.group_side import Rank
+        from vua.vllm.model import Group, Model
+        from vua.vllm.worker import WorkerSide
+
+        group = Group(layout, tuple(range(layout.layers)), ((layout.full,),), (0,))
+        identity = Identity(model=f"{layout}", chunk_tokens=layout.chunk_tokens)
+        model = Model(identity, (group,), (block_size,), latent=not layout.v_dim)
+        config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
+        made = WorkerSide(model, config, Rank(0, 0))
+        made.register(
+            caches, {name: at for at, name in enumerate(caches)}, dict.fromkeys(caches, 0)
+        )
+        return made
+
+    def memory(self, form: str, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, list[Any]]:
+        """A form's whole memory, of ten blocks of 8 slots, and what vLLM registers of it."""
+        dims = {"flash": (3, 2, 10, 8, 2, 8), "flashinfer": (3, 10, 2, 8, 2, 8)}
+        dims |= {"hnd": (3, 10, 2, 2, 8, 8), "fused": (10, 3, 8, 2, 16), "mla": (3, 10, 8, 24)}
+        dims |= {"fused mla": (3, 10, 1, 8, 24), "small pages": (3, 20, 2, 4, 16)}
+        memory = noise(*dims[form], dtype=dtype, seed=seed).to(self.device)
+        if form == "fused":
+            return memory, list(memory.permute(1, 0, 3, 2, 4))
+        return memory, list(memory.transpose(3, 4) if form == "hnd" else memory)
+
+    def check(self, form: str, dtype: torch.dtype) -> None:
+        """Blocks that are stored come back into other blocks of another cache; nothing else."""
+        latent = "mla" in form
+        name = {2: "BF16", 1: "F8_E4M3"}[dtype.itemsize]
+        layout = KVLayout(3, 1, 24, 0, name, 16) if latent else KVLayout(3, 2, 8, 8, name, 16)
+        memory, layers = self.memory(form, dtype, seed=1)
+        other, others = self.memory(form, dtype, seed=2)
+        keys = worker.keys_of(range(48), 16)
+        out_ids, in_ids = [3, 1, 4, 8, 5, 9], [2, 7, 0, 6, 1, 4]
+        first = self.side(layout, 8, {f"model.layers.{n}": t for n, t in enumerate(layers)})
+        first.save(Orders(saves=[SaveOrder([out_ids], [(0, keys)])]))
+        first.shutdown()
+        second = self.side(layout, 8, {f"model.layers.{n}": t for n, t in enumerate(others)})
+        part = GroupLoad(0, 8, 40, keys)  # begins and ends inside of chunks
+        second.start_loads(Orders(loads=[LoadOrder("r", [in_ids], [part])]))
+        second.shutdown()
+
+        expected = self.memory(form, dtype, seed=2)[0].cpu()
+        axis = {"flash": 2, "fused": 0}.get(form, 1)
+        width = 2 if form == "small pages" else 1
+        for at in range(1, 5):
+            for step in range(width):
+                source = memory.cpu().select(axis, out_ids[at] * width + step)
+                expected.select(axis, in_ids[at] * width + step).copy_(source)
+        self.assertEqual({"r"}, second.take_received(idle=False))
+        self.assertEqual(set(), second.take_failed_blocks())
+        self.assertEqual(bits(expected), bits(other.cpu()))
+        self.assertNotEqual(bits(self.memory(form, dtype, seed=2)[0].cpu()), bits(expected))
+
+    def test_every_form(self) -> None:
+        """Each layout in bf16, and in fp8 as vLLM calls it: bytes."""
+        forms = ("flash", "flashinfer", "hnd", "fused", "mla", "fused mla", "small pages")
+        for form, dtype in product(forms, (torch.bfloat16, torch.uint8)):
+            with self.subTest(form=form, dtype=dtype):
+                for path in self.files():
+                    path.unlink()
+                self.check(form, dtype)
+
+    def test_unknown_forms(self) -> None:
+        """A tensor that fits no layout, or two, is refused with a word about it."""
+        given = {"heads": 2, "block_size": 16, "dims": (8, 8)}
+        for shape in ((10, 16, 2, 16), (10, 2, 16), (2, 2, 16, 2, 8), (10, 3, 16, 2, 8)):
+            with self.subTest(shape), self.assertRaisesRegex(LayoutError, "served uncached"):
+                axes_of(shape, **given)
+        self.assertEqual("2BNHD", axes_of((2, 9, 2, 2, 8), **given))
+        from vua.vllm.model import UncachedError
+
+        tensor = torch.zeros(10, 3, 8, 16)
+        with self.assertRaisesRegex(UncachedError, "no known layout"):
+            self.side(KVLayout(1, 2, 8, 8, "F32", 16), 8, {"model.layers.0": tensor})
+
+    def test_rows_of_other_sizes(self) -> None:
+        """What vLLM before 0.26 lays out as [blocks, slots, heads, K and V] is not mistaken."""
+        from vua.vllm.model import UncachedError
+
+        layout, layers = (
+            KVLayout(1, 8, 8, 4, "F32", 16),
+            {"model.layers.0": torch.zeros(9, 8, 8, 12)},
+        )
+        self.side(layout, 8, layers)
+        with (
+            mock.patch("vllm.__version__", "0.25.1"),
+            self.assertRaisesRegex(UncachedError, r"before 0\.26"),
+        ):
+            self.side(layout, 8, layers)
+
+    def test_dtypes(self) -> None:
+        """fp8 is stored where its scales are the checkpoint's, and on a GPU alone."""
+        fp8 = SimpleNamespace(cache_dtype="fp8")
+        self.assertEqual(("F8_E4M3", "vllm checkpoint"), stored_as(torch.uint8, fp8, on_gpu=True))
+        two = SimpleNamespace(cache_dtype="fp8_e5m2", calculate_kv_scales=False)
+        self.assertEqual("F8_E5M2", stored_as(torch.uint8, two, on_gpu=True).dtype)
+        auto = SimpleNamespace(cache_dtype="auto")
+        self.assertEqual(("BF16", ""), stored_as(torch.bfloat16, auto, on_gpu=True))
+        for kind, more in (
+            ("fp8", {"calculate_kv_scales": True}),
+            ("fp8", {"kv_cache_dtype_skip_layers": ["0"]}),
+            *((kind, {}) for kind in ("fp8_ds_mla", "int8_per_token_head", "nvfp4", "fp8_inc")),
+        ):
+            cache = SimpleNamespace(cache_dtype=kind, **more)
+            with self.subTest(cache):
+                self.assertIsNone(stored_as(torch.uint8, cache, on_gpu=True))
+        self.assertIsNone(stored_as(torch.uint8, fp8, on_gpu=False))
+
+    def test_platforms(self) -> None:
+        """CUDA is served, and fp8 there; other devices are not."""
+        from vua.vllm import model
+        from vua.vllm.obstacles import check_engine
+
+        cache, fp8 = SimpleNamespace(cache_dtype="fp8"), SimpleNamespace(dtype=torch.uint8)
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(runner_type="generate", dtype=torch.bfloat16),
+            parallel_config=SimpleNamespace(),
+            speculative_config=None,
+            cache_config=cache,
+        )
+
+        def on(kind: str) -> Any:
+            platform = SimpleNamespace(
+                is_cpu=lambda: kind == "cpu", is_cuda=lambda: kind == "cuda", device_type=kind
+            )
+            return mock.patch("vllm.platforms.current_platform", platform)
+
+        with on("cuda"):
+            check_engine(config)
+            self.assertEqual("F8_E4M3", model.how_stored(fp8, config).dtype)
+        with on("xpu"), self.assertRaisesRegex(model.UncachedError, "xpu"):
+            check_engine(config)
+        for place, name, word in (
+            ("parallel_config", "decode_context_parallel_size", "decode context"),
+            ("parallel_config", "prefill_context_parallel_size", "prefill context"),
+            ("model_config", "enable_sleep_mode", "sleep mode"),
+        ):
+            part = getattr(config, place)
+            setattr(part, name, 2)
+            with self.subTest(name), on("cuda"), self.assertRaisesRegex(model.UncachedError, word):
+                check_engine(config)
+            delattr(part, name)
+        with on("cpu"), self.assertRaisesRegex(model.UncachedError, "uint8"):
+            model.how_stored(fp8, config)
+
+    def test_required(self) -> None:
+        """Where GDS is required and there is none, the engine does not start; `auto` goes on."""
+        from vua.vllm.config import ConnectorConfig
+
+        if not torch.cuda.is_available():
+            config = ConnectorConfig(shared_storage_path=str(self.root), gds_mode="required")
+            with self.assertRaisesRegex(ConfigError, "needs a CUDA driver"):
+                device_side.open_gds(config, torch.device("cuda:0"))
+            config = ConnectorConfig(shared_storage_path=str(self.root), gds_mode="auto")
+            gds = device_side.open_gds(config, torch.device("cuda:0"))
+            self.assertIsNone(gds.mover)
+            gds.close()
+        device_side.STAGED_DEVICES.remove("cpu")
+        with self.assertRaisesRegex(ConfigError, "lies in CPU memory"):
+            tensor = torch.zeros(10, 2, 8, 16)
+            layout = KVLayout(1, 2, 8, 8, "F32", 16)
+            self.side(layout, 8, {"model.layers.0": tensor}, gds_mode="required")
+        with self.assertRaisesRegex(ConfigError, "gds_mode is 'maybe'"):
+            ConnectorConfig(shared_storage_path=str(self.root), gds_mode="maybe")
+
+    def test_wrong_slots_are_noticed(self) -> None:
+        """The check of forms fails when slots are off by one."""
+        right, turns = device_side.slots_of, iter((0, 0, 0, 1, 1, 1))
+        self.check("flash", torch.bfloat16)
+
+        def wrong(*given: Any, **wanted: Any) -> torch.Tensor:
+            return right(*given, **wanted) + next(turns)
+
+        with mock.patch.object(device_side, "slots_of", wrong), self.assertRaises(AssertionError):
+            self.check("flash", torch.bfloat16)
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+class GPUFormsTest(FormsTest):
+    """The same on a GPU."""
+
+    device = "cuda:0"
+
+
+@unittest.skipUnless(HAS_VLLM, "vLLM is not installed")
+@pytest.mark.thorough
+class StagedSimulationTest(unittest.TestCase):
+    """The connector under vLLM's scheduler, over plain pages that are reached through slabs."""
+
+    def setUp(self) -> None:
+        """Set what vLLM reads from the environment; compute on one thread."""
+        from e2e.engine import ENVIRONMENT
+        from sim.truth import Cache
+
+        on_cpu_too(self)
+        self.enterContext(mock.patch.multiple(Cache, packed=False))
+        environment = ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"}
+        self.enterContext(mock.patch.dict(os.environ, environment))
+        self.addCleanup(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        """Leave the group that the simulation has joined."""
+        from sim.engine import leave_world
+
+        leave_world()
+
+    def test_random_scenarios(self) -> None:
+        """No slot that attention reads is ever wrong, one scenario of each kind of model."""
+        from sim.case import draw, play
+
+        loaded = sum(play(draw(FIRST_SEED + seed))["loaded tokens"] for seed in range(5))
+        self.assertGreater(loaded, 0)
+
+    def test_a_bug_is_caught(self) -> None:
+        """Slots that are off by one block's worth of a token are found out."""
+        from sim.case import draw, play
+        from sim.worker import Wrong
+
+        right = device_side.slots_of
+
+        def wrong(*given: Any, **wanted: Any) -> torch.Tensor:
+            slots = right(*given, **wanted)
+            return slots.flip(0) if (slots >= 0).all() else slots
+
+        with self.assertRaises(Wrong), mock.patch.object(device_side, "slots_of", wrong):
+            for seed in range(5):
+                with mock.patch.object(device_side.DeviceGroupSide, "gather", _gather_right(right)):
+                    play(draw(FIRST_SEED + seed))
+
+
+def _gather_right(right: Any) -> Any:
+    """Saves as they should be, while loads are wrong."""
+    gather = device_side.DeviceGroupSide.gather
+
+    def call(self: Any, *given: Any) -> None:
+        with mock.patch.object(device_side, "slots_of", right):
+            gather(self, *given)
+
+    return call
+
+
+if __name__ == "__main__":
+    unittest.main()

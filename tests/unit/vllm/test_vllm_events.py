@@ -1,0 +1,188 @@
+"""KV cache events without an engine: when chunks are announced, and what is remembered."""
+
+from __future__ import annotations
+
+import os
+import unittest
+from collections.abc import Iterable
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout, Shard
+
+pytestmark = pytest.mark.vllm
+
+if find_spec("vllm"):
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from vua.vllm import events
+    from vua.vllm.model import Group, Model
+
+CHUNK = 16
+IDS = list(range(64))
+LAYOUT = KVLayout(1, 2, 8, 8, "BF16", CHUNK)
+RANKS = (Shard(0, 1, 0, 1), Shard(0, 1, 1, 2))
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class AnnouncerTest(unittest.TestCase):
+    def setUp(self) -> None:
+        """The chunks of a prompt of 64 tokens; hashes in events are not shortened to integers."""
+        switch = mock.patch.dict(os.environ, {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"})
+        switch.start()
+        self.addCleanup(switch.stop)
+        self.keys = KeyChain(token_ids(IDS), CHUNK)
+        self.names = [key.prefix_hash for key in self.keys.first(4)]
+
+    def announcer(self, block: int, ranks: tuple[Shard, ...] = (LAYOUT.full,)) -> Any:
+        """An announcer of an engine with blocks of so many tokens, and its workers' watches."""
+        model = Model(
+            Identity(model="m", chunk_tokens=CHUNK),
+            (Group(LAYOUT, (0,), (ranks,), (0,)),),
+            (block,),
+            latent=False,
+        )
+        spec = FullAttentionSpec(
+            block_size=block, num_kv_heads=1, head_size=8, dtype=torch.bfloat16
+        )
+        cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+        parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+        settings = SimpleNamespace(
+            cache_config=SimpleNamespace(
+                block_size=block, prefix_match_unit=None, enable_prefix_caching=True
+            ),
+            kv_transfer_config=None,
+            parallel_config=parallel,
+        )
+        self.watches = [events.FileWatch(model) for _ in ranks]
+        self.ranks = ranks
+        self.request = SimpleNamespace(
+            block_hashes=[b"%d" % at for at in range(64 // block)],
+            all_token_ids=IDS,
+            lora_request=None,
+            cache_salt=None,
+            mm_features=[],
+            session_id=None,
+        )
+        return events.Announcer(model, settings, cache)
+
+    def store(
+        self, announcer: Any, chunks: Iterable[int], ranks: Iterable[int] = (0,)
+    ) -> list[Any]:
+        """Let workers store chunks; return the events that come of it."""
+        joined = None
+        for rank in ranks:
+            for chunk in chunks:
+                self.watches[rank].stored(self.keys[chunk], self.ranks[rank])
+            seen = self.watches[rank].take()
+            joined = seen if joined is None else joined.aggregate(seen)
+        announcer.learn(joined.seen if joined is not None else ())
+        taken: list[Any] = announcer.take()
+        return taken
+
+    def lose(self, announcer: Any, chunk: int) -> list[Any]:
+        """Let a worker find a chunk gone; return the events that come of it."""
+        self.watches[0].gone(self.names[chunk])
+        announcer.learn(self.watches[0].take().seen)
+        taken: list[Any] = announcer.take()
+        return taken
+
+    def test_a_chunk_counts_when_all_ranks_have_stored_it(self) -> None:
+        """One rank's file is not enough, in whatever steps they come; nor is one stored twice."""
+        announcer = self.announcer(8, RANKS)
+        announcer.ordered(self.request, self.keys, range(3))
+
+        self.assertEqual([], self.store(announcer, [0, 0, 1], [0]))
+        both = self.store(announcer, [0], [1])
+        late = self.store(announcer, [1, 2], [0, 1])
+
+        self.assertEqual([[b"0", b"1"]], [event.block_hashes for event in both])
+        self.assertEqual([[b"2", b"3"], [b"4", b"5"]], [event.block_hashes for event in late])
+        self.assertEqual([None, b"1", b"3"], [one.parent_block_hash for one in both + late])
+        self.assertEqual([IDS[:16], IDS[16:32], IDS[32:48]], [o.token_ids for o in both + late])
+
+    def test_blocks_longer_than_chunks(self) -> None:
+        """A block is announced when all chunks in it are stored, and gone with any of them."""
+        announcer = self.announcer(32)
+        announcer.ordered(self.request, self.keys, range(1))
+        announcer.ordered(self.request, self.keys, range(1, 4))
+
+        self.assertEqual([], self.store(announcer, [1, 2]))
+        first = self.store(announcer, [0])
+        second = self.store(announcer, [3])
+        gone = self.lose(announcer, 0)
+        announcer.ordered(self.request, self.keys, range(2))
+        again = self.store(announcer, [0, 1])
+        gone += self.lose(announcer, 1) + self.lose(announcer, 0)
+
+        self.assertEqual([[b"0"], [b"1"]], [event.block_hashes for event in first + second])
+        self.assertEqual([IDS[:32], IDS[32:]], [event.token_ids for event in first + second])
+        self.assertEqual([[b"0"]], [event.block_hashes for event in again])
+        self.assertEqual([[b"0"], [b"0"]], [event.block_hashes for event in gone])
+
+    def test_what_a_lookup_finds(self) -> None:
+        """What others stored is announced once, at once; what they deleted meanwhile is gone."""
+        announcer = self.announcer(16)
+        announcer.found(self.request, self.keys, 3)
+        (event,) = announcer.take()
+        self.assertEqual([b"0", b"1", b"2"], event.block_hashes)
+
+        announcer.found(self.request, self.keys, 3)
+        self.assertEqual([], announcer.take())
+        announcer.found(self.request, self.keys, 1)
+        gone = announcer.take()
+        self.assertEqual([[b"1"], [b"2"]], [one.block_hashes for one in gone])
+        announcer.ordered(self.request, self.keys, range(1, 3))
+        again = self.store(announcer, [2])
+        announcer.found(self.request, self.keys, 4)  # around what is known
+        again += announcer.take()
+        self.assertEqual([[b"2"], [b"1"], [b"3"]], [one.block_hashes for one in again])
+
+    def test_reset(self) -> None:
+        """After a reset nothing counts as stored, nor what workers say of chunks of before."""
+        announcer = self.announcer(16)
+        announcer.found(self.request, self.keys, 1)
+        announcer.ordered(self.request, self.keys, range(1, 2))
+        announcer.take()
+
+        announcer.forget()
+
+        self.assertEqual([[b"0"]], [one.block_hashes for one in announcer.take()])
+        self.assertEqual([], self.store(announcer, [1]))
+
+    def test_memory_is_bounded(self) -> None:
+        """Orders that nobody confirms, events that nobody takes, and files of a stuck scheduler."""
+        announcer = self.announcer(16)
+        for at in range(events._MAX_PENDING + 10):
+            chain = KeyChain(token_ids([at, *IDS[1:]]), CHUNK)
+            announcer.ordered(self.request, chain, range(1))
+        self.assertEqual(events._MAX_PENDING, len(announcer._pending))
+
+        with self.assertLogs("vllm.vua.events", "WARNING") as logged:
+            for _ in range(events._MAX_QUEUED):
+                announcer.found(self.request, self.keys, 1)
+                announcer.found(self.request, self.keys, 0)
+        self.assertEqual([events._MAX_QUEUED, 1], [len(announcer.take()), len(logged.output)])
+
+        for _ in range(events._MAX_SEEN + 10):
+            self.watches[0].gone(self.names[0])
+        self.assertEqual(events._MAX_SEEN, len(self.watches[0].take().seen))
+        self.assertIsNone(self.watches[0].take())
+
+    def test_switch(self) -> None:
+        """Only vLLM's own switch turns events on."""
+        said = [None, False, True]
+        made = [
+            SimpleNamespace(
+                kv_events_config=None if on is None else SimpleNamespace(enable_kv_cache_events=on)
+            )
+            for on in said
+        ]
+        self.assertEqual([False, False, True], [events.enabled(config) for config in made])

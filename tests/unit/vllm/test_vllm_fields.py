@@ -1,0 +1,271 @@
+"""Every field of vLLM's configuration stands in `vua.vllm.config_fields`, and does as said there.
+
+`vllm_fields.json` has the fields of the releases that VUA knows; `make_vllm_fields.py` wrote it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import typing
+import unittest
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from helpers import TESTS
+
+pytestmark = pytest.mark.vllm
+
+LISTS = json.loads((TESTS / "vllm_fields.json").read_text())
+RELEASES = ("0.24", "0.28", "0.32", "0.33")
+
+# Class, field, a value that some engine may have and that changes what it computes.
+COUNTED: tuple[tuple[str, str, Any], ...] = (
+    ("AttentionConfig", "disable_flashinfer_q_quantization", True),
+    ("AttentionConfig", "indexer_kv_dtype", "fp8"),
+    ("AttentionConfig", "indexer_sparse_logits", True),
+    ("AttentionConfig", "use_non_causal", True),
+    ("AttentionConfig", "use_prefill_query_quantization", True),
+    ("CacheConfig", "kv_sharing_fast_prefill", True),
+    ("CacheConfig", "replayssm_buffer_len", 8),
+    ("CacheConfig", "swa_bounded_replay", False),
+    ("CacheConfig", "use_replayssm", True),
+    ("CompilationConfig", "backend", "somebody.backend"),
+    ("CompilationConfig", "inductor_passes", {"post_grad": "somebody.rewrites"}),
+    ("KernelConfig", "linear_backend", "cutlass"),
+    ("KernelConfig", "linear_backend_per_quant", {"fp8": "cutlass"}),
+    ("KernelConfig", "moe_backend", "triton"),
+    ("LoRAConfig", "enable_mixed_moe_lora_format", True),
+    ("LoRAConfig", "enable_moe_shared_loras", True),
+    ("LoRAConfig", "enable_tower_connector_lora", True),
+    ("LoRAConfig", "lora_dtype", torch.float16),
+    ("LoRAConfig", "target_modules", ["q_proj"]),
+    ("LoadConfig", "ignore_patterns", ["layer-7/*"]),
+    ("LoadConfig", "load_format", "mistral"),
+    ("LoadConfig", "load_format", "pt"),
+    ("LoadConfig", "load_format", "dummy"),
+    ("LoadConfig", "load_format", "gguf"),
+    ("LoadConfig", "model_loader_extra_config", {"qlora_adapter_name_or_path": "there"}),
+    ("LoadConfig", "safetensors_load_strategy", "torchao"),
+    ("MambaConfig", "enable_stochastic_rounding", True),
+    ("MambaConfig", "stochastic_rounding_philox_rounds", 7),
+    ("ModelConfig", "convert", "embed"),
+    ("ModelConfig", "dtype", torch.bfloat16),
+    ("ModelConfig", "is_submodel_config", True),
+    ("ModelConfig", "model_class_overrides", {"LlamaForCausalLM": "somebody:Llama"}),
+    ("ModelConfig", "model_impl", "transformers"),
+    ("ModelConfig", "model_weights", "s3://bucket/model"),
+    ("ModelConfig", "quantization", "fp8"),
+    ("ModelConfig", "quantization_config", {"ignore": ["lm_head"]}),
+    ("ModelConfig", "quantization_config", {"ignore": ["lm_head", "layers.0"]}),
+    ("MultiModalConfig", "media_io_kwargs", {"video": {"num_frames": 4}}),
+    ("MultiModalConfig", "mm_encoder_attn_dtype", "fp8"),
+    ("MultiModalConfig", "mm_encoder_fp8_scale_path", "/scales.json"),
+    ("MultiModalConfig", "mm_encoder_only", True),
+    ("MultiModalConfig", "mm_processor_kwargs", {"do_rescale": False}),
+    ("MultiModalConfig", "video_pruning_method", "vidcom2"),
+    ("MultiModalConfig", "video_pruning_rate", 0.5),
+    ("ParallelConfig", "worker_cls", "somebody.Worker"),
+    ("ParallelConfig", "worker_extension_cls", "somebody.Extension"),
+    ("VllmConfig", "additional_config", {"switch": 1}),
+    ("VllmConfig", "a_field_of_next_year", None),
+)
+
+
+def fields_of(release: str) -> Iterator[tuple[str, str]]:
+    """Class and field of everything that a release's `VllmConfig` reaches."""
+    for name, by_releases in LISTS.items():
+        for releases, fields in by_releases.items():
+            if release in releases.split():
+                yield from ((name, field) for field in fields.split())
+
+
+def classes_reached(root: type) -> dict[str, type]:
+    """All dataclasses of `vllm.config` in the annotations of a class, by name."""
+    found: dict[str, type] = {}
+    waiting: list[Any] = [root]
+    while waiting:
+        kind = waiting.pop()
+        waiting += typing.get_args(kind)
+        own = isinstance(kind, type) and kind.__module__.startswith("vllm.config")
+        if own and dataclasses.is_dataclass(kind) and kind.__name__ not in found:
+            found[kind.__name__] = kind
+            hints = typing.get_type_hints(kind, include_extras=True)
+            waiting += [hints.get(each.name, each.type) for each in dataclasses.fields(kind)]
+    return found
+
+
+class TableTest(unittest.TestCase):
+    def test_every_field_is_listed(self) -> None:
+        """No field of a known release is in neither list, or in both."""
+        from vua.vllm.settings import known_fields
+
+        for release in RELEASES:
+            fields = list(fields_of(release))
+            self.assertGreater(len(fields), 400)
+            for name, field in fields:
+                excluded, counted = known_fields(name)
+                with self.subTest(release=release, field=f"{name}.{field}"):
+                    self.assertEqual(1, (field in excluded) + (field in counted))
+
+    def test_nothing_else_is_listed(self) -> None:
+        """The table names no field that no release has; nor one twice."""
+        from vua.vllm.config_fields import EXCLUDED, HOLDERS, NEUTRAL
+
+        known = {pair for release in RELEASES for pair in fields_of(release)}
+        listed = [
+            *((name, f) for name, by in EXCLUDED.items() for fs in by.values() for f in fs.split()),
+            *((name, field) for name, by in NEUTRAL.items() for field in by),
+            *((name, field) for name, fields in HOLDERS.items() for field in fields.split()),
+        ]
+        self.assertEqual(set(), set(listed) - known)
+        self.assertEqual(len(set(listed)), len(listed))
+
+    @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+    def test_lists_are_those_of_the_installed_vllm(self) -> None:
+        """What was read from the sources of a release is what its classes have."""
+        import vllm
+        from vllm.config import VllmConfig
+
+        found = Version(vllm.__version__)
+        release = f"{found.major}.{found.minor}"
+        if release not in RELEASES:
+            self.skipTest(f"no list of vLLM {release}")
+        reached = classes_reached(VllmConfig)
+        live = {(n, f.name) for n, kind in reached.items() for f in dataclasses.fields(kind)}
+        self.assertEqual(live, {pair for pair in fields_of(release) if pair[0] in reached})
+        missing = {name for name, _ in fields_of(release)} - reached.keys()
+        self.assertEqual(set(), missing)
+
+
+@functools.cache
+def kind_of(name: str, *fields: str) -> type:
+    """A configuration class with these fields."""
+    return dataclasses.make_dataclass(name, [(field, Any) for field in fields])
+
+
+def part(name: str, /, **fields: Any) -> Any:
+    """An instance of a configuration class with these fields and no others."""
+    return kind_of(name, *fields)(**fields)
+
+
+def whole(changed: tuple[str, str, Any] | None = None, **model: Any) -> Any:
+    """A configuration with every listed field neutral, and one of them changed or added."""
+    from vua.vllm.config_fields import EXCLUDED, HOLDERS, NEUTRAL
+
+    def make(name: str) -> Any:
+        excluded = [f for fields in EXCLUDED.get(name, {}).values() for f in fields.split()]
+        fields: dict[str, Any] = dict.fromkeys(excluded)
+        neutral = NEUTRAL.get(name, {})
+        fields |= {field: values[0] for field, values in neutral.items() if values}
+        for holder in HOLDERS.get(name, "").split():
+            held = "".join(word.capitalize() for word in holder.split("_"))
+            held = {"LoraConfig": "LoRAConfig", "MultimodalConfig": "MultiModalConfig"}.get(
+                held, held
+            )
+            wanted = held in EXCLUDED or held in NEUTRAL or held in HOLDERS
+            fields[holder] = make(held) if wanted and held != "DiffusionConfig" else None
+        if name == "ModelConfig":
+            fields |= {"dtype": torch.float32}
+        if name == "LoRAConfig":
+            fields |= {"lora_dtype": torch.float32}
+        if changed is not None and changed[0] == name:
+            fields[changed[1]] = changed[2]
+        return part(name, **fields)
+
+    return make("VllmConfig")
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class SettingsTest(unittest.TestCase):
+    """What the walk makes of values, one by one; no engine is asked."""
+
+    def counted(self, changed: tuple[str, str, Any] | None = None) -> Any:
+        """What counts of a configuration with one field changed."""
+        from vua.vllm.settings import settings_of
+
+        return settings_of(whole(changed), torch.float32)
+
+    def test_neutral(self) -> None:
+        """A configuration with nothing but neutral values adds nothing."""
+        from vua.vllm.settings import Settings
+
+        self.assertEqual(Settings(), self.counted())
+
+    def test_excluded(self) -> None:
+        """No value of an excluded field matters, not even one that cannot be told."""
+        from vua.vllm.config_fields import EXCLUDED
+        from vua.vllm.settings import Settings
+
+        walked = 0
+        for name, reasons in EXCLUDED.items():
+            for field in " ".join(reasons.values()).split():
+                with self.subTest(field=f"{name}.{field}"):
+                    self.assertEqual(Settings(), self.counted((name, field, object())))
+                    walked += 1
+        self.assertGreater(walked, 400)
+
+    def test_counted(self) -> None:
+        """Each value that changes what is computed counts, and no two are taken for one."""
+        self.assertGreaterEqual(len(COUNTED), 40)
+        seen = []
+        for name, field, value in COUNTED:
+            with self.subTest(field=f"{name}.{field}", value=value):
+                found = self.counted((name, field, value))
+                place = "adapters" if name == "LoRAConfig" else "always"
+                place = "media" if name == "MultiModalConfig" else place
+                self.assertEqual([f"{name}.{field}"], list(getattr(found, place)))
+                self.assertNotIn(found, seen)
+                seen.append(found)
+
+    def test_other_ways_to_say_it(self) -> None:
+        """Values with which the engine computes the same are not told apart."""
+        for name, field, one, other in (
+            ("ModelConfig", "quantization", "awq", "awq_marlin"),
+            ("LoRAConfig", "target_modules", ["q_proj", "k_proj"], ["k_proj", "q_proj", "q_proj"]),
+            ("LoadConfig", "load_format", "auto", "safetensors"),
+            ("ModelConfig", "convert", "auto", "none"),
+            ("ModelConfig", "model_impl", "auto", "vllm"),
+            ("ParallelConfig", "worker_cls", "auto", "vllm.v1.worker.cpu_worker.CPUWorker"),
+            ("CompilationConfig", "backend", "inductor", "eager"),
+        ):
+            with self.subTest(field):
+                first, second = ((name, field, value) for value in (one, other))
+                self.assertEqual(self.counted(first), self.counted(second))
+
+    def test_lasting_forms(self) -> None:
+        """Sets, enums, classes, dtypes, paths and dataclasses have a form that lasts."""
+        colour = enum.Enum("colour", ["RED", "BLUE"])
+        values = [
+            {"b", "a"}, {"a"}, colour.RED, colour.BLUE, int, str, torch.float16, Path("a"),
+            [1, 2.5], {1: "x"}, part("Spec", weight="fp8"), part("Spec", weight="int8"), True, 1,
+            float("nan"), float("inf"), None,
+        ]  # fmt: skip
+        seen = [
+            json.dumps(self.counted(("VllmConfig", "new", value)).always, sort_keys=True)
+            for value in values
+        ]
+        self.assertEqual(len(values), len(set(seen)))
+        again = self.counted(("VllmConfig", "new", {"a", "b"})).always
+        self.assertEqual(seen[0], json.dumps(again, sort_keys=True))
+
+    def test_no_lasting_form(self) -> None:
+        """What cannot be told apart is refused, with the field's name."""
+        from vua.vllm.obstacles import UncachedError
+
+        for value in (object(), lambda: None, {1: 0, "1": 1}, [SimpleNamespace()]):
+            with self.subTest(value), self.assertRaisesRegex(UncachedError, "VllmConfig.new"):
+                self.counted(("VllmConfig", "new", value))
+
+
+if __name__ == "__main__":
+    unittest.main()
