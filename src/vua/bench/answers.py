@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from vua.bench.context import Bench
 from vua.bench.measure import Arm, Row, expect, measure
 from vua.bench.prompts import CASES, TINY
-from vua.bench.suite import Bench
 from vua.core import VUA, ClosestKV, VUAConfig
 
 __all__ = ["answers"]

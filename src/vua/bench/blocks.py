@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 
+from vua.bench.context import Bench
 from vua.bench.measure import Arm, Row, expect, measure
-from vua.bench.suite import Bench
 from vua.native import batches
 
 __all__ = ["moves"]

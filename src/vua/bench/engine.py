@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
+from vua.bench.context import Bench
 from vua.bench.measure import MeasurementError, Row
-from vua.bench.suite import Bench
 
 __all__ = ["miss_overhead", "recovered"]
 

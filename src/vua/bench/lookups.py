@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from vua.bench.context import Bench
 from vua.bench.measure import Arm, Row, busy_process, expect, measure, percentile
 from vua.bench.prompts import Case, file_path, keys_of, make, staged
-from vua.bench.suite import Bench
 from vua.capacity.limits import Bounds
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from vua.bench.context import Bench
 from vua.bench.loads import Stored, one_thread
 from vua.bench.measure import Arm, Row, expect, measure, percentile
 from vua.bench.prompts import CASES, TINY, Case, keys_of, make, staged
-from vua.bench.suite import Bench
 from vua.format.identity import Identity
 from vua.store.namespace import create_store
 from vua.store.store import Store

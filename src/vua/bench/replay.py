@@ -18,8 +18,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from vua.bench.context import Bench
 from vua.bench.measure import Row, expect, percentile
-from vua.bench.suite import Bench
 from vua.capacity.limits import Bounds
 from vua.device.slab import Slab
 from vua.errors import InputError

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vua.bench.context import Bench
 from vua.bench.files import Buffer, RawFile, direct_works, in_buffer
 from vua.bench.measure import Arm, Row, expect, measure
 from vua.bench.prompts import (
@@ -28,7 +29,6 @@ from vua.bench.prompts import (
     noise,
     staged,
 )
-from vua.bench.suite import Bench
 from vua.capacity.limits import Bounds
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from vua.bench.context import Bench
 from vua.bench.measure import Row
 from vua.bench.prompts import keys_of
-from vua.bench.suite import Bench
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from vua.bench import answers, blocks, engine, loads, lookups, processes, replay, saves, sizes
+from vua.bench.context import Bench, Settings
 from vua.bench.files import describe_machine
 from vua.bench.measure import Row
 from vua.bench.peers import Peers
 from vua.errors import InputError
 
-__all__ = ["NUMBERS", "Bench", "Settings", "run"]
+__all__ = ["NUMBERS", "run"]
 
 NUMBERS: Final = {
     "C1": "warm load",
@@ -38,96 +37,23 @@ NUMBERS: Final = {
 """What the suite measures; the ids are those of its published table."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How to run."""
-
-    directory: Path | None = None
-    """On the file system to measure; the system's directory for temporary files by default."""
-    tiny: bool = False
-    """Sizes that take seconds: shows that everything works, its ratios say nothing."""
-    only: Sequence[str] = ()
-    """Numbers to run; all by default."""
-    peers: Sequence[str] = ()
-    """Command of the peers' worker (benchmarks/peers/worker.py)."""
-    engine: Sequence[str] = ()
-    """Command of the program that measures an engine (benchmarks/connector.py)."""
-    trace: Path | None = None
-    """A request trace for C7 and C11; a generated one otherwise."""
-    largest: int = 100_000
-    """The most chunks for C10."""
-
-
-@dataclass(slots=True)
-class Bench:
-    """One run: where it works, and what it has found so far."""
-
-    settings: Settings
-    root: Path
-    peers: Peers | None = None
-    engine: dict[str, Any] | None = None
-    """What the engine's program found, once it has run."""
-    rows: list[Row] = field(default_factory=list)
-    unmeasured: list[dict[str, str]] = field(default_factory=list)
-    show: Callable[[str], None] = lambda _line: None
-
-    @property
-    def tiny(self) -> bool:
-        """Whether sizes are tiny."""
-        return self.settings.tiny
-
-    def rounds(self, usual: int) -> int:
-        """Return how many rounds to measure."""
-        return 2 if self.tiny else usual
-
-    def skip(self, number: str, what: str, reason: str) -> None:
-        """Note what could not be measured, and why."""
-        self.unmeasured.append({"id": number, "what": what, "reason": reason})
-
-    def place(self, name: str) -> Path:
-        """Return an empty directory."""
-        path = self.root / name
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-        return path
-
-    def drop(self, path: Path) -> None:
-        """Empty the files of a directory that :meth:`place` made, and move it aside.
-
-        It is deleted at the end: ext4 passes over inodes that were deleted in the last minutes, one
-        by one, each time it creates a file.
-        """
-        for file in path.rglob("*"):
-            if file.is_file():
-                os.truncate(file, 0)
-        path.rename(self.root / f"dropped-{next(_DROPPED)}")
-
-
-_DROPPED: Final = itertools.count()
-
 Part = Callable[[Bench], Iterable[Row]]
-
-
-def parts() -> dict[str, Part]:
-    """Return what measures each number. Imports it: some of it needs torch."""
-    from vua.bench import answers, blocks, engine, loads, lookups, processes, replay, saves, sizes
-
-    return {
-        "C1": lambda bench: itertools.chain(loads.warm(bench), answers.answers(bench)),
-        "C2": loads.cold,
-        "C3": saves.saves,
-        "C4": blocks.moves,
-        "C5": engine.miss_overhead,
-        "C6": engine.recovered,
-        "C7": replay.hits,
-        "C8": lookups.by_length,
-        "C9": lookups.beside_work,
-        "C11": replay.bounded,
-        "C12": sizes.on_disk,
-        "C13": processes.sharing,
-        "C14": processes.bursts,
-        "C10": lookups.by_store_size,  # last: deleting its files slows creates down for a while
-    }
+PARTS: Final[dict[str, Part]] = {
+    "C1": lambda bench: itertools.chain(loads.warm(bench), answers.answers(bench)),
+    "C2": loads.cold,
+    "C3": saves.saves,
+    "C4": blocks.moves,
+    "C5": engine.miss_overhead,
+    "C6": engine.recovered,
+    "C7": replay.hits,
+    "C8": lookups.by_length,
+    "C9": lookups.beside_work,
+    "C11": replay.bounded,
+    "C12": sizes.on_disk,
+    "C13": processes.sharing,
+    "C14": processes.bursts,
+    "C10": lookups.by_store_size,  # last: deleting its files slows creates down for a while
+}
 
 
 def run(settings: Settings, show: Callable[[str], None]) -> dict[str, object]:
@@ -153,7 +79,7 @@ def run(settings: Settings, show: Callable[[str], None]) -> dict[str, object]:
         else:
             bench.skip("C1-C3", "all peers", "no --peers; benchmarks/peers/setup.py installs them")
         try:
-            for number, part in parts().items():
+            for number, part in PARTS.items():
                 if number in wanted:
                     show(f"{number} {NUMBERS[number]}")
                     for row in part(bench):

@@ -80,7 +80,8 @@ def bench(options: argparse.Namespace, *, write: Write | None) -> int:
 
 
 def _suite(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
-    from vua.bench.suite import Settings, run
+    from vua.bench.context import Settings
+    from vua.bench.suite import run
 
     settings = Settings(
         directory=options.dir,

@@ -18,6 +18,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from helpers import ROOT, DirectoryTest, flip
+from vua.bench.context import Settings
 from vua.bench.loads import Stored
 from vua.bench.measure import Arm, MeasurementError, Row, measure
 from vua.bench.path import Demand, Speed, _worth, probe
@@ -31,7 +32,7 @@ from vua.bench.replay import (
     replay,
 )
 from vua.bench.report import markdown, plots
-from vua.bench.suite import NUMBERS, Settings, run
+from vua.bench.suite import NUMBERS, run
 from vua.capacity.evictor import Evictor, Freed
 from vua.cli import main
 from vua.errors import InputError
