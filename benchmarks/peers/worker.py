@@ -2,8 +2,8 @@
 
 Speaks JSON lines, one answer per question, and does nothing between them, so that its arms take
 turns with all others. Each set of chunks has a process of its own, whose memory ends with it. With
-names (`raw`, `safetensors`: how they begin) only those stores. See benchmarks/suite/peers.py for the
-questions.
+names (`raw`, `safetensors`: how they begin) only those stores. The questions are those of
+benchmarks/suite/peers.py.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ from typing import Any
 
 from vua.capacity.limits import nbytes_of
 from vua.cli.arguments import VARIABLE
-from vua.cli.bench_path import Demand, probe
-from vua.cli.bench_replay import belady, block_file_nbytes, lru, read, replay
 from vua.cli.text import SOUND, Write, progress, table
 from vua.errors import InputError
 
@@ -65,6 +63,8 @@ def bench(options: argparse.Namespace, *, write: Write | None) -> int:
 
 
 def _path(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
+    from vua.cli.bench_path import Demand, probe
+
     if (options.model is None) != (options.prefill is None):
         raise InputError("--model and --prefill belong together: what to load, and what to beat")
     demand = None
@@ -74,6 +74,8 @@ def _path(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str,
 
 
 def _replay(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
+    from vua.cli.bench_replay import belady, block_file_nbytes, lru, read, replay
+
     requests = read(options.target, options.requests)
     with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=options.dir) as name:
         done = replay(Path(name), requests, show, max_bytes=options.max_bytes)
