@@ -17,7 +17,7 @@ from typing import Any, Final
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.keys import token_ids
-from vua.store.store import Store
+from vua.store.namespace import Namespace
 from vua.vllm.accounts import Accounts
 from vua.vllm.adapter_book import AdapterBook
 from vua.vllm.adapters import Adapter
@@ -29,7 +29,7 @@ from vua.vllm.media import Media
 from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder, Verdict
 from vua.vllm.model import Model
 from vua.vllm.notes import WorkerNotes
-from vua.vllm.opening import Opening, open_stores
+from vua.vllm.opening import Opening, open_namespace
 from vua.vllm.origins import MIXED, Origin, Origins
 from vua.vllm.prefix import Found
 from vua.vllm.request import OptionReader, RequestOptions
@@ -94,7 +94,7 @@ class SchedulerSide:
         self._opening = Opening(model, config, identification)
         self._open = False
         """Whether there is a namespace: the two below are there then."""
-        self._stores: Sequence[Store]
+        self._namespace: Namespace
         self._lookups: Lookups
         self._use_what_is_known()
         self._options = OptionReader(allow_pins=config.allow_pins)
@@ -113,16 +113,16 @@ class SchedulerSide:
         """Use the namespace that was opened meanwhile."""
         if self._open or (opened := self._opening.take()) is None:
             return
-        epoch, model, stores = self._model.identity.epoch, *opened
+        epoch, model, namespace = self._model.identity.epoch, *opened
         if epoch != model.identity.epoch:  # a reset came first
             model = model.in_epoch(epoch)
-            stores = open_stores(self._config, model, model.identity)
-        self._use(model, stores)
+            namespace = open_namespace(self._config, model, model.identity)
+        self._use(model, namespace)
 
-    def _use(self, model: Model, stores: Sequence[Store]) -> None:
-        self._model, self._stores = model, stores
+    def _use(self, model: Model, namespace: Namespace) -> None:
+        self._model, self._namespace = model, namespace
         self.witness = Witness(model, self._config, self.stats, self._setup)
-        self._lookups = Lookups(model, stores, self._config, self._media, self._events)
+        self._lookups = Lookups(model, namespace, self._config, self._media, self._events)
         self._open = True
 
     def reset(self) -> None:
@@ -137,7 +137,7 @@ class SchedulerSide:
         model = self._model.in_epoch(epoch)
         if self._open:
             old = self._lookups
-            self._use(model, open_stores(self._config, model, model.identity))
+            self._use(model, open_namespace(self._config, model, model.identity))
             old.close()
         else:
             self._model = model
@@ -171,7 +171,7 @@ class SchedulerSide:
         self._use_what_is_known()
         if self._open:
             self._lookups.close()
-            self._stores[0].close()
+            self._namespace.close()
 
     # -- per request --------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from vua.device import Fence, Gds
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.io.workers import Attempt, Workers
-from vua.store.store import Store
+from vua.store.namespace import Namespace
 from vua.vllm.comparisons import Comparisons
 from vua.vllm.config import ConnectorConfig
 from vua.vllm.device_side import DeviceGroupSide, lies_on_device, open_gds
@@ -32,7 +32,7 @@ from vua.vllm.memory import Memory
 from vua.vllm.messages import LoadOrder, LoadTimes, Orders
 from vua.vllm.model import Model, UncachedError
 from vua.vllm.notes import WorkerNotes
-from vua.vllm.opening import open_stores
+from vua.vllm.opening import open_namespace
 from vua.vllm.saves import Saves
 from vua.vllm.stats import Recorder, VUAStats
 from vua.vllm.storage_guard import StorageGuard
@@ -111,10 +111,10 @@ class WorkerSide:
             raise StorageError(msg)
         if identity is None or identity == self._identity:
             return
-        stores = open_stores(self._config, self._model, identity)
-        for group, store in zip(self._groups, stores, strict=True):
+        namespace = open_namespace(self._config, self._model, identity)
+        for group, store in zip(self._groups, namespace.stores, strict=True):
             group.reopen(store)
-        self._watch(stores)
+        self._watch(namespace)
         self._identity = identity
 
     def _is_current(self, epoch: str | None) -> bool:
@@ -134,11 +134,11 @@ class WorkerSide:
             )
         return self._left is None
 
-    def _watch(self, stores: Sequence[Store]) -> None:
+    def _watch(self, namespace: Namespace) -> None:
         """Have the watch told of chunks that this process evicts."""
-        watch, keeper = self.watch, stores[0].keeper  # one keeper for all
-        if watch is not None and keeper is not None:
-            keeper.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
+        watch = self.watch
+        if watch is not None:
+            namespace.capacity.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
 
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables

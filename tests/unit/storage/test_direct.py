@@ -22,7 +22,7 @@ from vua.io.posix import Iovecs, page_aligned
 from vua.storage import direct, local
 from vua.storage.direct import ColdReads, write_past_cache, write_through_cache
 from vua.storage.local import LocalStorage
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 PAGE = 4096
 
@@ -95,7 +95,7 @@ class TestDirect(DirectoryTest):
         for past in (False, True):
             root = self.root / str(past)
             identity = Identity(model="m", chunk_tokens=64)
-            store = create_store(root, identity, layout, direct_writes=past)
+            store = Namespace.create(root, identity, [layout], direct_writes=past).stores[0]
             with self.subTest(direct_writes=past):
                 slab.bytes[:] = self.noise(slab.bytes.nbytes, 5)
                 wanted = slab.bytes.tobytes()
@@ -169,7 +169,9 @@ class TestNotPossible(DirectoryTest):
         layout = KVLayout(layers=2, kv_heads=2, k_dim=64, v_dim=32, dtype="BF16", chunk_tokens=64)
         model, [key] = model_arrays(layout, 1), keys_of(range(64), 64)
         memory = Memory(layout, layout.full, 1, block_tokens=1).fill(model)
-        store = create_store(self.root, Identity(model="m"), layout, direct_writes=True)
+        store = Namespace.create(
+            self.root, Identity(model="m"), [layout], direct_writes=True
+        ).stores[0]
         self.addCleanup(store.close)
         with mock.patch.object(local, "write_past_cache", wraps=write_past_cache) as tried:
             self.assertTrue(store.saver(memory.map()).save(key))
@@ -197,7 +199,7 @@ class TestDirectReads(DirectoryTest):
         for reads, colds in ((True, (5, 0, 0)), (False, (0, 0, 0))):
             root = self.root / str(reads)
             identity = Identity(model="m", chunk_tokens=48)
-            store = create_store(root, identity, layout, direct_reads=reads)
+            store = Namespace.create(root, identity, [layout], direct_reads=reads).stores[0]
             for place, key in enumerate(keys):
                 store.save(key, wanted.map(), place=place)
             paths = list(root.rglob("*.safetensors"))
@@ -223,7 +225,9 @@ class TestDirectReads(DirectoryTest):
         layout = KVLayout(layers=5, kv_heads=2, k_dim=64, v_dim=32, dtype="BF16", chunk_tokens=64)
         [key], arrays = keys_of(range(64), 64), model_arrays(layout, 1)
         source, draw = Memory(layout, layout.full, 1).fill(arrays).map(), random.Random(3)
-        store = create_store(self.root, Identity(model="m", chunk_tokens=64), layout)
+        store = Namespace.create(self.root, Identity(model="m", chunk_tokens=64), [layout]).stores[
+            0
+        ]
         outcomes = []
         for turn in range(150):
             self.assertTrue(store.save(key, source))
