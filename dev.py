@@ -294,6 +294,11 @@ def fuzz(*arguments: str) -> int:
     return run("tests/fuzz_entry.py", *arguments)
 
 
+def house(*arguments: str) -> int:
+    """Counts and traces what the code base is made of, beside --before COMMIT ..."""
+    return run("benchmarks/house.py", *arguments)
+
+
 def ci() -> int:
     """Runs lint, test, thorough, test-oldest and a short demo."""
     return lint() or test() or thorough() or test_oldest() or demo("--quick")
@@ -303,7 +308,7 @@ TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
         *(setup, build, wheels, demo, test, thorough, test_oldest, lint, format_, bench),
-        *(peers, scorecard, identity_campaign, soak, fuzz, ci),
+        *(peers, scorecard, identity_campaign, soak, fuzz, house, ci),
     )
 }
 
