@@ -199,11 +199,9 @@ class Fs(FsNative):
         return fs_l2_adapter.FSL2Adapter(config)
 
 
-def known() -> list[tuple[str, type[stores.Store]]]:
-    """Names and classes."""
-    return [
-        ("LMCache local disk", LocalDisk),
-        ("LMCache local disk, O_DIRECT", LocalDiskDirect),
-        ("LMCache L2 fs", Fs),
-        ("LMCache L2 fs_native", FsNative),
-    ]
+KNOWN: dict[str, type[stores.Store]] = {
+    "LMCache local disk": LocalDisk,
+    "LMCache local disk, O_DIRECT": LocalDiskDirect,
+    "LMCache L2 fs": Fs,
+    "LMCache L2 fs_native": FsNative,
+}

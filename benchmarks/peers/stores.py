@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -168,25 +167,12 @@ class FsTierDirect(FsTier):
     direct = True
 
 
-def known(*, lmcache: bool) -> Iterator[tuple[str, type[Store]]]:
-    """Names and classes; those that cannot be made here say why when they are made."""
-    yield "raw, in the peers' process", Raw
-    yield "safetensors", Safetensors
-    yield "torch.save and load", TorchSave
-    yield "vLLM ExampleConnector's files", ExampleConnector
-    yield "vLLM fs tier", FsTier
-    yield "vLLM fs tier, O_DIRECT", FsTierDirect
-    if not lmcache:
-        return
-    try:
-        import lmcache_stores
-    except ImportError as problem:
-        reason = str(problem)
-
-        class Missing(Store):
-            def __init__(self, *_: object) -> None:
-                raise ImportError(reason)
-
-        yield "LMCache", Missing
-        return
-    yield from lmcache_stores.known()
+KNOWN: dict[str, type[Store]] = {
+    "raw, in the peers' process": Raw,
+    "safetensors": Safetensors,
+    "torch.save and load": TorchSave,
+    "vLLM ExampleConnector's files": ExampleConnector,
+    "vLLM fs tier": FsTier,
+    "vLLM fs tier, O_DIRECT": FsTierDirect,
+}
+"""Those that cannot be made here say why when they are made."""

@@ -1,9 +1,9 @@
-"""Other stores for `vua bench --peers`: `PYTHON benchmarks/peers/worker.py [NAME...] DIRECTORY`.
+"""Other stores for `dev.py bench --peers`: `PYTHON benchmarks/peers/worker.py [NAME...] DIRECTORY`.
 
 Speaks JSON lines, one answer per question, and does nothing between them, so that its arms take
 turns with all others. Each set of chunks has a process of its own, whose memory ends with it. With
-names (`raw`, `safetensors`: how they begin) only those stores. See vua/bench/peers.py for the
-questions.
+names (`raw`, `safetensors`: how they begin) only those stores. The questions are those of
+benchmarks/suite/peers.py.
 """
 
 from __future__ import annotations
@@ -122,6 +122,18 @@ def serve(worker: Worker, first: str, answers: IO[str]) -> str:
             return line
 
 
+def known(only: list[str]) -> tuple[dict[str, type[stores.Store]], dict[str, str]]:
+    """Return the stores by name, those that begin as ``only`` says, and why some are missing."""
+    if only:
+        start = tuple(only)
+        return {name: kind for name, kind in stores.KNOWN.items() if name.startswith(start)}, {}
+    try:
+        from lmcache_stores import KNOWN
+    except ImportError as problem:
+        return dict(stores.KNOWN), {"LMCache": str(problem)}
+    return stores.KNOWN | KNOWN, {}
+
+
 def main() -> int:
     """Answer until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side closes the input then
@@ -129,12 +141,12 @@ def main() -> int:
     os.dup2(2, 1)  # whatever a peer prints goes to the error output
     *only, root = sys.argv[1:]
     with contextlib.redirect_stdout(sys.stderr):
-        known = stores.known(lmcache=not only)
-        classes = {name: kind for name, kind in known if name.startswith(tuple(only) or "")}
+        classes, missing = known(only)
         worker = Worker(Path(root), classes)
-        missing = json.loads(apart(worker.root, lambda: json.dumps(worker.try_out())))
-        for name in missing:
+        refused = json.loads(apart(worker.root, lambda: json.dumps(worker.try_out())))
+        for name in refused:
             del classes[name]
+        missing |= refused
         hello = {"arms": list(classes), "missing": missing}
         print(json.dumps(hello), file=answers, flush=True)
         line = sys.stdin.readline()

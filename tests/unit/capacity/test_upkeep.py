@@ -120,12 +120,12 @@ class TestManyNamespaces(UpkeepTest):
 
     @pytest.mark.thorough
     def test_tens_of_thousands(self) -> None:
-        """The same with 10,000 namespaces and 128 descriptors."""
+        """The same with 20,000 namespaces and 256 descriptors."""
         (model,) = (path for path in self.root.iterdir() if len(path.name) == 64)
         file = next(iter(model.rglob("*.safetensors")))
         described = json.loads((model / "namespace.json").read_bytes())
         names = []
-        for number in range(10_000):
+        for number in range(20_000):
             identity = Identity(model=f"model {number}")
             chunk = self.root / identity.namespace / "ab" / ("ab" * 32)
             chunk.mkdir(parents=True)
@@ -133,8 +133,8 @@ class TestManyNamespaces(UpkeepTest):
             said = json.dumps(described | {"identity": identity.describe()})
             (self.root / identity.namespace / "namespace.json").write_text(said)
             names.append(identity.namespace)
-        with self.descriptors(128):
-            self.assertEqual(10_016, measure(self.root).chunks)
+        with self.descriptors(256):
+            self.assertEqual(20_016, measure(self.root).chunks)
             self.assertEqual(0, run("gc", self.root, "--max-bytes", "1G", "--min-free", "0")[0])
             self.assertEqual(0, run("rm", self.root, "--all")[0])
         self.assertEqual([], [name for name in names if (self.root / name / "ab").exists()])

@@ -13,9 +13,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from scheduling import LAYOUT, answer, request_of, step
 
 from helpers import keys_of
+from scheduling import LAYOUT, answer, request_of, step
 from vua.capacity.ttl import settle, ttl_s_of
 from vua.connector.config import ConnectorConfig
 from vua.device.slab import Slab

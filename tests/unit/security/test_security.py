@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from helpers import TESTS, DirectoryTest, caches_of, has_native, kv_bits
+from helpers import ROOT, TESTS, DirectoryTest, caches_of, has_native, kv_bits
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError, StorageError, UntrustedError
 from vua.format.identity import Identity
@@ -390,12 +390,13 @@ class TestPage(unittest.TestCase):
 
     def test_tests_exist(self) -> None:
         """Every test that the page names is there."""
-        here = TESTS
-        page = (here.parent / "docs" / "threat-model.md").read_text(encoding="utf-8")
+        page = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
         named = re.findall(r"`((?:e2e/)?(?:test|fuzz)_\w+\.py)(?:: ([\w, ]+))?`", page)
         self.assertGreater(len(named), 15)
         for file, names in named:
-            source = (here / file).read_text(encoding="utf-8")
+            found = list(TESTS.rglob(file))
+            self.assertTrue(found, file)
+            source = "\n".join(path.read_text(encoding="utf-8") for path in found)
             for name in filter(None, names.split(", ")):
                 with self.subTest(file=file, name=name):
                     self.assertRegex(source, rf"(def|class) {name}\b")

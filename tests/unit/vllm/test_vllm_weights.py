@@ -18,9 +18,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from scheduling import LAYOUT, answer, request_of, step
 
 from helpers import keys_of, noise
+from scheduling import LAYOUT, answer, request_of, step
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
