@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,10 +14,13 @@ from vua.security.settings import Security
 
 __all__ = ["ConnectorConfig"]
 
+log = logging.getLogger("vllm.vua")
+
 _MAY_BE_ZERO = frozenset({"load_in_step_mib", "witness_every"})
 _MOST = 1e18
 _LOAD_POLICIES = ("faster", "always")
 _GDS_MODES = ("disabled", "auto", "required")
+_REMOVED = frozenset({"direct_reads", "direct_writes"})
 _ALIASES = {"path": "shared_storage_path", "split_factor": "chunk_tokens"}
 
 
@@ -36,12 +40,6 @@ class ConnectorConfig:
     """Change it to leave everything stored so far unused."""
     durable: bool = False
     """fsync each file; without it a power cut may cost recent chunks, never wrong bytes."""
-    direct_writes: bool = False
-    """Write files past the page cache (O_DIRECT) where the file system can: no memory is taken on
-    the engine's host, but the first load of a file then reads the disk."""
-    direct_reads: bool = True
-    """Read files that are not in the page cache past it when a process wants them for the first
-    time, where the directory is on a local disk and that is measured to be faster there."""
     load_policy: str = "faster"
     """``faster``: what is stored is loaded where that is predicted to be faster than computing it;
     ``always``: whenever it is stored."""
@@ -163,6 +161,9 @@ class ConnectorConfig:
         values: dict[str, object] = {}
         for key, value in extra.items():
             name = _ALIASES.get(key, key)
+            if name in _REMOVED:
+                log.warning("kv_connector_extra_config: %r has no effect any more", key)
+                continue
             if name not in known:
                 near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
                 msg = f"kv_connector_extra_config has no key {key!r}; the nearest is {near!r}"

@@ -44,8 +44,6 @@ def open_stores(config: ConnectorConfig, model: Model, identity: Identity) -> li
         identity,
         [group.layout for group in model.groups],
         durable=config.durable,
-        direct_writes=config.direct_writes,
-        direct_reads=config.direct_reads,
         bounds=config.bounds,
         security=config.security,
     )

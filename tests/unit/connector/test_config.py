@@ -85,8 +85,6 @@ class ConnectorConfigTest(unittest.TestCase):
             ("chunk_tokens", True),
             ("durable", 1),
             ("durable", "yes"),
-            ("direct_writes", "auto"),
-            ("direct_writes", 1),
             ("epoch", 3),
             ("lookup_timeout_s", "1"),
             ("lookup_timeout_s", True),
