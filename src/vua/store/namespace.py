@@ -84,8 +84,6 @@ class Namespace:
         layouts: Sequence[KVLayout],
         *,
         durable: bool = False,
-        direct_writes: bool = False,
-        direct_reads: bool = True,
         bounds: Bounds | None = None,
         security: Security | None = None,
     ) -> Namespace:
@@ -96,8 +94,6 @@ class Namespace:
             identity: what the K/V depend on.
             layouts: one per group of the model's layers.
             durable: as for :class:`vua.storage.local.LocalStorage`.
-            direct_writes: likewise.
-            direct_reads: likewise.
             bounds: what this process says of the cache's size; ``bounds.json`` and the defaults of
                 :mod:`vua.capacity.limits` hold, too.
             security: whose files are read, the modes of what is written, and the keys.
@@ -116,8 +112,6 @@ class Namespace:
             storage = LocalStorage(
                 path,
                 durable=durable,
-                direct_writes=direct_writes,
-                direct_reads=direct_reads,
                 renew=make,
                 security=security,
             )
