@@ -29,7 +29,7 @@ REQUIREMENTS = ROOT / "requirements"
 OLDEST_VLLM = "0.28.0"  # of those that VUA works with; it runs on the same torch
 OLDEST = VENV / f"vllm-{OLDEST_VLLM}"
 OLDEST_TESTS = (
-    "tests/unit/vllm/test_vllm_paged.py",
+    "tests/unit/device/test_cpu_pages.py",
     "tests/e2e/test_versions.py",
     "tests/e2e/test_damage.py::DamagedTest::test_deleted_file",
     "tests/e2e/test_damage.py::DamagedTest::test_flipped_bit",
