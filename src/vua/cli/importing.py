@@ -23,6 +23,7 @@ from vua.cli.archive import Member, Reader, file_sizes, verified
 from vua.cli.owner import as_owner, to_change
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
 from vua.errors import (
+    StorageFullError,
     ConfigError,
     CorruptEntryError,
     EntryError,
@@ -34,6 +35,7 @@ from vua.format.entry import parse_entry
 from vua.format.header import MAX_HEADER_NBYTES
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
+from vua.native import WRITTEN
 from vua.storage.local import SUFFIX
 from vua.storage.problems import explained
 from vua.store.namespace import (
@@ -164,7 +166,7 @@ class _Taker:
             raise ConfigError(msg)
         if namespace not in self._stores:
             stores = create_stores(self._root, identity, layouts)
-            self._stack.callback(stores[0].close)  # one keeper for all
+            self._stack.callback(stores[0].close)  # one capacity for all
             self._stores[namespace] = stores
             self._done.namespaces.append(namespace)
 
@@ -198,9 +200,19 @@ class _Taker:
         else:
             array = np.frombuffer(data, dtype=np.uint8)
             iovecs = np.array([[array.ctypes.data, array.nbytes]], dtype=np.uint64)
-            if store.keeper is None or not store.keeper.publish(key, shard, iovecs):
+            if store.capacity is None:
                 done.refused += 1
                 return
+            with store.capacity.reserve([key], len(data)) as room:
+                if not room.granted:
+                    done.refused += 1
+                    return
+                try:
+                    store.storage.publish(key.name, shard, iovecs)
+                except StorageFullError:
+                    room.relieve_full_disk()
+                    store.storage.publish(key.name, shard, iovecs)
+                room.commit([WRITTEN])
             done.written += 1
             done.nbytes += len(data)
         self._ends[store.namespace, key.name] = key.stop

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vua.capacity.keeper import Keeper
+from vua.capacity.reservation import Capacity
 from vua.capacity.limits import Bounds
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.format.identity import Identity
@@ -120,7 +120,7 @@ def open_store(root: Path, identity: Identity, *, security: Security | None = No
         return None
     storage, name = LocalStorage(found.path, security=security), identity.namespace
     keyring = Keyring(name, security or Security())
-    return Store(storage, name, found.layout, Keeper(root, storage), keyring)
+    return Store(storage, name, found.layout, Capacity(root, storage), keyring)
 
 
 def create_store(
@@ -193,8 +193,8 @@ def create_stores(
     if found.layouts != wanted:
         storage.close()
         raise LayoutError(_difference(path, found.layouts, wanted))
-    keeper, keyring = Keeper(root, storage, bounds), Keyring(identity.namespace, security)
-    return [Store(storage, identity.namespace, layout, keeper, keyring) for layout in wanted]
+    capacity, keyring = Capacity(root, storage, bounds), Keyring(identity.namespace, security)
+    return [Store(storage, identity.namespace, layout, capacity, keyring) for layout in wanted]
 
 
 def _difference(path: Path, stored: Sequence[KVLayout], given: Sequence[KVLayout]) -> str:

@@ -177,7 +177,7 @@ class Lookups:
         except Exception:
             log.exception("request %s is not cached", request.request_id)
             return None
-        self._stores[0].used(keys, found.stored)  # one keeper watches over all groups' files
+        self._stores[0].used(keys, found.stored)  # one capacity for all groups' files
         if self._events is not None:
             self._events.found(request, keys, found.stored)
         if found.stored and lookup.hints is not None:
@@ -189,11 +189,11 @@ class Lookups:
         return found
 
     def _keep(self, last: str, hints: SaveHints) -> None:
-        keeper = self._stores[0].keeper
-        if keeper is not None and hints.pin:
-            keeper.pin(last)
-        if keeper is not None and hints.ttl_s is not None:
-            lift(keeper.space, last, hints.ttl_s)
+        capacity = self._stores[0].capacity
+        if capacity is not None and hints.pin:
+            capacity.pin(last)
+        if capacity is not None and hints.ttl_s is not None:
+            lift(capacity.space, last, hints.ttl_s)
 
     def _keys(self, lookup: Lookup) -> KeyChain | None:
         request, ids = lookup.request, lookup.token_ids

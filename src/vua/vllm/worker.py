@@ -136,9 +136,9 @@ class WorkerSide:
 
     def _watch(self, stores: Sequence[Store]) -> None:
         """Have the watch told of chunks that this process evicts."""
-        watch, keeper = self.watch, stores[0].keeper  # one keeper for all
-        if watch is not None and keeper is not None:
-            keeper.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
+        watch, capacity = self.watch, stores[0].capacity  # one capacity for all
+        if watch is not None and capacity is not None:
+            capacity.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
 
     def register(
         self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables
@@ -184,7 +184,7 @@ class WorkerSide:
         if self._gds is not None:
             self._gds.close()
         if self._identity is not None:
-            self._groups[0].store.close()  # one keeper for all
+            self._groups[0].store.close()  # one capacity for all
         self._memory = Memory()  # the model may go
 
     # -- loads --------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ class TestLease(DirectoryTest):
                 self.assertTrue((self.root / ".upkeep" / "lease").exists())
 
 
-class TestKeeper(DirectoryTest):
+class TestCapacity(DirectoryTest):
     """A cache with bounds."""
 
     def occupied(self) -> int:
@@ -244,7 +244,7 @@ class TestKeeper(DirectoryTest):
         cache = Cache(self.root, 10)
         cache.request(list(range(30)))
         self.assertEqual(10, cache.store.lookup(KeyChain(token_ids(list(range(30))), 1)))
-        self.assertGreater(cache.keeper.counts["chunks_refused"], 0)
+        self.assertGreater(cache.capacity.counts["chunks_refused"], 0)
 
     def test_free_space_floor(self) -> None:
         """When others fill the disk the cache gives way."""
@@ -280,23 +280,23 @@ class TestKeeper(DirectoryTest):
             with self.full(code, times=1):
                 cache.request([77])
             self.assertEqual(1, cache.store.lookup(KeyChain(token_ids([77]), 1)))
-            self.assertGreater(cache.keeper.counts["chunks_evicted"], 0)
-            self.assertEqual(1, cache.keeper.counts["full"])
+            self.assertGreater(cache.capacity.counts["chunks_evicted"], 0)
+            self.assertEqual(1, cache.capacity.counts["full"])
 
     def test_full_disk_pauses(self) -> None:
         """When that does not help, it is told once, and storing pauses, longer each time."""
         cache, now = Cache(self.root), [1000.0]
         cache.request(list(range(10)))
         with (
-            mock.patch("vua.capacity.room.time.monotonic", side_effect=lambda: now[0]),
-            self.assertLogs("vua.capacity.room", "WARNING") as logs,
+            mock.patch("vua.capacity.reclaim_thread.time.monotonic", side_effect=lambda: now[0]),
+            self.assertLogs("vua.capacity.reclaim", "WARNING") as logs,
         ):
             pauses = []
             with self.full(errno.ENOSPC, times=100):
                 for number in range(3):
                     with self.assertRaises(StorageFullError):
                         cache.request([70 + number])
-                    pauses.append(cache.keeper.room._paused_until_s - now[0])
+                    pauses.append(cache.capacity.reclaiming.reclaim.paused_until_s - now[0])
                     cache.request([80 + number])  # refused at once, without an error
                     now[0] += pauses[-1]
             cache.request([90])
@@ -304,7 +304,7 @@ class TestKeeper(DirectoryTest):
         self.assertEqual(1, len(logs.records))
         self.assertEqual([1.0, 2.0, 4.0], pauses)
         self.assertEqual(
-            (3, 3), (cache.keeper.counts["full"], cache.keeper.counts["chunks_refused"])
+            (3, 3), (cache.capacity.counts["full"], cache.capacity.counts["chunks_refused"])
         )
         self.assertEqual([], list(self.root.rglob(".tmp-*")))
 
@@ -319,8 +319,8 @@ class TestKeeper(DirectoryTest):
             cache = Cache(disk, 10_000)
             for number in range(200):
                 cache.request([number, number])
-            self.assertGreater(cache.keeper.counts["full"], 0)
-            self.assertEqual(0, cache.keeper.counts["chunks_refused"])
+            self.assertGreater(cache.capacity.counts["full"], 0)
+            self.assertEqual(0, cache.capacity.counts["chunks_refused"])
             self.assertEqual(2, cache.store.lookup(KeyChain(token_ids([199, 199]), 1)))
             self.assertEqual([], list(disk.rglob(".tmp-*")))
         finally:
@@ -346,8 +346,8 @@ class TestKeeper(DirectoryTest):
         keys = KeyChain(token_ids([1, 2, 3]), 1)
         lone = KeyChain(token_ids([8, 9]), 1)
         for key in (keys[0], keys[2], keys[1], lone[1]):
-            cache.keeper.publish(key, LAYOUT.full, cache.iovecs)
-        cache.keeper.close()
+            cache.saver.save(key)
+        cache.capacity.close()
         self.assertEqual(3, cache.store.lookup(keys))
         self.assertFalse(cache.store.storage.exists(lone[1].name, LAYOUT.full))
 
@@ -402,7 +402,7 @@ class TestKeeper(DirectoryTest):
         """A `bounds.json` that nobody can read is told once; the process's own bounds hold."""
         (self.root / "bounds.json").write_text(json.dumps({"format": "other"}))
         cache = Cache(self.root, 5)
-        with self.assertLogs("vua.capacity.room", "WARNING") as logs:
+        with self.assertLogs("vua.capacity.reclaim", "WARNING") as logs:
             for number in range(20):
                 cache.request([number])
         self.assertEqual(1, len(logs.records))
