@@ -178,9 +178,15 @@ def prepare_environment() -> None:
     STAMP.write_text(digest, encoding="utf-8")
 
 
-def run(*command: str) -> int:
-    """Runs one module or script with the environment's Python; returns its exit status."""
-    return subprocess.run([str(PYTHON), *command], cwd=ROOT).returncode
+def run(*command: str, paths: tuple[str, ...] = ()) -> int:
+    """Runs one module or script with the environment's Python; returns its exit status.
+
+    It imports from ``paths``, folders of the repository, too.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in paths)}
+    return subprocess.run(
+        [str(PYTHON), *command], cwd=ROOT, env=environment if paths else None
+    ).returncode
 
 
 def setup() -> int:
@@ -249,7 +255,7 @@ def bench(*arguments: str) -> int:
     peers = ROOT / ".venv-peers" / "bin" / "python"
     worker = ROOT / "benchmarks" / "peers" / "worker.py"
     words = ["--peers", shlex.join([str(peers), str(worker)])] if peers.exists() else []
-    return run("-m", "vua.cli", "bench", *words, *arguments)
+    return run("-m", "suite", *words, *arguments, paths=("src", "benchmarks"))
 
 
 def peers(*arguments: str) -> int:
@@ -275,9 +281,7 @@ def scorecard(*arguments: str) -> int:
 
 def identity_campaign(*arguments: str) -> int:
     """Runs random engines on one directory, judged by their own K and V (--setups 60)."""
-    paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
-    command = [str(PYTHON), "-m", "e2e.campaign", *arguments]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}).returncode
+    return run("-m", "e2e.campaign", *arguments, paths=("src", "tests"))
 
 
 def soak(*arguments: str) -> int:
