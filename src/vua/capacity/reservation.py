@@ -182,7 +182,7 @@ class Reservation:
         self._reserved_bytes = 0
         self._pending: list[str] = []
 
-    def __enter__(self) -> Reservation:
+    def __enter__(self) -> Reservation:  # noqa: PYI034 - Self is in typing from 3.11 on
         """Ask for the space; :attr:`granted` tells."""
         capacity, keys = self._capacity, self._keys
         self._pending = capacity.pending.enter([key.name for key in keys])

@@ -23,13 +23,13 @@ from vua.cli.archive import Member, Reader, file_sizes, verified
 from vua.cli.owner import as_owner, to_change
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
 from vua.errors import (
-    StorageFullError,
     ConfigError,
     CorruptEntryError,
     EntryError,
     InputError,
     LayoutError,
     StorageError,
+    StorageFullError,
 )
 from vua.format.entry import parse_entry
 from vua.format.header import MAX_HEADER_NBYTES

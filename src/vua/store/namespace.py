@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vua.capacity.reservation import Capacity
 from vua.capacity.limits import Bounds
+from vua.capacity.reservation import Capacity
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout

@@ -60,8 +60,8 @@ class Store:
     ) -> None:
         """Use ``storage`` for chunks of ``layout`` in ``namespace`` (64 hex).
 
-        With the ``capacity`` of that storage the cache stays within its limits; with a ``keyring`` of
-        the namespace files are sealed as it says.
+        With the ``capacity`` of that storage the cache stays within its limits; with a
+        ``keyring`` of the namespace files are sealed as it says.
         """
         self.storage, self.namespace, self.layout = storage, namespace, layout
         self.capacity = capacity

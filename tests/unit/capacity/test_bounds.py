@@ -10,6 +10,8 @@ import random
 import subprocess
 import time
 import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -328,7 +330,8 @@ class TestCapacity(DirectoryTest):
             subprocess.run(["umount", str(disk)], check=True)
 
     @staticmethod
-    def full(code: int, times: int) -> Any:
+    @contextmanager
+    def full(code: int, times: int) -> Iterator[None]:
         """Let writing a file fail, as on a full disk, so many times."""
         left, real = [times], os.replace
 
@@ -338,7 +341,8 @@ class TestCapacity(DirectoryTest):
                 raise OSError(code, os.strerror(code))
             real(*args, **options)
 
-        return mock.patch("os.replace", replace)
+        with mock.patch("os.replace", replace), mock.patch.dict(os.environ, VUA_NATIVE="off"):
+            yield
 
     def test_late_parent(self) -> None:
         """A chunk stored before its parent is kept if that comes, and deleted if it does not."""

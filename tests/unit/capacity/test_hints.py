@@ -9,10 +9,10 @@ from helpers import DirectoryTest, noise
 from vua.capacity import ttl
 from vua.capacity.evictor import Evictor
 from vua.capacity.gc import collect
-from vua.capacity.reservation import Capacity
 from vua.capacity.limits import Bounds, Limits
 from vua.capacity.lru import server_now_ns, set_stamp, touch
 from vua.capacity.prefix_tree import pin
+from vua.capacity.reservation import Capacity
 from vua.capacity.scan import Space
 from vua.device.slab import Slab
 from vua.format.identity import Identity

@@ -1,4 +1,4 @@
-"""Mirrors `reclaim`, `reclaim_thread` and `estimate`: eviction on a thread of its own, ahead of need."""
+"""Mirrors `reclaim`, `reclaim_thread` and `estimate`: eviction ahead of need."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TestReclaim(DirectoryTest):
         with self.hanging() as answer, mock.patch("vua.capacity.reclaim_thread._WAIT_S", 0.2):
             with self.assertLogs("vua.capacity.reclaim", "WARNING") as logs:
                 self.assertFalse(self.save(cache, 1000))
-            with mock.patch("vua.capacity.reclaim_thread._WAIT_S", 30):  # the second does not wait at all
+            with mock.patch("vua.capacity.reclaim_thread._WAIT_S", 30):  # no wait now
                 began = time.monotonic()
                 self.assertFalse(self.save(cache, 1001))
                 self.assertLess(time.monotonic() - began, 20)

@@ -124,8 +124,9 @@ class TestSaveAll(DirectoryTest):
         self.assertTrue(saver.refused)
         self.assertLessEqual(store.counts["chunks_refused"], 2)
         store.close()  # the last one may have been stored without the one before it
-        self.assertEqual(0, store.capacity.counts["chunks_evicted"] if store.capacity else None)
-        self.check(store, saved - (0 if store.capacity is None else store.capacity.counts["orphans"]))
+        assert store.capacity is not None
+        self.assertEqual(0, store.capacity.counts["chunks_evicted"])
+        self.check(store, saved - store.capacity.counts["orphans"])
 
     def test_errors(self) -> None:
         """An error of either thread reaches the caller once both have stopped."""
