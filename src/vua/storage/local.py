@@ -17,7 +17,6 @@ import secrets
 import socket
 import stat
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,13 +31,7 @@ from vua.io.forks import watch
 from vua.io.posix import FileStatus, Iovecs
 from vua.native import Batch
 from vua.security.settings import Security, make_directory, open_directory
-from vua.storage.direct import (
-    ALLOCATED_NBYTES,
-    NEVER,
-    ColdReads,
-    write_past_cache,
-    write_through_cache,
-)
+from vua.storage.direct import ALLOCATED_NBYTES, NEVER, FirstReads, write_through_cache
 from vua.storage.problems import explained
 from vua.storage.reader import FileReader, is_plain
 
@@ -68,8 +61,6 @@ class LocalStorage:
         directory: str | os.PathLike[str],
         *,
         durable: bool = False,
-        direct_writes: bool = False,
-        direct_reads: bool = True,
         renew: Callable[[], None] | None = None,
         security: Security | None = None,
     ) -> None:
@@ -79,9 +70,6 @@ class LocalStorage:
             directory: the namespace directory.
             durable: fsync each file and its directory before it counts as stored. Without it a
                 power cut may damage recent files, which are then misses.
-            direct_writes: write files past the page cache where that is possible.
-            direct_reads: read cold files past the page cache the first time, where the directory is
-                on a local disk and that is faster there.
             renew: makes the directory anew when somebody has deleted it under a running process.
             security: whose files are read, and the modes of what is written.
 
@@ -89,14 +77,13 @@ class LocalStorage:
         """
         self.directory = Path(directory)
         self._durable = durable
-        self.cold_reads = ColdReads() if direct_reads else None
+        self.first_reads = FirstReads()
         self._renew = renew
         self._security = security or Security()
         self._uids = self._security.uids
         self._uid_array = None if self._uids is None else np.array([*self._uids], dtype=np.uint32)
         self._fd = open_directory(self.directory, self._security)
         self._local = posix.is_local(self._fd)
-        self.direct_writes = direct_writes
         self._allocated_nbytes = ALLOCATED_NBYTES if posix.is_ext4(self._fd) else NEVER
         self._fans: set[str] = set()
         self._release = weakref.finalize(self, _close, self._fd)
@@ -133,22 +120,17 @@ class LocalStorage:
     ) -> int:
         """Read and hash several files by one call or two, where the native loop is there."""
         paths = [f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}" for chunk in chunks]
-        ways = self.cold_reads if self._local else None
-        before, direct = (len(paths), False) if ways is None else ways.plan(paths)
+        known = self.first_reads.known(paths) if self._local else len(paths)
         done = 0
-        for part, past_cache in ((paths[:before], False), (paths[before:], direct)):
+        for part, past_cache in ((paths[:known], False), (paths[known:], True)):
             if not part:
                 continue
-            start_s = time.perf_counter()
-            got, cold = native.load(
+            got, _ = native.load(
                 *(self._fd, part, batch, place + done, headers + done * batch.header_nbytes),
                 uids=self._uid_array,
                 held=self._local,
                 direct=past_cache,
             )
-            if ways is not None and got == len(part) <= cold:
-                took_s = time.perf_counter() - start_s
-                ways.note(direct=past_cache, nbytes=got * batch.file_nbytes, seconds=took_s)
             done += got
             if got < len(part):
                 break
@@ -228,8 +210,7 @@ class LocalStorage:
     @property
     def writes_files(self) -> bool:
         """Whether the native loop is there and writes as this storage shall: it never syncs."""
-        plain = not (self._durable or self.direct_writes)
-        return plain and native.library() is not None
+        return not self._durable and native.library() is not None
 
     def write_files(
         self,
@@ -290,8 +271,7 @@ class LocalStorage:
             try:
                 if stat.S_IMODE(os.fstat(fd).st_mode) != self._security.file_mode:
                     os.fchmod(fd, self._security.file_mode)  # an unusual umask
-                if not (self.direct_writes and write_past_cache(fd, iovecs)):
-                    write_through_cache(fd, iovecs, self._allocated_nbytes)
+                write_through_cache(fd, iovecs, self._allocated_nbytes)
                 if self._durable:
                     os.fsync(fd)
             finally:

@@ -183,7 +183,7 @@ class TestForks(DirectoryTest):
         capacity = store.capacity
         locks = [
             *(vua._lock, vua._buffers._lock, vua._threads._shared.lock, store.misses._lock),
-            *(store.storage._lock, store.storage.cold_reads._lock, capacity.touches._lock),
+            *(store.storage._lock, store.storage.first_reads._lock, capacity.touches._lock),
             *(capacity.pending._changed, capacity.touches._recent._lock),
             capacity.reclaiming._changed,
         ]
