@@ -1,6 +1,6 @@
 """How far two computations of one chunk lie apart: by arithmetic, and by computing something else.
 
-    python benchmarks/witness.py [--model DIR ...] [--prompts 12] [--only arithmetic|else]
+    PYTHONPATH=src:tests python benchmarks/witness.py [--model DIR ...] [--only arithmetic|else]
 
 Engines of many kinds (vLLM with several block sizes, steps, batches and sizes of tensor
 parallelism, and transformers) compute the same prompts, each into a directory of its own, as the
@@ -29,13 +29,14 @@ from unittest import mock
 
 import torch
 
+from e2e.variants import WEIGHTS, make_variant
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
 from vua.serdes import DTYPES
+from vua.storage.description import descriptions
 from vua.store.agreement import compare
-from vua.store.namespace import namespaces, open_store
+from vua.store.namespace import Namespace
 from vua.testing.models import make_model
-from vua.testing.variants import WEIGHTS, make_variant
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -133,8 +134,8 @@ def run(work: Any, *arguments: Any) -> str | None:
 
 def chunks(root: Path, prompts: Prompts) -> Iterator[tuple[str, int, list[torch.Tensor], str]]:
     """Yield what a directory holds of prompts: name, first token, K and V, dtype."""
-    (found,) = namespaces(root)
-    store = open_store(root, found.identity)
+    (found,) = descriptions(root)
+    (store,) = Namespace.open(found.path).stores
     layout = store.layout
     slab, dtype = Slab(layout, layout.full, 1), DTYPES[layout.dtype]
     for prompt in prompts:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from forgery import forged
 from helpers import (
     PACKED,
     Memory,
@@ -35,7 +36,6 @@ from vua.format.layout import KVLayout, Shard
 from vua.security.keyring import Keyring, NoKeyError, check_keys, read_key, tenant_of, write_key
 from vua.security.settings import Security
 from vua.store.store import Loaded
-from vua.testing.forgery import forged
 
 
 def natives() -> Iterator[str]:
@@ -142,6 +142,18 @@ class TestNames(SealTest):
         self.assertEqual(chain.first(4)[1:], list(chain.run(0, 4)[1:]))
         self.assertEqual(chain.first(4), longer.first(4))
         self.assertEqual({"t"}, {key.tenant for key in longer.first(5)})
+
+    def test_pins(self) -> None:
+        """Pins of the library hold what is stored under secret names, and only with the key."""
+        tokens, kv = list(range(8)), caches_of(layers=1, heads=1, tokens=8, dim=8)
+        config = VUAConfig(split_factor=4, security=self.security())
+        with VUA(config, self.root / "cache") as vua:
+            self.assertEqual(2, vua.put(tokens, kv))
+            self.assertEqual([8], vua.pin(tokens))
+        with VUA(VUAConfig(split_factor=4), self.root / "cache") as vua:
+            self.assertEqual([0], vua.unpin(tokens))
+        with VUA(config, self.root / "cache") as vua:
+            self.assertEqual([8], vua.unpin(tokens))
 
     def test_repr(self) -> None:
         """Nothing that is printed holds a secret."""

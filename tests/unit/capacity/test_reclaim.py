@@ -1,0 +1,264 @@
+"""Mirrors `reclaim`, `reclaim_thread` and `estimate`: eviction ahead of need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import vua
+from helpers import TESTS, DirectoryTest
+from replay import LAYOUT, NBYTES, Cache
+from vua.capacity.lru import server_now_ns, set_stamp, stamp_ns
+from vua.format.keys import ChunkKey, KeyChain, token_ids
+
+LARGE = 1 << 20
+LAYOUT_FILE = f"{LAYOUT.full.name}.safetensors"
+OLD_NS = 86_400 * 10**9
+THREAD = "vua-reclaim"
+
+
+class TestReclaim(DirectoryTest):
+    """A cache of small new files beside large old ones, which have no bytes but a size."""
+
+    def occupied(self) -> int:
+        """Bytes of all files of chunks."""
+        return sum(path.stat().st_size for path in self.root.rglob("*.safetensors"))
+
+    def fill(self, chunks: int, most: int) -> Cache:
+        """A cache with room for ``most`` large chunks and so many of them stored a day ago."""
+        cache = Cache(self.root, most * LARGE // NBYTES)
+        fd = cache.store.storage.fileno()
+        now = server_now_ns(fd)
+        for number in range(chunks):
+            cache.saver.save(self.key(number))
+            os.truncate(self.path(cache, number), LARGE)  # without bytes
+            set_stamp(fd, self.key(number).name, now - OLD_NS + number * 1000)
+        cache.capacity.close()
+        return Cache(self.root, most * LARGE // NBYTES)
+
+    @staticmethod
+    def key(number: int) -> Any:
+        """The key of a prompt of one chunk."""
+        return KeyChain(token_ids([number]), 1)[0]
+
+    def path(self, cache: Cache, number: int) -> Path:
+        """The file of a prompt of one chunk."""
+        name = self.key(number).name
+        return self.root / cache.store.namespace / name[:2] / name / LAYOUT_FILE
+
+    def save(self, cache: Cache, number: int) -> bool:
+        """Store a small chunk."""
+        return cache.saver.save(self.key(number))
+
+    @contextmanager
+    def hanging(self) -> Iterator[threading.Event]:
+        """Let each listing of the reclaiming thread hang until the event that is given is set."""
+        answer, real = threading.Event(), os.scandir
+
+        def scandir(*args: Any) -> Any:
+            if threading.current_thread().name == THREAD:
+                answer.wait(30)
+            return real(*args)
+
+        with mock.patch("os.scandir", scandir):
+            try:
+                yield answer
+            finally:
+                answer.set()
+
+    def test_search_ahead(self) -> None:
+        """Near the limit victims are looked for while writers go on, however long that takes."""
+        cache = self.fill(97, 100)
+        self.assertTrue(self.save(cache, 1000))  # which measures
+        with self.hanging():
+            began = time.monotonic()
+            written = [self.save(cache, 1001 + number) for number in range(20)]
+            took = time.monotonic() - began
+            searching = [one for one in threading.enumerate() if one.name == THREAD]
+        self.assertEqual([True] * 20, written)
+        self.assertEqual(1, len(searching))
+        self.assertLess(took, 20)  # each listing hangs for 30
+        self.assertEqual(0, cache.capacity.counts["chunks_evicted"])
+
+    def test_behind(self) -> None:
+        """Whoever would exceed the limit waits a little, then nothing is stored, then it is."""
+        cache = self.fill(100, 100)
+        with self.hanging() as answer, mock.patch("vua.capacity.reclaim_thread._WAIT_S", 0.2):
+            with self.assertLogs("vua.capacity.reclaim", "WARNING") as logs:
+                self.assertFalse(self.save(cache, 1000))
+            with mock.patch("vua.capacity.reclaim_thread._WAIT_S", 30):  # no wait now
+                began = time.monotonic()
+                self.assertFalse(self.save(cache, 1001))
+                self.assertLess(time.monotonic() - began, 20)
+            self.assertEqual(100 * LARGE, self.occupied())
+            answer.set()
+            end = time.monotonic() + 20
+            while not self.save(cache, 1002):
+                self.assertLess(time.monotonic(), end)
+                time.sleep(0.02)
+        self.assertIn("slow", logs.output[0])
+        self.assertLessEqual(self.occupied(), 100 * LARGE)
+        self.assertEqual(2, cache.capacity.counts["chunks_refused"] - self.tries(cache))
+
+    @staticmethod
+    def tries(cache: Cache) -> int:
+        """Refusals after the first two."""
+        return max(0, cache.capacity.counts["chunks_refused"] - 2)
+
+    def test_who_deletes(self) -> None:
+        """Not a single chunk is deleted by the thread that writes."""
+        cache, names, real = Cache(self.root, 50), set(), os.rename
+
+        def rename(*args: Any, **options: Any) -> None:
+            names.add(threading.current_thread().name)
+            real(*args, **options)
+
+        with mock.patch("os.rename", rename):
+            for number in range(80):
+                self.save(cache, number)
+        self.assertGreaterEqual(cache.capacity.counts["chunks_evicted"], 30)
+        self.assertEqual({THREAD}, names)
+        self.assertLessEqual(self.occupied(), 50 * NBYTES)
+
+    def test_ahead(self) -> None:
+        """What is old goes before the limit is reached."""
+        cache = self.fill(100, 100)
+        os.truncate(self.path(cache, 50), LARGE - 40 * NBYTES)
+        for number in range(20):
+            self.assertTrue(self.save(cache, 1000 + number))
+        end = time.monotonic() + 20  # the thread may have been slow to start, and closing ends it
+        while not cache.capacity.counts["chunks_evicted"]:
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.02)
+        cache.capacity.close()
+        self.assertEqual(1, cache.capacity.counts["chunks_evicted"])
+        self.assertEqual((99 * LARGE - 20 * NBYTES), self.occupied())
+
+    @pytest.mark.thorough
+    def test_own_tail(self) -> None:
+        """A prompt that is longer than the cache keeps its front, however long measuring takes."""
+        cache, real = Cache(self.root, 120), os.statvfs
+        prompt = list(range(150))
+        waits = [1.5]
+
+        def statvfs(*args: Any) -> Any:
+            if waits and self.occupied() >= 110 * NBYTES:
+                time.sleep(waits.pop())
+            return real(*args)
+
+        with mock.patch("os.statvfs", statvfs):
+            cache.request(prompt)
+        keys = KeyChain(token_ids(prompt), 1).first(150)
+        there = [cache.store.storage.exists(key.name, LAYOUT.full) for key in keys]
+        self.assertGreaterEqual(there.index(False), 118)  # one or two may have been counted twice
+        self.assertLessEqual(self.occupied(), 120 * NBYTES)
+
+    def test_without_its_prefix(self) -> None:
+        """A chunk that was stored without its parent, and what follows it, displace nothing."""
+        cache = Cache(self.root, 40)
+        keys = KeyChain(token_ids(list(range(60))), 1).first(60)
+
+        def stored(key: ChunkKey) -> bool:
+            return cache.store.storage.exists(key.name, LAYOUT.full)
+
+        for key in [*keys[:30], *keys[31:]]:  # the one between was refused
+            cache.saver.save(key)
+        self.assertEqual(30, sum(map(stored, keys[:30])))
+        self.assertEqual(40, sum(map(stored, keys)))
+        self.assertLess(
+            stamp_ns(cache.store.storage.fileno(), keys[31].name) or 0,
+            stamp_ns(cache.store.storage.fileno(), keys[29].name) or 0,
+        )
+
+    def test_access_times_play_no_part(self) -> None:
+        """On mounts that keep access times, some of them or none the same chunks stay."""
+        for option in ("strictatime", "relatime", "noatime"):
+            disk = self.root / option
+            disk.mkdir()
+            mount = ["mount", "-t", "tmpfs", "-o", f"size=4m,{option}", "tmpfs", str(disk)]
+            if subprocess.run(mount, capture_output=True, check=False).returncode:
+                self.skipTest("this user may not mount a tmpfs")
+            try:
+                cache = Cache(disk, 6)
+                for prompt in ([1, 2], [3, 4], [5, 6], [1, 2], [7, 8]):
+                    cache.request(prompt)
+                kept = [
+                    cache.store.lookup(KeyChain(token_ids(prompt), 1))
+                    for prompt in ([1, 2], [3, 4], [5, 6], [7, 8])
+                ]
+                self.assertEqual([2, 0, 2, 2], kept, option)
+                self.wait_for_end()
+            finally:
+                cache.store.storage.close()  # type: ignore[attr-defined]
+                subprocess.run(["umount", str(disk)], check=True)
+
+    def test_no_clock_of_a_host(self) -> None:
+        """Nothing that decides what stays reads this host's clock, but for its own intervals."""
+        source = Path(vua.__file__).parent
+        clocks = ("time.time", "time.time_ns", "datetime.")
+        deciding = [*(source / "capacity").glob("*.py"), *(source / "store").glob("*.py")]
+        deciding.remove(source / "capacity" / "removal.py")  # only where nothing can be written to
+        self.assertGreater(len(deciding), 10)
+        for path in deciding:
+            text = path.read_text(encoding="utf-8")
+            self.assertEqual([], [one for one in clocks if f"{one}(" in text], path.name)
+        entry = (source / "format" / "entry.py").read_text(encoding="utf-8")
+        self.assertIn("time.time(", entry)  # `created`, for people: the search can find it
+
+    def test_idle(self) -> None:
+        """With nothing to do, and after the end, there is no thread."""
+        cache = Cache(self.root, 20)
+        for number in range(40):
+            self.save(cache, number)
+        self.wait_for_end()
+        cache.capacity.close()
+        self.assertFalse(self.save(cache, 50))
+        self.wait_for_end()
+
+    def wait_for_end(self) -> None:
+        """Fail unless the thread ends soon."""
+        end = time.monotonic() + 20
+        while any(one.name == THREAD for one in threading.enumerate()):
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.01)
+
+    def test_close_does_not_hang(self) -> None:
+        """A search that hangs does not keep anybody from ending."""
+        cache = self.fill(97, 100)
+        self.save(cache, 1000)
+        with self.hanging(), mock.patch("vua.capacity.reclaim_thread._CLOSE_WAIT_S", 0.1):
+            self.save(cache, 1001)
+            began = time.monotonic()
+            cache.capacity.close()
+            self.assertLess(time.monotonic() - began, 20)
+        self.wait_for_end()
+
+    @pytest.mark.thorough
+    def test_end_of_process(self) -> None:
+        """A process that ends without a word leaves no lease and nothing half deleted."""
+        code = (
+            "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+            "from replay import Cache\n"
+            "cache = Cache(Path(sys.argv[2]), 150)\n"
+            "for n in range(200): cache.request([n])\n"
+        )
+        here = str(TESTS)
+        command = [sys.executable, "-c", code, here, str(self.root)]
+        subprocess.run(command, check=True, timeout=60)
+        self.assertFalse((self.root / ".upkeep" / "lease").exists())
+        self.assertEqual([], list(self.root.glob("*/trash-*")))
+
+
+if __name__ == "__main__":
+    unittest.main()
