@@ -52,6 +52,8 @@ class Request:
     blocks: tuple[int, ...]
     """Ids of its blocks, each standing for the whole prefix."""
     tokens: int
+    time_s: float = 0.0
+    """When it came, since the first; 0 where the trace does not say."""
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -113,7 +115,9 @@ def read(path: Path, limit: int | None = None) -> list[Request]:
                 break
             try:
                 one = json.loads(line)
-                found.append(Request(tuple(map(int, one["hash_ids"])), int(one["input_length"])))
+                blocks = tuple(map(int, one["hash_ids"]))
+                time_s = float(one.get("timestamp", 0)) / 1e3
+                found.append(Request(blocks, int(one["input_length"]), time_s))
             except (ValueError, KeyError, TypeError) as problem:
                 raise InputError(
                     f"{path}, line {number}: {problem!r}; expected JSON lines with hash_ids and "
