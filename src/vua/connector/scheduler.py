@@ -94,9 +94,9 @@ class SchedulerSide:
         self._namespace: Namespace
         self._lookups: Lookups
         self._use_what_is_known()
-        self._options = OptionReader(allow_pins=config.allow_pins)
+        self._options = OptionReader(allow_pins="pins" in config.allow)
         self._states: dict[str, RequestState] = {}
-        self._adapters = AdapterBook(model.workers, config.lookup_timeout_s)
+        self._adapters = AdapterBook(model.workers, config.timeouts.lookup_s)
         self._origins, self._resets = Origins(model.block_sizes), 0
         self._retry_s = 0.0
         self._loads: list[LoadOrder] = []
@@ -198,7 +198,7 @@ class SchedulerSide:
     ) -> tuple[int | None, bool]:
         self._be_patient(state.lookup)
         if not state.lookup:
-            if time.monotonic() - state.lookup.asked_s < self._config.lookup_timeout_s:
+            if time.monotonic() - state.lookup.asked_s < self._config.timeouts.lookup_s:
                 return None, False
             if state.lookup.give_up():
                 self._account(state, "timeout")

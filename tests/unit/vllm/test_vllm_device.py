@@ -84,7 +84,7 @@ class DirectPathsTest(DirectHangingTest):
 
     def worker(self, **settings: Any) -> Any:
         """A worker that is in no hurry."""
-        return super().worker(**{**settings, "io_timeout_s": 60.0})
+        return super().worker(**{**settings, "timeouts": worker.Timeouts(io_s=60.0)})
 
     def test_paths(self) -> None:
         """Bytes are counted by the way they came; a damaged file is read by both, and is a miss."""
@@ -363,7 +363,7 @@ class FormsTest(worker.DirectoryTest):
             tensor = torch.zeros(10, 2, 8, 16)
             layout = KVLayout(1, 2, 8, 8, "F32", 16)
             self.side(layout, 8, {"model.layers.0": tensor}, gds_mode="required")
-        with self.assertRaisesRegex(ConfigError, "gds_mode is 'maybe'"):
+        with self.assertRaisesRegex(ConfigError, "gds_mode must be .* found 'maybe'"):
             ConnectorConfig(shared_storage_path=str(self.root), gds_mode="maybe")
 
     def test_wrong_slots_are_noticed(self) -> None:
