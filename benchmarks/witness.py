@@ -33,20 +33,12 @@ from e2e.variants import WEIGHTS, make_variant
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
 from vua.serdes import DTYPES
+from vua.storage.description import descriptions
 from vua.store.agreement import compare
-from vua.store.namespace import namespaces, open_store
-from vua.testing.models import make_model
+from vua.store.namespace import Namespace
+from vua.testing.models import ENGINE_ENVIRONMENT, make_model
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+ENVIRONMENT = ENGINE_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
 CHUNK = 64
 Prompts = list[list[int]]
 
@@ -133,8 +125,8 @@ def run(work: Any, *arguments: Any) -> str | None:
 
 def chunks(root: Path, prompts: Prompts) -> Iterator[tuple[str, int, list[torch.Tensor], str]]:
     """Yield what a directory holds of prompts: name, first token, K and V, dtype."""
-    (found,) = namespaces(root)
-    store = open_store(root, found.identity)
+    (found,) = descriptions(root)
+    (store,) = Namespace.open(found.path).stores
     layout = store.layout
     slab, dtype = Slab(layout, layout.full, 1), DTYPES[layout.dtype]
     for prompt in prompts:

@@ -18,7 +18,7 @@ from vua.capacity.limits import Bounds
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 Trace = Sequence[Sequence[int]]
 """Per request the ids of its blocks; equal ids mean equal prefixes up to there."""
@@ -70,7 +70,7 @@ class Cache:
         identity = Identity(model=model, kv_dtype=LAYOUT.dtype, chunk_tokens=1, name=model)
         most = None if capacity is None else capacity * NBYTES
         bounds = Bounds(max_bytes=most, min_free_bytes=0)
-        self.store = create_store(root, identity, LAYOUT, bounds=bounds)
+        self.store = Namespace.create(root, identity, [LAYOUT], bounds=bounds).stores[0]
         self.buffer = np.zeros(NBYTES, dtype=np.uint8)
         self.iovecs = np.array([[self.buffer.ctypes.data, NBYTES]], dtype=np.uint64)
         if self.store.keeper is None:

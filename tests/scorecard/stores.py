@@ -31,7 +31,7 @@ from vua.io.posix import Iovecs
 from vua.security.settings import Security
 from vua.storage.base import Reader, Storage
 from vua.storage.local import TEMPORARY
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.testing.faulty import FaultyStorage
 
@@ -207,14 +207,14 @@ class VuaSubject(StoreSubject):
         """Open the namespace of a model, with its keeper."""
         identity = self.identity(model)
         bounds, durable = self._bounds, self._durable
-        return create_store(
+        return Namespace.create(
             self.root,
             identity,
-            self.layout,
+            [self.layout],
             durable=durable,
             bounds=bounds,
             security=self._security,
-        )
+        ).stores[0]
 
     def sweep(self) -> None:
         """Age what writers have left, then do what `vua gc` does."""

@@ -34,15 +34,10 @@ from vua.format.entry import parse_entry
 from vua.format.header import MAX_HEADER_NBYTES
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
+from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.local import SUFFIX
 from vua.storage.problems import explained
-from vua.store.namespace import (
-    DESCRIPTION,
-    MAX_DESCRIPTION_NBYTES,
-    check_root,
-    create_stores,
-    parse_description,
-)
+from vua.store.namespace import Namespace, check_root
 from vua.store.store import Store
 
 __all__ = ["import_"]
@@ -163,7 +158,7 @@ class _Taker:
             msg = f"it describes namespace {identity.namespace[:SHORT]}"
             raise ConfigError(msg)
         if namespace not in self._stores:
-            stores = create_stores(self._root, identity, layouts)
+            stores = Namespace.create(self._root, identity, layouts).stores
             self._stack.callback(stores[0].close)  # one keeper for all
             self._stores[namespace] = stores
             self._done.namespaces.append(namespace)

@@ -18,7 +18,7 @@ from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 LAYOUT = KVLayout(1, 1, 4, 4, "F32", 1)
 IDENTITY = Identity(model="m", chunk_tokens=1)
@@ -29,7 +29,7 @@ class HintsTest(DirectoryTest):
     def setUp(self) -> None:
         """Open a store with a keeper, for chunks of one token."""
         super().setUp()
-        self.store = create_store(self.root, IDENTITY, LAYOUT, bounds=Bounds())
+        self.store = Namespace.create(self.root, IDENTITY, [LAYOUT], bounds=Bounds()).stores[0]
         self.addCleanup(self.store.close)
         assert self.store.keeper is not None
         self.keeper: Keeper = self.store.keeper
@@ -76,7 +76,7 @@ class HintsTest(DirectoryTest):
                     self.age(names, 500)
                 if how == "writer":
                     with closing(
-                        create_store(self.root, IDENTITY, LAYOUT, bounds=Bounds())
+                        Namespace.create(self.root, IDENTITY, [LAYOUT], bounds=Bounds()).stores[0]
                     ) as other:
                         other.saver(self.memory).save(KeyChain(token_ids([8]), 1)[0])
                 else:

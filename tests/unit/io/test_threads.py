@@ -179,7 +179,7 @@ class TestForks(DirectoryTest):
     def test_locks_held(self) -> None:
         """Also when another thread held every lock there is."""
         vua: Any = self.vua
-        store = vua._writer
+        store = vua._writing.stores[0]
         keeper = store.keeper
         locks = [
             *(vua._lock, vua._buffers._lock, vua._threads._shared.lock, store.misses._lock),

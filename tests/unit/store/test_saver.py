@@ -26,7 +26,7 @@ from vua.format.layout import KVLayout
 from vua.security.settings import Security
 from vua.storage.local import TEMPORARY, LocalStorage
 from vua.store import writer as module
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=4)
@@ -68,7 +68,7 @@ class TestSaveAll(DirectoryTest):
         """A store with room for so many bytes."""
         identity = Identity(model="saver", chunk_tokens=4)
         bounds = Bounds() if max_bytes is None else Bounds(max_bytes=max_bytes)
-        store = create_store(self.root, identity, LAYOUT, bounds=bounds)
+        store = Namespace.create(self.root, identity, [LAYOUT], bounds=bounds).stores[0]
         self.addCleanup(store.close)
         return store
 
@@ -167,7 +167,7 @@ class TestRuns(DirectoryTest):
         """A store of its own directory."""
         identity = Identity(model="runs", chunk_tokens=layout.chunk_tokens)
         (self.root / name).mkdir(exist_ok=True)
-        store = create_store(self.root / name, identity, layout, **settings)
+        store = Namespace.create(self.root / name, identity, [layout], **settings).stores[0]
         self.addCleanup(store.close)
         return store
 
