@@ -114,8 +114,6 @@ class HangingTest(DirectoryTest):
         store = self.side._groups[0].store
         self.storage = Hanging(store.storage)
         store.storage = self.storage  # type: ignore[assignment]
-        assert store.keeper is not None
-        store.keeper._storage = self.storage  # type: ignore[assignment]
         self.addCleanup(self.storage.go.set)
 
     def worker(self, memory: Any = None, **settings: Any) -> WorkerSide:
@@ -275,7 +273,6 @@ class HangingTest(DirectoryTest):
             page_layout,
         )
         side._groups[0].store.storage = self.storage  # type: ignore[assignment]
-        side._groups[0].store.keeper._storage = self.storage  # type: ignore[assignment,union-attr]
         room = room_of(side._groups[0].save_slabs)
         keys = keys_of(range(1000, 1000 + 16 * (room + 5)), 16)
         order = ConnectorMetadata(saves=[SaveOrder([[1] * (len(keys) + 63)], [(0, keys)])])
