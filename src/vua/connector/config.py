@@ -1,7 +1,7 @@
 """Settings of the connector: what may stand in ``kv_connector_extra_config``.
 
 Every setting is described here and in the two groups that it takes from elsewhere
-(`vua.capacity.limits.Bounds`, `vua.security.settings.Security`); the table in docs/vllm.md is made
+(`vua.capacity.limits.Limits`, `vua.security.settings.Security`); the table in docs/vllm.md is made
 of these descriptions.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Final
 
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.errors import ConfigError
 from vua.security.settings import Security
 
@@ -116,7 +116,7 @@ class ConnectorConfig:
     gds_mode: str = "disabled"
     """Whether files are read straight into GPU memory (GPUDirect Storage): `"auto"` where a trial
     at start works, `"required"`, or `"disabled"`."""
-    limits: Bounds = field(default_factory=Bounds)
+    limits: Limits = field(default_factory=Limits)
     """How large the directory may grow, and how long unused chunks stay."""
     security: Security = field(default_factory=Security)
     """Whose files are read, who may read what is stored, and the keys."""
@@ -173,7 +173,7 @@ class ConnectorConfig:
 
 
 _GROUPS: Final[Mapping[str, type]] = {
-    "limits": Bounds,
+    "limits": Limits,
     "security": Security,
     "timeouts": Timeouts,
     "worker": WorkerResources,

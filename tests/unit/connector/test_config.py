@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from helpers import ROOT
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.connector import config as settings
 from vua.connector.config import OLD_NAMES, ConnectorConfig, defaults
 from vua.errors import ConfigError
@@ -129,7 +129,7 @@ class ConnectorConfigTest(unittest.TestCase):
     def test_old_and_new_names(self) -> None:
         """Old names go along with new ones, but not for the same setting."""
         mixed = parse(limits={"ttl_s": 5}, max_bytes="1G", allow=["pins"], allow_untested_vllm=True)
-        self.assertEqual(Bounds(ttl_s=5, max_bytes="1G"), mixed.limits)
+        self.assertEqual(Limits(ttl_s=5, max_bytes="1G"), mixed.limits)
         self.assertEqual(("pins", "untested_vllm"), mixed.allow)
         self.assertEqual((), parse(allow_pins=False).allow)
         self.assertEqual("always", parse(load_policy="always", load_margin=3.0).load_policy)
