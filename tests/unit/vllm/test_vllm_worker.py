@@ -403,9 +403,9 @@ class StagedHangingTest(HangingTest):
 class DirectHangingTest(StagedHangingTest):
     """The same with files read straight into what stands for GPU memory."""
 
-    def worker(self, **settings: Any) -> Any:
+    def worker(self, memory: Any = None, **settings: Any) -> Any:
         """Require GDS; its mover is the one of the CPU."""
-        return super().worker(gds_mode="required", **settings)
+        return super().worker(memory, gds_mode="required", **settings)
 
 
 class DirectPathsTest(DirectHangingTest):
@@ -415,9 +415,9 @@ class DirectPathsTest(DirectHangingTest):
     test_hanging_saves = test_failing_saves = test_pin = test_shutdown = None
     test_engine_waits_for_a_load_that_is_given_up = None
 
-    def worker(self, **settings: Any) -> Any:
+    def worker(self, memory: Any = None, **settings: Any) -> Any:
         """A worker that is in no hurry."""
-        return super().worker(**{**settings, "timeouts": Timeouts(io_s=60.0)})
+        return super().worker(memory, **{**settings, "timeouts": Timeouts(io_s=60.0)})
 
     def test_paths(self) -> None:
         """Bytes are counted by the way they came; a damaged file is read by both, and is a miss."""
