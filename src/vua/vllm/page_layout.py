@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vua.connector.cache_spec import Group, UncachedError
 from vua.device.cpu_pages import INTEGERS, PagedKV, PageForm, fused_form, latent_form
-from vua.device.pages import PagedCache
+from vua.device.paged import PagedCache
 from vua.device.state_pages import StatePages
 from vua.errors import LayoutError, VUAError
 from vua.format.layout import Shard
@@ -157,7 +157,7 @@ def _proves(form: PageForm, write: _Writer, dtype: torch.dtype) -> bool:
 
 
 def axes_of(shape: tuple[int, ...], *, heads: int, block_size: int, dims: tuple[int, ...]) -> str:
-    """Return the axes of a layer's tensor, see `vua.device.KNOWN_AXES`.
+    """Return the axes of a layer's tensor, see `vua.device.paged.KNOWN_AXES`.
 
     Args:
         shape: the tensor's shape.

@@ -17,7 +17,7 @@ import test_vllm_worker as worker
 import torch
 
 from helpers import bits, noise
-from vua.device import Staging
+from vua.device.staging import Staging
 from vua.errors import ConfigError, LayoutError
 from vua.format.layout import KVLayout
 
