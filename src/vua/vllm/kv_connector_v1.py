@@ -43,6 +43,7 @@ from vua.vllm.groups import own_caches
 from vua.vllm.model import describe
 from vua.vllm.prometheus import VUAPromMetrics, VUAStats
 from vua.vllm.setups import setup_of
+from vua.vllm.step import step_of
 from vua.vllm.versions import caveat, check_version
 from vua.vllm.weights import find_weights
 from vua.weights import Identification
@@ -263,7 +264,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             loads=self._guarded(side.take_loads, []), identity=side.identity, epoch=side.epoch
         )
         orders.adapters = self._guarded(side.take_wanted_adapters, [])
-        self._guarded(lambda: side.add_saves(orders, scheduler_output), None)
+        self._guarded(lambda: side.add_saves(orders, step_of(scheduler_output)), None)
         return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
