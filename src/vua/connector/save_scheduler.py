@@ -130,7 +130,7 @@ class SaveScheduler:
         if state.next_save is not None or self.model.plain:
             return range(0), found.stored if state.next_save is None else state.next_save
         # windows before it may be missing, and come by now
-        loaded = found.tokens if state.choice.left_out else computed
+        loaded = found.tokens if state.decision.left_out else computed
         first = min(found.stored, loaded // self.model.chunk_tokens)
         # the engine's own prefix cache may have more than is stored
         return range(first if computed > found.tokens else 0), first

@@ -17,12 +17,12 @@ from vua.connector.adapters import Adapter, AdapterBook
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
-from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadOrCompute
+from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.lookup import Lookup, Lookups, StepPatience, unasked
 from vua.connector.media import Media
 from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, Verdict
 from vua.connector.metrics import Recorder, Series
-from vua.connector.opening import Opening, open_stores
+from vua.connector.opening import Opening, open_namespace
 from vua.connector.prefill_speed import prompt_work
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.request import OptionReader, RequestOptions
@@ -34,7 +34,7 @@ from vua.connector.witness import Witness
 from vua.connector.worker_output import WorkerOutput
 from vua.errors import VUAError
 from vua.format.identity import Identity
-from vua.store.store import Store
+from vua.store.namespace import Namespace
 from vua.weights import Identification
 
 __all__ = ["SchedulerSide"]
@@ -58,7 +58,6 @@ class SchedulerSide:
         *,
         loads: bool,
         saves: bool,
-        loads_in_step: bool = True,
         events: KVEventPublisher | None = None,
         identification: Identification | None = None,
         setup: str = "",
@@ -70,7 +69,6 @@ class SchedulerSide:
             config: the connector's settings.
             loads: whether the engine's role permits it to load.
             saves: likewise to save.
-            loads_in_step: whether the engine can wait for a load within a step.
             events: announces what is stored; None: nobody wants to know.
             identification: the search for the weights of a model that is not `Model.identified`.
             setup: the engine's, see `vua.connector.proved`; empty: nothing is remembered.
@@ -84,7 +82,7 @@ class SchedulerSide:
         self._opening = Opening(model, config, identification)
         self._open = False
         """Whether there is a namespace: the two below are there then."""
-        self._stores: Sequence[Store]
+        self._namespace: Namespace
         self._lookups: Lookups
         self._options = OptionReader(allow_pins=config.allow_pins)
         self._states: dict[str, RequestState] = {}
@@ -92,9 +90,8 @@ class SchedulerSide:
         self._retry_s = 0.0
         self._loads: list[LoadOrder] = []
         self._patience = StepPatience()
-        self._in_step_nbytes = config.load_in_step_mib << 20 if loads_in_step else 0
-        self.choices = LoadOrCompute(model, config)
-        self.accounts = RequestMetrics(self.stats, self.choices)
+        self.policy = LoadPolicy(model, config)
+        self.accounts = RequestMetrics(self.stats, self.policy)
         self._saves = SaveScheduler(config, model.block_sizes, self._media, self.accounts, events)
         self._saves.use(model, self.witness)
         self._use_what_is_known()
@@ -103,17 +100,17 @@ class SchedulerSide:
         """Use the namespace that was opened meanwhile."""
         if self._open or (opened := self._opening.take()) is None:
             return
-        epoch, model, stores = self._model.identity.epoch, *opened
+        epoch, model, namespace = self._model.identity.epoch, *opened
         if epoch != model.identity.epoch:  # a reset came first
             model = model.in_epoch(epoch)
-            stores = open_stores(self._config, model, model.identity)
-        self._use(model, stores)
+            namespace = open_namespace(self._config, model, model.identity)
+        self._use(model, namespace)
 
-    def _use(self, model: Model, stores: Sequence[Store]) -> None:
-        self._model, self._stores = model, stores
+    def _use(self, model: Model, namespace: Namespace) -> None:
+        self._model, self._namespace = model, namespace
         self.witness = Witness(model, self._config, self.stats, self._setup)
         self._saves.use(model, self.witness)
-        self._lookups = Lookups(model, stores, self._config, self._media, self._events)
+        self._lookups = Lookups(model, namespace, self._config, self._media, self._events)
         self._open = True
 
     def reset(self) -> None:
@@ -128,7 +125,7 @@ class SchedulerSide:
         model = self._model.in_epoch(epoch)
         if self._open:
             old = self._lookups
-            self._use(model, open_stores(self._config, model, model.identity))
+            self._use(model, open_namespace(self._config, model, model.identity))
             old.close()
         else:
             self._model = model
@@ -162,7 +159,7 @@ class SchedulerSide:
         self._use_what_is_known()
         if self._open:
             self._lookups.close()
-            self._stores[0].close()
+            self._namespace.close()
 
     # -- per request --------------------------------------------------------------------------
 
@@ -177,7 +174,7 @@ class SchedulerSide:
         if state.block_ids:  # it ran before and was preempted: more of it may be stored by now
             state.block_ids, state.next_save = [], None
             state.lookup = self._ask(request, state.options, state.adapter)
-        state.local_tokens, state.choice = num_computed_tokens, NOTHING_STORED
+        state.local_tokens, state.decision = num_computed_tokens, NOTHING_STORED
         loads = self._may_load and state.options.load and not state.failed
         if state.outdated or not (loads or (self._may_save and state.options.store)):
             return 0, False
@@ -220,15 +217,11 @@ class SchedulerSide:
         if limit is None:
             self._patience.pause()
             return None, False
-        state.choice = TO_COMPARE
+        state.decision = TO_COMPARE
         if limit > start:
-            state.choice = self.choices.choose(start, limit, asked=state.options.wait_s > 0)
-        tokens = state.choice.tokens
-        return tokens, tokens > 0 and not self._in_step(tokens)
-
-    def _in_step(self, tokens: int) -> bool:
-        """Whether so small a load is done within the step."""
-        return tokens * self._model.token_nbytes <= self._in_step_nbytes
+            state.decision = self.policy.decide(start, limit, asked=state.options.wait_s > 0)
+        tokens = state.decision.tokens
+        return tokens, tokens > 0
 
     def _waits(self, state: RequestState, found: PrefixMatch) -> bool:
         """Whether to look again later: the client said that the prompt is being written."""
@@ -279,7 +272,7 @@ class SchedulerSide:
             known.admitted = True
         if num_external_tokens == 0:
             if known is not None:
-                self.accounts.computing(request, known.local_tokens, known.choice)
+                self.accounts.computing(request, known.local_tokens, known.decision)
             return
         state = self._states[request.request_id]
         found = state.lookup.answer.result()
@@ -291,10 +284,9 @@ class SchedulerSide:
         if self._model.plain:
             block, (table,) = self._model.align, tables
             state.loading = table[start // block : -(-stop // block)]
-        in_step = self._in_step(num_external_tokens)
-        self._loads.append(LoadOrder(request.request_id, tables, parts, in_step, state.adapter))
+        self._loads.append(LoadOrder(request.request_id, tables, parts, state.adapter))
         self._saves.begins(state, tables, start)
-        self.accounts.load_ordered(request.request_id, start, stop, state.choice, in_step=in_step)
+        self.accounts.load_ordered(request.request_id, start, stop, state.decision)
         self.witness.loaded(request, found)
 
     def _part(
@@ -351,7 +343,7 @@ class SchedulerSide:
         """Return the loads ordered since the last step. vLLM waits for each: none may get lost."""
         loads, self._loads = self._loads, []
         self._patience.renew()
-        self.choices.step_begins()
+        self.policy.step_begins()
         return loads
 
     def take_stats(self) -> Series | None:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from vua.connector.group_transfer import GroupTransfer, PageLayouts, Rank, Table
 from vua.connector.memory import Memory
 from vua.connector.metadata import ConnectorMetadata, LoadOrder, LoadTimes
 from vua.connector.metrics import Recorder, Series
-from vua.connector.opening import open_stores
+from vua.connector.opening import open_namespace
 from vua.connector.worker_output import WorkerOutput
 from vua.connector.write_queue import WriteQueue
 from vua.device.gds import Gds
@@ -36,7 +36,7 @@ from vua.device.staging import Fence
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.io.workers import Attempt, Workers
-from vua.store.store import Store
+from vua.store.namespace import Namespace
 
 __all__ = ["Rank", "WorkerSide"]
 
@@ -94,12 +94,11 @@ class WorkerSide:
         self._saves = WriteQueue(config, self._rank, self.stats, watch, self._memory)
         self._comparisons = Comparisons(config, quantised=model.quantised)
         self._lock = threading.Condition()
-        self._running = self._in_step = 0
+        self._running = 0
         self._received: set[str] = set()
         self._took = LoadTimes()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._spoilt: set[int] = set()
         """Blocks that this step computes with although a load did not fill them: nothing that
         depends on them is stored."""
         self._registered = False
@@ -112,10 +111,10 @@ class WorkerSide:
             raise StorageError(msg)
         if identity is None or identity == self._identity:
             return
-        stores = open_stores(self._config, self._model, identity)
-        for group, store in zip(self._groups, stores, strict=True):
+        namespace = open_namespace(self._config, self._model, identity)
+        for group, store in zip(self._groups, namespace.stores, strict=True):
             group.reopen(store)
-        self._watch(stores)
+        self._watch(namespace)
         self._identity = identity
 
     def _is_current(self, epoch: str | None) -> bool:
@@ -135,11 +134,11 @@ class WorkerSide:
             )
         return self._left is None
 
-    def _watch(self, stores: Sequence[Store]) -> None:
+    def _watch(self, namespace: Namespace) -> None:
         """Have the watch told of chunks that this process evicts."""
-        watch, keeper = self.watch, stores[0].keeper  # one keeper for all
-        if watch is not None and keeper is not None:
-            keeper.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
+        watch = self.watch
+        if watch is not None:
+            namespace.capacity.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
 
     def register(
         self,
@@ -190,17 +189,16 @@ class WorkerSide:
         if self._gds is not None:
             self._gds.close()
         if self._identity is not None:
-            self._groups[0].store.close()  # one keeper for all
+            self._groups[0].store.close()  # one capacity for all
         self._memory = Memory()  # the model may go
 
     # -- loads --------------------------------------------------------------------------------
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
-        """Begin this step's loads; waits only for those that belong into the step itself.
+        """Begin this step's loads; returns before they have ended.
 
         vLLM waits for each other one: whatever happens, it is reported when it has ended.
         """
-        self._spoilt = set()
         self._wanted = orders.adapters
         current = self._is_current(orders.epoch)
         if not orders.loads:
@@ -208,7 +206,6 @@ class WorkerSide:
         self._memory.look()
         with self._lock:
             self._running += len(orders.loads)
-            self._in_step += sum(order.in_step for order in orders.loads)
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
         after = self._groups[0].mark()  # all groups lie on one device
         for order in orders.loads:
@@ -223,10 +220,6 @@ class WorkerSide:
             except Exception:
                 log.exception("load of request %s could not begin", order.request_id)
                 self._report(order, order.parts[0].start, "error")
-        while self._in_step:  # until each is reported: what it spoilt is known then
-            self._give_up_loads()
-            with self._lock:
-                self._lock.wait_for(lambda: not self._in_step, _IDLE_WAIT_S)
 
     def _load(self, attempt: Attempt[LoadOrder], *, after: Fence) -> None:
         order, identity, began = attempt.what, self._identity, time.monotonic()
@@ -272,10 +265,7 @@ class WorkerSide:
                 self._fail(order, short)
             if seconds is not None:
                 self._took.seconds[order.request_id] = seconds
-            if order.in_step:
-                self._in_step -= 1
-            else:
-                self._received.add(order.request_id)
+            self._received.add(order.request_id)
             self._running -= 1
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
             self._lock.notify()
@@ -284,10 +274,7 @@ class WorkerSide:
         """Note what was not loaded: blocks from a token on, or the request as a whole."""
         if self._model.plain:
             (part,), (table,), block = order.parts, order.block_ids, self._model.align
-            bad = table[reached // block : -(-part.stop // block)]
-            self._failed_blocks.update(bad)
-            if order.in_step:
-                self._spoilt.update(bad)
+            self._failed_blocks.update(table[reached // block : -(-part.stop // block)])
         else:  # what lies before a gap is of no use: the windows there are not in any block
             self._failed.add(order.request_id)
 
@@ -338,7 +325,7 @@ class WorkerSide:
         self._saves.give_up()
         current = self._is_current(orders.epoch)
         for asked in orders.witnesses:
-            if self._registered and current and self._spoilt.isdisjoint(asked.block_ids[0]):
+            if self._registered and current:
                 self._follow(orders.identity)
                 self._comparisons.begin(asked, self._groups)
             else:
@@ -350,8 +337,6 @@ class WorkerSide:
         try:
             for order in orders.saves:
                 if not self._memory.holds(order.adapter):  # it was replaced
-                    continue
-                if self._spoilt and not self._spoilt.isdisjoint(order.block_ids[0]):
                     continue
                 for number, keys in order.parts:
                     self._saves.copy_out(self._groups[number], keys, order)

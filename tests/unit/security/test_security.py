@@ -179,7 +179,7 @@ class TestForeign(SecurityTest):
         """A load that meets another user's file calls it foreign, not a failure of the storage."""
         self.put()
         with self.open() as vua:
-            store = vua._store_to_read()
+            store = vua._namespace_to_read().stores[0]
             keys = KeyChain(token_ids(TOKENS), 8).first(3)
             with foreign_uid(self.chunks()[0]):
                 with self.assertRaises(UntrustedError):
@@ -276,7 +276,7 @@ class TestPlanted(SecurityTest):
             with self.subTest(name), self.open() as vua:
                 middle.unlink()
                 vua.put(TOKENS[:8], [[t[:, :, :8] for t in pair] for pair in CACHE])
-                storage = vua._store_to_read().storage
+                storage = vua._namespace_to_read().stores[0].storage
                 assert isinstance(storage, LocalStorage)
                 planted = middle.with_name(f".tmp-{storage._tag}-{os.getpid()}-0")
                 plant(planted, self.victim)
