@@ -12,10 +12,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import test_vllm_ranks as ranks
-import test_vllm_worker as worker
 import torch
 
+import hanging_cases as worker
+import ranks_cases as ranks
 from helpers import bits, noise
 from vua.device.staging import Staging
 from vua.errors import ConfigError, LayoutError
@@ -31,7 +31,7 @@ if HAS_VLLM:
     from vua.connector import device_transfer
     from vua.connector.device_transfer import DeviceGroupTransfer
     from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
-    from vua.vllm.dtypes import stored_as
+    from vua.vllm.cache_spec import stored_as
     from vua.vllm.page_layout import axes_of
 
 
@@ -40,7 +40,7 @@ def on_cpu_too(test: unittest.TestCase) -> None:
     test.enterContext(mock.patch.object(device_transfer, "STAGED_DEVICES", {"cuda", "cpu"}))
 
 
-class StagedHangingTest(worker.HangingTest):
+class StagedHangingTest(worker.HangingCases):
     """All that the CPU's worker promises on storage that hangs or fails holds here too."""
 
     def setUp(self) -> None:
@@ -145,7 +145,7 @@ class DirectPathsTest(DirectHangingTest):
 
 
 @pytest.mark.thorough
-class StagedRanksTest(ranks.RanksTest):
+class StagedRanksTest(ranks.RanksCases):
     """Every parallel size writes and reads through slabs, from pages as GPUs have them."""
 
     def setUp(self) -> None:
@@ -311,7 +311,8 @@ class FormsTest(worker.DirectoryTest):
 
     def test_platforms(self) -> None:
         """CUDA is served, and fp8 there; other devices are not."""
-        from vua.vllm import model
+        from vua.connector.cache_spec import UncachedError
+        from vua.vllm import cache_spec
         from vua.vllm.support import check_engine
 
         cache, fp8 = SimpleNamespace(cache_dtype="fp8"), SimpleNamespace(dtype=torch.uint8)
@@ -330,8 +331,8 @@ class FormsTest(worker.DirectoryTest):
 
         with on("cuda"):
             check_engine(config)
-            self.assertEqual("F8_E4M3", model.how_stored(fp8, config).dtype)
-        with on("xpu"), self.assertRaisesRegex(model.UncachedError, "xpu"):
+            self.assertEqual("F8_E4M3", cache_spec.how_stored(fp8, config).dtype)
+        with on("xpu"), self.assertRaisesRegex(UncachedError, "xpu"):
             check_engine(config)
         for place, name, word in (
             ("parallel_config", "decode_context_parallel_size", "decode context"),
@@ -340,11 +341,15 @@ class FormsTest(worker.DirectoryTest):
         ):
             part = getattr(config, place)
             setattr(part, name, 2)
-            with self.subTest(name), on("cuda"), self.assertRaisesRegex(model.UncachedError, word):
+            with (
+                self.subTest(name),
+                on("cuda"),
+                self.assertRaisesRegex(UncachedError, word),
+            ):
                 check_engine(config)
             delattr(part, name)
-        with on("cpu"), self.assertRaisesRegex(model.UncachedError, "uint8"):
-            model.how_stored(fp8, config)
+        with on("cpu"), self.assertRaisesRegex(UncachedError, "uint8"):
+            cache_spec.how_stored(fp8, config)
 
     def test_required(self) -> None:
         """Where GDS is required and there is none, the engine does not start; `auto` goes on."""

@@ -11,15 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from helpers import DirectoryTest, bits, keys_of, noise
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-
-pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
     from vua.connector.cache_spec import Group, Model
@@ -94,7 +91,7 @@ def room_of(slabs: Any) -> int:
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class HangingTest(DirectoryTest):
+class HangingCases(DirectoryTest):
     def setUp(self) -> None:
         """A worker with a cache full of noise, and three chunks of it stored."""
         super().setUp()
@@ -365,7 +362,3 @@ class HangingTest(DirectoryTest):
         self.save(keys_of(range(100, 148), 16))
         with self.assertLogs("vllm.vua.worker", "WARNING"):
             self.side.shutdown()
-
-
-if __name__ == "__main__":
-    unittest.main()

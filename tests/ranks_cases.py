@@ -8,15 +8,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-import pytest
 import torch
 
 from helpers import DirectoryTest
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-
-pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 SIZE, BLOCK, CHUNKS = 16, 16, 3
 GQA = KVLayout(layers=6, kv_heads=8, k_dim=32, v_dim=32, dtype="F32", chunk_tokens=SIZE)
@@ -27,7 +24,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class RanksTest(DirectoryTest):
+class RanksCases(DirectoryTest):
     """`WorkerSide` of each rank, over paged caches as large as the rank's part of the model."""
 
     def setUp(self) -> None:
@@ -40,7 +37,7 @@ class RanksTest(DirectoryTest):
     def model(self, layout: KVLayout, sizes: tuple[int, int]) -> Any:
         """The model as an engine of these parallel sizes sees it."""
         from vua.connector.cache_spec import Group, Model
-        from vua.vllm.ranks import worker_shards
+        from vua.vllm.cache_spec import worker_shards
 
         shards = worker_shards(layout, pp_size=sizes[0], tp_size=sizes[1])
         group = Group(layout, tuple(range(layout.layers)), shards, (0,))
@@ -151,7 +148,3 @@ class RanksTest(DirectoryTest):
         self.seed += 1
         with self.assertRaises(AssertionError):
             self.check(GQA, (1, 1))
-
-
-if __name__ == "__main__":
-    unittest.main()
