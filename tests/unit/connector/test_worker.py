@@ -1,20 +1,477 @@
-"""The worker's half of the connector on storage that hangs or fails, without an engine."""
+"""The worker's half of the vLLM connector on storage that hangs or fails, without an engine."""
 
 from __future__ import annotations
 
+import threading
+import time
 import unittest
+from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from devices import on_cpu_too
 
-import hanging_cases
+from helpers import DirectoryTest, bits, keys_of, noise
+from vua.device.staging import Staging
+from vua.errors import StorageError
+from vua.format.identity import Identity
+from vua.format.layout import KVLayout
 
 pytestmark = pytest.mark.vllm
 
+if find_spec("vllm"):
+    from vua.connector.cache_spec import Group, Model
+    from vua.connector.config import ConnectorConfig
+    from vua.connector.device_transfer import DeviceGroupTransfer
+    from vua.connector.group_transfer import Rank
+    from vua.connector.memory import Memory
+    from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
+    from vua.connector.request import SaveHints
+    from vua.connector.weights_watch import WeightsWatch
+    from vua.connector.worker import WorkerSide
+    from vua.vllm import page_layout
+
+LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
+BLOCKS = 12
+SOON_S = 20.0
+
+
+class Hanging:
+    """A storage that hangs in the verbs that move bytes for as long as it is told to."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+        self.go = threading.Event()
+        self.problem: OSError | None = None
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def _wait(self) -> None:
+        self.calls += 1
+        self.go.wait()
+        if self.problem is not None:
+            raise self.problem
+
+    def read_files(self, *args: Any) -> int:
+        """Read many files by few calls, when it pleases."""
+        self._wait()
+        many: int = self._storage.read_files(*args)
+        return many
+
+    def open(self, *args: Any) -> Any:
+        """Open a file, when it pleases."""
+        self._wait()
+        return self._storage.open(*args)
+
+    def publish(self, *args: Any) -> None:
+        """Write a file, when it pleases."""
+        self._wait()
+        self._storage.publish(*args)
+
+    def write_files(self, *args: Any) -> Any:
+        """Write files by one call, when it pleases."""
+        self._wait()
+        return self._storage.write_files(*args)
+
+
+def soon(what: Callable[[], Any]) -> Any:
+    """Ask again and again until the answer is true; return it."""
+    stop = time.monotonic() + SOON_S
+    while not (answer := what()):
+        if time.monotonic() > stop:
+            raise AssertionError("nothing came")
+        time.sleep(0.002)
+    return answer
+
+
+def room_of(slabs: Any) -> int:
+    """How many slabs a pool, or the staging around one, has left to lend."""
+    pool = getattr(slabs, "_pool", slabs)
+    return int(pool._left) + len(pool._free)
+
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class HangingTest(hanging_cases.HangingCases):
-    """With blocks in CPU memory; `test_device_transfer` has those that are staged."""
+class HangingTest(DirectoryTest):
+    def setUp(self) -> None:
+        """A worker with a cache full of noise, and three chunks of it stored."""
+        super().setUp()
+        self.side = self.worker(io_timeout_s=0.3)
+        self.layers = {
+            f"model.layers.{layer}": noise(BLOCKS, 1, 16, 12, seed=layer) for layer in range(2)
+        }
+        layer_of = {name: at for at, name in enumerate(self.layers)}
+        self.side.register(self.layers, layer_of, dict.fromkeys(self.layers, 0), page_layout)
+        self.keys = keys_of(range(48), 16)
+        self.save(self.keys)
+        soon(lambda: len(self.files()) == 3 and self.side.pending_saves == 0)
+        self.side.stats.take()
+        store = self.side._groups[0].store
+        self.storage = Hanging(store.storage)
+        store.storage = self.storage  # type: ignore[assignment]
+        self.addCleanup(self.storage.go.set)
+
+    def worker(self, memory: Any = None, **settings: Any) -> WorkerSide:
+        """A worker on this test's directory, which computes with ``memory``."""
+        group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
+        config = ConnectorConfig(
+            shared_storage_path=str(self.root), chunk_tokens=16, load_threads=1, **settings
+        )
+        return WorkerSide(model, config, Rank(0, 0), memory=memory)
+
+    def save(self, keys: list[Any]) -> None:
+        """Store chunks from the blocks 1, 2, 3."""
+        self.side.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])]))
+
+    def load(self, name: str, blocks: list[int]) -> None:
+        """Order the stored tokens into blocks."""
+        part = GroupLoad(0, 0, 48, self.keys)
+        self.side.start_loads(ConnectorMetadata(loads=[LoadOrder(name, [blocks], [part])]))
+
+    def received(self) -> set[str]:
+        """The loads that end next."""
+        ended: set[str] = soon(lambda: self.side.take_received(idle=True))
+        return ended
+
+    def blocks(self, *ids: int) -> list[bytes]:
+        """What lies in blocks."""
+        return [bits(layer[list(ids)]) for layer in self.layers.values()]
+
+    def counted(self, name: str) -> dict[str, Any]:
+        """One metric since the last call."""
+        stats = self.side.stats.take()
+        found: dict[str, Any] = {} if stats is None else stats.get(name, {})
+        return found
+
+    def test_hanging_load(self) -> None:
+        """It is reported as failed in time, and what it reads later reaches nobody's blocks."""
+        self.load("late", [5, 6, 7])
+        self.assertEqual({"late"}, self.received())
+        self.assertEqual({5, 6, 7}, self.side.take_failed_blocks())
+        self.assertEqual({"timeout": 1}, self.counted("vua_load_stops_total"))
+
+        for layer in self.layers.values():  # the blocks are given to another request
+            layer[5:8] = 1.0
+        before = self.blocks(5, 6, 7)
+        self.assertIsNone(
+            self.side._groups[0].load_slabs.take(), "its thread may still write to the slab"
+        )
+        self.storage.go.set()
+        slab = soon(self.side._groups[0].load_slabs.take)
+        self.side._groups[0].load_slabs.give_back(slab)
+
+        self.assertEqual(before, self.blocks(5, 6, 7))
+        self.assertEqual(set(), self.side.take_received(idle=False))
+        self.assertEqual(set(), self.side.take_failed_blocks())
+
+    def test_load_in_time(self) -> None:
+        """The same load from storage that answers fills the blocks: the control of the above."""
+        self.storage.go.set()
+        self.side._loaders._timeout_s = 60.0
+        self.load("good", [5, 6, 7])
+
+        self.assertEqual({"good"}, self.received())
+        self.assertEqual(set(), self.side.take_failed_blocks())
+        self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
+
+    def test_changed_while_loading(self) -> None:
+        """A load during which the namespace or the weights change fills no block that counts."""
+        engine = SimpleNamespace(model=torch.nn.Linear(8, 8), calls=0, last_call="update")
+        other = Identity(model="other", chunk_tokens=16)
+
+        def follow_another_namespace() -> None:
+            save = SaveOrder([[1, 2, 3]], [(0, self.keys)])
+            self.side.save(ConnectorMetadata(saves=[save], identity=other))
+
+        def call_into_the_worker() -> None:
+            engine.calls += 1
+            self.side.start_loads(ConnectorMetadata())  # the next step sees it
+
+        changes: list[tuple[Callable[[], object], bool]] = [
+            (lambda: None, False),
+            (follow_another_namespace, True),
+            (call_into_the_worker, True),
+            (lambda: engine.model.weight.data.add_(1), True),
+        ]
+        for change, fails in changes:
+            with self.subTest(change=change):
+                self.side = self.worker(Memory(WeightsWatch(engine)), io_timeout_s=60.0)
+                layer_of = {name: at for at, name in enumerate(self.layers)}
+                tables = dict.fromkeys(self.layers, 0)
+                self.side.register(self.layers, layer_of, tables, page_layout)
+                store = self.side._groups[0].store
+                store.storage = storage = Hanging(store.storage)  # type: ignore[assignment]
+                self.load("during", [5, 6, 7])
+                soon(lambda storage=storage: storage.calls)
+                change()
+                storage.go.set()
+
+                self.assertEqual({"during"}, self.received())
+                self.assertEqual({5, 6, 7} if fails else set(), self.side.take_failed_blocks())
+                stops = {"reset": 1} if fails else {}
+                self.assertEqual(stops, self.counted("vua_load_stops_total"))
+
+    def test_loads_behind_a_hanging_one(self) -> None:
+        """They are given up with it; after a few more, loads are refused at once, then resumed."""
+        for at in range(3):
+            self.load(f"{at}", [5, 6, 7])
+        ended: set[str] = set()
+        while len(ended) < 3:
+            ended |= self.received()
+        calls = self.storage.calls
+        self.load("refused", [8, 9, 10])
+        self.assertEqual({"refused"}, self.side.take_received(idle=False))
+        self.assertLessEqual({8, 9, 10}, self.side.take_failed_blocks())
+        self.assertEqual({"timeout": 3, "paused": 1}, self.counted("vua_load_stops_total"))
+        self.assertEqual(calls, self.storage.calls)
+
+        self.storage.go.set()
+
+        def loads_again() -> bool:
+            self.load("again", [8, 9, 10])
+            self.received()
+            return not self.side.take_failed_blocks()
+
+        soon(loads_again)
+        self.assertEqual(self.blocks(1, 2, 3), self.blocks(8, 9, 10))
+
+    def test_hanging_saves(self) -> None:
+        """They never hold up the engine; they are given up, and after a few none is begun."""
+        before = self.files()
+        keys = keys_of(range(100, 148), 16)
+        self.save(keys)
+
+        def given_up() -> bool:
+            self.save([])
+            return not self.side._saves._guard._breaker.closed
+
+        soon(given_up)
+        self.save(keys)
+
+        self.assertEqual({"timeout": 3, "paused": 3}, self.counted("vua_chunks_saved_total"))
+        self.storage.go.set()
+
+        def saved() -> bool:
+            self.save(keys)
+            return len(self.files()) == len(before) + 3
+
+        soon(saved)
+
+    def test_storage_slower_than_the_engine(self) -> None:
+        """What does not fit into the buffers is dropped, not queued, and stored another time."""
+        side, layers = self.worker(io_timeout_s=60.0, max_pending_save_mib=1), self.layers
+        side.register(
+            layers,
+            {name: at for at, name in enumerate(layers)},
+            dict.fromkeys(layers, 0),
+            page_layout,
+        )
+        side._groups[0].store.storage = self.storage  # type: ignore[assignment]
+        room = room_of(side._groups[0].save_slabs)
+        keys = keys_of(range(1000, 1000 + 16 * (room + 5)), 16)
+        order = ConnectorMetadata(saves=[SaveOrder([[1] * (len(keys) + 63)], [(0, keys)])])
+
+        with self.assertLogs("vllm.vua.worker", "WARNING"):
+            side.save(order)
+
+        stats = side.stats.take()
+        assert stats is not None
+        self.assertEqual({"dropped": 5}, stats["vua_chunks_saved_total"])
+        self.assertEqual(room, side.pending_saves)
+        self.storage.go.set()
+
+        def saved() -> bool:
+            soon(lambda: side.pending_saves == 0)
+            side.save(order)
+            return len(self.files()) == 3 + len(keys)
+
+        soon(saved)
+
+    def test_written_after_the_copies(self) -> None:
+        """What the engine waits for, the copies, shares the machine with no write of its step."""
+        group, calls = self.side._groups[0], []
+        gather = group.gather
+
+        def watched(*args: Any) -> None:
+            gather(*args)
+            time.sleep(0.05)  # time enough for a thread that has something to write
+            calls.append(self.storage.calls)
+
+        self.storage.go.set()
+        with mock.patch.object(group, "gather", watched):
+            self.save(keys_of(range(100, 148), 16))
+        soon(lambda: self.side.pending_saves == 0)
+
+        self.assertEqual([0, 0, 0], calls)
+        self.assertEqual(3, self.storage.calls)
+
+    def test_no_thread(self) -> None:
+        """Where the system gives no thread nothing is stored, and no buffer is lost."""
+        side, layers = self.worker(io_timeout_s=60.0), self.layers
+        side.register(
+            layers,
+            {name: at for at, name in enumerate(layers)},
+            dict.fromkeys(layers, 0),
+            page_layout,
+        )
+        room, keys = room_of(side._groups[0].save_slabs), keys_of(range(100, 148), 16)
+        order = ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])])
+        no_more = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
+        with no_more, self.assertLogs("vllm.vua.worker", "WARNING"):
+            side.save(order)
+
+        self.assertEqual((0, room), (side.pending_saves, room_of(side._groups[0].save_slabs)))
+        side.save(order)
+        soon(lambda: len(self.files()) == 6)
+
+    def test_failing_saves(self) -> None:
+        """A full disk is not written to again and again."""
+        self.storage.problem = StorageError(28, "no space left")
+        self.storage.go.set()
+        for at in range(20):
+            self.save(keys_of(range(1000 * at, 1000 * at + 48), 16))
+            soon(lambda: self.side.pending_saves == 0)
+
+        self.assertLessEqual(self.storage.calls, 4)
+
+    def test_pin(self) -> None:
+        """A client's hint holds the chunks of its request and their prefix; others are not held."""
+        self.storage.go.set()
+        keys = keys_of(range(100, 148), 16)
+        hints = SaveHints(pin=True)
+        self.side.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
+        soon(lambda: self.side.pending_saves == 0)
+
+        pins = sorted(path.parent.name for path in self.root.rglob("pin-*"))
+        self.assertEqual(sorted(key.name for key in keys), pins)
+
+    def test_ttl(self) -> None:
+        """A client's hint marks the chunks of its request and no other."""
+        self.storage.go.set()
+        hinted, plain = keys_of(range(100, 148), 16), keys_of(range(200, 248), 16)
+        for keys, hints in ((hinted, SaveHints(ttl_s=60)), (plain, SaveHints())):
+            self.side.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
+            soon(lambda: self.side.pending_saves == 0)
+
+        marks = {path.name: path.read_text() for path in self.root.glob("*/ttl/*")}
+        self.assertEqual({key.name: "0000000060" for key in hinted}, marks)
+
+    def test_shutdown(self) -> None:
+        """It ends although everything hangs."""
+        self.load("late", [5, 6, 7])
+        self.save(keys_of(range(100, 148), 16))
+        with self.assertLogs("vllm.vua.worker", "WARNING"):
+            self.side.shutdown()
+
+
+class StagedHangingTest(HangingTest):
+    """All that the CPU's worker promises on storage that hangs or fails holds here too."""
+
+    def setUp(self) -> None:
+        """The same worker, with slabs between files and blocks."""
+        on_cpu_too(self)
+        super().setUp()
+        self.assertIsInstance(self.side._groups[0], DeviceGroupTransfer)
+
+    def test_engine_waits_for_a_load_that_is_given_up(self) -> None:
+        """Once it can queue nothing more, what it has queued comes before the blocks' next use."""
+        side = self.side
+        wanted = []
+
+        def join(staging: Staging) -> None:
+            self.assertIs(side._groups[0].load_slabs, staging)
+            self.assertIs(threading.main_thread(), threading.current_thread())
+            wanted.extend(attempt.wanted for attempt in side._loaders._running)
+
+        with mock.patch.object(Staging, "join", join):
+            self.load("late", [5, 6, 7])
+            self.assertEqual({"late"}, self.received())
+
+        self.assertEqual([False], wanted)
+
+
+@pytest.mark.thorough
+class DirectHangingTest(StagedHangingTest):
+    """The same with files read straight into what stands for GPU memory."""
+
+    def worker(self, **settings: Any) -> Any:
+        """Require GDS; its mover is the one of the CPU."""
+        return super().worker(gds_mode="required", **settings)
+
+
+class DirectPathsTest(DirectHangingTest):
+    """What is read straight, what is not, and how both are told apart."""
+
+    test_hanging_load = test_load_in_time = test_loads_behind_a_hanging_one = None
+    test_hanging_saves = test_failing_saves = test_pin = test_shutdown = None
+    test_engine_waits_for_a_load_that_is_given_up = None
+
+    def worker(self, **settings: Any) -> Any:
+        """A worker that is in no hurry."""
+        return super().worker(**{**settings, "io_timeout_s": 60.0})
+
+    def test_paths(self) -> None:
+        """Bytes are counted by the way they came; a damaged file is read by both, and is a miss."""
+        self.storage.go.set()
+        self.load("good", [5, 6, 7])
+        self.received()
+        self.assertEqual(["gds"], list(self.counted("vua_loaded_bytes_total")))
+        path = next(p for p in self.files() if p.parent.name == self.keys[1].name)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(bytes(data))
+
+        self.load("damaged", [8, 9, 10])
+        self.received()
+
+        self.assertEqual({9, 10}, self.side.take_failed_blocks())
+        self.assertEqual(self.blocks(1), self.blocks(8))
+        found = self.side.stats.take()
+        self.assertEqual({"corrupt": 1}, found["vua_load_stops_total"])
+        self.assertNotIn("vua_gds_fallbacks_total", found)
+        self.assertNotIn(path, self.files())
+        self.assertIsNotNone(self.side._gds.mover)
+
+    def test_liar(self) -> None:
+        """A mover that brings other bytes is found out, and not used again."""
+        self.storage.go.set()
+        mover = self.side._gds.mover
+        read = mover.read
+
+        def lie(handle: Any, memory: torch.Tensor, at: int, nbytes: int, offset: int) -> int:
+            got: int = read(handle, memory, at, nbytes, offset)
+            memory[at + nbytes - 1] ^= 1
+            return got
+
+        with mock.patch.object(mover, "read", lie):
+            self.load("lied to", [5, 6, 7])
+            self.received()
+
+        self.assertEqual(set(), self.side.take_failed_blocks())
+        self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
+        self.assertIsNone(self.side._gds.mover)
+        self.assertEqual({"": 1}, self.counted("vua_gds_fallbacks_total"))
+
+    def test_failing_reads(self) -> None:
+        """Files that the mover cannot read come the other way, one by one; then it is given up."""
+        self.storage.go.set()
+        failing = mock.patch.object(self.side._gds.mover, "read", side_effect=OSError("no"))
+        with failing:
+            for number in range(4):
+                self.load(f"{number}", [5, 6, 7])
+                self.received()
+                self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
+
+        self.assertIsNone(self.side._gds.mover)
+        found = self.side.stats.take()
+        self.assertEqual(["pinned"], list(found["vua_loaded_bytes_total"]))
+        self.assertNotIn("vua_load_stops_total", found)
 
 
 if __name__ == "__main__":
