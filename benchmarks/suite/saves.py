@@ -42,7 +42,7 @@ _CALL_NBYTES = 1 << 20
 """What a raw write gives to one call: as fast as whole files, and steadier. For a larger call the
 system takes larger pieces of memory, and those it may have given back to its host before."""
 _WIDE = Bounds(max_bytes=1 << 60, min_free_bytes=0)
-"""So that nothing is counted meanwhile: what is emptied here behind its back, the keeper misses."""
+"""So that nothing is counted meanwhile: nobody tells VUA of what is emptied here."""
 
 
 class Saving:

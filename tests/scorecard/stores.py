@@ -141,7 +141,7 @@ class StoreSubject(Subject):
         store = self.store(key.model)
         if self.name_bits < 256 and not isinstance(store.storage, _ShortNames):
             store.storage = _ShortNames(store.storage, self.name_bits)
-            store.keeper = None
+            store.capacity = None
 
     def put(self, key: Key, data: bytes) -> bool:
         """Save; a storage that refuses has not stored, which is no error."""
@@ -178,7 +178,7 @@ class StoreSubject(Subject):
 
 
 class VuaSubject(StoreSubject):
-    """VUA as it is used: files in a directory, a keeper that bounds them, `vua gc`."""
+    """VUA as it is used: files in a directory, a capacity that bounds them, `vua gc`."""
 
     has_gc = True
 
@@ -204,7 +204,7 @@ class VuaSubject(StoreSubject):
         raise NotImplementedError(directory)
 
     def make_store(self, model: str) -> Store:
-        """Open the namespace of a model, with its keeper."""
+        """Open the namespace of a model, with its capacity."""
         identity = self.identity(model)
         bounds, durable = self._bounds, self._durable
         return Namespace.create(

@@ -29,11 +29,13 @@ from vua.errors import (
     InputError,
     LayoutError,
     StorageError,
+    StorageFullError,
 )
 from vua.format.entry import parse_entry
 from vua.format.header import MAX_HEADER_NBYTES
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
+from vua.native import WRITTEN
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.local import SUFFIX
 from vua.storage.problems import explained
@@ -153,13 +155,13 @@ class _Taker:
         if member.nbytes > MAX_DESCRIPTION_NBYTES:
             msg = f"{member.nbytes} bytes are too long for a description"
             raise ConfigError(msg)
-        identity, layouts = parse_description(bytes(self._reader.read(member)))
+        identity, layouts = parse_description(bytes(self._reader.read()))
         if identity.namespace != namespace:
             msg = f"it describes namespace {identity.namespace[:SHORT]}"
             raise ConfigError(msg)
         if namespace not in self._stores:
             stores = Namespace.create(self._root, identity, layouts).stores
-            self._stack.callback(stores[0].close)  # one keeper for all
+            self._stack.callback(stores[0].close)  # one capacity for all
             self._stores[namespace] = stores
             self._done.namespaces.append(namespace)
 
@@ -174,7 +176,7 @@ class _Taker:
         if member.nbytes not in sizes:
             msg = f"{member.nbytes} bytes long, expected {' or '.join(map(str, sizes))}"
             raise ConfigError(msg)
-        data = self._reader.read(member)
+        data = self._reader.read()
         info = verified(data, codec, chunk, store.layout)
         before = self._before.get((namespace, chunk), "") if info.start else ""
         key = info.key._replace(previous=bytes.fromhex(before))
@@ -193,9 +195,19 @@ class _Taker:
         else:
             array = np.frombuffer(data, dtype=np.uint8)
             iovecs = np.array([[array.ctypes.data, array.nbytes]], dtype=np.uint64)
-            if store.keeper is None or not store.keeper.publish(key, shard, iovecs):
+            if store.capacity is None:
                 done.refused += 1
                 return
+            with store.capacity.reserve([key], len(data)) as room:
+                if not room.granted:
+                    done.refused += 1
+                    return
+                try:
+                    store.storage.publish(key.name, shard, iovecs)
+                except StorageFullError:
+                    room.relieve_full_disk()
+                    store.storage.publish(key.name, shard, iovecs)
+                room.commit([WRITTEN])
             done.written += 1
             done.nbytes += len(data)
         self._ends[store.namespace, key.name] = key.stop

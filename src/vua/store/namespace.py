@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vua.capacity.keeper import Keeper
 from vua.capacity.limits import Bounds
 from vua.capacity.prefix_tree import pin_prefix, unpin_prefix
+from vua.capacity.reservation import Capacity
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
@@ -57,7 +57,7 @@ class Namespace:
         self.name = path.name
         """The identity's digest, 64 hex."""
         self.storage, self.layouts = storage, tuple(layouts)
-        self.capacity = Keeper(path.parent, storage, bounds)
+        self.capacity = Capacity(path.parent, storage, bounds)
         self.keyring = Keyring(self.name, security)
         self.stores = [
             Store(storage, self.name, layout, self.capacity, self.keyring)

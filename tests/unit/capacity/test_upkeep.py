@@ -8,7 +8,6 @@ import resource
 import subprocess
 import sys
 import tarfile
-import textwrap
 import time
 import unittest
 from collections.abc import Iterator
@@ -18,9 +17,11 @@ from unittest import mock
 
 import pytest
 import torch
+import upkeep
+from upkeep import TOKENS, USER, config, put
 
 from commands import run, run_json
-from helpers import TESTS, DirectoryTest, caches_of
+from helpers import DirectoryTest
 from vua.capacity import evictor as eviction
 from vua.capacity import ttl
 from vua.capacity.evictor import PINNED_SHARE, Evictor
@@ -31,25 +32,12 @@ from vua.capacity.lru import server_now_ns
 from vua.capacity.prefix_tree import chain_of
 from vua.capacity.scan import AFTER, Space, spaces
 from vua.capacity.usage import measure
-from vua.core import VUA, VUAConfig
+from vua.core import VUA
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.storage.mark import is_marked
 
 HOUR_NS = 3600 * 10**9
-TOKENS = 64
-USER = 12345
-
-
-def config(nbytes: int | str, model: str = "model", **settings: object) -> VUAConfig:
-    """A library with so much room."""
-    return VUAConfig(split_factor=4, model=model, max_bytes=nbytes, min_free_bytes=0, **settings)
-
-
-def put(vua: VUA, first: int, tokens: int = TOKENS) -> int:
-    """Store a prompt of sixteen chunks that no other has; return how many were written."""
-    kv = caches_of(layers=1, heads=1, tokens=tokens, dim=8)
-    return vua.put(torch.arange(first * 1000, first * 1000 + tokens), kv)
 
 
 class UpkeepTest(DirectoryTest):
@@ -263,7 +251,7 @@ class TestClocks(UpkeepTest):
         with VUA(config(3 * self.one), self.root) as vua:
             for number in range(1, 5):
                 put(vua, number)
-            evictor = vua._writing.stores[0].keeper.room._evictor  # type: ignore[union-attr]
+            evictor = vua._writing.stores[0].capacity.reclaiming.reclaim._evictor  # type: ignore[union-attr]
             with spaces(self.root) as found:
                 space = next(iter(found))
                 fresh = eviction.oldest([space], 1 << 16).oldest
@@ -416,7 +404,7 @@ class TestNumbers(UpkeepTest):
             self.assertFalse(ttl.any_in(space))
             ttl.settle(space, "b" * 64, "", 1.0)
             ttl.forget(space, "b" * 64)
-            room = vua._namespace_to_read().stores[0].keeper.room  # type: ignore[union-attr]
+            room = vua._namespace_to_read().stores[0].capacity.reclaiming.reclaim  # type: ignore[union-attr]
             self.assertFalse(room._has_hints())
             self.assertFalse(ttl.any_in(space))
 
@@ -470,15 +458,6 @@ class TestCircles(UpkeepTest):
 class TestOtherUser(UpkeepTest):
     """Tools run by root in a user's directory."""
 
-    WORK = """
-        import os, sys
-        sys.path[:0] = sys.argv[1].split(":")
-        from test_upkeep import VUA, config, put  # before: this user may not read the interpreter's
-        os.setgroups([]); os.setgid(12345); os.setuid(12345)
-        with VUA(config(int(sys.argv[3])), sys.argv[2]) as vua:
-            print(sum(put(vua, number) == 16 for number in range(*map(int, sys.argv[4:]))))
-    """
-
     def setUp(self) -> None:
         """A directory of that user's."""
         super().setUp()
@@ -489,12 +468,10 @@ class TestOtherUser(UpkeepTest):
 
     def engine(self, first: int, stop: int) -> int:
         """Store these prompts as that user; return how many were stored wholly."""
-        here = f"{TESTS}:{Path(__file__).parent}"
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(self.WORK), here, str(self.root),
-             str(3 * self.one), str(first), str(stop)],
+            [sys.executable, upkeep.__file__, *map(str, (self.root, 3 * self.one, first, stop))],
             capture_output=True, text=True, check=True,
-            env={**os.environ, "HOME": "/nonexistent"},
+            env={**os.environ, "HOME": "/nonexistent", "PYTHONPATH": os.pathsep.join(sys.path)},
         )  # fmt: skip
         return int(done.stdout)
 

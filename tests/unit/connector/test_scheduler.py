@@ -229,7 +229,7 @@ class SchedulerTest(unittest.TestCase):
         """A client's word counts for a prompt that others stored, unless it wants none stored."""
         side = self.side(allow_pins=True)
         store(side, 0, 3)
-        space = side._namespace.stores[0].keeper.space
+        space = side._namespace.stores[0].capacity.space
         names = [key.name for key in keys_of(range(64), 16)[:3]]
         settle(space, names[2], "", 10)
         root = side._namespace.stores[0].storage.directory
