@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import ctypes
 import hashlib
 import importlib
 import json
@@ -66,6 +67,7 @@ FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Sub: ast.Add,
 }
 TALK = ("log", "warnings", "logging")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: nobody is left behind
 LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 
 
@@ -329,6 +331,7 @@ def in_child(work: Callable[[], Any], source: Path, timeout_s: float) -> Any:
         if pid == 0:
             try:
                 os.setsid()
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 log = os.open(Path(folder, "log"), os.O_WRONLY | os.O_CREAT, 0o600)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
