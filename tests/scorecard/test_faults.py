@@ -15,7 +15,7 @@ from scorecard.faults.world import World, WrongBytesError, layout_of
 from scorecard.runner import Plan, run_test
 from scorecard.subject import Key, NotApplicableError, Subject
 from scorecard.trial import TESTS
-from vua.capacity.lru import stamp_ns
+from vua.capacity.lru import mtime_ns_of
 from vua.io import posix
 from vua.storage.local import TEMPORARY, LocalStorage
 
@@ -69,11 +69,11 @@ class WorldTest(DirectoryTest):
         self.world.age()
         space = os.open(chunk.parents[1], os.O_RDONLY)
         self.addCleanup(os.close, space)
-        before = stamp_ns(space, chunk.name)
+        before = mtime_ns_of(space, chunk.name)
         self.world.collect()
 
         self.assertFalse((chunk / f"{TEMPORARY}x-01234567-1-2").exists())
-        self.assertEqual(before, stamp_ns(space, chunk.name))
+        self.assertEqual(before, mtime_ns_of(space, chunk.name))
 
     def test_stale_while_asking(self) -> None:
         """A file whose size cannot be asked for any more is absent; no descriptor is left open."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from vua.capacity.ttl import lift
+from vua.capacity.ttl import raise_ttls
 from vua.connector.adapters import Adapter
 from vua.connector.breaker import StorageGuard
 from vua.connector.cache_spec import Model, UncachedError
@@ -192,7 +192,7 @@ class Lookups:
         if hints.pin:
             capacity.pin(last)
         if hints.ttl_s is not None:
-            lift(capacity.space, last, hints.ttl_s)
+            raise_ttls(capacity.space, last, hints.ttl_s)
 
     def _keys(self, lookup: Lookup) -> KeyChain | None:
         request, ids = lookup.request, lookup.token_ids
