@@ -119,8 +119,8 @@ class TestWhoHoldsTheInterpreter(DirectoryTest):
         world = World(self.root, layout_of(NBYTES))
         world.heal()
         calls = ("openat2_cached", "close_cached", "preadv_cached")
-        kept = {name: posix._calls.pop(name) for name in calls if name in posix._calls}
-        self.addCleanup(posix._calls.update, kept)
+        kept = {name: posix.calls.pop(name) for name in calls if name in posix.calls}
+        self.addCleanup(posix.calls.update, kept)
         store = world.writer()
         self.addCleanup(store.close)
         self.assertIsInstance(store.storage, LocalStorage)

@@ -16,7 +16,7 @@ import torch
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, keys_of, noise
-from vua.device import Staging
+from vua.device.staging import Staging
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
