@@ -19,19 +19,34 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from vua import native
+from vua.errors import EntryError, StorageError, UntrustedError
 from vua.format.layout import Shard
 from vua.io import posix
 from vua.io.forks import watch
+from vua.io.plain import is_plain, open_plain
 from vua.io.posix import FileStatus, Iovecs
-from vua.native import Batch
+from vua.native import Transfer
 from vua.security.settings import Security, make_directory, open_directory
+from vua.storage.base import (
+    FAILED,
+    PRESENT,
+    WRITTEN,
+    Batch,
+    Capabilities,
+    Entry,
+    Filled,
+    Written,
+    entry_name,
+    parse_name,
+)
 from vua.storage.direct import (
     ALLOCATED_NBYTES,
     NEVER,
@@ -40,9 +55,8 @@ from vua.storage.direct import (
     write_through_cache,
 )
 from vua.storage.problems import explained
-from vua.storage.reader import FileReader, is_plain
 
-__all__ = ["FileReader", "LocalStorage"]
+__all__ = ["LocalStorage", "chunk_path"]
 
 SUFFIX: Final = ".safetensors"
 TEMPORARY: Final = ".tmp-"
@@ -60,8 +74,15 @@ def chunk_path(chunk: str) -> str:
     return f"{chunk[:2]}/{chunk}"
 
 
+def _path(name: str) -> str:
+    """Return the file of an entry below its namespace."""
+    return f"{name[:2]}/{name}{SUFFIX}"
+
+
 class LocalStorage:
     """One namespace directory; see :class:`vua.storage.base.Storage` for its promises."""
+
+    capabilities = Capabilities(device_reads=True)
 
     def __init__(
         self,
@@ -119,44 +140,72 @@ class LocalStorage:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def open(self, chunk: str, shard: Shard) -> FileReader:
-        """Open a file without following symbolic links. Raises OSError, UntrustedError."""
-        path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
-        return FileReader(self._open(path), self._uids, local=self._local)
+    def read(self, batch: Batch) -> Filled:
+        """Read and hash files by few calls; one that C stops at is read, or judged, in Python."""
+        paths = list(map(_path, batch.names))
+        inodes = np.zeros((len(paths), 2), dtype=np.uint64)
+        done, problem = 0, None
+        while done < len(paths) and problem is None:
+            done += self._read_many(batch.rest(done), paths[done:], inodes[done:])
+            if done < len(paths):
+                problem = self._read_one(batch, done, paths[done], inodes[done])
+                done += problem is None
+        return Filled(done, problem, lambda index: inodes[index].tobytes())
 
-    def _open(self, path: str) -> int:
-        fd = posix.open_cached(self._fd, path) if self._local else None
-        return posix.open_beneath(self._fd, path) if fd is None else fd
-
-    def read_files(
-        self, chunks: Sequence[str], shard: Shard, batch: Batch, place: int, headers: int
-    ) -> int:
-        """Read and hash several files by one call or two, where the native loop is there."""
-        paths = [f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}" for chunk in chunks]
+    def _read_many(self, batch: Batch, paths: Sequence[str], inodes: npt.NDArray[np.uint64]) -> int:
+        """Read leading files; return how many. Those read before come out of the page cache."""
         ways = self.cold_reads if self._local else None
         before, direct = (len(paths), False) if ways is None else ways.plan(paths)
         done = 0
-        for part, past_cache in ((paths[:before], False), (paths[before:], direct)):
-            if not part:
+        for first, stop, past_cache in ((0, before, False), (before, len(paths), direct)):
+            if first == stop:
                 continue
-            start_s = time.perf_counter()
-            got, cold = native.load(
-                *(self._fd, part, batch, place + done, headers + done * batch.header_nbytes),
+            start_s, rest = time.perf_counter(), batch.rest(first)
+            got, cold = native.read_entries(
+                *(batch.transfer, self._fd, paths[first:stop], rest.place),
+                *(rest.headers, rest.digests, inodes[first:]),
+                discard=rest.discard,
                 uids=self._uid_array,
-                held=self._local,
+                local=self._local,
                 direct=past_cache,
             )
-            if ways is not None and got == len(part) <= cold:
+            if ways is not None and got == stop - first <= cold:
                 took_s = time.perf_counter() - start_s
-                ways.note(direct=past_cache, nbytes=got * batch.file_nbytes, seconds=took_s)
+                ways.note(direct=past_cache, nbytes=got * batch.nbytes, seconds=took_s)
             done += got
-            if got < len(part):
+            if got < stop - first:
                 break
         return done
 
-    def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
-        """Whether the file is there now, one to be read, and of that size if one is given."""
-        path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
+    def _read_one(
+        self, batch: Batch, index: int, path: str, inode: npt.NDArray[np.uint64]
+    ) -> Exception | None:
+        """Read one file; return why it cannot be read."""
+        try:
+            native.read_entry(
+                *(batch.transfer, self._fd, path, batch.place + index),
+                *(batch.headers[index], batch.digests[index], inode),
+                discard=None if batch.discard is None else batch.discard[index],
+                uids=self._uid_array,
+                local=self._local,
+            )
+        except (OSError, EntryError, UntrustedError) as problem:
+            return problem
+        return None
+
+    def open_file(self, name: str) -> tuple[int, FileStatus]:
+        """Open an entry's file, see :func:`vua.io.plain.open_plain`, for ways to read of one's own.
+
+        Raises OSError, UntrustedError.
+        """
+        return open_plain(self._fd, _path(name), self._uid_array, local=self._local)
+
+    def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
+        """Whether files are there, to be read and of that size."""
+        return [self._exists(name, nbytes) for name in names]
+
+    def _exists(self, name: str, nbytes: int | None) -> bool:
+        path = _path(name)
         try:
             fd = posix.open_cached(self._fd, path) if self._local else None
             if fd is None:
@@ -174,40 +223,36 @@ class LocalStorage:
             return False
         return is_plain(status, self._uids) and nbytes in (None, status.nbytes)
 
-    def shards(self, chunk: str) -> Sequence[Shard]:
-        """List the shards of a chunk; foreign names are ignored."""
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Walk the directory, or one chunk's; foreign names are ignored."""
+        chunks: Iterable[str] = [prefix.rstrip("/")] if prefix else self._chunks()
+        for chunk in chunks:
+            for file in self._names(chunk_path(chunk)):
+                shard = Shard.parse(file.removesuffix(SUFFIX)) if file.endswith(SUFFIX) else None
+                if shard is None:
+                    continue
+                with contextlib.suppress(OSError):
+                    path = f"{chunk_path(chunk)}/{file}"
+                    status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        yield Entry(entry_name(chunk, shard), status.st_size, status.st_mtime)
+
+    def _chunks(self) -> Iterator[str]:
+        for fan in sorted(name for name in self._names("") if len(name) == 2):
+            yield from sorted(name for name in self._names(fan) if len(name) == 64)
+
+    def _names(self, path: str) -> Sequence[str]:
         try:
-            names = self._list(chunk_path(chunk))
+            fd = posix.open_cached(self._fd, path or ".") if self._local else None
+            fd = posix.open_beneath(self._fd, path or ".") if fd is None else fd
         except OSError:
             return []
-        found = (Shard.parse(name[: -len(SUFFIX)]) for name in names if name.endswith(SUFFIX))
-        return [shard for shard in found if shard is not None]
-
-    def _list(self, path: str) -> list[str]:
-        fd = self._open(path)
         try:
             return os.listdir(fd)
-        finally:
-            os.close(fd)
-
-    def scan(self) -> Iterator[tuple[str, Shard, int]]:
-        """Walk the directory; what vanishes meanwhile is skipped."""
-        for fan in sorted(self._names("")):
-            if len(fan) != 2:
-                continue
-            for chunk in sorted(self._names(fan)):
-                for shard in self.shards(chunk) if len(chunk) == 64 else ():
-                    path = f"{chunk_path(chunk)}/{shard.name}{SUFFIX}"
-                    with contextlib.suppress(OSError):
-                        status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-                        if stat.S_ISREG(status.st_mode):
-                            yield chunk, shard, status.st_size
-
-    def _names(self, path: str) -> list[str]:
-        try:
-            return self._list(path or ".")
         except OSError:
             return []
+        finally:
+            os.close(fd)
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -235,7 +280,7 @@ class LocalStorage:
         self,
         chunks: Sequence[str],
         shard: Shard,
-        batch: Batch,
+        batch: Transfer,
         place: int,
         headers: int,
         check_offset: int,
@@ -263,7 +308,7 @@ class LocalStorage:
     def _repaired(self, problem: OSError, chunk: str, shard: Shard) -> bool:
         """Clear the way: the namespace was deleted, its mount has died, or a directory is there."""
         if isinstance(problem, IsADirectoryError):
-            return self.remove(chunk, shard)
+            return self.delete(entry_name(chunk, shard))
         if problem.errno not in _GONE or self._renew is None:
             return False
         with self._lock:
@@ -338,23 +383,59 @@ class LocalStorage:
             finally:
                 os.close(fd)
 
-    def remove(self, chunk: str, shard: Shard, reader: object = None) -> bool:
+    def write(self, batch: Batch) -> Written:
+        """Write files that are not there: by one call where that can be done, else one by one."""
+        names = list(map(parse_name, batch.names))
+        shard = names[0][1] if names else None
+        statuses = []
+        if shard is not None and batch.check_offset is not None and self.writes_files:
+            statuses += self.write_files(
+                *([chunk for chunk, _ in names], shard, batch.transfer, batch.place),
+                *(batch.headers.ctypes.data, batch.check_offset),
+            )
+        if FAILED in statuses:
+            del statuses[statuses.index(FAILED) :]
+        for index, (chunk, shard) in enumerate(names[len(statuses) :], len(statuses)):
+            if shard is None:
+                problem = StorageError(f"{batch.names[index]}: no name of an entry")
+                return Written([*statuses, *[FAILED] * (len(names) - index)], problem)
+            if self._exists(batch.names[index], batch.nbytes):
+                statuses.append(PRESENT)
+                continue
+            views = batch.parts(index)
+            parts = [(np.frombuffer(view, np.uint8).ctypes.data, len(view)) for view in views]
+            try:
+                self.publish(chunk, shard, np.array(parts, dtype=np.uint64))
+            except StorageError as problem:
+                return Written([*statuses, *[FAILED] * (len(names) - index)], problem)
+            statuses.append(WRITTEN)
+        return Written(statuses)
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Set the files' times."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.utime(_path(name), dir_fd=self._fd, follow_symlinks=False)
+
+    def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Move a file to ``quarantine/`` (a few are kept there for a look), or delete it."""
-        name = f"{shard.name}{SUFFIX}"
+        chunk, _, shard = name.partition("/")
+        file = f"{shard}{SUFFIX}"
         with contextlib.ExitStack() as stack:
             try:
                 directory = self._directory(chunk)
                 stack.callback(os.close, directory)
-                if isinstance(reader, FileReader):
-                    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                    if (status.st_dev, status.st_ino) != reader.inode:
+                if if_version is not None:
+                    status = os.stat(file, dir_fd=directory, follow_symlinks=False)
+                    inode = np.array([status.st_dev, status.st_ino], dtype=np.uint64)
+                    if inode.tobytes() != if_version:
                         return True  # already replaced by somebody who wrote it anew
                 aside = make_directory(self._fd, QUARANTINE, self._security)
                 stack.callback(os.close, aside)
                 full = len(os.listdir(aside)) >= MAX_QUARANTINED
-                if not (full and _deleted(name, directory)):
-                    kept = f"{chunk}.{shard.name}.{secrets.token_hex(3)}"
-                    os.replace(name, kept, src_dir_fd=directory, dst_dir_fd=aside)
+                if not (full and _deleted(file, directory)):
+                    kept = f"{chunk}.{shard}.{secrets.token_hex(3)}"
+                    os.replace(file, kept, src_dir_fd=directory, dst_dir_fd=aside)
             except FileNotFoundError:
                 return True
             except OSError:
