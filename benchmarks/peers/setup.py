@@ -39,7 +39,7 @@ def site_packages(python: Path | str) -> str:
 
 
 def main() -> int:
-    """Build the environment and print the interpreter to give to `vua bench --peers`."""
+    """Build the environment and print the interpreter to give to `dev.py bench --peers`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", nargs="?", type=Path, default=ROOT / ".venv-peers")
     parser.add_argument("--base", default=sys.executable, help="interpreter that has torch")

@@ -1,9 +1,9 @@
-"""Other stores for `vua bench --peers`: `PYTHON benchmarks/peers/worker.py [NAME...] DIRECTORY`.
+"""Other stores for `dev.py bench --peers`: `PYTHON benchmarks/peers/worker.py [NAME...] DIRECTORY`.
 
 Speaks JSON lines, one answer per question, and does nothing between them, so that its arms take
 turns with all others. Each set of chunks has a process of its own, whose memory ends with it. With
-names (`raw`, `safetensors`: how they begin) only those stores. See vua/bench/peers.py for the
-questions.
+names (`raw`, `safetensors`: how they begin) only those stores. The questions are those of
+benchmarks/suite/peers.py.
 """
 
 from __future__ import annotations

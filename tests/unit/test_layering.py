@@ -29,7 +29,6 @@ FLOORS = (
     ("config",),
     ("core", "connector"),
     ("lmcache", "transformers", "vllm"),
-    ("bench",),  # measures the core; the command line runs it
     ("cli",),
     ("testing",),
 )
@@ -209,8 +208,6 @@ class TestLayering(unittest.TestCase):
             ("vua.core", "from vua.testing import X"): "above or beside",
             ("vua.cli", "from vua.testing import X"): "above or beside",
             ("vua.cli", "from vua.vllm import X"): "above or beside",
-            ("vua.bench", "from vua.cli import X"): "above or beside",
-            ("vua.core", "from vua.bench import X"): "above or beside",
             ("vua", "from vua.vllm import X"): "above or beside",
             ("vua.vllm.worker", "from vua.lmcache import X"): "above or beside",
             ("vua.core", "from . import keys"): "absolute",
@@ -239,7 +236,7 @@ class TestLayering(unittest.TestCase):
             ("vua.store.store", "from vua.device import X"),
             ("vua.core", "from vua.format import keys\nfrom vua.storage.local import X"),
             ("vua.storage.local", "from vua.storage.base import Storage\nimport vua.errors"),
-            ("vua.cli", "from vua.bench import suite\nfrom vua.store import X"),
+            ("vua.cli", "from vua.core import VUA\nfrom vua.store import X"),
             ("vua.vllm", "import vllm\nfrom vua.vllm.worker import X\nfrom vua import VUA"),
             ("vua.testing", "import vllm, transformers\nfrom vua.vllm import X"),
             ("vua.transformers", "import torch\nmodel.eval()"),

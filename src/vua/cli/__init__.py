@@ -95,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add_key(commands, common)
 
-    one = commands.add_parser("bench", parents=[common], help="measure VUA, or a directory")
+    one = commands.add_parser(
+        "bench", parents=[common], help="measure a directory, or play a trace"
+    )
     add_arguments(one)
     return parser
 

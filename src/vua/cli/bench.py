@@ -1,17 +1,17 @@
-"""`vua bench`: the suite, one directory, one trace, or the table of an earlier run."""
+"""`vua bench`: what one directory can do, or how many hits a trace of requests finds in a store."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vua.capacity.limits import nbytes_of
 from vua.cli.arguments import VARIABLE
 from vua.cli.text import SOUND, Write, progress, table
 from vua.errors import InputError
@@ -22,27 +22,20 @@ __all__ = ["add_arguments", "bench"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command's words."""
     parser.add_argument(
-        "what", nargs="?", choices=("suite", "path", "replay", "report"), default="suite",
-        help="the suite C1 to C14 (default); what one directory can do; a request trace through "
-        "a store; the table of a report made with --out",
+        "what", nargs="?", choices=("path", "replay"), default="path",
+        help="what one directory can do (default); a request trace through a store",
     )  # fmt: skip
-    parser.add_argument("target", nargs="?", type=Path, help="DIR, TRACE or REPORT")
+    parser.add_argument("target", nargs="?", type=Path, help="DIR or TRACE")
     parser.add_argument("--path", type=Path, metavar="DIR", help="the same as: path DIR")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw SVGs of the suite there")
-    parser.add_argument("--dir", type=Path, help="work there: on the file system to measure")
-    parser.add_argument("--tiny", action="store_true", help="seconds: shows that it works")
-    parser.add_argument("--only", default="", metavar="C1,C8", help="numbers of the suite")
-    parser.add_argument("--peers", default="", metavar="COMMAND", help="worker of other stores")
-    parser.add_argument("--engine", default="", metavar="COMMAND", help="program for C5 and C6")
-    parser.add_argument("--trace", type=Path, help="a request trace for C7")
-    parser.add_argument("--largest", type=int, default=100_000, help="chunks for C10 at most")
-    parser.add_argument("--requests", type=int, help="replay only the first of them")
-    parser.add_argument("--max-bytes", metavar="SIZE", help="replay with a bounded store")
-    parser.add_argument("--reference", type=Path, help="JSON of hit ratios by policy, for replay")
-    parser.add_argument("--model", help="for path: a model's name, or bytes of K and V per token")
-    parser.add_argument("--prefill", type=float, metavar="TOKENS/S", help="its prefill speed")
-    parser.add_argument("--ranks", type=int, default=1, help="its tensor parallel size")
+    parser.add_argument("--tiny", action="store_true", help="path: seconds; shows that it works")
+    parser.add_argument("--model", help="path: a model's name, or bytes of K and V per token")
+    parser.add_argument("--prefill", type=float, metavar="TOKENS/S", help="path: its prefill speed")
+    parser.add_argument("--ranks", type=int, default=1, help="path: its tensor parallel size")
+    parser.add_argument("--dir", type=Path, help="replay: where to keep the store meanwhile")
+    parser.add_argument("--requests", type=int, help="replay: only the first of them")
+    parser.add_argument("--max-bytes", metavar="SIZE", help="replay: with a bounded store")
+    parser.add_argument("--reference", type=Path, help="replay: JSON of hit ratios by policy")
 
 
 def bench(options: argparse.Namespace, *, write: Write | None) -> int:
@@ -56,47 +49,21 @@ def bench(options: argparse.Namespace, *, write: Write | None) -> int:
         options.what, options.target = "path", options.path
     if options.what == "path" and options.target is None and VARIABLE in os.environ:
         options.target = Path(os.environ[VARIABLE])
-    if options.what != "suite" and options.target is None:
-        raise InputError(f"bench {options.what} needs one more word: DIR, TRACE or REPORT")
+    if options.target is None:
+        raise InputError(f"bench {options.what} needs one more word: DIR or TRACE")
+    run, show_report = {"path": (_path, _print_path), "replay": (_replay, _print_replay)}[
+        options.what
+    ]
     with progress() as show:
-        if options.what == "suite":
-            report = _suite(options, show)
-        elif options.what == "path":
-            report = _path(options, show)
-        elif options.what == "replay":
-            report = _replay(options, show)
-        else:
-            report = json.loads(options.target.read_text(encoding="utf-8"))
+        report = run(options, show)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    _print(options.what, report, write)
-    if options.plots and "rows" in report:
-        from vua.bench.report import plots
-
-        written = plots(report, options.plots)
-        if write is None:
-            print(f"\n{len(written)} plots in {options.plots}")
+    (write or show_report)(report)
     return SOUND
 
 
-def _suite(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
-    from vua.bench.context import Settings
-    from vua.bench.suite import run
-
-    settings = Settings(
-        directory=options.dir,
-        tiny=options.tiny,
-        only=[word for word in options.only.split(",") if word],
-        peers=shlex.split(options.peers),
-        engine=shlex.split(options.engine),
-        trace=options.trace,
-        largest=options.largest,
-    )
-    return run(settings, show)
-
-
 def _path(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
-    from vua.bench.path import Demand, probe
+    from vua.cli.bench_path import Demand, probe
 
     if (options.model is None) != (options.prefill is None):
         raise InputError("--model and --prefill belong together: what to load, and what to beat")
@@ -107,8 +74,7 @@ def _path(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str,
 
 
 def _replay(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
-    from vua.bench.replay import belady, block_file_nbytes, lru, read, replay
-    from vua.capacity.limits import nbytes_of
+    from vua.cli.bench_replay import belady, block_file_nbytes, lru, read, replay
 
     requests = read(options.target, options.requests)
     with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=options.dir) as name:
@@ -127,19 +93,6 @@ def _replay(options: argparse.Namespace, show: Callable[[str], None]) -> dict[st
         for capacity in capacities
     ]
     return {"version": 1, "trace": options.target.name, **done.describe(), "bounded": bounded}
-
-
-def _print(what: str, report: dict[str, Any], write: Write | None) -> None:
-    if write is not None:
-        write(report)
-    elif what == "path":
-        _print_path(report)
-    elif what == "replay":
-        _print_replay(report)
-    else:
-        from vua.bench.report import markdown
-
-        print(markdown(report), end="")
 
 
 def _print_path(report: dict[str, Any]) -> None:

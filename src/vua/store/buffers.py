@@ -1,7 +1,7 @@
 """Host memory for tensors that users keep: used again once nobody holds them any more.
 
 A load into memory that the system has yet to find runs at the speed of page faults, a fraction of
-that of the load itself (C1 of `vua bench`, case *answers*). So what an answer lay in is kept for
+that of the load itself (C1 of `dev.py bench`, case *answers*). So what an answer lay in is kept for
 the next one, up to a bound.
 """
 

@@ -49,7 +49,7 @@ class TestBorder(CliTest):
             ["explain", root, "--tokens", f"{root}/{self.EVIL}"], ["explain", self.EVIL],
             ["export", root, f"{root}/{self.EVIL}.tar", "--all"], ["gc", root], ["ttl", root],
             ["import", root, file], ["import", root, self.EVIL], ["ls", root, self.EVIL],
-            ["bench", "report", self.EVIL], ["key", f"{root}/{self.EVIL}.key"],
+            ["bench", "replay", self.EVIL], ["key", f"{root}/{self.EVIL}.key"],
             ["gc", root, "--ttl", self.EVIL], ["doctor", root], [self.EVIL],
         ]  # fmt: skip
 

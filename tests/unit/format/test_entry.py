@@ -143,21 +143,23 @@ class TestDamage(unittest.TestCase):
                 codec.check_header(memoryview(header[:length]), SECOND)
 
     def test_foreign(self) -> None:
-        """A sound header of something else is foreign, and the message says of what."""
+        """A sound header of something else is foreign; misplaced only where its name is another."""
         codec = EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full)
         moved = SECOND._replace(start=8, stop=12)
         orphan = SECOND._replace(parent=b"\1" * 32)
         other = KVLayout(**LAYOUT.describe() | {"dtype": "F16"})
-        for name, header in {
-            "chunk": header_of(key=FIRST),
-            "position": header_of(key=moved),
-            "parent": header_of(key=orphan),
-            "namespace": header_of(EntryCodec("f" * 64, LAYOUT, LAYOUT.full)),
-            "shard": header_of(EntryCodec(NAMESPACE, LAYOUT, Shard(0, 3, 0, 2))),
-            "layout": header_of(EntryCodec(NAMESPACE, other, other.full)),
-        }.items():
-            with self.subTest(name), self.assertRaisesRegex(ForeignEntryError, "expected chunk"):
-                codec.check_header(memoryview(header), SECOND)
+        for name, header, misplaced in (
+            ("chunk", header_of(key=FIRST), True),
+            ("position", header_of(key=moved), False),
+            ("parent", header_of(key=orphan), False),
+            ("namespace", header_of(EntryCodec("f" * 64, LAYOUT, LAYOUT.full)), True),
+            ("shard", header_of(EntryCodec(NAMESPACE, LAYOUT, Shard(0, 3, 0, 2))), True),
+            ("layout", header_of(EntryCodec(NAMESPACE, other, other.full)), False),
+        ):
+            with self.subTest(name):
+                with self.assertRaisesRegex(ForeignEntryError, "expected chunk") as caught:
+                    codec.check_header(memoryview(header), SECOND)
+                self.assertEqual(misplaced, caught.exception.misplaced)
 
     def test_hostile(self) -> None:
         """A header whose self-check is right but whose claims are not is refused."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import unittest
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -60,8 +61,17 @@ class TestTokenIds(unittest.TestCase):
             with self.subTest(type=type(tokens), dtype=getattr(tokens, "dtype", "")):
                 self.assertEqual(expected, token_ids(tokens))
         self.assertEqual(struct.pack("<6I", *IDS), token_ids(IDS))
-        self.assertEqual(b"\xff\xff\xff\xff", token_ids([2**32 - 1]))
         self.assertEqual(struct.pack("<3I", 5, 6, 7), token_ids(range(5, 8)))
+
+    def test_largest(self) -> None:
+        """The largest token id is taken as it is, by the native code and without it."""
+        for wish in ("auto", "off"):
+            for dtype in (np.uint32, np.int64, np.uint64):
+                with (
+                    self.subTest(native=wish, dtype=dtype),
+                    mock.patch.dict(os.environ, VUA_NATIVE=wish),
+                ):
+                    self.assertEqual(b"\xff" * 4, token_ids(np.array([2**32 - 1], dtype)))
 
     def test_small_dtypes(self) -> None:
         """Ids that fit into a byte may come in one."""

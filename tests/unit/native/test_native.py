@@ -29,7 +29,7 @@ from helpers import (
     rectangle,
 )
 from vua import native
-from vua.bench.files import cool, direct_works, is_cold
+from vua.cli.bench_files import cool, direct_works, is_cold
 from vua.format.layout import KVLayout, Shard
 from vua.io.posix import page_aligned
 from vua.native import batches, bindings, moves

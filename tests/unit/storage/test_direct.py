@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arrays
-from vua.bench.files import cool, direct_works, is_cold
+from vua.cli.bench_files import cool, direct_works, is_cold
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
 import time
 import unittest
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -353,6 +355,30 @@ class TestDamage(StoreTest):
         elsewhere = next(foreign.iterdir()).read_bytes()
         for text in (first, elsewhere):
             self.damaged(lambda path, text=text: path.write_bytes(text), "foreign")
+
+    def test_foreign_layout(self) -> None:
+        """A sound file of another layout under the right name may be another's: it stays."""
+        other = KVLayout(**self.layout.describe() | {"dtype": "F16"})
+        self.save(self.open(other), self.model, [other.full], self.keys)
+
+        for _ in range(2):
+            loaded = self.load()
+            self.assertEqual((0, "foreign"), (loaded.chunks, loaded.reason))
+        self.assertEqual(CHUNKS, len(self.files()))
+
+    def test_failed_reads(self) -> None:
+        """Three reads in a row that fail take a file out of sight; one that works starts anew."""
+        self.save_whole()
+        key, bad_sector = self.keys[0], OSError(errno.EIO, "bad sector")
+        with closing(self.store.storage.open(key.name, SMALL.full)) as reader:
+            for problem in (*[OSError(errno.EAGAIN, "busy")] * 3, *[bad_sector] * 2):
+                self.store.misses.read_failed(key, SMALL.full, reader, problem)
+            self.assertEqual(CHUNKS, self.load().chunks)
+            for _ in range(2):
+                self.store.misses.read_failed(key, SMALL.full, reader, bad_sector)
+            self.assertTrue(self.file(0).exists())
+            self.store.misses.read_failed(key, SMALL.full, reader, bad_sector)
+        self.assertFalse(self.file(0).exists())
 
     def test_foreign_shard(self) -> None:
         """A shard under the name of another shard of the same size is noticed."""

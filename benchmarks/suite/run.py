@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from vua.bench import answers, blocks, engine, loads, lookups, processes, replay, saves, sizes
-from vua.bench.context import Bench, Settings
-from vua.bench.files import describe_machine
-from vua.bench.measure import Row
-from vua.bench.peers import Peers
+from suite import answers, blocks, engine, loads, lookups, processes, saves, sizes, traces
+from suite.context import Bench, Settings
+from suite.measure import Row
+from suite.peers import Peers
+from vua.cli.bench_files import describe_machine
 from vua.errors import InputError
 
 __all__ = ["NUMBERS", "run"]
@@ -45,10 +45,10 @@ PARTS: Final[dict[str, Part]] = {
     "C4": blocks.moves,
     "C5": engine.miss_overhead,
     "C6": engine.recovered,
-    "C7": replay.hits,
+    "C7": traces.hits,
     "C8": lookups.by_length,
     "C9": lookups.beside_work,
-    "C11": replay.bounded,
+    "C11": traces.bounded,
     "C12": sizes.on_disk,
     "C13": processes.sharing,
     "C14": processes.bursts,

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 
-from vua.bench.context import Bench
-from vua.bench.measure import Arm, Row, expect, measure
+from suite.context import Bench
+from suite.measure import Arm, Row, measure
+from vua.cli.bench_files import expect
 from vua.native import batches
 
 __all__ = ["moves"]

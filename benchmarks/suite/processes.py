@@ -1,6 +1,6 @@
 """C13, C14: a directory that two processes share, a writer that is killed, and bursts.
 
-`python -m vua.bench.processes ROOT SEED` is the writer: it saves chunk after chunk until it ends.
+`python -m suite.processes ROOT SEED` is the writer: it saves chunk after chunk until it ends.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from vua.bench.context import Bench
-from vua.bench.loads import Stored, one_thread
-from vua.bench.measure import Arm, Row, expect, measure, percentile
-from vua.bench.prompts import CASES, TINY, Case, keys_of, make, staged
+import numpy as np
+
+from suite.context import Bench
+from suite.loads import Stored, one_thread
+from suite.measure import Arm, Row, measure
+from suite.prompts import CASES, TINY, Case, keys_of, make, staged
+from vua.cli.bench_files import expect
 from vua.format.identity import Identity
 from vua.store.namespace import create_store
 from vua.store.store import Store
@@ -52,12 +55,9 @@ def write_forever(root: Path, case: Case, seed: int) -> None:
 @contextmanager
 def _writer(root: Path, seed: int, *, tiny: bool) -> Iterator[subprocess.Popen[str]]:
     """Run the writer, stopped at first; SIGCONT lets it write. Killed in the end, writing."""
-    command = [sys.executable, "-m", "vua.bench.processes", str(root), str(seed), str(int(tiny))]
-    here = str(Path(__file__).resolve().parents[2])
-    paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
-    writer = subprocess.Popen(  # noqa: S603 - this module
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
-    )
+    command = [sys.executable, "-m", "suite.processes", str(root), str(seed), str(int(tiny))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         line = writer.stdout.readline() if writer.stdout else ""
         expect("the writing process", holds=line == "writing\n")
@@ -111,7 +111,7 @@ def sharing(bench: Bench) -> Iterator[Row]:
     yield row("raw preadv beside a writer", "raw preadv alone")
     stored.check(memory, load)
     kills = 1 if bench.tiny else 5
-    pause = random.Random(3)  # noqa: S311 - a pause, not a secret
+    pause = random.Random(3)
     for seed in range(2, kills + 1):
         with _writer(root, seed, tiny=bench.tiny) as writer:
             writer.send_signal(signal.SIGCONT)
@@ -127,7 +127,7 @@ def median_s(work: Callable[[], object], count: int) -> float:
         start = time.perf_counter()
         work()
         took.append(time.perf_counter() - start)
-    return percentile(took, 50)
+    return float(np.percentile(took, 50))
 
 
 def _killed(root: Path, case: Case, kills: int) -> Row:
@@ -169,10 +169,10 @@ def bursts(bench: Bench) -> Iterator[Row]:
             free.append(which)
 
     def alone() -> float:
-        return percentile([_timed(one) for _ in range(count)], 99)
+        return float(np.percentile([_timed(one) for _ in range(count)], 99))
 
     count = 8 if bench.tiny else 60
-    usual = percentile([_timed(one) for _ in range(10)], 50)
+    usual = float(np.percentile([_timed(one) for _ in range(10)], 50))
     with ThreadPoolExecutor(2, thread_name_prefix="vua-bench-burst") as pool:
         arms = {
             "unloaded": Arm(alone),
@@ -198,7 +198,7 @@ def _burst(
 ) -> float:  # fmt: skip
     """Return p99 from arrival to end; arrivals are random, the rate 17 times or as the mean."""
     rate = 0.8 / usual / (_PEAK_TO_MEAN if even else 1)
-    pause = random.Random(11)  # noqa: S311 - arrivals, not a secret
+    pause = random.Random(11)
     due, ends = time.perf_counter(), []
 
     def run(arrived: float) -> float:
@@ -211,7 +211,7 @@ def _burst(
             due += 10 / rate * (_PEAK_TO_MEAN - 1)
         time.sleep(max(0.0, due - time.perf_counter()))
         ends.append(pool.submit(run, time.perf_counter()))
-    return percentile([end.result() for end in ends], 99)
+    return float(np.percentile([end.result() for end in ends], 99))
 
 
 if __name__ == "__main__":

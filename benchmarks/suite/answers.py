@@ -8,9 +8,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from vua.bench.context import Bench
-from vua.bench.measure import Arm, Row, expect, measure
-from vua.bench.prompts import CASES, TINY
+from suite.context import Bench
+from suite.measure import Arm, Row, measure
+from suite.prompts import CASES, TINY
+from vua.cli.bench_files import expect
 from vua.core import VUA, ClosestKV, VUAConfig
 
 __all__ = ["answers"]

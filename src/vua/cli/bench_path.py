@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from vua.bench.files import (
+from vua.cli.bench_files import (
     Buffer,
     RawFile,
     cool,
@@ -26,17 +26,39 @@ from vua.bench.files import (
     in_buffer,
     is_cold,
 )
-from vua.bench.measure import percentile
-from vua.bench.sizes import MODELS, layout_of, token_nbytes
 from vua.errors import InputError
+from vua.format.layout import KVLayout
 
-__all__ = ["Demand", "probe"]
+__all__ = ["MODELS", "Demand", "layout_of", "probe", "token_nbytes"]
+
+MODELS: Final = {
+    # layers, KV heads, K dim, V dim: from the models' published configs
+    "Llama-3.2-1B": (16, 8, 64, 64),
+    "Llama-3.1-8B": (32, 8, 128, 128),
+    "Llama-3.1-70B": (80, 8, 128, 128),
+    "Qwen3-8B": (36, 8, 128, 128),
+    "Qwen3-32B": (64, 8, 128, 128),
+    "Qwen3-30B-A3B": (48, 4, 128, 128),
+    "DeepSeek-V3": (61, 1, 576, 0),
+}
+"""KV geometries in bfloat16. DeepSeek's is one latent for K and V (MLA)."""
 
 _SIZES: Final = (256 << 10, 2 << 20, 8 << 20)
 _THREADS: Final = (1, 2, 4)
 _TOTAL_NBYTES: Final = 128 << 20
 _NAMES: Final = 256
 _LENGTHS: Final = (256, 1024, 4096, 16384, 65536, 131072)
+
+
+def layout_of(model: str, chunk_tokens: int = 64) -> KVLayout:
+    """Return the layout of a model that is listed here."""
+    layers, heads, k, v = MODELS[model]
+    return KVLayout(layers, heads, k, v, "BF16", chunk_tokens)
+
+
+def token_nbytes(layout: KVLayout) -> int:
+    """Return the bytes of K and V of one token."""
+    return layout.full.payload_nbytes(layout) // layout.chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +205,7 @@ def _metadata(home: Path, count: int) -> dict[str, float]:
             took.append((time.perf_counter() - start) * 1e6)
         rates[what] = statistics.median(took)
         if what.startswith("lookup"):
-            rates[f"{what}, p99"] = percentile(took, 99)
+            rates[f"{what}, p99"] = float(np.percentile(took, 99))
     return rates
 
 
@@ -215,8 +237,8 @@ def _bandwidth(
         ways = [way for way in ways if not way[2]]
     found = []
     for (what, way, cold), threads in itertools.product(ways, (1, 2) if tiny else _THREADS):
-        rates = sorted(_round(files, way, threads, cold=cold) for _ in range(2 if tiny else 3))
-        low, middle, high = (percentile(rates, at) for at in (25, 50, 75))
+        rates = [_round(files, way, threads, cold=cold) for _ in range(2 if tiny else 3)]
+        low, middle, high = np.percentile(rates, (25, 50, 75)).tolist()
         found.append(Speed(what, size, threads, middle, low, high))
     for path in paths:
         os.unlink(path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vua.bench.measure import MeasurementError
+from vua.cli.bench_files import MeasurementError
 
 __all__ = ["Peers"]
 
@@ -23,7 +23,7 @@ class Peers:
 
     def __init__(self, command: Sequence[str], directory: Path) -> None:
         """Start ``command`` with files below ``directory``. Raises MeasurementError, OSError."""
-        self._process = subprocess.Popen(  # noqa: S603 - the user's own command
+        self._process = subprocess.Popen(
             [*command, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         hello = self._answer()

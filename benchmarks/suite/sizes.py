@@ -5,27 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from vua.bench.context import Bench
-from vua.bench.measure import Row
-from vua.bench.prompts import keys_of
+from suite.context import Bench
+from suite.measure import Row
+from suite.prompts import keys_of
+from vua.cli.bench_path import MODELS, layout_of, token_nbytes
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.store.namespace import create_stores
 
-__all__ = ["MODELS", "on_disk"]
-
-MODELS = {
-    # layers, KV heads, K dim, V dim: from the models' published configs
-    "Llama-3.2-1B": (16, 8, 64, 64),
-    "Llama-3.1-8B": (32, 8, 128, 128),
-    "Llama-3.1-70B": (80, 8, 128, 128),
-    "Qwen3-8B": (36, 8, 128, 128),
-    "Qwen3-32B": (64, 8, 128, 128),
-    "Qwen3-30B-A3B": (48, 4, 128, 128),
-    "DeepSeek-V3": (61, 1, 576, 0),
-}
-"""KV geometries in bfloat16. DeepSeek's is one latent for K and V (MLA)."""
+__all__ = ["on_disk"]
 
 _HYBRID = {
     # full layers, window layers, window, heads, dim
@@ -35,22 +24,11 @@ _HYBRID = {
 _CHUNK = 64
 
 
-def layout_of(model: str, chunk_tokens: int = _CHUNK) -> KVLayout:
-    """Return the layout of a model that is listed here."""
-    layers, heads, k, v = MODELS[model]
-    return KVLayout(layers, heads, k, v, "BF16", chunk_tokens)
-
-
-def token_nbytes(layout: KVLayout) -> int:
-    """Return the bytes of K and V of one token."""
-    return layout.full.payload_nbytes(layout) // layout.chunk_tokens
-
-
 def on_disk(bench: Bench) -> Iterator[Row]:
     """C12: one file per chunk, eight (TP 8), MLA under TP 8, and hybrid models' groups."""
     names = ["Llama-3.2-1B", "DeepSeek-V3"] if bench.tiny else list(MODELS)
     for name in names:
-        layout = layout_of(name)
+        layout = layout_of(name, _CHUNK)
         for ranks in (1, 2, 8):
             if ranks > 1 and layout.kv_heads % ranks and layout.kv_heads > 1:
                 continue

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from vua.bench.measure import Row
-from vua.bench.peers import Peers
+from suite.measure import Row
+from suite.peers import Peers
 
 __all__ = ["Bench", "Settings"]
 

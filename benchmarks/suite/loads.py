@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from vua.bench.context import Bench
-from vua.bench.files import Buffer, RawFile, cool, direct_works, in_buffer, is_cold
-from vua.bench.measure import Arm, Row, busy_process, busy_thread, expect, measure
-from vua.bench.prompts import CASES, TINY, Case, Memory, file_path, file_rows, keys_of, make, noise
+from suite.context import Bench
+from suite.measure import Arm, Row, busy_process, busy_thread, measure
+from suite.prompts import CASES, TINY, Case, Memory, file_path, file_rows, keys_of, make, noise
+from vua.cli.bench_files import Buffer, RawFile, cool, direct_works, expect, in_buffer, is_cold
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.io import posix

@@ -13,27 +13,21 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
-from vua.errors import VUAError
+import numpy as np
 
 __all__ = [
     "Arm",
-    "MeasurementError",
     "Row",
     "Timings",
     "busy_process",
     "busy_thread",
     "measure",
-    "percentile",
 ]
 
 NOISY: Final = 0.10
 """A row whose no-op arm lies further from 1 than this is marked noisy."""
 
 Better = Literal["higher", "lower"]
-
-
-class MeasurementError(VUAError):
-    """An arm did not do what it is timed for: its numbers would mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +119,7 @@ class Timings:
         """
         pairs = zip(self.seconds[arm], self.seconds[of], strict=True)
         ratios = [limit / took if better == "higher" else took / limit for took, limit in pairs]
-        low, middle, high = (percentile(ratios, at) for at in (25, 50, 75))
+        low, middle, high = np.percentile(ratios, (25, 50, 75))
         took = self.median(arm)
         return Row(
             number, case, arm, of, middle, low, high, ms=took * 1e3, of_ms=self.median(of) * 1e3,
@@ -146,7 +140,7 @@ def measure(arms: Mapping[str, Arm], limit: str, rounds: int, *, warm: bool = Tr
     again = f"{limit}, again"
     turns = {**arms, again: arms[limit]}
     seconds: dict[str, list[float]] = {name: [] for name in turns}
-    order, shuffle = list(turns), random.Random(7).shuffle  # noqa: S311 - an order, not a secret
+    order, shuffle = list(turns), random.Random(7).shuffle
     for number in range(-1 if warm else 0, rounds):
         shuffle(order)
         for name in order:
@@ -164,19 +158,6 @@ def _time(arm: Arm) -> float:
     own = arm.work()
     took = time.perf_counter() - start
     return own if isinstance(own, float) else took
-
-
-def percentile(values: Sequence[float], at: float) -> float:
-    """Return the value below which ``at`` percent lie, interpolated linearly.
-
-    >>> percentile([1.0, 2.0, 3.0], 50), percentile([5.0], 99)
-    (2.0, 5.0)
-    """
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * at / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 @contextmanager
@@ -203,15 +184,9 @@ def busy_thread() -> Iterator[None]:
 def busy_process() -> Iterator[None]:
     """Run another process that computes: it takes a core as a busy thread does, but no GIL."""
     command = [sys.executable, "-I", "-S", "-c", "print(flush=True)\nwhile True: pass"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:  # noqa: S603 - our own
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             process.stdout.readline()  # type: ignore[union-attr] # it computes from now on
             yield
         finally:
             process.kill()
-
-
-def expect(what: str, *, holds: bool) -> None:
-    """Raise MeasurementError unless ``holds``: a number for wrong bytes would mean nothing."""
-    if not holds:
-        raise MeasurementError(f"{what}: not as it has to be, so nothing was measured")

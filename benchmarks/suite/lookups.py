@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from vua.bench.context import Bench
-from vua.bench.measure import Arm, Row, busy_process, expect, measure, percentile
-from vua.bench.prompts import Case, file_path, keys_of, make, staged
+from suite.context import Bench
+from suite.measure import Arm, Row, busy_process, measure
+from suite.prompts import Case, file_path, keys_of, make, staged
 from vua.capacity.limits import Bounds
+from vua.cli.bench_files import expect
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -149,7 +150,7 @@ def beside_work(bench: Bench) -> Iterator[Row]:
             if pause_s:
                 time.sleep(pause_s)
             found.append(_seconds(store, prompt))
-        return percentile(found, at)
+        return float(np.percentile(found, at))
 
     case = Case("load", KVLayout(16, 4, 128, 128, "BF16", 64), 2 if bench.tiny else 16)
     load, save = _loads(root, case), _saves(root, case)

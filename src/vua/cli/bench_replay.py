@@ -1,4 +1,4 @@
-"""C7, C11: a trace of requests through the real lookup, load and save, with small payloads.
+"""`vua bench replay`: a trace of requests through lookup, load and save, with small payloads.
 
 A trace is a file of JSON lines with `hash_ids` (one id per block of the prompt, the id standing for
 the whole prefix up to its block, the last block perhaps partial) and `input_length`: the published
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,9 +18,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from vua.bench.context import Bench
-from vua.bench.measure import Row, expect, percentile
 from vua.capacity.limits import Bounds
+from vua.cli.bench_files import expect
 from vua.device.slab import Slab
 from vua.errors import InputError
 from vua.format.entry import EntryCodec
@@ -30,20 +29,17 @@ from vua.format.layout import KVLayout
 from vua.store.namespace import create_store
 
 __all__ = [
+    "BLOCK_TOKENS",
     "Replayed",
     "Request",
     "belady",
-    "bounded",
-    "hits",
+    "block_file_nbytes",
     "lru",
-    "multi_round",
     "read",
     "replay",
 ]
 
 BLOCK_TOKENS: Final = 512
-_SUITE_REQUESTS: Final = {"C7": 1000, "C11": 300}
-"""Requests of a trace that the suite replays; evictions take their time."""
 _LAYOUT: Final = KVLayout(1, 1, 1, 0, "U8", BLOCK_TOKENS)
 _ROOM: Final = 64
 """Chunks that are loaded by one call."""
@@ -128,17 +124,6 @@ def read(path: Path, limit: int | None = None) -> list[Request]:
     return found
 
 
-def multi_round(users: int, rounds: int, blocks: int) -> list[Request]:
-    """Return a generated chat: each round repeats the user's history and adds ``blocks``."""
-    history: list[list[int]] = [[0] for _ in range(users)]  # one block that all have in common
-    ids, found = iter(range(1, 1 << 31)), list[Request]()
-    for _ in range(rounds):
-        for one in history:
-            one += [next(ids) for _ in range(blocks)]
-            found.append(Request(tuple(one), len(one) * BLOCK_TOKENS))
-    return found
-
-
 def replay(
     root: Path,
     requests: Sequence[Request],
@@ -177,7 +162,7 @@ def replay(
     session.store.close()
     file_nbytes = block_file_nbytes()
     blocks = sum(len(request.whole) for request in requests)
-    p50, p90, p99 = (percentile(lookups, at) * 1e3 for at in (50, 90, 99))
+    p50, p90, p99 = (np.percentile(lookups, (50, 90, 99)) * 1e3).tolist()
     return Replayed(
         requests=len(requests), tokens=sum(request.tokens for request in requests), blocks=blocks,
         hit_blocks=hit, vanished_blocks=vanished, refused_blocks=refused, ideal_blocks=ideal,
@@ -279,38 +264,3 @@ def belady(reference: Path, requests: int) -> dict[int, dict[str, float]]:
             for capacity, values in capacities.items():
                 found.setdefault(int(capacity), {})[policy] = values["prefix_hit"]
     return found
-
-
-def _requests(bench: Bench, number: str) -> tuple[str, list[Request]]:
-    trace = bench.settings.trace
-    if trace is None or bench.tiny:
-        size = (4, 3, 2) if bench.tiny else (40, 8, 4)
-        return "generated chat", multi_round(*size)
-    count = _SUITE_REQUESTS[number]
-    return f"first {count} requests of {trace.name}", read(trace, count)
-
-
-def hits(bench: Bench) -> Iterator[Row]:
-    """C7: hit blocks over those of a perfect unbounded store."""
-    name, requests = _requests(bench, "C7")
-    root = bench.place("replay")
-    done = replay(root, requests, lambda _line: None)
-    bench.drop(root)
-    ratio = done.hit_blocks / max(1, done.ideal_blocks)
-    case = f"{name}: {done.token_hit_ratio:.1%} of {done.tokens:,} tokens hit"
-    yield Row(
-        "C7", case, "hit blocks", "ideal", ratio, ratio, ratio, ms=done.lookup_ms[0], target=0.97
-    )
-
-
-def bounded(bench: Bench) -> Iterator[Row]:
-    """C11: with room for a tenth of the blocks, against LRU with as much room."""
-    name, requests = _requests(bench, "C11")
-    unique = len({block for request in requests for block in request.whole})
-    room = max(8, unique // 10)
-    root = bench.place("bounded")
-    done = replay(root, requests, lambda _line: None, max_bytes=room * block_file_nbytes())
-    bench.drop(root)
-    ratio = done.hit_ratio / max(1e-9, lru(requests, room))
-    case = f"{name}: room for {room:,} of {unique:,} blocks, {done.hit_ratio:.1%} hit"
-    yield Row("C11", case, "hit ratio", "LRU's", ratio, ratio, ratio, target=0.98)

@@ -14,11 +14,21 @@ import numpy.typing as npt
 import xxhash
 
 from vua import native
-from vua.bench.measure import expect
+from vua.errors import VUAError
 from vua.io import posix
 from vua.io.posix import IOV_MAX, Iovecs, page_aligned
 
-__all__ = ["Buffer", "RawFile", "cool", "describe_machine", "direct_works", "is_cold"]
+__all__ = [
+    "Buffer",
+    "MeasurementError",
+    "RawFile",
+    "cool",
+    "describe_machine",
+    "direct_works",
+    "expect",
+    "in_buffer",
+    "is_cold",
+]
 
 PAGE: Final = 4096
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
@@ -27,6 +37,16 @@ _LIBC: Final = ctypes.CDLL(None)
 for _call in (_LIBC.preadv, _LIBC.pwritev):
     _call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
     _call.restype = ctypes.c_ssize_t
+
+
+class MeasurementError(VUAError):
+    """What is timed did not do its work: its numbers would mean nothing."""
+
+
+def expect(what: str, *, holds: bool) -> None:
+    """Raise MeasurementError unless ``holds``: a number for wrong bytes would mean nothing."""
+    if not holds:
+        raise MeasurementError(f"{what}: not as it has to be, so nothing was measured")
 
 
 class Buffer:

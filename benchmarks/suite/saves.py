@@ -14,10 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from vua.bench.context import Bench
-from vua.bench.files import Buffer, RawFile, direct_works, in_buffer
-from vua.bench.measure import Arm, Row, expect, measure
-from vua.bench.prompts import (
+from suite.context import Bench
+from suite.measure import Arm, Row, measure
+from suite.prompts import (
     CASES,
     TINY,
     Case,
@@ -30,6 +29,7 @@ from vua.bench.prompts import (
     staged,
 )
 from vua.capacity.limits import Bounds
+from vua.cli.bench_files import Buffer, RawFile, direct_works, expect, in_buffer
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.store.namespace import create_store
