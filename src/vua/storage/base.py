@@ -24,8 +24,7 @@ import xxhash
 from vua import native
 from vua.errors import CorruptEntryError, StorageError
 from vua.format.layout import Shard
-from vua.io.plan import EntryPlan
-from vua.io.posix import memory_at, page_aligned
+from vua.io.posix import Iovecs, memory_at, page_aligned
 from vua.native import LEFT as FAILED
 from vua.native import PRESENT, WRITTEN, Transfer, digests_of
 
@@ -36,6 +35,7 @@ __all__ = [
     "Batch",
     "Capabilities",
     "Entry",
+    "FileStorage",
     "Filled",
     "Storage",
     "Written",
@@ -290,5 +290,33 @@ class Storage(Protocol):
         """Take an entry out of sight; with ``if_version`` only if it is still that very one.
 
         Returns whether it is gone (or was, or is another one by now). Raises nothing.
+        """
+        ...
+
+
+class FileStorage(Storage, Protocol):
+    """What :class:`vua.store.writer.Saver` asks of a storage."""
+
+    def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
+        """Write one entry from memory, all or nothing. Raises StorageError."""
+        ...
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether there is any use in calling :meth:`write_files`."""
+        ...
+
+    def write_files(
+        self,
+        chunks: Sequence[str],
+        shard: Shard,
+        batch: Transfer,
+        place: int,
+        headers: int,
+        check_offset: int,
+    ) -> Sequence[int]:
+        """Hash and write several entries as far as that is to be had, see :func:`native.save`.
+
+        Returns what became of each, nothing at all where none can be written in this way.
         """
         ...

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import stat
+import sys
 import threading
 import time
 import weakref
@@ -77,6 +78,15 @@ def chunk_path(chunk: str) -> str:
 def _path(name: str) -> str:
     """Return the file of an entry below its namespace."""
     return f"{name[:2]}/{name}{SUFFIX}"
+
+
+def version_of(status: FileStatus) -> bytes:
+    """Return what :meth:`LocalStorage.delete` knows an open file by."""
+    return _version(*status.inode)
+
+
+def _version(device: int, inode: int) -> bytes:
+    return device.to_bytes(8, sys.byteorder) + inode.to_bytes(8, sys.byteorder)
 
 
 class LocalStorage:
@@ -150,7 +160,9 @@ class LocalStorage:
             if done < len(paths):
                 problem = self._read_one(batch, done, paths[done], inodes[done])
                 done += problem is None
-        return Filled(done, problem, lambda index: inodes[index].tobytes())
+        return Filled(
+            done, problem, lambda index: inodes[index].tobytes() if inodes[index, 1] else None
+        )
 
     def _read_many(self, batch: Batch, paths: Sequence[str], inodes: npt.NDArray[np.uint64]) -> int:
         """Read leading files; return how many. Those read before come out of the page cache."""
@@ -426,9 +438,8 @@ class LocalStorage:
                 directory = self._directory(chunk)
                 stack.callback(os.close, directory)
                 if if_version is not None:
-                    status = os.stat(file, dir_fd=directory, follow_symlinks=False)
-                    inode = np.array([status.st_dev, status.st_ino], dtype=np.uint64)
-                    if inode.tobytes() != if_version:
+                    found = os.stat(file, dir_fd=directory, follow_symlinks=False)
+                    if _version(found.st_dev, found.st_ino) != if_version:
                         return True  # already replaced by somebody who wrote it anew
                 aside = make_directory(self._fd, QUARANTINE, self._security)
                 stack.callback(os.close, aside)

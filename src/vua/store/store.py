@@ -23,7 +23,7 @@ from vua.io.plan import EntryPlan
 from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
-from vua.storage.base import Storage, entry_name, parse_name
+from vua.storage.base import FileStorage, entry_name, parse_name
 from vua.store.entry_reader import EntryReader, Verified
 from vua.store.quarantine import Misses
 from vua.store.writer import Saver
@@ -53,7 +53,7 @@ class Store:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: FileStorage,
         namespace: str,
         layout: KVLayout,
         keeper: Keeper | None = None,

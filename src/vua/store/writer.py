@@ -21,8 +21,7 @@ from vua.io.posix import page_aligned
 from vua.io.threads import Call, Threads
 from vua.native import LEFT, PRESENT, THREADS, WRITTEN, Transfer, hash_entry
 from vua.security.keyring import Keyring, NoKeyError
-from vua.storage.base import entry_name
-from vua.storage.local import LocalStorage
+from vua.storage.base import FileStorage, entry_name
 from vua.store.quarantine import Misses
 
 __all__ = ["Saver"]
@@ -44,7 +43,7 @@ class Target(Protocol):
     """What a saver needs of a :class:`vua.store.store.Store`."""
 
     layout: KVLayout
-    storage: LocalStorage
+    storage: FileStorage
     keeper: Keeper | None
     keyring: Keyring
     misses: Misses

@@ -136,7 +136,12 @@ def _replaced(trial: Trial) -> bool:
     subject.put(key, key.payload(skewed.NBYTES))
     (path,) = subject.files(key)
     right = path.read_bytes()
-    reader = FileReader(os.open(path, os.O_RDONLY))
+    layout = subject.layout
+    into = bytearray(len(right))
+    memory = memory_of(layout, memoryview(into)[-layout.full.payload_nbytes(layout) :])
+    store = subject.store()
+    transfer = store.transfer(layout.full, layout.full, layout.full, memory)
+    batch = Batch.of([entry_name(subject.chunk(key).name, layout.full)], transfer)
     other = path.with_name("other")
     other.write_bytes(bytes(len(right)))
     other.replace(path)
