@@ -29,7 +29,7 @@ REQUIREMENTS = ROOT / "requirements"
 OLDEST_VLLM = "0.28.0"  # of those that VUA works with; it runs on the same torch
 OLDEST = VENV / f"vllm-{OLDEST_VLLM}"
 OLDEST_TESTS = (
-    "tests/unit/vllm/test_vllm_paged.py",
+    "tests/unit/device/test_cpu_pages.py",
     "tests/e2e/test_versions.py",
     "tests/e2e/test_damage.py::DamagedTest::test_deleted_file",
     "tests/e2e/test_damage.py::DamagedTest::test_flipped_bit",
@@ -192,14 +192,14 @@ def prepare_environment() -> None:
     STAMP.write_text(digest, encoding="utf-8")
 
 
-def run(*command: str, paths: tuple[str, ...] = ()) -> int:
+def run(*command: str, python: Path = PYTHON, paths: tuple[str, ...] = ()) -> int:
     """Runs one module or script with the environment's Python; returns its exit status.
 
     It imports from ``paths``, folders of the repository, too.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in paths)}
     return subprocess.run(
-        [str(PYTHON), *command], cwd=ROOT, env=environment if paths else None
+        [str(python), *command], cwd=ROOT, env=environment if paths else None
     ).returncode
 
 
@@ -280,16 +280,15 @@ def peers(*arguments: str) -> int:
 def scorecard(*arguments: str) -> int:
     """Runs the scorecard: quick, or with --full; with --peers on the other stores as well."""
     chosen = [word for word in arguments if word != "--peers"]
-    status = run("-m", "vua.testing", *chosen)
+    status = run("-m", "scorecard", *chosen, paths=("src", "tests"))
     if len(chosen) < len(arguments):
         python = ROOT / ".venv-peers" / "bin" / "python"
         if not python.exists():
             sys.exit("dev.py: `dev.py peers` installs the other stores first")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         for subject in PEER_SUBJECTS:
             place = str(ROOT / "benchmarks" / "peers" / subject)
-            command = [str(python), "-m", "vua.testing", "--subject", place, *chosen]
-            subprocess.run(command, cwd=ROOT, env=environment)
+            words = ["-m", "scorecard", "--subject", place, *chosen]
+            run(*words, python=python, paths=("src", "tests"))
     return status
 
 
@@ -308,6 +307,11 @@ def fuzz(*arguments: str) -> int:
     return run("tests/fuzz_entry.py", *arguments)
 
 
+def house(*arguments: str) -> int:
+    """Counts and traces what the code base is made of, beside --before COMMIT ..."""
+    return run("benchmarks/house.py", *arguments)
+
+
 def ci() -> int:
     """Runs lint, test, thorough, test-oldest and a short demo."""
     return lint() or test() or thorough() or test_oldest() or demo("--quick")
@@ -317,7 +321,7 @@ TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
         *(setup, build, wheels, demo, test, thorough, test_oldest, lint, format_, bench),
-        *(peers, scorecard, identity_campaign, soak, fuzz, ci),
+        *(peers, scorecard, identity_campaign, soak, fuzz, house, ci),
     )
 }
 

@@ -10,7 +10,7 @@ expected.
 
 1. Overhead: prompts that nobody has seen, total time over that of vLLM alone: the same engine in
    the same process, its connector taken away for the turn. "lookups" finds nothing, "stores" looks
-   up and writes every prompt ("direct": past the page cache). vLLM alone has two turns in each
+   up and writes every prompt. vLLM alone has two turns in each
    round, whose mean is what the others are compared with; "vLLM again" is one over the other.
    vLLM's ExampleConnector, which stores too, takes turns here and in 2 in an engine of its own.
    The demo's model has 182 KiB of K and V per GFLOP (two per weight and token), models that people
@@ -61,7 +61,6 @@ OVERHEAD = {
     AGAIN: "alone",
     "lookups": "lookups",
     "stores": "all",
-    "stores, direct": "direct",
 }
 """The turns of VUA's engine in the first comparison, and what each asks for."""
 SHAPES = {

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
@@ -101,9 +100,8 @@ class Engine:
 
         Args:
             prompts: their tokens.
-            mode: "all"; "alone": as if there were no connector; and, each under a salt of its own:
-                "lookups", so that nothing is found, nor stored; "direct": VUA writes past the page
-                cache; "cached": it does not.
+            mode: "all"; "alone": as if there were no connector; "lookups": under a salt of its own,
+                so that nothing is found, nor stored.
             forget: without what is in vLLM's own prefix cache.
         """
         self._pipe.send((prompts, mode, forget))
@@ -157,9 +155,8 @@ def serve(pipe: Connection, settings: dict[str, Any], log: IO[bytes]) -> None:
         if forget and not llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset")
         asked: list[dict[str, Any]] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        if mode in ("lookups", "direct", "cached"):
+        if mode == "lookups":
             asked = [one | {"cache_salt": mode} for one in asked]
-        how_it_writes(direct=mode == "direct")
         with without_connector(llm) if mode == "alone" else nullcontext():
             start = time.perf_counter()
             how = only_lookups if mode == "lookups" else sampling
@@ -191,21 +188,6 @@ def without_connector(llm: Any) -> Iterator[None]:
         yield
     finally:
         scheduler.connector, worker._KV_CONNECTOR_AGENT = kept
-
-
-def how_it_writes(*, direct: bool) -> None:
-    """Set VUA's `direct_writes` in a running engine."""
-    from vllm.distributed.kv_transfer import kv_transfer_state as worker
-
-    connector = worker._KV_CONNECTOR_AGENT
-    if type(connector).__name__ == "VUAStorageConnector_V1":
-        side = connector._worker
-        side._config = replace(side._config, direct_writes=direct)
-        for group in side._groups:
-            if hasattr(group, "store"):  # else it opens with these settings
-                group.store.storage.direct_writes = direct
-    elif direct:
-        raise RuntimeError("only VUA's connector can write past the page cache")
 
 
 def certain(logprobs: Sequence[Mapping[int, Any]]) -> int:

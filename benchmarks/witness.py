@@ -1,6 +1,6 @@
 """How far two computations of one chunk lie apart: by arithmetic, and by computing something else.
 
-    python benchmarks/witness.py [--model DIR ...] [--prompts 12] [--only arithmetic|else]
+    PYTHONPATH=src:tests python benchmarks/witness.py [--model DIR ...] [--only arithmetic|else]
 
 Engines of many kinds (vLLM with several block sizes, steps, batches and sizes of tensor
 parallelism, and transformers) compute the same prompts, each into a directory of its own, as the
@@ -29,13 +29,13 @@ from unittest import mock
 
 import torch
 
+from e2e.variants import WEIGHTS, make_variant
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
 from vua.serdes import DTYPES
 from vua.store.agreement import compare
 from vua.store.namespace import namespaces, open_store
 from vua.testing.models import make_model
-from vua.testing.variants import WEIGHTS, make_variant
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

@@ -14,10 +14,10 @@ import sys
 import time
 from pathlib import Path
 
+from scorecard.attacks import hostile_bytes, mutated
 from vua.errors import CorruptEntryError
 from vua.format import entry, header, layout
 from vua.format.entry import parse_entry
-from vua.testing.attacks import hostile_bytes, mutated
 
 HERE = Path(__file__).parent
 SLOW_S = 1.0

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from scorecard.stores import layout_of, make_vua, memory_of
+from scorecard.subject import Key, Subject, noise
 from vua.capacity.gc import collect
 from vua.capacity.limits import Bounds, Limits
 from vua.errors import VUAError
@@ -26,8 +28,6 @@ from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
 from vua.store.namespace import create_store
 from vua.store.store import Store
-from vua.testing.stores import layout_of, make_vua, memory_of
-from vua.testing.subject import Key, Subject, noise
 
 CHUNKS = 128
 IDENTITY = Identity(model="nfs", kv_dtype="uint8", chunk_tokens=4, name="nfs")

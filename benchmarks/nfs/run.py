@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 TOOLS = ("linux.uml", "rpc.nfsd", "exportfs", "mount.nfs", "rpcbind", "modprobe", "ip", "tc")
 
 
@@ -37,7 +38,7 @@ def main() -> int:
         *("linux.uml", "mem=1500M", "quiet", "con=null", "con0=null,fd:1"),
         *("root=/dev/root", "rootfstype=hostfs", "rootflags=/", "rw", f"init={HERE / 'guest.sh'}"),
         *(f"PYTHON={sys.executable}", f"SCRIPT={HERE / 'clients.py'}"),
-        *(f"SOURCE={HERE.parents[1] / 'src'}", f"VERSIONS={given.mounts}"),
+        *(f"SOURCE={ROOT / 'src'}:{ROOT / 'tests'}", f"VERSIONS={given.mounts}"),
         *(f"RTT_MS={given.rtt_ms:g}", f"PARTS={given.parts}"),
     ]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""LMCache's L2 adapters on the scorecard: `PYTHON -m vua.testing --subject THIS:lmcache_fs`.
+"""LMCache's L2 adapters on the scorecard: `dev.py scorecard --subject THIS:lmcache_fs`.
 
 By the adapters' own tasks with their own defaults, from and into LMCache's memory, which holds
 before a load what the caller's memory held. A task that failed, or a bit that is not set, is
@@ -21,7 +21,7 @@ import lmcache_stores
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import _object_key_to_filename
 
-from vua.testing.subject import Key, NotApplicableError, Subject
+from scorecard.subject import Key, NotApplicableError, Subject
 
 
 class LMCacheFs(Subject):

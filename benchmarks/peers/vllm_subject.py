@@ -1,4 +1,4 @@
-"""vLLM's fs tier on the scorecard: `PYTHON -m vua.testing --subject THIS:vllm_fs`.
+"""vLLM's fs tier on the scorecard: `dev.py scorecard --subject THIS:vllm_fs`.
 
 By the two functions of the tier's I/O module, called as the tier calls them. The OSErrors that they
 raise are how they say "miss" and "not stored", so they are no errors here.
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from vllm.v1.kv_offload.tiering.fs import io
 
-from vua.testing.subject import Key, NotApplicableError, Subject
+from scorecard.subject import Key, NotApplicableError, Subject
 
 VERSION = next(
     metadata.version(name)

@@ -21,7 +21,6 @@ _TIMEOUT_S = 1800
 _MISSES = (
     ("lookups", 1.01),
     ("stores", 1.03),
-    ("stores, direct", 1.03),
     ("ExampleConnector", None),
 )
 _REASON = "no --engine; benchmarks/connector.py measures it with vLLM in minutes"

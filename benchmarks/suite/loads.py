@@ -232,13 +232,13 @@ def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:
     stored.check(memory, load)
     files, cooled = stored.raw_files(memory), partial(cool, stored.paths, sync=False)
     storage = stored.store.storage
-    ways = storage.cold_reads if isinstance(storage, LocalStorage) else None
+    reads = storage.first_reads if isinstance(storage, LocalStorage) else None
 
     def new_ones() -> None:
         """Make the files cold, and nothing known of them."""
         cooled()
-        if ways is not None:
-            ways.forget()
+        if reads is not None:
+            reads.forget()
 
     arms = {
         "raw preadv": Arm(lambda: [file.read() for file in files], cooled),

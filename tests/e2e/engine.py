@@ -358,7 +358,7 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
     """Count tokens put into this process's engine's cache or drafted for it, and preemptions."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vua.vllm.paged import PagedKV
+    from vua.device.cpu_pages import PagedKV
 
     scatter, preempt = PagedKV.scatter_chunks, Scheduler._preempt_request
     schedule = Scheduler.schedule

@@ -28,8 +28,8 @@ from e2e.harness import (
     tokens,
 )
 from e2e.pictures import IMAGE_TOKEN
+from e2e.variants import make_adapter, make_variant
 from vua.testing.models import make_model
-from vua.testing.variants import make_adapter, make_variant
 
 pytestmark = pytest.mark.vllm
 

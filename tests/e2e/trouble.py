@@ -45,9 +45,9 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
 @contextmanager
 def _one_identity() -> Iterator[None]:
     """Give all engines one namespace (per epoch), and prompts names by their tokens alone."""
+    from vua.connector import lookup
     from vua.format.identity import Identity
     from vua.format.keys import KeyChain
-    from vua.vllm import lookup
 
     def namespace(self: Identity) -> str:
         return hashlib.sha256(f"one identity {self.epoch}".encode()).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -18,12 +19,12 @@ from hypothesis import strategies as some
 
 from helpers import TESTS, DirectoryTest, caches_of, kv_bits
 from properties import HealthCheck, given, seed, settings
+from scorecard import audited
+from scorecard.attacks import hostile_bytes, mutated
 from vua.core import VUA, VUAConfig
 from vua.errors import CorruptEntryError
 from vua.format.entry import parse_entry
 from vua.security.keyring import write_key
-from vua.testing import audited
-from vua.testing.attacks import hostile_bytes, mutated
 
 GOLDEN = sorted(
     path
@@ -143,14 +144,22 @@ class TestFuzz(unittest.TestCase):
             tracemalloc.stop()
 
 
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a program that imports what this process can."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=True, env=environment
+    )
+
+
 @pytest.mark.thorough
 class TestAudit(DirectoryTest):
     """Gets in a process with an audit hook."""
 
     def run_gets(self, *words: str) -> dict[str, object]:
         """The report of the process."""
-        command = [sys.executable, "-m", "vua.testing.audited", str(self.root), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        command = [sys.executable, "-m", "scorecard.audited", str(self.root), *words]
+        done = run(command)
         report: dict[str, object] = json.loads(done.stdout)
         return report
 
@@ -168,14 +177,14 @@ class TestAudit(DirectoryTest):
     def test_events_are_seen(self) -> None:
         """The hook notes what it is there to note."""
         script = (
-            "import sys, os, pathlib; from vua.testing.audited import Watch\n"
+            "import sys, os, pathlib; from scorecard.audited import Watch\n"
             "watch = Watch(pathlib.Path('/nowhere')); watch.arm()\n"
             "eval('1'); import wave; os.system('true'); open('/dev/null').close()\n"
             "import socket; socket.socket().close(); watch.disarm()\n"
             "print(' '.join(sorted({event.split()[0] for event in watch.events})))"
         )
         command = [sys.executable, "-c", script]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        done = run(command)
         seen = set(done.stdout.split())
 
         self.assertLessEqual({"compile", "exec", "import", "os.system", "open"}, seen)

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from helpers import DirectoryTest, flip
+from scorecard.faults import syscalls
+from scorecard.faults.world import World, WrongBytesError, layout_of
+from scorecard.runner import Plan, run_test
+from scorecard.subject import Key, NotApplicableError, Subject
+from scorecard.trial import TESTS
 from vua.capacity.lru import stamp_ns
 from vua.io import posix
 from vua.storage.local import TEMPORARY, LocalStorage
-from vua.testing.faults import syscalls
-from vua.testing.faults.world import World, WrongBytesError, layout_of
-from vua.testing.runner import Plan, run_test
-from vua.testing.subject import Key, NotApplicableError, Subject
-from vua.testing.trial import TESTS
 
 NBYTES = 16 << 10
 

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from sim.case import Case, draw
+from vua.connector.metadata import ConnectorMetadata
+from vua.device.cpu_pages import PagedKV
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain
 from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1 as Connector
-from vua.vllm.messages import Orders
-from vua.vllm.paged import PagedKV
 
 Mutation = Callable[[ExitStack], None]
 MUTATIONS: dict[str, tuple[Mutation, dict[str, Any]]] = {}
@@ -64,7 +64,9 @@ def instead(patches: ExitStack, of: Any, name: str, hook: Callable[..., Any]) ->
     patches.enter_context(mock.patch.object(of, name, replaced))
 
 
-def change_orders(patches: ExitStack, change: Callable[[Any, Orders, Any], None]) -> None:
+def change_orders(
+    patches: ExitStack, change: Callable[[Any, ConnectorMetadata, Any], None]
+) -> None:
     """Call ``change(connector, orders, scheduler_output)`` before the orders are sent."""
 
     def build(original: Any, self: Any, output: Any) -> Any:
@@ -79,7 +81,7 @@ def change_orders(patches: ExitStack, change: Callable[[Any, Orders, Any], None]
 def loads_go_one_block_too_far(patches: ExitStack) -> None:
     """Scatter is off by one block."""
 
-    def change(_self: Any, orders: Orders, _output: Any) -> None:
+    def change(_self: Any, orders: ConnectorMetadata, _output: Any) -> None:
         for order in orders.loads:
             order.block_ids = [table[1:] + table[:1] for table in order.block_ids]
 
@@ -90,7 +92,7 @@ def loads_go_one_block_too_far(patches: ExitStack) -> None:
 def local_hit_is_ignored(patches: ExitStack) -> None:
     """Loads begin at the first token, whatever vLLM's own prefix cache has."""
 
-    def change(self: Any, orders: Orders, _output: Any) -> None:
+    def change(self: Any, orders: ConnectorMetadata, _output: Any) -> None:
         size = self._scheduler._model.chunk_tokens
         for order in orders.loads:
             keys = self._scheduler._states[order.request_id].lookup.answer.result().keys
@@ -194,11 +196,11 @@ def failures_are_forgotten(patches: ExitStack) -> None:
 @mutation(room=1.3, max_num_seqs=8, prefix_caching=False, aborts=0.1, damage=0.2)
 def saves_come_one_step_late(patches: ExitStack) -> None:
     """Blocks are copied out in the next step, when others may own them."""
-    late: list[Orders] = []
+    late: list[ConnectorMetadata] = []
 
     def save(original: Any, self: Any) -> None:
         now = self._get_connector_metadata()
-        self.bind_connector_metadata(late.pop() if late else Orders())
+        self.bind_connector_metadata(late.pop() if late else ConnectorMetadata())
         original(self)
         self.bind_connector_metadata(now)
         late.append(now)
@@ -269,7 +271,7 @@ def chunks_are_not_cut_at_the_start(patches: ExitStack) -> None:
             del skip
             super().scatter_chunks(ids, start, count, 0, *kv)
 
-    patches.enter_context(mock.patch("vua.vllm.group_side.PagedKV", Uncut))
+    patches.enter_context(mock.patch("vua.connector.group_transfer.PagedKV", Uncut))
 
 
 @mutation()
@@ -280,7 +282,7 @@ def pieces_end_one_token_early(patches: ExitStack) -> None:
         def scatter_chunks(self, ids: Any, start: int, count: int, *rest: Any) -> None:
             super().scatter_chunks(ids, start, count - 1, *rest)
 
-    patches.enter_context(mock.patch("vua.vllm.group_side.PagedKV", Short))
+    patches.enter_context(mock.patch("vua.connector.group_transfer.PagedKV", Short))
 
 
 @mutation()
@@ -293,7 +295,7 @@ def heads_are_exchanged(patches: ExitStack) -> None:
             for part in kv:
                 part.copy_(part.flip(0))
 
-    patches.enter_context(mock.patch("vua.vllm.group_side.PagedKV", Flipped))
+    patches.enter_context(mock.patch("vua.connector.group_transfer.PagedKV", Flipped))
 
 
 @mutation()
@@ -304,7 +306,7 @@ def salts_are_ignored(patches: ExitStack) -> None:
         def __init__(self, ids: bytes, chunk_tokens: int, _extras: Any = None) -> None:
             super().__init__(ids, chunk_tokens)
 
-    patches.enter_context(mock.patch("vua.vllm.lookup.KeyChain", Bland))
+    patches.enter_context(mock.patch("vua.connector.lookup.KeyChain", Bland))
 
 
 @mutation(requests=4)

@@ -7,9 +7,9 @@ from typing import Any
 from unittest import mock
 
 from sim.mutants import change_orders, instead, mutation
-from vua.vllm import saving
-from vua.vllm.messages import Orders
-from vua.vllm.state import StatePages
+from vua.connector import save_selection as saving
+from vua.connector.metadata import ConnectorMetadata
+from vua.device.state_pages import StatePages
 
 STATES: dict[str, Any] = {"model": "states", "prefix_caching": True, "asynchronous": False}
 STATES |= {"drafts": 0, "block_sizes": (32, 32), "chunk_tokens": 64, "requests": 10}
@@ -20,7 +20,7 @@ STATES |= {"longest": 300, "lookup_timeout_s": 60.0}
 def states_are_not_loaded(patches: ExitStack) -> None:
     """K and V of a prefix are loaded, the state behind it is not."""
 
-    def change(_self: Any, orders: Orders, _output: Any) -> None:
+    def change(_self: Any, orders: ConnectorMetadata, _output: Any) -> None:
         for order in orders.loads:
             order.parts = order.parts[:1]
 
@@ -49,4 +49,4 @@ def states_of_any_point_are_saved(patches: ExitStack) -> None:
 @mutation(**STATES | {"damage": 0.2})
 def states_are_not_looked_up(patches: ExitStack) -> None:
     """Where there are K and V of a prefix its state is taken for granted."""
-    patches.enter_context(mock.patch("vua.vllm.prefix._Probe.gap", return_value=None))
+    patches.enter_context(mock.patch("vua.connector.prefix_match._Probe.gap", return_value=None))

@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 from sim.mutants import Connector, change_orders, instead, mutation
-from vua.vllm.messages import GroupLoad, Orders
-from vua.vllm.model import Group
+from vua.connector.cache_spec import Group
+from vua.connector.metadata import ConnectorMetadata, GroupLoad
 
 BELOW_A_CHUNK: dict[str, Any] = {"window": 20, "chunk_tokens": 96, "max_num_batched_tokens": 48}
 BELOW_A_CHUNK |= {"block_sizes": (16, 16), "prefix_caching": False}
@@ -25,7 +25,7 @@ UNHINDERED |= {"lookup_s": 0.0, "lookup_timeout_s": 60.0, "max_pending_save_mib"
 def change_loads(patches: ExitStack, change: Callable[[Any, str, GroupLoad], None]) -> None:
     """Call ``change(connector, request_id, part)`` before loads are sent."""
 
-    def each(self: Any, orders: Orders, _output: Any) -> None:
+    def each(self: Any, orders: ConnectorMetadata, _output: Any) -> None:
         for order in orders.loads:
             for part in order.parts:
                 change(self, order.request_id, part)
@@ -87,7 +87,7 @@ def windows_are_one_token_too_short(patches: ExitStack) -> None:
 def all_windows_are_like_the_smallest(patches: ExitStack) -> None:
     """A larger window is loaded no further than a smaller one."""
 
-    def change(self: Any, orders: Orders, _output: Any) -> None:
+    def change(self: Any, orders: ConnectorMetadata, _output: Any) -> None:
         for order in orders.loads:
             least = max(order.parts, key=lambda part: part.start)
             for part in order.parts:
@@ -114,7 +114,7 @@ def the_local_hit_is_ignored_in_one_group(patches: ExitStack) -> None:
 def tables_of_groups_are_exchanged(patches: ExitStack) -> None:
     """Two cache groups of one kind have each other's block tables."""
 
-    def change(_self: Any, orders: Orders, _output: Any) -> None:
+    def change(_self: Any, orders: ConnectorMetadata, _output: Any) -> None:
         for order in (*orders.loads, *orders.saves):
             order.block_ids = order.block_ids[::-1]
 
@@ -151,7 +151,7 @@ def windows_are_saved_from_stale_tables(patches: ExitStack) -> None:
 def windows_are_not_saved(patches: ExitStack) -> None:
     """Only the layers that attend to everything are stored."""
 
-    def change(_self: Any, orders: Orders, _output: Any) -> None:
+    def change(_self: Any, orders: ConnectorMetadata, _output: Any) -> None:
         for order in orders.saves:
             order.parts = [(group, keys) for group, keys in order.parts if group == 0]
 
@@ -161,7 +161,7 @@ def windows_are_not_saved(patches: ExitStack) -> None:
 @mutation(model="hybrid", **UNHINDERED | {"damage": 0.2, "requests": 10}, first_seed=4)
 def windows_are_not_looked_up(patches: ExitStack) -> None:
     """What the layers that attend to everything have is promised."""
-    patches.enter_context(mock.patch("vua.vllm.prefix._Probe.gap", return_value=None))
+    patches.enter_context(mock.patch("vua.connector.prefix_match._Probe.gap", return_value=None))
 
 
 @mutation(model="hybrid", damage=0.2, first_seed=3)

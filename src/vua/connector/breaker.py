@@ -7,11 +7,14 @@ answer "miss" or "not stored" at once. When a pause is over one caller is allowe
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Breaker"]
+__all__ = ["Breaker", "StorageGuard"]
+
+log = logging.getLogger("vllm.vua.storage")
 
 
 class Breaker:
@@ -85,3 +88,31 @@ class Breaker:
                 self._pause = min(2 * self._pause, self._max_pause_s)
                 self._until, self._probing = now + self._pause, False
             return False
+
+
+class StorageGuard:
+    """A breaker of one kind of operation on the storage, which logs when it opens and closes.
+
+    Safe for threads.
+    """
+
+    def __init__(self, operation: str, breaker: Breaker | None = None) -> None:
+        """Guard ``operation``: a word for the log, in the plural."""
+        self._operation = operation
+        self._breaker = Breaker() if breaker is None else breaker
+
+    def allows(self) -> bool:
+        """Whether to try; who does reports the result by :meth:`went`."""
+        return self._breaker.allows()
+
+    def went(self, *, well: bool) -> None:
+        """Note how a try went."""
+        if well:
+            if self._breaker.succeeded():
+                log.info("VUA: %s work again", self._operation)
+        elif self._breaker.failed():
+            log.warning(
+                "VUA: %s fail or hang; they are left out until the storage answers again. "
+                "Requests are served without them",
+                self._operation,
+            )

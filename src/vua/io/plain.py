@@ -6,7 +6,9 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
 
 from vua.errors import UntrustedError
 from vua.io import posix
@@ -16,7 +18,7 @@ __all__ = ["close_plain", "is_plain", "open_plain"]
 
 
 def open_plain(
-    dir_fd: int, path: str, uids: Collection[int] | None, *, local: bool
+    dir_fd: int, path: str, uids: npt.NDArray[np.uint32] | None, *, local: bool
 ) -> tuple[int, FileStatus]:
     """Open a file for reading; no symbolic link is followed on the way.
 
@@ -42,7 +44,7 @@ def open_plain(
             raise OSError(errno.EINVAL, "not a regular file")
         msg = (
             f"file of user {status.uid} with {status.links} names, expected one name and "
-            f"{'any user' if uids is None else f'one of the users {sorted(uids)}'}; set "
+            f"{'any user' if uids is None else f'one of the users {sorted(uids.tolist())}'}; set "
             "trusted_uids if that user is to be believed"
         )
         raise UntrustedError(msg)
@@ -60,7 +62,7 @@ def close_plain(fd: int, *, local: bool) -> None:
             os.close(fd)
 
 
-def is_plain(status: FileStatus, uids: Collection[int] | None) -> bool:
+def is_plain(status: FileStatus, uids: npt.NDArray[np.uint32] | None) -> bool:
     """Whether it is a regular file with one name, and of one of these users."""
     whose = uids is None or status.uid in uids
     return stat.S_ISREG(status.mode) and status.links <= 1 and whose

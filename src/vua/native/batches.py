@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -77,10 +77,10 @@ def read_entries(
     inodes: npt.NDArray[np.uint64],
     *,
     discard: npt.NDArray[np.uint8] | None = None,
-    uids: Collection[int] | None = None,
+    uids: npt.NDArray[np.uint32] | None = None,
     local: bool = True,
     direct: bool = False,
-) -> tuple[int, int]:
+) -> int:
     """Read files into memory and hash them, up to the first that cannot be read.
 
     Args:
@@ -98,9 +98,9 @@ def read_entries(
             :func:`vua.io.posix.is_local` for where they must not.
         direct: whether files of which the page cache has nothing are read past it.
 
-    Returns how many files from the first on were read, and how many were found not to be in the
-    page cache. Nothing is verified: whether a file is the one asked for, and sound, is for the
-    caller to see in its header and digests. What lies behind the files read is undefined.
+    Returns how many files from the first on were read. Nothing is verified: whether a file is the
+    one asked for, and sound, is for the caller to see in its header and digests. What lies behind
+    the files read is undefined.
     """
     bound = library()
     if bound is None:
@@ -109,12 +109,11 @@ def read_entries(
             **{"discard": discard, "uids": uids, "local": local, "direct": direct},
         )
     if not paths:
-        return 0, 0
+        return 0
     names = [path.encode() + b"\0" for path in paths]
-    whose = None if uids is None else np.array([*uids], dtype=np.uint32)
-    trusted = (None, 0) if whose is None else (whose.ctypes.data, len(whose))
+    trusted = (None, 0) if uids is None else (uids.ctypes.data, len(uids))
     nbytes, done = transfer.file_nbytes * len(paths), 0
-    cold, flags = ctypes.c_uint64(0), _DIRECT if direct else 0
+    flags = _DIRECT if direct else 0
 
     def outputs(first: int) -> tuple[int | None, ...]:
         tables = (headers, digests, inodes, discard)
@@ -124,7 +123,7 @@ def read_entries(
     if local and nbytes <= _HELD_NBYTES:
         done = bound.load_held(
             *(at, dir_fd, b"".join(names), len(names[0]), len(names), place, *outputs(0)),
-            *(1, _NOWAIT | flags, *trusted, None, 0, 0, ctypes.byref(cold)),
+            *(1, _NOWAIT | flags, *trusted, None, 0, 0),
         )
         names = names[done:]
     if names:
@@ -132,12 +131,10 @@ def read_entries(
         room = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
         with crew.joined(large=nbytes >= _SHARED_NBYTES) as threads:
             more = (at, dir_fd, b"".join(names), len(names[0]), len(names), place + done)
-            done += bound.load(
-                *more, *outputs(done), threads, flags, *trusted, *room, ctypes.byref(cold)
-            )
+            done += bound.load(*more, *outputs(done), threads, flags, *trusted, *room)
         if bounce is not None:
             _spare_bounces.append(bounce)
-    return done, cold.value
+    return done
 
 
 def hash_entry(transfer: Transfer, place: int) -> npt.NDArray[np.uint64]:

@@ -6,7 +6,7 @@ What C does not find in order it only stops at. :func:`read_entry` then says wha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
@@ -31,10 +31,10 @@ def read_entries(
     inodes: npt.NDArray[np.uint64],
     *,
     discard: npt.NDArray[np.uint8] | None = None,
-    uids: Collection[int] | None = None,
+    uids: npt.NDArray[np.uint32] | None = None,
     local: bool = True,
     direct: bool = False,
-) -> tuple[int, int]:
+) -> int:
     """Read files one after the other; see :func:`vua.native.batches.read_entries`."""
     del direct  # it is a matter of speed
     for file, path in enumerate(paths):
@@ -47,8 +47,8 @@ def read_entries(
                 local=local,
             )
         except (OSError, EntryError, UntrustedError):
-            return file, 0
-    return len(paths), 0
+            return file
+    return len(paths)
 
 
 def read_entry(
@@ -61,7 +61,7 @@ def read_entry(
     inode: npt.NDArray[np.uint64],
     *,
     discard: npt.NDArray[np.uint8] | None = None,
-    uids: Collection[int] | None = None,
+    uids: npt.NDArray[np.uint32] | None = None,
     local: bool = True,
 ) -> None:
     """Read one file into memory, or say why not.

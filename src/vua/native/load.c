@@ -246,12 +246,12 @@ static void start_more(struct work *work)
 }
 
 /* Return how many files from the first on were read, and hashed into `digests`.
- * Cold ones, which are counted, are read past the page cache where there is a `bounce`: `bounces`
+ * Cold ones are read past the page cache where there is a `bounce`: `bounces`
  * times `bounce_nbytes` of page aligned memory, both in pages. */
 uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint64_t path_nbytes,
                   uint64_t files, uint64_t place, char *headers, uint64_t *digests, uint64_t *inodes,
                   char *discard, uint64_t threads, uint64_t flags, const uint32_t *uids, uint64_t uid_count, char *bounce, uint64_t bounce_nbytes,
-                  uint64_t bounces, uint64_t *cold)
+                  uint64_t bounces)
 {
     struct work work = {
         batch, dir_fd, paths, path_nbytes, files, place, headers, digests, inodes, discard, flags,
@@ -264,6 +264,5 @@ uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint
         pthread_join(helpers[--started], NULL);
     while (work.more_count > 0) /* started by one that has ended by now */
         pthread_join(work.more[--work.more_count], NULL);
-    *cold = atomic_load(&work.cold);
     return atomic_load(&work.good);
 }

@@ -18,7 +18,6 @@ import socket
 import stat
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -48,13 +47,7 @@ from vua.storage.base import (
     entry_name,
     parse_name,
 )
-from vua.storage.direct import (
-    ALLOCATED_NBYTES,
-    NEVER,
-    ColdReads,
-    write_past_cache,
-    write_through_cache,
-)
+from vua.storage.direct import ALLOCATED_NBYTES, NEVER, FirstReads, write_through_cache
 from vua.storage.problems import explained
 
 __all__ = ["LocalStorage", "chunk_path"]
@@ -99,8 +92,6 @@ class LocalStorage:
         directory: str | os.PathLike[str],
         *,
         durable: bool = False,
-        direct_writes: bool = False,
-        direct_reads: bool = True,
         renew: Callable[[], None] | None = None,
         security: Security | None = None,
     ) -> None:
@@ -110,9 +101,6 @@ class LocalStorage:
             directory: the namespace directory.
             durable: fsync each file and its directory before it counts as stored. Without it a
                 power cut may damage recent files, which are then misses.
-            direct_writes: write files past the page cache where that is possible.
-            direct_reads: read cold files past the page cache the first time, where the directory is
-                on a local disk and that is faster there.
             renew: makes the directory anew when somebody has deleted it under a running process.
             security: whose files are read, and the modes of what is written.
 
@@ -120,14 +108,13 @@ class LocalStorage:
         """
         self.directory = Path(directory)
         self._durable = durable
-        self.cold_reads = ColdReads() if direct_reads else None
+        self.first_reads = FirstReads()
         self._renew = renew
         self._security = security or Security()
-        self._uids = self._security.uids
-        self._uid_array = None if self._uids is None else np.array([*self._uids], dtype=np.uint32)
+        uids = self._security.uids
+        self._uids = None if uids is None else np.array([*uids], dtype=np.uint32)
         self._fd = open_directory(self.directory, self._security)
         self._local = posix.is_local(self._fd)
-        self.direct_writes = direct_writes
         self._allocated_nbytes = ALLOCATED_NBYTES if posix.is_ext4(self._fd) else NEVER
         self._fans: set[str] = set()
         self._release = weakref.finalize(self, _close, self._fd)
@@ -166,24 +153,20 @@ class LocalStorage:
 
     def _read_many(self, batch: Batch, paths: Sequence[str], inodes: npt.NDArray[np.uint64]) -> int:
         """Read leading files; return how many. Those read before come out of the page cache."""
-        ways = self.cold_reads if self._local else None
-        before, direct = (len(paths), False) if ways is None else ways.plan(paths)
+        known = self.first_reads.known(paths) if self._local else len(paths)
         done = 0
-        for first, stop, past_cache in ((0, before, False), (before, len(paths), direct)):
+        for first, stop, past_cache in ((0, known, False), (known, len(paths), True)):
             if first == stop:
                 continue
-            start_s, rest = time.perf_counter(), batch.rest(first)
-            got, cold = native.read_entries(
+            rest = batch.rest(first)
+            got = native.read_entries(
                 *(batch.transfer, self._fd, paths[first:stop], rest.place),
                 *(rest.headers, rest.digests, inodes[first:]),
                 discard=rest.discard,
-                uids=self._uid_array,
+                uids=self._uids,
                 local=self._local,
                 direct=past_cache,
             )
-            if ways is not None and got == stop - first <= cold:
-                took_s = time.perf_counter() - start_s
-                ways.note(direct=past_cache, nbytes=got * batch.nbytes, seconds=took_s)
             done += got
             if got < stop - first:
                 break
@@ -198,7 +181,7 @@ class LocalStorage:
                 *(batch.transfer, self._fd, path, batch.place + index),
                 *(batch.headers[index], batch.digests[index], inode),
                 discard=None if batch.discard is None else batch.discard[index],
-                uids=self._uid_array,
+                uids=self._uids,
                 local=self._local,
             )
         except (OSError, EntryError, UntrustedError) as problem:
@@ -210,7 +193,7 @@ class LocalStorage:
 
         Raises OSError, UntrustedError.
         """
-        return open_plain(self._fd, _path(name), self._uid_array, local=self._local)
+        return open_plain(self._fd, _path(name), self._uids, local=self._local)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         """Whether files are there, to be read and of that size."""
@@ -285,8 +268,7 @@ class LocalStorage:
     @property
     def writes_files(self) -> bool:
         """Whether the native loop is there and writes as this storage shall: it never syncs."""
-        plain = not (self._durable or self.direct_writes)
-        return plain and native.library() is not None
+        return not self._durable and native.library() is not None
 
     def write_files(
         self,
@@ -308,7 +290,7 @@ class LocalStorage:
             check_offset=check_offset,
             allocate=self._allocated_nbytes,
             modes=(self._security.directory_mode, self._security.file_mode),
-            uids=self._uid_array,
+            uids=self._uids,
         )
         paths = list(map(chunk_path, chunks))
         return native.save(self._fd, paths, batch, place, headers, writing)
@@ -347,8 +329,7 @@ class LocalStorage:
             try:
                 if stat.S_IMODE(os.fstat(fd).st_mode) != self._security.file_mode:
                     os.fchmod(fd, self._security.file_mode)  # an unusual umask
-                if not (self.direct_writes and write_past_cache(fd, iovecs)):
-                    write_through_cache(fd, iovecs, self._allocated_nbytes)
+                write_through_cache(fd, iovecs, self._allocated_nbytes)
                 if self._durable:
                     os.fsync(fd)
             finally:

@@ -129,8 +129,6 @@ def create_store(
     layout: KVLayout,
     *,
     durable: bool = False,
-    direct_writes: bool = False,
-    direct_reads: bool = True,
     bounds: Bounds | None = None,
     security: Security | None = None,
 ) -> Store:
@@ -148,8 +146,6 @@ def create_store(
         identity,
         [layout],
         durable=durable,
-        direct_writes=direct_writes,
-        direct_reads=direct_reads,
         bounds=bounds,
         security=security,
     )[0]
@@ -161,8 +157,6 @@ def create_stores(
     layouts: Sequence[KVLayout],
     *,
     durable: bool = False,
-    direct_writes: bool = False,
-    direct_reads: bool = True,
     bounds: Bounds | None = None,
     security: Security | None = None,
 ) -> list[Store]:
@@ -177,8 +171,6 @@ def create_stores(
         storage = LocalStorage(
             path,
             durable=durable,
-            direct_writes=direct_writes,
-            direct_reads=direct_reads,
             renew=make,
             security=security,
         )

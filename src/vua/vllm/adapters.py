@@ -14,49 +14,20 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
-from vua.vllm.obstacles import UncachedError
+from vua.connector.adapters import Adapter, AdapterNote
+from vua.connector.cache_spec import UncachedError
 
-__all__ = ["Adapter", "AdapterNote", "Adapters", "adapter_digest", "together"]
+__all__ = ["Adapters", "adapter_digest"]
 
 log = logging.getLogger("vllm.vua.worker")
 
 _VERSION: Final = b"vua.lora.v1"
 _NAMES: Final = frozenset({"id"})
 """Attributes of a loaded adapter that do not tell what it does."""
-
-
-class Adapter(NamedTuple):
-    """One adapter as a worker holds it."""
-
-    number: int
-    """vLLM's, ``lora_int_id``."""
-    digest: str
-    """What stands for its content in the keys of chunks."""
-    generation: int
-    """How many different contents this engine has seen under this number before."""
-
-
-class AdapterNote(NamedTuple):
-    """What workers say about one number."""
-
-    adapter: Adapter | None
-    """None: it is not there, its content is not known, or they do not agree."""
-    workers: int
-    """How many say so."""
-
-
-def together(one: Mapping[int, AdapterNote], other: Mapping[int, AdapterNote]) -> dict[int, Any]:
-    """Return what two notes of workers say together: the same, or nothing."""
-    notes = dict(one)
-    for number, note in other.items():
-        mine = notes.get(number, AdapterNote(note.adapter, 0))
-        same = mine.adapter if mine.adapter == note.adapter else None
-        notes[number] = AdapterNote(same, mine.workers + note.workers)
-    return notes
 
 
 class Adapters:

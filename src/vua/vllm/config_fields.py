@@ -33,7 +33,7 @@ _MADE: Final = "made of what counts: the model's configuration and the fields li
 _GUESS: Final = (
     "which tokens are guessed; only verified ones are stored, drafting models are refused"
 )
-_REFUSED: Final = "an engine that uses it is served uncached, see `vua.vllm.obstacles`"
+_REFUSED: Final = "an engine that uses it is served uncached, see `vua.vllm.support`"
 _ELSEWHERE: Final = "counts in another part of the identity or of the layout"
 _CONTENT: Final = "shows in the tensors that a model gets of an image, and these are digested"
 

@@ -8,43 +8,25 @@ something else. An engine with nothing of that has the text config alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from vua.connector.cache_spec import EngineIdentity, UncachedError
 from vua.errors import ConfigError
 from vua.format.identity import config_digest
 from vua.format.rope import rope_order, varies_with_length
-from vua.vllm.obstacles import UncachedError
 from vua.vllm.settings import Settings, settings_of
 from vua.weights.model_files import code_digest, processor_digest, quantization_digest
 
-__all__ = ["NOTHING_MORE", "EngineIdentity", "engine_identity"]
+__all__ = ["engine_identity"]
 
 _TOWERS: Final = ("audio_config", "vision_config")
 """Parts of a model's config that a prompt without images and sounds has nothing to do with."""
 
 Folder = Callable[[str, str | None], Path]
 """Where the files of a model of a revision lie. Raises UncachedError, OSError."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineIdentity:
-    """What counts, and for which requests."""
-
-    config: Mapping[str, object]
-    """For `vua.format.identity.config_digest`."""
-    adapters: str
-    """Counts beside an adapter's own files; "" for nothing."""
-    media: str
-    """Counts from the first image on."""
-    media_refused: str
-    """Why prompts with an image are not cached; "" where they are."""
-
-
-NOTHING_MORE: Final = EngineIdentity({}, "", "", "")
 
 
 def engine_identity(vllm_config: Any, kv_dtype: torch.dtype, folder: Folder) -> EngineIdentity:  # noqa: ANN401

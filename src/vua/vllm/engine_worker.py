@@ -8,14 +8,20 @@ found nothing is cached: what is in memory could not be told then.
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any, Final
 
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vua.vllm.obstacles import UncachedError
+from vua.connector.cache_spec import UncachedError
+from vua.connector.memory import Memory
+from vua.connector.weights_watch import WeightsWatch
+from vua.vllm.adapters import Adapters
 
-__all__ = ["Calls", "EngineWorker"]
+__all__ = ["Calls", "EngineWorker", "memory_of"]
+
+log = logging.getLogger("vllm.vua.worker")
 
 _LEAVES_WEIGHTS: Final = frozenset(
     # One word each. Steps of the engine.
@@ -138,3 +144,18 @@ class EngineWorker:
     def last_call(self) -> str:
         """The name of the latest of these."""
         return self._calls._vua_last  # noqa: SLF001
+
+
+def memory_of(vllm_config: Any) -> Memory:  # noqa: ANN401
+    """Find the worker that is making a connector right now, and its model and adapters."""
+    lora = vllm_config.lora_config
+    try:
+        engine = EngineWorker.find()
+    except UncachedError as problem:
+        return Memory(unknown=str(problem))
+    try:
+        adapters = None if lora is None else Adapters(engine.runner)
+    except UncachedError as problem:
+        log.warning("VUA: requests with LoRA adapters are not cached: %s", problem)
+        adapters = None
+    return Memory(WeightsWatch(engine), adapters)

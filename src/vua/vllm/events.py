@@ -1,48 +1,21 @@
-"""KV cache events: tells vLLM's event stream which blocks the directory holds, for routers.
+"""vLLM's KV cache events for what the directory holds, see `vua.connector.events`.
 
-Only if ``kv_events_config.enable_kv_cache_events`` is on. A chunk is announced in vLLM's own words
-(hashes, tokens and size of vLLM's blocks, medium ``STORAGE``), so that a consumer sees one more
-place of blocks that it knows from vLLM's events already.
-
-Workers know what happened to files (:class:`FileWatch`), the scheduler's half knows what they are
-(:class:`Announcer`); vLLM carries what workers say with each step's output. So events come with
-steps: what ends while the engine is idle is announced by the next step. All memory here is bounded;
-what does not fit is not announced, which costs a router's knowledge and nothing else.
+Only if ``kv_events_config.enable_kv_cache_events`` is on; the medium is ``STORAGE``.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-import threading
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from vua.format.keys import ChunkKey, KeyChain
-from vua.format.layout import Shard
-from vua.vllm.model import Model
+from vua.connector.cache_spec import Model
+from vua.connector.events import KVEventPublisher
 from vua.vllm.versions import MEDIUM_STORAGE, event_extra_keys, session_of
 
-__all__ = ["Announcer", "FileEvents", "FileWatch", "Seen", "enabled"]
-
-log = logging.getLogger("vllm.vua.events")
-
-_GONE: Final = -1
-_MAX_SEEN: Final = 1 << 14
-"""Files of one worker between two steps."""
-_MAX_PENDING: Final = 1 << 12
-"""Units ordered to be stored that no worker has confirmed: more than fit into save buffers."""
-_MAX_ANNOUNCED: Final = 1 << 16
-"""Chunks whose block hashes are remembered, some 300 bytes each; an older one is not announced as
-removed."""
-_MAX_QUEUED: Final = 10_000
-"""Events that vLLM has not taken; it takes them in every step."""
+__all__ = ["BlockEvents", "enabled"]
 
 
 def enabled(vllm_config: Any) -> bool:  # noqa: ANN401
@@ -51,164 +24,25 @@ def enabled(vllm_config: Any) -> bool:  # noqa: ANN401
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-class Seen(NamedTuple):
-    """What a worker saw happen to a chunk."""
-
-    chunk: bytes
-    """Prefix hash."""
-    file: int
-    """Which of a chunk's files is stored now, see :func:`_files`; negative: the chunk is gone."""
-
-
-class FileEvents:
-    """What one step's workers saw, each in order."""
-
-    def __init__(self, seen: list[Seen]) -> None:
-        """Hold what one worker saw."""
-        self.seen = seen
-
-    def aggregate(self, other: FileEvents) -> FileEvents:
-        """Add what another worker saw."""
-        return FileEvents(self.seen + other.seen)
-
-
-def _files(model: Model) -> list[Shard]:
-    """The files that all have to be there for a chunk to count as stored."""
-    return [shard for group in model.leading for shard in group.written]
-
-
-class FileWatch:
-    """Collects what happens to one worker's files. Any thread may note; never blocks for long."""
-
-    def __init__(self, model: Model) -> None:
-        """Watch the files that tell whether a chunk of ``model`` is stored."""
-        self._numbers = {shard: number for number, shard in enumerate(_files(model))}
-        self._lock = threading.Lock()
-        self._seen: deque[Seen] = deque(maxlen=_MAX_SEEN)
-
-    def stored(self, key: ChunkKey, shard: Shard) -> None:
-        """Note that a file is there."""
-        number = self._numbers.get(shard)
-        if number is not None:
-            self._note(Seen(key.prefix_hash, number))
-
-    def gone(self, chunk: bytes, shard: Shard | None = None) -> None:
-        """Note that a chunk cannot be loaded: for want of one file, or None: as a whole."""
-        if shard is None or shard in self._numbers:
-            self._note(Seen(chunk, _GONE))
-
-    def _note(self, seen: Seen) -> None:
-        with self._lock:
-            self._seen.append(seen)
-
-    def take(self) -> FileEvents | None:
-        """Return what was noted since the last call; None when that is nothing. O(1) then."""
-        if not self._seen:
-            return None
-        with self._lock:
-            seen, self._seen = self._seen, deque(maxlen=_MAX_SEEN)
-        return FileEvents(list(seen))
-
-
-@dataclass(slots=True)
-class _Unit:
-    """Chunks that begin and end with a block, on their way to storage."""
-
-    event: BlockStored
-    chunks: tuple[bytes, ...]
-    left: set[Seen]
-    """Files that no worker has confirmed yet."""
-
-
-class Announcer:
-    """Turns what workers see into vLLM's events. Safe for threads.
-
-    What a lookup finds is described on the lookup's thread, what is stored step by step on the
-    scheduler's, at some 10 us a chunk.
-    """
+class BlockEvents(KVEventPublisher):
+    """Describes chunks as vLLM's blocks."""
 
     def __init__(self, model: Model, vllm_config: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
-        """Announce chunks of ``model`` as blocks of its first leading cache group."""
-        self._chunk_tokens = model.chunk_tokens
-        self._files = len(_files(model))
-        self._table = model.leading[0].tables[0]
+        """Take the kind and the hashes of blocks from the engine's configuration."""
+        super().__init__(model)
         spec = kv_cache_config.kv_cache_groups[self._table].kv_cache_spec
-        self._block = model.block_sizes[self._table]
         _, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self._hashes_per_block = self._block // hash_block
-        self._unit = math.lcm(self._chunk_tokens, self._block) // self._chunk_tokens
-        """Chunks that begin and end with a block."""
         self._kind: dict[str, Any] = {
             "group_idx": self._table,
             "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
             "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
         }
-        self._pending: OrderedDict[bytes, _Unit] = OrderedDict()
-        """By each of their chunks."""
-        self._announced: OrderedDict[bytes, list[Any]] = OrderedDict()
-        """Per chunk the hashes of its unit's blocks; emptied when these are announced as gone."""
-        self._queue: list[KVCacheEvent] = []
-        self._full = False
-        self._lock = threading.Lock()
 
-    # -- what the scheduler's half knows ------------------------------------------------------
-
-    def found(self, request: Any, keys: KeyChain, chunks: int) -> None:  # noqa: ANN401
-        """Announce the chunks that a lookup found, those that were not yet; a run is one event.
-
-        What was announced of the rest of the prompt cannot be loaded (any more): somebody else has
-        deleted it.
-        """
-        known, size = self._announced, self._unit
-        names = [key.prefix_hash for key in keys.first(len(keys))]
-        runs: list[list[int]] = []
-        with self._lock:
-            for name in names[chunks:]:
-                self._remove(known.pop(name, []))
-            for first in range(0, chunks // size * size, size):
-                if known.get(names[first + size - 1]):
-                    for name in known.keys() & names[first : first + size]:
-                        known.move_to_end(name)
-                elif runs and runs[-1][1] == first:
-                    runs[-1][1] += size
-                else:
-                    runs.append([first, first + size])
-        for first, stop in runs:
-            event = self._event(request, first, stop)
-            if event is not None:
-                with self._lock:
-                    self._announce(event, names[first:stop])
-
-    def ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:  # noqa: ANN401
-        """Remember what chunks are that workers are told to store; announced when they have."""
-        with self._lock:
-            self._ordered(request, keys, chunks)
-
-    def _ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:  # noqa: ANN401
-        size = self._unit
-        for first in range(chunks.start // size * size, chunks.stop, size):
-            stop = first + size
-            if stop > len(keys):
-                return
-            names = tuple(key.prefix_hash for key in keys.first(stop)[first:])
-            if self._announced.get(names[-1]) or names[-1] in self._pending:
-                continue
-            event = self._event(request, first, stop)
-            if event is None:
-                return
-            new = names[max(0, chunks.start - first) :]  # those before are stored already
-            left = {Seen(name, file) for name in new for file in range(self._files)}
-            unit = _Unit(event, names, left)
-            for name in names:
-                self._pending[name] = unit
-        while len(self._pending) > _MAX_PENDING:
-            self._pending.popitem(last=False)
-
-    def _event(self, request: Any, first: int, stop: int) -> BlockStored | None:  # noqa: ANN401
-        """Describe the blocks of chunks [first, stop); None where they have no hashes (yet)."""
-        start, end = first * self._chunk_tokens, stop * self._chunk_tokens
+    def stored_event(self, request: Any, start: int, stop: int) -> BlockStored | None:  # noqa: ANN401
+        """See :meth:`KVEventPublisher.stored_event`."""
         hashes, each = request.block_hashes, self._hashes_per_block
-        blocks = range(start // self._block, end // self._block)
+        blocks = range(start // self._block, stop // self._block)
         if not blocks or blocks.stop * each > len(hashes):
             return None
         lora = request.lora_request
@@ -217,7 +51,7 @@ class Announcer:
             parent_block_hash=(
                 maybe_convert_block_hash(hashes[blocks.start * each - 1]) if blocks.start else None
             ),
-            token_ids=list(request.all_token_ids[start:end]),
+            token_ids=list(request.all_token_ids[start:stop]),
             block_size=self._block,
             lora_id=lora.adapter_id if lora else None,
             medium=MEDIUM_STORAGE,
@@ -227,64 +61,6 @@ class Announcer:
             **session_of(request),
         )
 
-    # -- what workers saw ---------------------------------------------------------------------
-
-    def learn(self, seen: Iterable[Seen]) -> None:
-        """Announce what is stored in all files now, and what is gone."""
-        with self._lock:
-            for one in seen:
-                self._learn(one)
-
-    def _learn(self, one: Seen) -> None:
-        if one.file == _GONE:
-            self._remove(self._announced.pop(one.chunk, []))
-            return
-        unit = self._pending.get(one.chunk)
-        if unit is None:
-            return
-        unit.left.discard(one)
-        if not unit.left:
-            for name in unit.chunks:
-                self._pending.pop(name, None)
-            self._announce(unit.event, unit.chunks)
-
-    def _announce(self, event: BlockStored, names: Sequence[bytes]) -> None:
-        self._emit(event)
-        each = self._unit * self._chunk_tokens // self._block
-        for at in range(0, len(names), self._unit):
-            place = at // self._unit * each
-            hashes = event.block_hashes[place : place + each]
-            for name in names[at : at + self._unit]:
-                self._announced[name] = hashes
-                self._announced.move_to_end(name)
-        while len(self._announced) > _MAX_ANNOUNCED:
-            self._announced.popitem(last=False)
-
-    def _remove(self, hashes: list[Any]) -> None:
-        if hashes:
-            where = {"medium": MEDIUM_STORAGE, "group_idx": self._table}
-            self._emit(BlockRemoved(block_hashes=hashes[:], **where))
-            hashes.clear()  # a unit's other chunks share the list
-
-    def _emit(self, event: KVCacheEvent) -> None:
-        if len(self._queue) < _MAX_QUEUED:
-            self._queue.append(event)
-        elif not self._full:
-            self._full = True
-            log.warning("VUA: nobody takes KV cache events; some are not published")
-
-    def forget(self) -> None:
-        """After a reset of the cache: nothing that was announced can be loaded any more."""
-        with self._lock:
-            hashes = [one for blocks in self._announced.values() for one in blocks]
-            self._announced.clear()
-            self._pending.clear()
-            self._remove(list(dict.fromkeys(hashes)))
-
-    def take(self) -> list[KVCacheEvent]:
-        """Return the events since the last call."""
-        if not self._queue:
-            return []
-        with self._lock:
-            queue, self._queue = self._queue, []
-        return queue
+    def removed_event(self, hashes: list[Any]) -> BlockRemoved:
+        """See :meth:`KVEventPublisher.removed_event`."""
+        return BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=self._table)

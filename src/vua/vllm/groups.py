@@ -6,7 +6,6 @@ Computed from the configuration alone, so that the scheduler's process and every
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,45 +17,16 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vua.format.layout import KVLayout, Shard
-from vua.format.states import state_layout, state_nbytes
-from vua.vllm.config import ConnectorConfig
+from vua.connector.cache_spec import Group, UncachedError
+from vua.connector.config import ConnectorConfig
+from vua.format.layout import KVLayout
+from vua.format.states import state_layout
 from vua.vllm.dtypes import Stored, stored_as
-from vua.vllm.obstacles import UncachedError, check_groups, check_latent, check_states
+from vua.vllm.mamba import state_parts
 from vua.vllm.ranks import worker_shards
-from vua.vllm.state import state_parts
+from vua.vllm.support import check_groups, check_latent, check_states
 
-__all__ = ["Group", "groups_of", "how_stored", "own_caches"]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The layers of one kind: attending to the whole prefix or a window of it, or with a state.
-
-    vLLM may spread one kind over several of its own cache groups, each with a block table.
-    """
-
-    layout: KVLayout
-    layers: tuple[int, ...]
-    """Their numbers in the model, in order."""
-    shards: tuple[tuple[Shard, ...], ...]
-    """The rectangle of each worker: ``shards[pp rank][tp rank]``."""
-    tables: tuple[int, ...]
-    """The vLLM cache groups that these layers are spread over."""
-
-    @property
-    def written(self) -> tuple[Shard, ...]:
-        """The files that this engine writes for one chunk: each distinct rectangle once."""
-        return tuple(dict.fromkeys(shard for row in self.shards for shard in row))
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether these layers keep a state, see `vua.format.states`."""
-        return state_nbytes(self.layout) is not None
-
-    def first_needed(self, tokens: int) -> int:
-        """The first token whose K/V matter to whoever goes on behind ``tokens`` tokens."""
-        return 0 if self.layout.window is None else max(0, tokens - self.layout.window + 1)
+__all__ = ["groups_of", "how_stored", "own_caches"]
 
 
 def groups_of(

@@ -18,29 +18,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
 from vua import native
+from vua.connector.cache_spec import Model, UncachedError
+from vua.connector.config import ConnectorConfig
+from vua.connector.events import FileEventLog
+from vua.connector.group_transfer import Rank
+from vua.connector.metadata import ConnectorMetadata
+from vua.connector.scheduler import SchedulerSide
+from vua.connector.worker import WorkerSide
+from vua.connector.worker_output import WorkerOutput
 from vua.errors import ConfigError, VUAError
 from vua.io import forks
 from vua.security.keyring import check_keys
 from vua.store.namespace import check_root
 from vua.store.place import prepare
-from vua.vllm.config import ConnectorConfig
-from vua.vllm.events import Announcer, FileWatch, enabled
-from vua.vllm.group_side import Rank
+from vua.vllm import page_layout
+from vua.vllm.engine_worker import memory_of
+from vua.vllm.events import BlockEvents, enabled
 from vua.vllm.groups import own_caches
-from vua.vllm.memory import Memory
-from vua.vllm.messages import Orders
-from vua.vllm.model import Model, UncachedError, describe
-from vua.vllm.notes import WorkerNotes
-from vua.vllm.scheduler import SchedulerSide
+from vua.vllm.model import describe
+from vua.vllm.prometheus import VUAPromMetrics, VUAStats
 from vua.vllm.setups import setup_of
-from vua.vllm.stats import VUAPromMetrics, VUAStats
 from vua.vllm.versions import caveat, check_version
 from vua.vllm.weights import find_weights
-from vua.vllm.worker import WorkerSide
 from vua.weights import Identification
 
 if TYPE_CHECKING:
@@ -57,13 +61,17 @@ __all__ = ["VUAStorageConnector_V1"]
 
 log = logging.getLogger("vllm.vua")
 
+# What goes between the two halves needs nothing of vLLM but to be what it expects.
+KVConnectorMetadata.register(ConnectorMetadata)
+KVConnectorWorkerMetadata.register(WorkerOutput)
+
 T = TypeVar("T")
 
 
 class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     """Stores prompts' KV caches in a directory and loads what any process stored there before."""
 
-    _events: Announcer | None = None
+    _events: BlockEvents | None = None
     """In the scheduler's process, if vLLM publishes KV cache events."""
     _copied = False
     """Whether this process is a forked copy of an engine's."""
@@ -100,7 +108,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             model = describe(vllm_config, kv_cache_config, self._config)
             if role == KVConnectorRole.SCHEDULER:
                 if enabled(vllm_config):
-                    self._events = Announcer(model, vllm_config, kv_cache_config)
+                    self._events = BlockEvents(model, vllm_config, kv_cache_config)
                 self._scheduler = SchedulerSide(
                     model,
                     self._config,
@@ -113,7 +121,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 )
                 self._announce(transfer)
             else:
-                watch = FileWatch(model) if enabled(vllm_config) else None
+                watch = FileEventLog(model) if enabled(vllm_config) else None
                 self._worker = self._make_worker(vllm_config, model, watch)
         except (UncachedError, VUAError) as problem:
             log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
@@ -164,7 +172,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self,
         vllm_config: VllmConfig,
         model: Model,
-        watch: FileWatch | None,
+        watch: FileEventLog | None,
     ) -> WorkerSide:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
@@ -173,7 +181,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             # The scheduler's half, which asks for the weights, is made only after the engine has
             # warmed up. What is read until then is remembered, and not read again.
             self._ahead = Identification(partial(find_weights, vllm_config))
-        return WorkerSide(model, self._config, rank, watch, Memory.find(vllm_config))
+        return WorkerSide(model, self._config, rank, watch, memory_of(vllm_config))
 
     def _guarded(self, hook: Callable[[], T], otherwise: T) -> T:
         """Run a hook's work; an unforeseen error costs hits, not the engine."""
@@ -193,12 +201,13 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """False: a cache may drop a save, so a preempted request need not be recomputed for it."""
         return False
 
-    # -- metrics, see `stats` -----------------------------------------------------------------
+    # -- metrics, see `prometheus` -----------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> VUAStats | None:
         """Return what this half has recorded since the last step."""
         side = self._scheduler or self._worker
-        return self._guarded(side.take_stats, None) if side is not None else None
+        data = self._guarded(side.take_stats, None) if side is not None else None
+        return None if data is None else VUAStats(data=data)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> VUAStats | None:
@@ -249,8 +258,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Return this step's orders for the workers."""
         side = self._scheduler
         if side is None:
-            return Orders()
-        orders = Orders(
+            return ConnectorMetadata()
+        orders = ConnectorMetadata(
             loads=self._guarded(side.take_loads, []), identity=side.identity, epoch=side.epoch
         )
         orders.adapters = self._guarded(side.take_wanted_adapters, [])
@@ -264,14 +273,14 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         failed = getattr(connector_output, "failed_recving", None) or set()
         blocks = connector_output.invalid_block_ids or set()
         notes = getattr(connector_output, "kv_connector_worker_meta", None)
-        if side is not None and isinstance(notes, WorkerNotes):  # before the ends of these loads
+        if side is not None and isinstance(notes, WorkerOutput):  # before the ends of these loads
             self._guarded(lambda: side.choices.measured(notes.times.seconds), None)
             self._guarded(lambda: side.learn(notes), None)
             self._guarded(lambda: side.judge(notes.verdicts), None)
         if side is not None and (received or failed or blocks):  # not always in one step
             self._guarded(lambda: side.received(received, failed, blocks), None)
         events = self._events
-        if events is not None and isinstance(notes, WorkerNotes):
+        if events is not None and isinstance(notes, WorkerOutput):
             self._guarded(lambda: events.learn(notes.files.seen), None)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -323,7 +332,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             tables = {name: n for n, group in enumerate(groups) for name in group.layer_names}
             own = own_caches(kv_caches, tables)
             layer_of = {name: extract_layer_index(name) for name in own}
-            self._worker.register(own, layer_of, tables)
+            self._worker.register(own, layer_of, tables, page_layout)
         except ConfigError:
             raise  # GPUDirect Storage is required and does not work
         except (VUAError, AssertionError) as problem:
@@ -336,8 +345,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         """Begin the ordered loads; does not wait for them."""
         orders = self._get_connector_metadata()
-        self._idle = isinstance(orders, Orders) and orders.idle
-        if self._worker is not None and isinstance(orders, Orders):
+        self._idle = isinstance(orders, ConnectorMetadata) and orders.idle
+        if self._worker is not None and isinstance(orders, ConnectorMetadata):
             side = self._worker
             self._guarded(lambda: side.start_loads(orders), None)
 
@@ -356,7 +365,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def wait_for_save(self) -> None:
         """Copy complete chunks out of the cache before their blocks can be overwritten."""
         side, orders = self._worker, self._get_connector_metadata()
-        if side is not None and isinstance(orders, Orders):
+        if side is not None and isinstance(orders, ConnectorMetadata):
             self._guarded(lambda: side.save(orders), None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -374,7 +383,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             results.failed_recving |= self._guarded(self._worker.take_failed, nobody)
         return results
 
-    def build_connector_worker_meta(self) -> WorkerNotes | None:
+    def build_connector_worker_meta(self) -> WorkerOutput | None:
         """Return how long loads took that have ended, and what was seen of files."""
         worker = self._worker
         return self._guarded(worker.take_notes, None) if worker is not None else None

@@ -7,111 +7,25 @@ cannot be told apart for certain is not cached.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from vua.connector.cache_spec import Group, Model, UncachedError
+from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest
 from vua.format.rope import rope_order
-from vua.vllm.config import ConnectorConfig
-from vua.vllm.engine_identity import NOTHING_MORE, EngineIdentity, engine_identity
-from vua.vllm.groups import Group, groups_of, how_stored
-from vua.vllm.obstacles import UncachedError, check_engine
-from vua.vllm.ranks import worker_shards
-from vua.vllm.state import signature
+from vua.vllm.engine_identity import engine_identity
+from vua.vllm.groups import groups_of, how_stored
+from vua.vllm.mamba import signature
+from vua.vllm.support import check_engine
 from vua.vllm.weights import local_directory
 
-__all__ = ["Group", "Model", "UncachedError", "describe", "worker_shards"]
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What both sides of the connector need to know about the engine's KV cache."""
-
-    identity: Identity
-    groups: tuple[Group, ...]
-    """Those that attend to everything first."""
-    block_sizes: tuple[int, ...]
-    """Tokens per block of each of vLLM's cache groups."""
-    latent: bool
-    """Whether K and V are one latent (MLA)."""
-    quantised: bool = False
-    """Whether the model computes with quantised weights or activations."""
-    engine: EngineIdentity = NOTHING_MORE
-    """What counts beside the identity for requests with an adapter or an image."""
-    blocks: int = 0
-    """Number of blocks in vLLM's own cache, of each of its groups."""
-    identified: bool = True
-    """Whether the identity is complete; `describe` leaves the weights out, which takes longer."""
-
-    def with_weights(self, fingerprint: str) -> Model:
-        """The same cache, now that the weights are known."""
-        identity = replace(self.identity, weights=fingerprint)
-        return replace(self, identity=identity, identified=True)
-
-    def in_epoch(self, epoch: str) -> Model:
-        """The same cache in another epoch, so in another namespace."""
-        return replace(self, identity=replace(self.identity, epoch=epoch))
-
-    @property
-    def token_nbytes(self) -> int:
-        """Bytes of K and V of one token, all workers together."""
-        return sum(
-            group.layout.full.payload_nbytes(group.layout) // group.layout.chunk_tokens
-            for group in self.groups
-        )
-
-    @property
-    def workers(self) -> int:
-        """Number of workers that each hold a part of it."""
-        return sum(len(row) for row in self.groups[0].shards)
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens per chunk."""
-        return self.groups[0].layout.chunk_tokens
-
-    @property
-    def align(self) -> int:
-        """What the length of a hit must be a multiple of: it ends with a block in every group.
-
-        Where there are states it ends with a chunk too: a state's file is that of the last chunk.
-        """
-        states = any(group.keeps_state for group in self.groups)
-        return math.lcm(*self.block_sizes, self.chunk_tokens if states else 1)
-
-    def first_loaded(self, group: Group, tokens: int) -> int:
-        """The first token to load of a group for whoever goes on behind ``tokens`` tokens.
-
-        Where that is behind the first token of a block, the block is loaded whole nevertheless:
-        vLLM's own prefix cache offers it to other requests, whose windows may begin earlier. Of
-        states it is the first token of the chunk that ends there.
-        """
-        if group.keeps_state:
-            return max(0, tokens - self.chunk_tokens)
-        first = group.first_needed(tokens)
-        return first - first % math.lcm(*(self.block_sizes[table] for table in group.tables))
-
-    @property
-    def plain(self) -> bool:
-        """Whether all layers attend to everything: any part of a hit is of use by itself.
-
-        And lie in one of vLLM's cache groups: blocks that were not loaded can be named then.
-        """
-        whole = all(group.layout.window is None for group in self.groups)
-        return whole and len(self.block_sizes) == 1
-
-    @property
-    def leading(self) -> tuple[Group, ...]:
-        """The groups of which every chunk is stored: they tell how much of a prompt is shared."""
-        full = tuple(group for group in self.groups if group.layout.window is None)
-        return full or tuple(group for group in self.groups if not group.keeps_state)
+__all__ = ["describe"]
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> Model:  # noqa: ANN401

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Final
 
+from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.store.place import prepare
 from vua.vllm import CONNECTOR
-from vua.vllm.config import ConnectorConfig
 
 __all__ = ["main", "with_connector"]
 
@@ -41,7 +41,7 @@ vLLM's server with VUA's connector. All other commands of vllm work as they are.
                         above it has to be there.
 
 Further settings of "kv_connector_extra_config" and their defaults, explained in docs/vllm.md and
-src/vua/vllm/config.py:
+src/vua/connector/config.py:
 
 """
 _NO_VLLM: Final = (

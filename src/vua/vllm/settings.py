@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from vua.connector.cache_spec import UncachedError
 from vua.vllm.config_fields import (
     ADAPTER_CLASSES,
     EXCLUDED,
@@ -25,7 +26,6 @@ from vua.vllm.config_fields import (
     MEDIA_CLASSES,
     NEUTRAL,
 )
-from vua.vllm.obstacles import UncachedError
 
 __all__ = ["Settings", "known_fields", "settings_of"]
 

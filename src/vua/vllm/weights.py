@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from vua.connector.cache_spec import UncachedError
 from vua.errors import ConfigError
-from vua.vllm.obstacles import UncachedError
 from vua.weights import Weights, checkpoint_files, identify_weights
 
 __all__ = ["find_weights", "local_directory"]

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 from commands import run, run_json
+from forgery import forged
 from helpers import flip
 from seals import ALICE, CHUNKS, KINDS, LONG, SMALL, WIDE, KeysTest
 from vua.format.entry import codec_of, parse_entry
@@ -21,7 +22,6 @@ from vua.format.layout import KVLayout, Shard
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.store.namespace import create_store
-from vua.testing.forgery import forged
 
 
 class TestVerify(KeysTest):

@@ -183,7 +183,7 @@ class TestForks(DirectoryTest):
         keeper = store.keeper
         locks = [
             *(vua._lock, vua._buffers._lock, vua._threads._shared.lock, store.misses._lock),
-            *(store.storage._lock, store.storage.cold_reads._lock, keeper._touch_lock),
+            *(store.storage._lock, store.storage.first_reads._lock, keeper._touch_lock),
             *(keeper._in_flight._changed, keeper._recent._lock, keeper.room._changed),
         ]
         held, free = threading.Event(), threading.Event()

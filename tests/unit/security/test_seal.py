@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from forgery import forged
 from helpers import (
     PACKED,
     Memory,
@@ -35,7 +36,6 @@ from vua.format.layout import KVLayout, Shard
 from vua.security.keyring import Keyring, NoKeyError, check_keys, read_key, tenant_of, write_key
 from vua.security.settings import Security
 from vua.store.store import Loaded
-from vua.testing.forgery import forged
 
 
 def natives() -> Iterator[str]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from helpers import ROOT, TESTS, DirectoryTest, caches_of, has_native, kv_bits
+from scorecard.attacks import FOREIGN_UID, PLANTS, clear, foreign_uid, hostile_names
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError, StorageError, UntrustedError
 from vua.format.identity import Identity
@@ -25,7 +26,6 @@ from vua.format.layout import KVLayout, Shard
 from vua.security.settings import Security
 from vua.storage.local import LocalStorage
 from vua.storage.mark import MARK, claim
-from vua.testing.attacks import FOREIGN_UID, PLANTS, clear, foreign_uid, hostile_names
 
 TOKENS = torch.arange(24)
 CACHE = caches_of(layers=2, heads=2, tokens=24, dim=16)

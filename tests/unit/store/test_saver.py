@@ -343,13 +343,12 @@ class TestRuns(DirectoryTest):
         self.assertIsNone(ttl.ttl_s_of(space, keys[0].name))
 
     def test_other_ways(self) -> None:
-        """Durable, direct and sealed writes are the Python path's."""
+        """Durable and sealed writes are the Python path's."""
         key_file = self.root / "key"
         key_file.write_text("ab" * 32)
         key_file.chmod(0o600)
         for name, settings in (
             ("durable", {"durable": True}),
-            ("direct", {"direct_writes": True}),
             ("sealed", {"security": Security(key_file=str(key_file), encrypt=True)}),
         ):
             with self.subTest(name):

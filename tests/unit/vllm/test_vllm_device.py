@@ -28,16 +28,16 @@ NEEDS_CUDA = unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device
 FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
 
 if HAS_VLLM:
-    from vua.vllm import device_side
-    from vua.vllm.device_layout import axes_of
-    from vua.vllm.device_side import DeviceGroupSide
+    from vua.connector import device_transfer
+    from vua.connector.device_transfer import DeviceGroupTransfer
+    from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
     from vua.vllm.dtypes import stored_as
-    from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
+    from vua.vllm.page_layout import axes_of
 
 
 def on_cpu_too(test: unittest.TestCase) -> None:
     """Take the ways of GPU memory for tensors on the CPU."""
-    test.enterContext(mock.patch.object(device_side, "STAGED_DEVICES", {"cuda", "cpu"}))
+    test.enterContext(mock.patch.object(device_transfer, "STAGED_DEVICES", {"cuda", "cpu"}))
 
 
 class StagedHangingTest(worker.HangingTest):
@@ -47,7 +47,7 @@ class StagedHangingTest(worker.HangingTest):
         """The same worker, with slabs between files and blocks."""
         on_cpu_too(self)
         super().setUp()
-        self.assertIsInstance(self.side._groups[0], DeviceGroupSide)
+        self.assertIsInstance(self.side._groups[0], DeviceGroupTransfer)
 
     def test_engine_waits_for_a_load_that_is_given_up(self) -> None:
         """Once it can queue nothing more, what it has queued comes before the blocks' next use."""
@@ -102,7 +102,7 @@ class DirectPathsTest(DirectHangingTest):
 
         self.assertEqual({9, 10}, self.side.take_failed_blocks())
         self.assertEqual(self.blocks(1), self.blocks(8))
-        found = self.side.stats.take().data
+        found = self.side.stats.take()
         self.assertEqual({"corrupt": 1}, found["vua_load_stops_total"])
         self.assertNotIn("vua_gds_fallbacks_total", found)
         self.assertNotIn(path, self.files())
@@ -139,7 +139,7 @@ class DirectPathsTest(DirectHangingTest):
                 self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
 
         self.assertIsNone(self.side._gds.mover)
-        found = self.side.stats.take().data
+        found = self.side.stats.take()
         self.assertEqual(["pinned"], list(found["vua_loaded_bytes_total"]))
         self.assertNotIn("vua_load_stops_total", found)
 
@@ -195,11 +195,12 @@ class FormsTest(worker.DirectoryTest):
         **settings: Any,
     ) -> Any:
         """A worker over these tensors."""
+        from vua.connector.cache_spec import Group, Model
+        from vua.connector.config import ConnectorConfig
+        from vua.connector.group_transfer import Rank
+        from vua.connector.worker import WorkerSide
         from vua.format.identity import Identity
-        from vua.vllm.config import ConnectorConfig
-        from vua.vllm.group_side import Rank
-        from vua.vllm.model import Group, Model
-        from vua.vllm.worker import WorkerSide
+        from vua.vllm import page_layout
 
         group = Group(layout, tuple(range(layout.layers)), ((layout.full,),), (0,))
         identity = Identity(model=f"{layout}", chunk_tokens=layout.chunk_tokens)
@@ -207,7 +208,10 @@ class FormsTest(worker.DirectoryTest):
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
         made = WorkerSide(model, config, Rank(0, 0))
         made.register(
-            caches, {name: at for at, name in enumerate(caches)}, dict.fromkeys(caches, 0)
+            caches,
+            {name: at for at, name in enumerate(caches)},
+            dict.fromkeys(caches, 0),
+            page_layout,
         )
         return made
 
@@ -231,11 +235,11 @@ class FormsTest(worker.DirectoryTest):
         keys = worker.keys_of(range(48), 16)
         out_ids, in_ids = [3, 1, 4, 8, 5, 9], [2, 7, 0, 6, 1, 4]
         first = self.side(layout, 8, {f"model.layers.{n}": t for n, t in enumerate(layers)})
-        first.save(Orders(saves=[SaveOrder([out_ids], [(0, keys)])]))
+        first.save(ConnectorMetadata(saves=[SaveOrder([out_ids], [(0, keys)])]))
         first.shutdown()
         second = self.side(layout, 8, {f"model.layers.{n}": t for n, t in enumerate(others)})
         part = GroupLoad(0, 8, 40, keys)  # begins and ends inside of chunks
-        second.start_loads(Orders(loads=[LoadOrder("r", [in_ids], [part])]))
+        second.start_loads(ConnectorMetadata(loads=[LoadOrder("r", [in_ids], [part])]))
         second.shutdown()
 
         expected = self.memory(form, dtype, seed=2)[0].cpu()
@@ -266,7 +270,7 @@ class FormsTest(worker.DirectoryTest):
             with self.subTest(shape), self.assertRaisesRegex(LayoutError, "served uncached"):
                 axes_of(shape, **given)
         self.assertEqual("2BNHD", axes_of((2, 9, 2, 2, 8), **given))
-        from vua.vllm.model import UncachedError
+        from vua.connector.cache_spec import UncachedError
 
         tensor = torch.zeros(10, 3, 8, 16)
         with self.assertRaisesRegex(UncachedError, "no known layout"):
@@ -274,7 +278,7 @@ class FormsTest(worker.DirectoryTest):
 
     def test_rows_of_other_sizes(self) -> None:
         """What vLLM before 0.26 lays out as [blocks, slots, heads, K and V] is not mistaken."""
-        from vua.vllm.model import UncachedError
+        from vua.connector.cache_spec import UncachedError
 
         layout, layers = (
             KVLayout(1, 8, 8, 4, "F32", 16),
@@ -308,7 +312,7 @@ class FormsTest(worker.DirectoryTest):
     def test_platforms(self) -> None:
         """CUDA is served, and fp8 there; other devices are not."""
         from vua.vllm import model
-        from vua.vllm.obstacles import check_engine
+        from vua.vllm.support import check_engine
 
         cache, fp8 = SimpleNamespace(cache_dtype="fp8"), SimpleNamespace(dtype=torch.uint8)
         config = SimpleNamespace(
@@ -344,17 +348,17 @@ class FormsTest(worker.DirectoryTest):
 
     def test_required(self) -> None:
         """Where GDS is required and there is none, the engine does not start; `auto` goes on."""
-        from vua.vllm.config import ConnectorConfig
+        from vua.connector.config import ConnectorConfig
 
         if not torch.cuda.is_available():
             config = ConnectorConfig(shared_storage_path=str(self.root), gds_mode="required")
             with self.assertRaisesRegex(ConfigError, "needs a CUDA driver"):
-                device_side.open_gds(config, torch.device("cuda:0"))
+                device_transfer.open_gds(config, torch.device("cuda:0"))
             config = ConnectorConfig(shared_storage_path=str(self.root), gds_mode="auto")
-            gds = device_side.open_gds(config, torch.device("cuda:0"))
+            gds = device_transfer.open_gds(config, torch.device("cuda:0"))
             self.assertIsNone(gds.mover)
             gds.close()
-        device_side.STAGED_DEVICES.remove("cpu")
+        device_transfer.STAGED_DEVICES.remove("cpu")
         with self.assertRaisesRegex(ConfigError, "lies in CPU memory"):
             tensor = torch.zeros(10, 2, 8, 16)
             layout = KVLayout(1, 2, 8, 8, "F32", 16)
@@ -364,13 +368,16 @@ class FormsTest(worker.DirectoryTest):
 
     def test_wrong_slots_are_noticed(self) -> None:
         """The check of forms fails when slots are off by one."""
-        right, turns = device_side.slots_of, iter((0, 0, 0, 1, 1, 1))
+        right, turns = device_transfer.slots_of, iter((0, 0, 0, 1, 1, 1))
         self.check("flash", torch.bfloat16)
 
         def wrong(*given: Any, **wanted: Any) -> torch.Tensor:
             return right(*given, **wanted) + next(turns)
 
-        with mock.patch.object(device_side, "slots_of", wrong), self.assertRaises(AssertionError):
+        with (
+            mock.patch.object(device_transfer, "slots_of", wrong),
+            self.assertRaises(AssertionError),
+        ):
             self.check("flash", torch.bfloat16)
 
 
@@ -418,24 +425,26 @@ class StagedSimulationTest(unittest.TestCase):
         from sim.case import draw, play
         from sim.worker import Wrong
 
-        right = device_side.slots_of
+        right = device_transfer.slots_of
 
         def wrong(*given: Any, **wanted: Any) -> torch.Tensor:
             slots = right(*given, **wanted)
             return slots.flip(0) if (slots >= 0).all() else slots
 
-        with self.assertRaises(Wrong), mock.patch.object(device_side, "slots_of", wrong):
+        with self.assertRaises(Wrong), mock.patch.object(device_transfer, "slots_of", wrong):
             for seed in range(5):
-                with mock.patch.object(device_side.DeviceGroupSide, "gather", _gather_right(right)):
+                with mock.patch.object(
+                    device_transfer.DeviceGroupTransfer, "gather", _gather_right(right)
+                ):
                     play(draw(FIRST_SEED + seed))
 
 
 def _gather_right(right: Any) -> Any:
     """Saves as they should be, while loads are wrong."""
-    gather = device_side.DeviceGroupSide.gather
+    gather = device_transfer.DeviceGroupTransfer.gather
 
     def call(self: Any, *given: Any) -> None:
-        with mock.patch.object(device_side, "slots_of", right):
+        with mock.patch.object(device_transfer, "slots_of", right):
             gather(self, *given)
 
     return call

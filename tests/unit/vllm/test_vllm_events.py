@@ -22,8 +22,9 @@ if find_spec("vllm"):
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from vua.vllm import events
-    from vua.vllm.model import Group, Model
+    from vua.connector import events
+    from vua.connector.cache_spec import Group, Model
+    from vua.vllm.events import BlockEvents, enabled
 
 CHUNK = 16
 IDS = list(range(64))
@@ -61,7 +62,7 @@ class AnnouncerTest(unittest.TestCase):
             kv_transfer_config=None,
             parallel_config=parallel,
         )
-        self.watches = [events.FileWatch(model) for _ in ranks]
+        self.watches = [events.FileEventLog(model) for _ in ranks]
         self.ranks = ranks
         self.request = SimpleNamespace(
             block_hashes=[b"%d" % at for at in range(64 // block)],
@@ -71,7 +72,7 @@ class AnnouncerTest(unittest.TestCase):
             mm_features=[],
             session_id=None,
         )
-        return events.Announcer(model, settings, cache)
+        return BlockEvents(model, settings, cache)
 
     def store(
         self, announcer: Any, chunks: Iterable[int], ranks: Iterable[int] = (0,)
@@ -185,4 +186,4 @@ class AnnouncerTest(unittest.TestCase):
             )
             for on in said
         ]
-        self.assertEqual([False, False, True], [events.enabled(config) for config in made])
+        self.assertEqual([False, False, True], [enabled(config) for config in made])

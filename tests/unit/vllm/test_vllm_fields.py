@@ -260,7 +260,7 @@ class SettingsTest(unittest.TestCase):
 
     def test_no_lasting_form(self) -> None:
         """What cannot be told apart is refused, with the field's name."""
-        from vua.vllm.obstacles import UncachedError
+        from vua.connector.cache_spec import UncachedError
 
         for value in (object(), lambda: None, {1: 0, "1": 1}, [SimpleNamespace()]):
             with self.subTest(value), self.assertRaisesRegex(UncachedError, "VllmConfig.new"):

@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
+from vua.connector.config import ConnectorConfig
 from vua.device.slab import Slab
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.vllm.config import ConnectorConfig
 
 pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
     from vllm.v1.outputs import KVConnectorOutput
 
+    from vua.connector.cache_spec import Group, Model
+    from vua.connector.metadata import ConnectorMetadata
+    from vua.connector.scheduler import SchedulerSide
     from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1
-    from vua.vllm.messages import Orders
-    from vua.vllm.model import Group, Model
-    from vua.vllm.scheduler import SchedulerSide
 
 CHUNK = 16
 
@@ -52,7 +52,7 @@ class HooksTest(unittest.TestCase):
         made._config = ConnectorConfig(shared_storage_path="/nowhere", strict=strict)
         made._failures, made._idle = set(), False
         made._scheduler = made._worker = made._events = Broken()  # type: ignore[assignment]
-        made._connector_metadata = Orders(loads=[], saves=[])
+        made._connector_metadata = ConnectorMetadata(loads=[], saves=[])
         made._kv_cache_config = SimpleNamespace(kv_cache_groups=[])  # type: ignore[assignment]
         return made
 
@@ -146,7 +146,7 @@ class HooksTest(unittest.TestCase):
             if event == "call":
                 called[frame.f_code.co_name] = called.get(frame.f_code.co_name, 0) + 1
 
-        orders = Orders()
+        orders = ConnectorMetadata()
         blocks = SimpleNamespace(get_block_ids=lambda: (table,))
         gc.collect()
         gc.disable()  # a collection in between would be counted: others have callbacks on it
@@ -161,7 +161,7 @@ class HooksTest(unittest.TestCase):
         self.assertFalse(orders.idle)
         nothing = SimpleNamespace(**{**vars(output), "scheduled_new_reqs": []})
         nothing.num_scheduled_tokens = {}
-        side.add_saves(idle := Orders(), nothing)
+        side.add_saves(idle := ConnectorMetadata(), nothing)
         self.assertTrue(idle.idle)
         self.assertEqual((half, True), found)
         self.assertEqual([half // CHUNK], [len(k) for save in orders.saves for _, k in save.parts])

@@ -25,12 +25,12 @@ import torch
 
 from e2e.engine import ENVIRONMENT
 from helpers import DirectoryTest, flip
+from vua.connector.config import ConnectorConfig
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout
 from vua.testing.models import make_model
-from vua.vllm.config import ConnectorConfig
 
 pytestmark = pytest.mark.vllm
 
@@ -121,7 +121,7 @@ class EngineFieldsTest(unittest.TestCase):
                 self.assertNotIn(found, seen)
                 seen.add(found)
                 self.assertEqual(usual, self.namespace())
-        from vua.vllm.obstacles import UncachedError
+        from vua.connector.cache_spec import UncachedError
 
         with self.subTest("cache of another dtype"), self.assertRaisesRegex(UncachedError, "known"):
             self.namespace(kv_cache_dtype="bfloat16")  # on a CPU
@@ -275,7 +275,7 @@ class EngineFieldsTest(unittest.TestCase):
 
     def test_what_is_not_cached(self) -> None:
         """A cache in a type that VUA does not know, and weights that cannot be read."""
-        from vua.vllm.model import UncachedError
+        from vua.connector.cache_spec import UncachedError
 
         with self.assertRaisesRegex(UncachedError, "uint8"):
             self.namespace(kv_cache_dtype="fp8")
@@ -296,8 +296,8 @@ class RequestFieldsTest(DirectoryTest):
     def setUp(self) -> None:
         """Make a scheduler's half."""
         super().setUp()
-        from vua.vllm.model import Group, Model
-        from vua.vllm.scheduler import SchedulerSide
+        from vua.connector.cache_spec import Group, Model
+        from vua.connector.scheduler import SchedulerSide
 
         group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
@@ -316,12 +316,12 @@ class RequestFieldsTest(DirectoryTest):
 
     def answer(self) -> None:
         """Let the workers say what they hold of what they are asked about."""
-        from vua.vllm.adapters import Adapter, AdapterNote
-        from vua.vllm.events import FileEvents
-        from vua.vllm.messages import LoadTimes
-        from vua.vllm.notes import WorkerNotes
+        from vua.connector.adapters import Adapter, AdapterNote
+        from vua.connector.events import FileEvents
+        from vua.connector.metadata import LoadTimes
+        from vua.connector.worker_output import WorkerOutput
 
-        notes = WorkerNotes(LoadTimes(), FileEvents([]))
+        notes = WorkerOutput(LoadTimes(), FileEvents([]))
         for wanted in self.side.take_wanted_adapters():
             number = wanted.lora_int_id
             digest = self.loaded.get(number)
@@ -407,8 +407,8 @@ class RequestFieldsTest(DirectoryTest):
 
     def test_settings_of_adapters_and_images(self) -> None:
         """What an engine says about them is in the keys of those requests, and of no others."""
-        from vua.vllm.engine_identity import EngineIdentity
-        from vua.vllm.scheduler import SchedulerSide
+        from vua.connector.cache_spec import EngineIdentity
+        from vua.connector.scheduler import SchedulerSide
 
         kinds: dict[str, dict[str, Any]] = {
             "adapter": {"lora_request": self.adapter(1, "one")},
@@ -427,16 +427,16 @@ class RequestFieldsTest(DirectoryTest):
 
     def test_adapter_replaced(self) -> None:
         """Under the same number, nothing of before is found; loaded again, all of it."""
-        from vua.vllm.adapters import Adapter, AdapterNote
-        from vua.vllm.events import FileEvents
-        from vua.vllm.messages import LoadTimes
-        from vua.vllm.notes import WorkerNotes
+        from vua.connector.adapters import Adapter, AdapterNote
+        from vua.connector.events import FileEvents
+        from vua.connector.metadata import LoadTimes
+        from vua.connector.worker_output import WorkerOutput
 
         lora = self.adapter(1, "one")
         self.hits(lora_request=lora, save=True)
         for generation, digest, found in ((1, "two", 0), (2, "one", 64)):
             note = AdapterNote(Adapter(1, digest, generation), 1)
-            self.side.learn(WorkerNotes(LoadTimes(), FileEvents([]), adapters={1: note}))
+            self.side.learn(WorkerOutput(LoadTimes(), FileEvents([]), adapters={1: note}))
             self.assertEqual(found, self.hits(lora_request=lora))
 
     def test_no_name(self) -> None:

@@ -21,13 +21,12 @@ if find_spec("vllm"):
     from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from vua.vllm.adapter_book import AdapterBook
-    from vua.vllm.adapters import Adapter, AdapterNote, Adapters, adapter_digest, together
-    from vua.vllm.engine_worker import EngineWorker
-    from vua.vllm.memory import Memory
-    from vua.vllm.obstacles import UncachedError
-    from vua.vllm.origins import MIXED, Origin, Origins
-    from vua.vllm.weights_watch import WeightsWatch
+    from vua.connector.adapters import Adapter, AdapterBook, AdapterNote, together
+    from vua.connector.cache_spec import UncachedError
+    from vua.connector.origins import MIXED, Origin, Origins
+    from vua.connector.weights_watch import WeightsWatch
+    from vua.vllm.adapters import Adapters, adapter_digest
+    from vua.vllm.engine_worker import EngineWorker, memory_of
 
 
 class Worker:
@@ -96,7 +95,7 @@ class EngineWorkerTest(unittest.TestCase):
         self.assertIs(wrapper.make().model, first.model)  # two connectors of one worker
         with self.assertRaises(UncachedError):
             EngineWorker.find()
-        memory = Memory.find(SimpleNamespace(lora_config=None))
+        memory = memory_of(SimpleNamespace(lora_config=None))
         self.assertIsNotNone(memory.unknown)
         self.assertIsNotNone(memory.weights_changed())
 

@@ -39,7 +39,8 @@ class RanksTest(DirectoryTest):
 
     def model(self, layout: KVLayout, sizes: tuple[int, int]) -> Any:
         """The model as an engine of these parallel sizes sees it."""
-        from vua.vllm.model import Group, Model, worker_shards
+        from vua.connector.cache_spec import Group, Model
+        from vua.vllm.ranks import worker_shards
 
         shards = worker_shards(layout, pp_size=sizes[0], tp_size=sizes[1])
         group = Group(layout, tuple(range(layout.layers)), shards, (0,))
@@ -64,7 +65,7 @@ class RanksTest(DirectoryTest):
 
     def write(self, layout: KVLayout, caches: dict[str, torch.Tensor], shard: Any) -> None:
         """Let vLLM's own writer put the rank's part of the content into its pages."""
-        from vua.vllm.forms import _engine_writer
+        from vua.vllm.page_layout import _engine_writer
 
         content = self.content(layout)
         slots = torch.tensor([b * BLOCK + s for b in self.table for s in range(BLOCK)])
@@ -78,9 +79,10 @@ class RanksTest(DirectoryTest):
 
     def workers(self, layout: KVLayout, sizes: tuple[int, int], *, fill: bool) -> Any:
         """Yield each rank's (worker, shard, caches)."""
-        from vua.vllm.config import ConnectorConfig
-        from vua.vllm.group_side import Rank
-        from vua.vllm.worker import WorkerSide
+        from vua.connector.config import ConnectorConfig
+        from vua.connector.group_transfer import Rank
+        from vua.connector.worker import WorkerSide
+        from vua.vllm import page_layout
 
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=SIZE)
         model = self.model(layout, sizes)
@@ -91,24 +93,24 @@ class RanksTest(DirectoryTest):
             if fill:
                 self.write(layout, caches, shard)
             layer_of = {name: int(name.split(".")[2]) for name in caches}
-            worker.register(caches, layer_of, dict.fromkeys(caches, 0))
+            worker.register(caches, layer_of, dict.fromkeys(caches, 0), page_layout)
             yield worker, shard, caches
 
     def save(self, layout: KVLayout, sizes: tuple[int, int]) -> None:
         """Store the chunks from all ranks."""
-        from vua.vllm.messages import Orders, SaveOrder
+        from vua.connector.metadata import ConnectorMetadata, SaveOrder
 
         for worker, _, _ in self.workers(layout, sizes, fill=True):
-            worker.save(Orders(saves=[SaveOrder([self.table], [(0, self.keys)])]))
+            worker.save(ConnectorMetadata(saves=[SaveOrder([self.table], [(0, self.keys)])]))
             worker.shutdown()
 
     def check(self, layout: KVLayout, sizes: tuple[int, int]) -> None:
         """Load them into all ranks and compare every page with what vLLM itself writes."""
-        from vua.vllm.messages import GroupLoad, LoadOrder, Orders
+        from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder
 
         part = GroupLoad(0, 0, CHUNKS * SIZE, self.keys)
         for worker, shard, caches in self.workers(layout, sizes, fill=False):
-            worker.start_loads(Orders(loads=[LoadOrder("r", [self.table], [part])]))
+            worker.start_loads(ConnectorMetadata(loads=[LoadOrder("r", [self.table], [part])]))
             worker.shutdown()
             self.assertEqual(set(), worker.take_failed_blocks())
             self.assertEqual({"r"}, worker.take_received(idle=False))

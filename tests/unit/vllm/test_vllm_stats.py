@@ -22,8 +22,9 @@ pytestmark = pytest.mark.vllm
 if find_spec("vllm"):
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-    from vua.vllm.speed import PrefillSpeed, prompt_work
-    from vua.vllm.stats import METRICS, Recorder, VUAPromMetrics, VUAStats
+    from vua.connector.metrics import METRICS, Recorder, Series, add_up
+    from vua.connector.prefill_speed import PrefillSpeed, prompt_work
+    from vua.vllm.prometheus import VUAPromMetrics, VUAStats
 
 
 def recorder() -> Recorder:
@@ -40,7 +41,7 @@ def taken(from_: Recorder) -> VUAStats:
     """What a recorder has, which must be something."""
     stats = from_.take()
     assert stats is not None
-    return stats
+    return VUAStats(data=stats)
 
 
 def sample(name: str, **labels: str) -> float | None:
@@ -124,7 +125,8 @@ class StatsTest(unittest.TestCase):
 
     def test_threads(self) -> None:
         """Nothing is lost or counted twice while threads record and the engine takes."""
-        shared, seen, done = Recorder(), VUAStats(), threading.Event()
+        shared, done = Recorder(), threading.Event()
+        seen: Series = {}
 
         def work() -> None:
             for _ in range(2000):
@@ -134,7 +136,7 @@ class StatsTest(unittest.TestCase):
         def drain() -> None:
             while not done.is_set():
                 if (stats := shared.take()) is not None:
-                    seen.aggregate(stats)
+                    add_up(seen, stats)
 
         taker = threading.Thread(target=drain)
         workers = [threading.Thread(target=work) for _ in range(4)]
@@ -145,10 +147,10 @@ class StatsTest(unittest.TestCase):
         done.set()
         taker.join()
         if (rest := shared.take()) is not None:
-            seen.aggregate(rest)
+            add_up(seen, rest)
 
-        self.assertEqual({"": 8000}, seen.data["vua_stored_tokens_total"])
-        self.assertEqual(8000, len(seen.data["vua_save_seconds"][""]))
+        self.assertEqual({"": 8000}, seen["vua_stored_tokens_total"])
+        self.assertEqual(8000, len(seen["vua_save_seconds"][""]))
 
     def test_prometheus(self) -> None:
         """All metrics show from the start, per engine; a second engine in a process replaces."""

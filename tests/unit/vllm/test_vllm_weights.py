@@ -18,13 +18,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from scheduling import LAYOUT, answer, request_of, step
 
 from helpers import keys_of, noise
+from scheduling import LAYOUT, answer, request_of, step
+from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.testing.models import make_model
-from vua.vllm.config import ConnectorConfig
 from vua.weights import Identification, Weights
 
 pytestmark = pytest.mark.vllm
@@ -91,7 +91,7 @@ class FilesTest(unittest.TestCase):
         from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
         from vllm.model_executor.models.llama import LlamaForCausalLM
 
-        from vua.vllm.obstacles import UncachedError
+        from vua.connector.cache_spec import UncachedError
 
         @register_model_loader("somebodys")
         class Loader(DefaultModelLoader):
@@ -136,7 +136,7 @@ class FilesTest(unittest.TestCase):
 
     def test_files_changed_after_the_start(self) -> None:
         """In a process that vLLM started for the engine, newer files may not be what it loaded."""
-        from vua.vllm.obstacles import UncachedError
+        from vua.connector.cache_spec import UncachedError
 
         name = "multiprocessing.current_process"
         with mock.patch(name, return_value=SimpleNamespace(name="EngineCore")):
@@ -164,12 +164,12 @@ class UntilKnownTest(unittest.TestCase):
         self.root = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.go = threading.Event()
         self.addCleanup(self.go.set)
-        self.enterContext(mock.patch("vua.vllm.opening._START_WAIT_S", 0.01))
+        self.enterContext(mock.patch("vua.connector.opening._START_WAIT_S", 0.01))
         self.config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
 
     def model(self, *, identified: bool = False) -> Any:
         """A model of one layer."""
-        from vua.vllm.model import Group, Model
+        from vua.connector.cache_spec import Group, Model
 
         group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
         identity = Identity(model="m", chunk_tokens=16)
@@ -177,7 +177,7 @@ class UntilKnownTest(unittest.TestCase):
 
     def side(self, end: Callable[[], Weights] = lambda: NO_FILES) -> Any:
         """The scheduler's half, whose search waits for `go`."""
-        from vua.vllm.scheduler import SchedulerSide
+        from vua.connector.scheduler import SchedulerSide
 
         def find(stop: threading.Event) -> Weights:
             self.go.wait(60)
@@ -200,16 +200,16 @@ class UntilKnownTest(unittest.TestCase):
 
     def orders(self, side: Any, name: str) -> Any:
         """What is ordered for a new request that is computed as a whole."""
-        from vua.vllm.messages import Orders
+        from vua.connector.metadata import ConnectorMetadata
 
         self.assertEqual((0, False), answer(side, request_of(name)))
-        orders = Orders(loads=side.take_loads(), identity=side.identity)
+        orders = ConnectorMetadata(loads=side.take_loads(), identity=side.identity)
         side.add_saves(orders, step({name: 0}))
         return orders
 
     def test_nothing_is_ordered_before(self) -> None:
         """A request that comes before is a miss and is not stored; one after it is; one line."""
-        from vua.vllm.messages import Orders
+        from vua.connector.metadata import ConnectorMetadata
 
         with self.assertLogs("vllm.vua.scheduler", "INFO") as logs:
             side = self.side()
@@ -217,7 +217,7 @@ class UntilKnownTest(unittest.TestCase):
             self.assertEqual(([], [], None), (before.loads, before.saves, before.identity))
             self.assertEqual([], [*self.root.iterdir()])
             self.known()
-            late = Orders()
+            late = ConnectorMetadata()
             side.add_saves(late, step({"before": 0}))
             after = self.orders(side, "after")
         stats = side.take_stats()
@@ -226,7 +226,7 @@ class UntilKnownTest(unittest.TestCase):
         self.assertEqual([4], [len(keys) for save in after.saves for _, keys in save.parts])
         expected = self.model().with_weights(NO_FILES.fingerprint).identity
         self.assertEqual(expected, after.identity)
-        self.assertEqual({"unidentified": 1, "miss": 1}, stats.data["vua_lookups_total"])
+        self.assertEqual({"unidentified": 1, "miss": 1}, stats["vua_lookups_total"])
         self.assertEqual(1, sum("weights identified in 0.5 s" in line for line in logs.output))
 
     def test_a_search_that_fails(self) -> None:
@@ -258,7 +258,7 @@ class UntilKnownTest(unittest.TestCase):
     def test_what_is_known_soon_is_known_at_once(self) -> None:
         """The start waits a little: remembered weights are there before the first request."""
         self.go.set()
-        with mock.patch("vua.vllm.opening._START_WAIT_S", 60.0):
+        with mock.patch("vua.connector.opening._START_WAIT_S", 60.0):
             side = self.side()
         self.assertIsNotNone(self.orders(side, "first").identity)
 
@@ -272,9 +272,9 @@ class UntilKnownTest(unittest.TestCase):
 
     def test_a_worker_opens_what_is_ordered(self) -> None:
         """Nothing before, then the ordered identity's stores, then another one's."""
-        from vua.vllm.group_side import Rank
-        from vua.vllm.messages import Orders, SaveOrder
-        from vua.vllm.worker import WorkerSide
+        from vua.connector.group_transfer import Rank
+        from vua.connector.metadata import ConnectorMetadata, SaveOrder
+        from vua.connector.worker import WorkerSide
 
         worker = WorkerSide(self.model(), self.config, Rank(0, 0))
         layers = {"model.layers.0": noise(4, 1, 16, 16).view(4, 1, 16, 16)}
@@ -283,7 +283,7 @@ class UntilKnownTest(unittest.TestCase):
         del layers
         saves = [SaveOrder([[1, 2, 3]], [(0, keys)])]
         with self.assertRaisesRegex(StorageError, "before the model is identified"):
-            worker.save(Orders(saves=saves))
+            worker.save(ConnectorMetadata(saves=saves))
         self.assertEqual(({}, []), (dict(worker.counts), [*self.root.iterdir()]))
         found = []
         for weights in ("one", "two"):

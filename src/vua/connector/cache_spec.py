@@ -1,0 +1,154 @@
+"""What both halves of a connector know of an engine's KV cache.
+
+An engine's own package fills this in from the engine's configuration alone, so that the scheduler's
+process and every worker agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from vua.errors import VUAError
+from vua.format.identity import Identity
+from vua.format.layout import KVLayout, Shard
+from vua.format.states import state_nbytes
+
+__all__ = ["NOTHING_MORE", "EngineIdentity", "Group", "Model", "UncachedError"]
+
+
+class UncachedError(VUAError):
+    """This engine's KV cache cannot be stored correctly; it is served without VUA."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """What counts, and for which requests."""
+
+    config: Mapping[str, object]
+    """For `vua.format.identity.config_digest`."""
+    adapters: str
+    """Counts beside an adapter's own files; "" for nothing."""
+    media: str
+    """Counts from the first image on."""
+    media_refused: str
+    """Why prompts with an image are not cached; "" where they are."""
+
+
+NOTHING_MORE: Final = EngineIdentity({}, "", "", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The layers of one kind: attending to the whole prefix or a window of it, or with a state.
+
+    An engine may spread one kind over several of its own cache groups, each with a block table.
+    """
+
+    layout: KVLayout
+    layers: tuple[int, ...]
+    """Their numbers in the model, in order."""
+    shards: tuple[tuple[Shard, ...], ...]
+    """The rectangle of each worker: ``shards[pp rank][tp rank]``."""
+    tables: tuple[int, ...]
+    """The engine's cache groups that these layers are spread over."""
+
+    @property
+    def written(self) -> tuple[Shard, ...]:
+        """The files that this engine writes for one chunk: each distinct rectangle once."""
+        return tuple(dict.fromkeys(shard for row in self.shards for shard in row))
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether these layers keep a state, see `vua.format.states`."""
+        return state_nbytes(self.layout) is not None
+
+    def first_needed(self, tokens: int) -> int:
+        """The first token whose K/V matter to whoever goes on behind ``tokens`` tokens."""
+        return 0 if self.layout.window is None else max(0, tokens - self.layout.window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What both sides of the connector need to know about the engine's KV cache."""
+
+    identity: Identity
+    groups: tuple[Group, ...]
+    """Those that attend to everything first."""
+    block_sizes: tuple[int, ...]
+    """Tokens per block of each of the engine's cache groups."""
+    latent: bool
+    """Whether K and V are one latent (MLA)."""
+    quantised: bool = False
+    """Whether the model computes with quantised weights or activations."""
+    engine: EngineIdentity = NOTHING_MORE
+    """What counts beside the identity for requests with an adapter or an image."""
+    blocks: int = 0
+    """Number of blocks in the engine's own cache, of each of its groups."""
+    identified: bool = True
+    """Whether the identity is complete: the weights' fingerprint takes longer than the rest."""
+
+    def with_weights(self, fingerprint: str) -> Model:
+        """The same cache, now that the weights are known."""
+        identity = replace(self.identity, weights=fingerprint)
+        return replace(self, identity=identity, identified=True)
+
+    def in_epoch(self, epoch: str) -> Model:
+        """The same cache in another epoch, so in another namespace."""
+        return replace(self, identity=replace(self.identity, epoch=epoch))
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of K and V of one token, all workers together."""
+        return sum(
+            group.layout.full.payload_nbytes(group.layout) // group.layout.chunk_tokens
+            for group in self.groups
+        )
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that each hold a part of it."""
+        return sum(len(row) for row in self.groups[0].shards)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens per chunk."""
+        return self.groups[0].layout.chunk_tokens
+
+    @property
+    def align(self) -> int:
+        """What the length of a hit must be a multiple of: it ends with a block in every group.
+
+        Where there are states it ends with a chunk too: a state's file is that of the last chunk.
+        """
+        states = any(group.keeps_state for group in self.groups)
+        return math.lcm(*self.block_sizes, self.chunk_tokens if states else 1)
+
+    def first_loaded(self, group: Group, tokens: int) -> int:
+        """The first token to load of a group for whoever goes on behind ``tokens`` tokens.
+
+        Where that is behind the first token of a block, the block is loaded whole nevertheless: the
+        engine's own prefix cache offers it to other requests, whose windows may begin earlier. Of
+        states it is the first token of the chunk that ends there.
+        """
+        if group.keeps_state:
+            return max(0, tokens - self.chunk_tokens)
+        first = group.first_needed(tokens)
+        return first - first % math.lcm(*(self.block_sizes[table] for table in group.tables))
+
+    @property
+    def plain(self) -> bool:
+        """Whether all layers attend to everything: any part of a hit is of use by itself.
+
+        And lie in one of the engine's cache groups: blocks that were not loaded can be named then.
+        """
+        whole = all(group.layout.window is None for group in self.groups)
+        return whole and len(self.block_sizes) == 1
+
+    @property
+    def leading(self) -> tuple[Group, ...]:
+        """The groups of which every chunk is stored: they tell how much of a prompt is shared."""
+        full = tuple(group for group in self.groups if group.layout.window is None)
+        return full or tuple(group for group in self.groups if not group.keeps_state)

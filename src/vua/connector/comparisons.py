@@ -1,0 +1,140 @@
+"""A worker's half of the witness: chunks that it has computed against the files that hold them.
+
+The engine's thread only copies the chunk out of its blocks, as for a save; reading the file and
+comparing are done on a thread of their own. See `vua.connector.witness`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vua.connector.config import ConnectorConfig
+from vua.connector.group_transfer import GroupTransfer
+from vua.connector.metadata import Verdict, WitnessOrder
+from vua.device.slab import Slab
+from vua.format.keys import ChunkKey
+from vua.io.workers import Attempt, Workers
+from vua.store.agreement import Agreement, compare
+
+__all__ = ["Comparisons"]
+
+log = logging.getLogger("vllm.vua.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """One chunk of one group as it was computed."""
+
+    group: GroupTransfer
+    key: ChunkKey
+    slab: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    number: int
+    chunks: Sequence[_Computed]
+
+
+class Comparisons:
+    """One rank's comparisons. Each order gets one verdict. Called from the worker's thread only."""
+
+    def __init__(self, config: ConnectorConfig, *, quantised: bool) -> None:
+        """Start no thread yet; ``quantised`` as in :func:`vua.store.agreement.tolerance`."""
+        self._quantised = quantised
+        self._threads: Workers[_Comparison] = Workers(
+            1, timeout_s=config.io_timeout_s, name="vua-witness"
+        )
+        self._lock = threading.Lock()
+        self._verdicts: list[Verdict] = []
+
+    def begin(self, order: WitnessOrder, groups: Sequence[GroupTransfer]) -> None:
+        """Copy an order's chunks out of the engine's blocks and compare them in the background."""
+        chunks: list[_Computed] = []
+        try:
+            for number, keys in order.parts:
+                for key in keys:
+                    slab = groups[number].save_slabs.take()
+                    if slab is None:
+                        self._give_back(chunks)
+                        self._tell(Verdict(order.number, "none", text="all buffers are in use"))
+                        return
+                    chunks.append(_Computed(groups[number], key, slab))
+                    groups[number].gather(slab, key, order.block_ids)
+            self._threads.submit(self._compare, _Comparison(order.number, chunks))
+        except Exception as problem:
+            log.exception("a chunk could not be copied to be compared")
+            self._give_back(chunks)
+            self._tell(Verdict(order.number, "none", text=f"{problem}"))
+
+    def cannot(self, order: WitnessOrder) -> None:
+        """Answer an order whose chunks this worker cannot copy."""
+        self._tell(Verdict(order.number, "none", text="the worker cannot read its blocks"))
+
+    def take(self) -> list[Verdict]:
+        """Return the verdicts since the last call; what hangs is given up."""
+        for attempt in self._threads.overdue():
+            if not attempt.started:
+                self._give_back(attempt.what.chunks)
+            self._tell(Verdict(attempt.what.number, "none", text="the storage does not answer"))
+        if not self._verdicts:
+            return []
+        with self._lock:
+            verdicts, self._verdicts = self._verdicts, []
+        return verdicts
+
+    def close(self) -> None:
+        """Finish what is being compared, unless it hangs."""
+        self._threads.close()
+
+    def _compare(self, attempt: Attempt[_Comparison]) -> None:
+        number = attempt.what.number
+        verdict = Verdict(number, "none", text="an error, see the log")
+        try:
+            verdict = self._judge(attempt)
+        except Exception:
+            log.exception("a chunk could not be compared")
+        finally:
+            self._give_back(attempt.what.chunks)
+            if attempt.settle():
+                self._tell(verdict)
+
+    def _judge(self, attempt: Attempt[_Comparison]) -> Verdict:
+        number, worst, where = attempt.what.number, None, ""
+        for chunk in attempt.what.chunks:
+            found = self._agreement(chunk)
+            attempt.progress()
+            if isinstance(found, str):
+                return Verdict(number, "none", text=f"chunk {chunk.key.name[:12]}: {found}")
+            if worst is None or found.ratio > worst.ratio:
+                worst, where = found, f"chunk {chunk.key.name[:12]}, tokens from {chunk.key.start}"
+        if worst is None:
+            return Verdict(number, "none", text="there was no whole chunk to compare")
+        outcome = "same" if worst.holds else "different"
+        return Verdict(number, outcome, worst.ratio, f"{where}: {worst}")
+
+    def _agreement(self, chunk: _Computed) -> Agreement | str:
+        """Compare one chunk; return why not where its file cannot be loaded."""
+        group = chunk.group
+        stored = Slab(group.group.layout, group.shard, 1)
+        loaded = group.store.load([chunk.key], stored.memory, target=group.shard)
+        if not loaded.chunks:
+            return f"its file is {loaded.reason}"
+        group.copied(chunk.slab)
+        layers = group.group.layers[group.shard.layer_start : group.shard.layer_stop]
+        computed, theirs = group.arrays(chunk.slab), GroupTransfer.arrays(group, stored)
+        dtype = group.group.layout.dtype
+        return compare(computed, theirs, dtype, layers, quantised=self._quantised)
+
+    def _tell(self, verdict: Verdict) -> None:
+        with self._lock:
+            self._verdicts.append(verdict)
+
+    @staticmethod
+    def _give_back(chunks: Sequence[_Computed]) -> None:
+        for chunk in chunks:
+            chunk.group.save_slabs.give_back(chunk.slab)

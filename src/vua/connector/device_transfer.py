@@ -1,0 +1,265 @@
+"""A group of layers whose blocks lie in GPU memory: files reach them through page-locked slabs.
+
+The order of things, which is all that is subtle here; see `vua.device.staging` for the transfers:
+
+- *A load* begins after the engine's earlier use of its blocks. `GroupTransfer.mark` is called in
+  the engine's thread when the load is ordered: all work that may still read or write the blocks'
+  last life has been queued by then, in this step or before (asynchronous scheduling runs ahead of
+  the GPU, not of its queue; a CUDA graph is queued as a whole). Nobody uses the new blocks before
+  the load is reported, and it is reported only when the last scatter has ended on the GPU.
+- *A load that is given up* may have queued scatters whose blocks vLLM then gives to somebody else:
+  `GroupTransfer.fence` lets the engine's stream wait for them. None is queued afterwards, because
+  that happens inside of `Attempt.use` only.
+- *A save* gathers on the engine's own stream, behind the forward pass that wrote the blocks and
+  before whatever may overwrite them. Only the transfer to the host has a stream of its own, and the
+  file is written when that has ended. So the blocks may be freed at once.
+
+There are no hooks per layer: full CUDA graphs skip them, and loads run beside the engine's steps as
+they are, see docs/decisions/0009-gds.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from vua.connector.cache_spec import UncachedError
+from vua.connector.config import ConnectorConfig
+from vua.connector.group_transfer import LOAD_SLAB_NBYTES, GroupTransfer, PageLayouts, Tables
+from vua.connector.metadata import GroupLoad, LoadOrder
+from vua.device import (
+    CuFileMover,
+    DirectReader,
+    Fence,
+    Gds,
+    Mover,
+    PagedCache,
+    PosixMover,
+    StagedSlab,
+    Staging,
+    slots_of,
+)
+from vua.errors import LayoutError
+from vua.format.keys import ChunkKey
+from vua.io.workers import Attempt
+from vua.store.store import Loaded, Loader, Saver, Store
+
+__all__ = ["STAGED_DEVICES", "DeviceGroupTransfer", "lies_on_device", "mover_for", "open_gds"]
+
+_FIRST_SAVE_SLABS: Final = 8
+"""Those for saves that are made at start; the others when the engine outruns the storage."""
+STAGED_DEVICES: Final = {"cuda"}
+"""Types of devices whose blocks `vua.device` moves. Tests add the CPU, with plain pages."""
+
+
+def lies_on_device(kv_caches: Mapping[str, torch.Tensor]) -> bool:
+    """Whether all of an engine's tensors lie where :class:`DeviceGroupTransfer` can reach them."""
+    return {cache.device.type for cache in kv_caches.values()} <= STAGED_DEVICES
+
+
+def mover_for(device: torch.device) -> Mover:
+    """Open what can bring files straight to a device. Raises StorageError."""
+    return PosixMover() if device.type == "cpu" else CuFileMover(device)
+
+
+def open_gds(config: ConnectorConfig, device: torch.device) -> Gds | None:
+    """Begin to try GPUDirect Storage, if asked to. Raises ConfigError: required, and fails."""
+    if config.gds_mode == "disabled":
+        return None
+    root = Path(config.shared_storage_path)
+    return Gds(config.gds_mode, partial(mover_for, device), root, device)
+
+
+class _Part(NamedTuple):
+    """Layers of one block table."""
+
+    table: int
+    block_size: int
+    pages: PagedCache
+
+
+class DeviceGroupTransfer(GroupTransfer):
+    """As `GroupTransfer`, over tensors on a GPU. A load has two slabs: one is read, one travels."""
+
+    load_slabs: Staging
+    save_slabs: Staging
+    _parts: Sequence[_Part] = ()
+    _direct: tuple[Store, DirectReader] | None = None
+
+    def register(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        layer_of: Mapping[str, int],
+        tables: Tables,
+        layouts: PageLayouts,
+    ) -> None:
+        """Find this group's layers and make the ways to them. Raises UncachedError."""
+        self._attached: set[StagedSlab] = set()
+        layout = self.group.layout
+        chunks = max(1, LOAD_SLAB_NBYTES // self.shard.payload_nbytes(layout))
+        try:
+            super().register(kv_caches, layer_of, tables, layouts)
+            pages = [part.pages for part in self._parts]
+            self.load_slabs = Staging(
+                pages, layout, self.shard, chunks=chunks, limit=2 * self.load_threads
+            )
+            self.save_slabs = Staging(pages, layout, self.shard, chunks=1, limit=self.save_limit)
+            self.load_slabs.prepare(2)  # page-locking takes milliseconds: not in the first steps
+            self.save_slabs.prepare(_FIRST_SAVE_SLABS)
+        except LayoutError as problem:
+            self._parts = ()
+            raise UncachedError(str(problem)) from problem
+
+    def _place(
+        self, table: int, layers: slice, caches: Sequence[torch.Tensor], layouts: PageLayouts
+    ) -> None:
+        block_size = self._model.block_sizes[table]
+        pages = layouts.device_pages(self.group, self.shard, caches, block_size)
+        self._parts = (*self._parts, _Part(table, block_size, pages))
+
+    def mark(self) -> Fence:
+        """See :meth:`GroupTransfer.mark`."""
+        return self.load_slabs.mark() if self._parts else Fence()
+
+    def fence(self) -> None:
+        """See :meth:`GroupTransfer.fence`."""
+        if self._parts:
+            self.load_slabs.join()
+
+    def close(self) -> None:
+        """See :meth:`GroupTransfer.close`."""
+        if self._parts:
+            mover = None if self.gds is None else self.gds.mover
+            if mover is not None:
+                for slab in self._attached:
+                    mover.detach(slab.device_bytes)
+            for staging in (self.load_slabs, self.save_slabs):
+                staging.close()
+
+    # -- loads --------------------------------------------------------------------------------
+
+    def load(
+        self, part: GroupLoad, attempt: Attempt[LoadOrder], after: Fence
+    ) -> tuple[int, str | None]:
+        """See :meth:`GroupTransfer.load`; when it returns the blocks are complete on the GPU."""
+        slabs: list[StagedSlab] = []
+        try:
+            for _ in range(2 if self._parts else 0):
+                slab = self.load_slabs.take()
+                if slab is not None:
+                    slabs.append(slab)
+            if not slabs:
+                return part.start, "unable"
+            return self._load(slabs, part, attempt, after)
+        finally:
+            for slab in slabs:  # waits for its last transfer; a hanging read still holds it
+                self.load_slabs.give_back(slab)
+
+    def _load(
+        self,
+        slabs: Sequence[StagedSlab],
+        part: GroupLoad,
+        attempt: Attempt[LoadOrder],
+        after: Fence,
+    ) -> tuple[int, str | None]:
+        reached, at, turns = part.start, 0, cycle(slabs)
+        while at < len(part.keys):
+            slab = next(turns)
+            slab.fence.wait()  # until then its bytes are on their way
+            keys = part.keys[at : at + slab.slab.chunks]
+            path, loaded = self._read(slab, keys)
+            attempt.progress()
+            at += loaded.chunks
+            if loaded.chunks:
+                slots = self._slots(keys[: loaded.chunks], part, attempt.what.block_ids)
+                with attempt.use() as wanted:
+                    if not wanted:  # the blocks may be another request's by now
+                        return reached, None
+                    self.load_slabs.load(slab, slots, after=after, there=path == "gds")
+                reached = min(keys[loaded.chunks - 1].stop, part.stop)
+                self._stats.add("vua_loaded_bytes_total", loaded.nbytes, path)
+            if loaded.reason is not None:
+                if loaded.reason != "error":
+                    slab.fence.wait()
+                    self._weed(attempt, self._loader(slab), part.keys[at + 1 :])
+                return reached, loaded.reason
+        return reached, None
+
+    def _read(self, slab: StagedSlab, keys: Sequence[ChunkKey]) -> tuple[str, Loaded]:
+        """Read leading chunks into a slab, on its device or on the host; say which."""
+        gds = self.gds
+        sealed = self.store.keyring.seals(keys[0].tenant)  # what is sealed is opened on the host
+        if gds is None or gds.mover is None or sealed:
+            return "pinned", self._loader(slab).load(keys)
+        mover, memory = gds.mover, slab.device_bytes
+        if slab not in self._attached:
+            self._attached.add(slab)
+            mover.attach(memory)
+        with self.load_slabs.aside():
+            chunks, wrong = self._direct_reader(gds).read(keys, memory)
+        if chunks:
+            nbytes = chunks * self.shard.payload_nbytes(self.group.layout)
+            return "gds", Loaded(chunks, nbytes)
+        # One file the other way. That one judges: missing, foreign, corrupt, or right after all.
+        loaded = self._loader(slab).load(keys[:1])
+        if loaded.chunks:
+            self._stats.add("vua_gds_fallbacks_total")
+            if wrong:
+                gds.give_up("it read other bytes than the file holds")
+        return "pinned", loaded
+
+    def _direct_reader(self, gds: Gds) -> DirectReader:
+        if self._direct is None or self._direct[0] is not self.store:
+            store = self.store
+            reader = DirectReader(gds, store.codec(self.shard), store.storage)
+            self._direct = (store, reader)
+        return self._direct[1]
+
+    def _loader(self, slab: StagedSlab) -> Loader:
+        loader = self._loader_of.get(slab)
+        if loader is None:
+            loader = self.store.loader(slab.slab.memory, target=self.shard)
+            self._loader_of[slab] = loader
+        return loader
+
+    def _slots(
+        self, keys: Sequence[ChunkKey], part: GroupLoad, block_ids: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """Return where the chunks' tokens belong, ``[chunks, tokens]`` per part; -1: nowhere."""
+        start, stop = keys[0].start, keys[-1].stop
+        wanted = (max(start, part.start), min(stop, part.stop))
+        return [
+            slots_of(block_ids[table], size, start, stop, wanted=wanted).view(len(keys), -1)
+            for table, size, _ in self._parts
+        ]
+
+    # -- saves --------------------------------------------------------------------------------
+
+    def saver(self, slab: StagedSlab) -> Saver:
+        """See :meth:`GroupTransfer.saver`."""
+        saver = self._saver_of.get(slab)
+        if saver is None:
+            saver = self.store.saver(slab.slab.memory, shard=self.shard)
+            self._saver_of[slab] = saver
+        return saver
+
+    def gather(self, slab: StagedSlab, key: ChunkKey, block_ids: Sequence[Sequence[int]]) -> None:
+        """Queue the copy of one chunk into a slab; :meth:`copied` waits for it."""
+        slots = [
+            slots_of(block_ids[table], size, key.start, key.stop).view(1, -1)
+            for table, size, _ in self._parts
+        ]
+        self.save_slabs.save(slab, slots)
+
+    def copied(self, slab: StagedSlab) -> None:
+        """See :meth:`GroupTransfer.copied`."""
+        slab.fence.wait()
+
+    def arrays(self, slab: StagedSlab) -> list[torch.Tensor]:
+        """See :meth:`GroupTransfer.arrays`."""
+        return super().arrays(slab.slab)

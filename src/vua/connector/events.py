@@ -1,0 +1,264 @@
+"""KV cache events: tells an engine's event stream which blocks the directory holds, for routers.
+
+A chunk is announced in the engine's own words (hashes, tokens and size of its blocks), so that a
+consumer sees one more place of blocks that it knows from the engine's events already.
+
+Workers know what happened to files (:class:`FileEventLog`), the scheduler's half knows what they
+are (:class:`KVEventPublisher`); what workers say comes with each step's output. So events come with
+steps: what ends while the engine is idle is announced by the next step. All memory here is bounded;
+what does not fit is not announced, which costs a router's knowledge and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+from vua.connector.cache_spec import Model
+from vua.format.keys import ChunkKey, KeyChain
+from vua.format.layout import Shard
+
+__all__ = ["FileEventLog", "FileEvents", "KVEventPublisher", "Seen", "StoredEvent"]
+
+log = logging.getLogger("vllm.vua.events")
+
+_GONE: Final = -1
+_MAX_SEEN: Final = 1 << 14
+"""Files of one worker between two steps."""
+_MAX_PENDING: Final = 1 << 12
+"""Units ordered to be stored that no worker has confirmed: more than fit into save buffers."""
+_MAX_ANNOUNCED: Final = 1 << 16
+"""Chunks whose block hashes are remembered, some 300 bytes each; an older one is not announced as
+removed."""
+_MAX_QUEUED: Final = 10_000
+"""Events that the engine has not taken; it takes them in every step."""
+
+
+class Seen(NamedTuple):
+    """What a worker saw happen to a chunk."""
+
+    chunk: bytes
+    """Prefix hash."""
+    file: int
+    """Which of a chunk's files is stored now, see :func:`_files`; negative: the chunk is gone."""
+
+
+class FileEvents:
+    """What one step's workers saw, each in order."""
+
+    def __init__(self, seen: list[Seen]) -> None:
+        """Hold what one worker saw."""
+        self.seen = seen
+
+    def aggregate(self, other: FileEvents) -> FileEvents:
+        """Add what another worker saw."""
+        return FileEvents(self.seen + other.seen)
+
+
+def _files(model: Model) -> list[Shard]:
+    """The files that all have to be there for a chunk to count as stored."""
+    return [shard for group in model.leading for shard in group.written]
+
+
+class FileEventLog:
+    """Collects what happens to one worker's files. Any thread may note; never blocks for long."""
+
+    def __init__(self, model: Model) -> None:
+        """Watch the files that tell whether a chunk of ``model`` is stored."""
+        self._numbers = {shard: number for number, shard in enumerate(_files(model))}
+        self._lock = threading.Lock()
+        self._seen: deque[Seen] = deque(maxlen=_MAX_SEEN)
+
+    def stored(self, key: ChunkKey, shard: Shard) -> None:
+        """Note that a file is there."""
+        number = self._numbers.get(shard)
+        if number is not None:
+            self._note(Seen(key.prefix_hash, number))
+
+    def gone(self, chunk: bytes, shard: Shard | None = None) -> None:
+        """Note that a chunk cannot be loaded: for want of one file, or None: as a whole."""
+        if shard is None or shard in self._numbers:
+            self._note(Seen(chunk, _GONE))
+
+    def _note(self, seen: Seen) -> None:
+        with self._lock:
+            self._seen.append(seen)
+
+    def take(self) -> FileEvents | None:
+        """Return what was noted since the last call; None when that is nothing. O(1) then."""
+        if not self._seen:
+            return None
+        with self._lock:
+            seen, self._seen = self._seen, deque(maxlen=_MAX_SEEN)
+        return FileEvents(list(seen))
+
+
+class StoredEvent(Protocol):
+    """An engine's event for stored blocks, as far as it is looked at here."""
+
+    block_hashes: list[Any]
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Chunks that begin and end with a block, on their way to storage."""
+
+    event: StoredEvent
+    chunks: tuple[bytes, ...]
+    left: set[Seen]
+    """Files that no worker has confirmed yet."""
+
+
+class KVEventPublisher(ABC):
+    """Turns what workers see into an engine's events; a subclass has its words. Safe for threads.
+
+    What a lookup finds is described on the lookup's thread, what is stored step by step on the
+    scheduler's, at some 10 us a chunk.
+    """
+
+    def __init__(self, model: Model) -> None:
+        """Announce chunks of ``model`` as blocks of its first leading cache group."""
+        self._chunk_tokens = model.chunk_tokens
+        self._files = len(_files(model))
+        self._table = model.leading[0].tables[0]
+        self._block = model.block_sizes[self._table]
+        self._unit = math.lcm(self._chunk_tokens, self._block) // self._chunk_tokens
+        """Chunks that begin and end with a block."""
+        self._pending: OrderedDict[bytes, _Unit] = OrderedDict()
+        """By each of their chunks."""
+        self._announced: OrderedDict[bytes, list[Any]] = OrderedDict()
+        """Per chunk the hashes of its unit's blocks; emptied when these are announced as gone."""
+        self._queue: list[Any] = []
+        self._full = False
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def stored_event(self, request: Any, start: int, stop: int) -> StoredEvent | None:  # noqa: ANN401
+        """Describe the blocks of a request's tokens [start, stop); None: no hashes of them yet."""
+
+    @abstractmethod
+    def removed_event(self, hashes: list[Any]) -> Any:  # noqa: ANN401
+        """Describe that blocks with these hashes are gone."""
+
+    # -- what the scheduler's half knows ------------------------------------------------------
+
+    def found(self, request: Any, keys: KeyChain, chunks: int) -> None:  # noqa: ANN401
+        """Announce the chunks that a lookup found, those that were not yet; a run is one event.
+
+        What was announced of the rest of the prompt cannot be loaded (any more): somebody else has
+        deleted it.
+        """
+        known, size = self._announced, self._unit
+        names = [key.prefix_hash for key in keys.first(len(keys))]
+        runs: list[list[int]] = []
+        with self._lock:
+            for name in names[chunks:]:
+                self._remove(known.pop(name, []))
+            for first in range(0, chunks // size * size, size):
+                if known.get(names[first + size - 1]):
+                    for name in known.keys() & names[first : first + size]:
+                        known.move_to_end(name)
+                elif runs and runs[-1][1] == first:
+                    runs[-1][1] += size
+                else:
+                    runs.append([first, first + size])
+        for first, stop in runs:
+            event = self._event(request, first, stop)
+            if event is not None:
+                with self._lock:
+                    self._announce(event, names[first:stop])
+
+    def ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:  # noqa: ANN401
+        """Remember what chunks are that workers are told to store; announced when they have."""
+        with self._lock:
+            self._ordered(request, keys, chunks)
+
+    def _ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:  # noqa: ANN401
+        size = self._unit
+        for first in range(chunks.start // size * size, chunks.stop, size):
+            stop = first + size
+            if stop > len(keys):
+                return
+            names = tuple(key.prefix_hash for key in keys.first(stop)[first:])
+            if self._announced.get(names[-1]) or names[-1] in self._pending:
+                continue
+            event = self._event(request, first, stop)
+            if event is None:
+                return
+            new = names[max(0, chunks.start - first) :]  # those before are stored already
+            left = {Seen(name, file) for name in new for file in range(self._files)}
+            unit = _Unit(event, names, left)
+            for name in names:
+                self._pending[name] = unit
+        while len(self._pending) > _MAX_PENDING:
+            self._pending.popitem(last=False)
+
+    def _event(self, request: Any, first: int, stop: int) -> StoredEvent | None:  # noqa: ANN401
+        return self.stored_event(request, first * self._chunk_tokens, stop * self._chunk_tokens)
+
+    # -- what workers saw ---------------------------------------------------------------------
+
+    def learn(self, seen: Iterable[Seen]) -> None:
+        """Announce what is stored in all files now, and what is gone."""
+        with self._lock:
+            for one in seen:
+                self._learn(one)
+
+    def _learn(self, one: Seen) -> None:
+        if one.file == _GONE:
+            self._remove(self._announced.pop(one.chunk, []))
+            return
+        unit = self._pending.get(one.chunk)
+        if unit is None:
+            return
+        unit.left.discard(one)
+        if not unit.left:
+            for name in unit.chunks:
+                self._pending.pop(name, None)
+            self._announce(unit.event, unit.chunks)
+
+    def _announce(self, event: StoredEvent, names: Sequence[bytes]) -> None:
+        self._emit(event)
+        each = self._unit * self._chunk_tokens // self._block
+        for at in range(0, len(names), self._unit):
+            place = at // self._unit * each
+            hashes = event.block_hashes[place : place + each]
+            for name in names[at : at + self._unit]:
+                self._announced[name] = hashes
+                self._announced.move_to_end(name)
+        while len(self._announced) > _MAX_ANNOUNCED:
+            self._announced.popitem(last=False)
+
+    def _remove(self, hashes: list[Any]) -> None:
+        if hashes:
+            self._emit(self.removed_event(hashes[:]))
+            hashes.clear()  # a unit's other chunks share the list
+
+    def _emit(self, event: object) -> None:
+        if len(self._queue) < _MAX_QUEUED:
+            self._queue.append(event)
+        elif not self._full:
+            self._full = True
+            log.warning("VUA: nobody takes KV cache events; some are not published")
+
+    def forget(self) -> None:
+        """After a reset of the cache: nothing that was announced can be loaded any more."""
+        with self._lock:
+            hashes = [one for blocks in self._announced.values() for one in blocks]
+            self._announced.clear()
+            self._pending.clear()
+            self._remove(list(dict.fromkeys(hashes)))
+
+    def take(self) -> list[Any]:
+        """Return the events since the last call."""
+        if not self._queue:
+            return []
+        with self._lock:
+            queue, self._queue = self._queue, []
+        return queue

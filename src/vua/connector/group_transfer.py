@@ -1,0 +1,242 @@
+"""One group of layers on one rank: its files, its buffers, and its pages in vLLM's memory.
+
+Moves chunks between them. Whether a result is still wanted is the :class:`vua.io.workers.Attempt`'s
+to say: vLLM gives the blocks of a load that was reported as failed to other requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from vua.connector.cache_spec import Group, Model, UncachedError
+from vua.connector.config import ConnectorConfig
+from vua.connector.events import FileEventLog
+from vua.connector.metadata import GroupLoad, LoadOrder
+from vua.connector.metrics import Recorder
+from vua.device import Fence, Gds, PagedCache
+from vua.device.cpu_pages import PagedKV
+from vua.device.slab import Slab, SlabPool
+from vua.device.state_pages import StatePages
+from vua.format.keys import ChunkKey
+from vua.format.layout import Shard
+from vua.io.workers import Attempt
+from vua.serdes import DTYPES
+from vua.store.store import Loader, Saver, Store
+
+__all__ = ["GroupTransfer", "PageLayouts", "Rank", "Tables"]
+
+LOAD_SLAB_NBYTES: Final = 16 << 20
+
+Tables: TypeAlias = Mapping[str, int]
+"""The vLLM cache group of each layer, by name."""
+
+
+class PageLayouts(Protocol):
+    """How K and V lie in an engine's tensors: what its own package knows."""
+
+    def host_pages(
+        self, group: Group, caches: Sequence[torch.Tensor], block_size: int
+    ) -> PagedKV | StatePages:
+        """Return the blocks of some of a group's layers, in CPU memory.
+
+        ``block_size``: tokens per block of the block table. Raises VUAError: they are not known.
+        """
+
+    def device_pages(
+        self, group: Group, shard: Shard, caches: Sequence[torch.Tensor], block_size: int
+    ) -> PagedCache:
+        """Return the same in GPU memory, of which this rank holds ``shard``."""
+
+
+class Rank(NamedTuple):
+    """A worker's place among the workers."""
+
+    pp: int
+    tp: int
+
+
+class GroupTransfer:
+    """One group's files, buffers, and its layers in vLLM's memory, on one rank."""
+
+    store: Store
+    """There once :meth:`reopen` was called; nothing is moved before."""
+    gds: Gds | None = None
+    """What may read files straight into GPU memory."""
+
+    def __init__(
+        self,
+        number: int,
+        model: Model,
+        rank: Rank,
+        config: ConnectorConfig,
+        stats: Recorder,
+    ) -> None:
+        """Move group ``number`` of the model; record into ``stats``."""
+        self.number, self._stats = number, stats
+        self.watch: FileEventLog | None = None
+        """Told of chunks that cannot be loaded."""
+        self.group, self._model = model.groups[number], model
+        self.shard = self.group.shards[rank.pp][rank.tp]
+        row = self.group.shards[rank.pp]
+        self.writes = row.index(self.shard) == rank.tp  # of the ranks that hold it, the first
+        layout, payload = self.group.layout, self.shard.payload_nbytes(self.group.layout)
+        chunks, self.load_threads = max(1, LOAD_SLAB_NBYTES // payload), config.load_threads
+        self.load_slabs: Any = SlabPool(
+            layout, self.shard, chunks=chunks, limit=config.load_threads
+        )
+        room = (config.max_pending_save_mib << 20) // len(model.groups)
+        self.save_limit = max(1, room // payload)
+        self.save_slabs: Any = SlabPool(layout, self.shard, chunks=1, limit=self.save_limit)
+        self._loader_of: dict[Any, Loader] = {}
+        self._saver_of: dict[Any, Saver] = {}
+        self._places: list[tuple[int, slice, PagedKV | StatePages]] = []
+        """Where layers lie: (vLLM cache group, which of this rank's layers, the pages)."""
+
+    def register(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        layer_of: Mapping[str, int],
+        tables: Tables,
+        layouts: PageLayouts,
+    ) -> None:
+        """Find this group's layers among the engine's tensors. Raises UncachedError."""
+        layers = self.group.layers[self.shard.layer_start : self.shard.layer_stop]
+        names = {layer_of[name]: name for name in kv_caches if tables[name] in self.group.tables}
+        if sorted(names) != list(layers):
+            msg = f"expected the layers {list(layers)}, found {sorted(names)}"
+            raise UncachedError(msg)
+        table_of = [tables[names[layer]] for layer in layers]
+        edges = [n for n in range(1, len(layers)) if table_of[n] != table_of[n - 1]]
+        for first, stop in pairwise([0, *edges, len(layers)]):
+            caches = [kv_caches[names[layer]] for layer in layers[first:stop]]
+            self._place(table_of[first], slice(first, stop), caches, layouts)
+
+    def _place(
+        self, table: int, layers: slice, caches: Sequence[torch.Tensor], layouts: PageLayouts
+    ) -> None:
+        pages = layouts.host_pages(self.group, caches, self._model.block_sizes[table])
+        self._places.append((table, layers, pages))
+
+    def reopen(self, store: Store) -> None:
+        """Use a store from now on; what is running goes on with the one it began with."""
+        self.store, self._loader_of, self._saver_of = store, {}, {}
+
+    # What blocks in GPU memory need, see `vua.connector.device_transfer`; nothing on the CPU.
+
+    def mark(self) -> Fence:
+        """Return the end of what the engine's thread, which calls this, has ordered so far."""
+        return Fence()
+
+    def fence(self) -> None:
+        """Let what the engine's thread orders from now on come after all loads."""
+
+    def copied(self, slab: Any) -> None:  # noqa: ANN401
+        """Wait until what :meth:`gather` copies is in the slab."""
+
+    def close(self) -> None:
+        """Release what transfers used, after the last of them."""
+
+    def load(
+        self, part: GroupLoad, attempt: Attempt[LoadOrder], after: Fence
+    ) -> tuple[int, str | None]:
+        """Load until something is missing or nobody waits any more.
+
+        ``after`` is what :meth:`mark` gave when the load was ordered. Returns
+        the token up to which all is in its blocks, and why it stopped early, or None.
+        """
+        slab = self.load_slabs.take() if self._places else None
+        if slab is None:
+            return part.start, "unable"
+        reached = part.start
+        try:
+            loaders = self._loader_of
+            loader = loaders.get(slab)
+            if loader is None:
+                loader = loaders[slab] = self.store.loader(slab.memory, target=self.shard)
+            for at in range(0, len(part.keys), slab.chunks):
+                keys = part.keys[at : at + slab.chunks]
+                loaded = loader.load(keys)
+                attempt.progress()
+                with attempt.use() as wanted:
+                    if not wanted:  # the blocks may be another request's by now
+                        return reached, None
+                    if loaded.chunks:
+                        reached = self._scatter(slab, keys[: loaded.chunks], part, attempt.what)
+                if loaded.chunks:
+                    self._stats.add("vua_loaded_bytes_total", loaded.nbytes, "slab")
+                if loaded.reason is not None:
+                    self._lost(part.keys[at + loaded.chunks], loaded.reason)
+                    if loaded.reason != "error":
+                        self._weed(attempt, loader, part.keys[at + loaded.chunks + 1 :])
+                    return reached, loaded.reason
+        finally:
+            self.load_slabs.give_back(slab)  # not earlier: a hanging read may still write to it
+        return reached, None
+
+    def _scatter(
+        self, slab: Slab, keys: Sequence[ChunkKey], part: GroupLoad, order: LoadOrder
+    ) -> int:
+        """Bring chunks from the slab into their blocks; return the token after the last."""
+        start, stop = max(keys[0].start, part.start), min(keys[-1].stop, part.stop)
+        skip, dtype = start - keys[0].start, DTYPES[self.group.layout.dtype]
+        arrays = [
+            torch.from_numpy(rows[: len(keys)]).view(dtype).view(len(keys), *shape)
+            for rows, shape in slab.rows()
+        ]
+        for table, layers, pages in self._places:
+            k, *rest = (array[:, :, layers] for array in arrays)
+            v = rest[0] if rest else None
+            pages.scatter_chunks(order.block_ids[table], start, stop - start, skip, k, v)
+        return stop
+
+    def _weed(self, attempt: Attempt[LoadOrder], loader: Loader, keys: Sequence[ChunkKey]) -> None:
+        """Read what follows a bad chunk too.
+
+        What else is damaged is then out of sight before the recomputed chunks are saved; otherwise
+        each run would find, and heal, only one.
+        """
+        while keys and attempt.wanted:
+            loaded = loader.load(keys[: self.load_slabs.chunks])
+            attempt.progress()
+            if loaded.reason is not None:
+                self._lost(keys[loaded.chunks], loaded.reason)
+            if loaded.reason == "error":
+                return
+            keys = keys[loaded.chunks + (loaded.reason is not None) :]
+
+    def _lost(self, key: ChunkKey, reason: str) -> None:
+        if self.watch is not None and reason != "error":  # then it may be there all the same
+            self.watch.gone(key.prefix_hash, self.shard)
+
+    def saver(self, slab: Any) -> Saver:  # noqa: ANN401
+        """Return what saves this rank's shard from a slab; for who holds the slab."""
+        saver = self._saver_of.get(slab)
+        if saver is None:
+            saver = self._saver_of[slab] = self.store.saver(slab.memory, shard=self.shard)
+        return saver
+
+    def gather(self, slab: Any, key: ChunkKey, block_ids: Sequence[Sequence[int]]) -> None:  # noqa: ANN401
+        """Copy one chunk out of its blocks into a slab."""
+        k, v = self._tensors(slab, 0)
+        for table, layers, pages in self._places:
+            v_part = None if v is None else v[:, layers]
+            count = key.stop - key.start
+            pages.gather(block_ids[table], key.start, count, k[:, layers], v_part)
+
+    def arrays(self, slab: Any) -> list[torch.Tensor]:  # noqa: ANN401
+        """Return K, and V where there is one, of what :meth:`gather` copied, once it is there.
+
+        ``[heads, layers, tokens, dim]`` each, of the cache's dtype, in the slab's memory.
+        """
+        return [array for array in self._tensors(slab, 0) if array is not None]
+
+    def _tensors(self, slab: Slab, place: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dtype = DTYPES[self.group.layout.dtype]
+        arrays = [
+            torch.from_numpy(data).view(dtype).view(shape) for data, shape in slab.arrays(place)
+        ]
+        return arrays[0], arrays[1] if len(arrays) == 2 else None

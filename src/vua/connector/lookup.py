@@ -1,0 +1,228 @@
+"""Lookups of prompts on threads of their own: naming chunks and asking the storage for them.
+
+A lookup may take long or hang without anything else in the engine waiting for it. After some that
+took too long there are none for a while (see `vua.connector.breaker`): a request is then neither
+loaded nor stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from vua.capacity.ttl import lift
+from vua.connector.adapters import Adapter
+from vua.connector.breaker import StorageGuard
+from vua.connector.cache_spec import Model, UncachedError
+from vua.connector.config import ConnectorConfig
+from vua.connector.events import KVEventPublisher
+from vua.connector.media import Media
+from vua.connector.prefix_match import PrefixMatch, find
+from vua.connector.request import RequestOptions, SaveHints
+from vua.errors import VUAError
+from vua.format.keys import KeyChain, token_ids
+from vua.io.workers import Attempt, Workers
+from vua.store.store import Store
+
+__all__ = ["Lookup", "Lookups", "unasked"]
+
+log = logging.getLogger("vllm.vua.scheduler")
+
+
+class Lookup:
+    """One question about a prompt. For the scheduler's thread, except `answer`."""
+
+    def __init__(
+        self,
+        request: Any,  # noqa: ANN401
+        options: RequestOptions,
+        guard: StorageGuard,
+        adapter: Adapter | None = None,
+    ) -> None:
+        """Ask now; :class:`Lookups` answers."""
+        self.adapter = adapter
+        """The request's LoRA adapter as the workers hold it."""
+        self.request = request
+        self.most_tokens: int = request.num_tokens
+        """Tokens of which at least one is left to compute."""
+        if options.max_load_tokens is not None:
+            self.most_tokens = min(self.most_tokens, options.max_load_tokens + 1)
+        self.hints = options.hints if options.store and options.hints != SaveHints() else None
+        """For what is stored already; a worker sees to what is not."""
+        self.token_ids: Sequence[int] | None = request.prompt_token_ids
+        self.media: list[bytes] | UncachedError = []
+        """What stands for each image, sound or video of the request."""
+        self.asked_s = time.monotonic()
+        self.answer: Future[PrefixMatch | None] = Future()
+        """None where the prompt has no name, and where nobody asked the storage."""
+        self.not_asked = ""
+        """The word for why the storage was not asked: it did not answer others (``paused``), or the
+        model is not identified yet (``unidentified``)."""
+        self._guard = guard
+        self._late = False
+
+    def __bool__(self) -> bool:
+        """Whether there is an answer."""
+        return self.answer.done()
+
+    @property
+    def outcome(self) -> str:
+        """The word for the answer in the metrics."""
+        if self.not_asked:
+            return self.not_asked
+        found = self.answer.result()
+        if found is None:
+            return "unnamed"
+        if found.tokens == 0:
+            return "miss"
+        return "hit" if found.stored == len(found.keys) else "partial"
+
+    def give_up(self) -> bool:
+        """Note that the answer takes too long; True the first time."""
+        if self._late:
+            return False
+        self._late = True
+        self._guard.went(well=False)
+        return True
+
+
+def unasked(request: Any, options: RequestOptions) -> Lookup:  # noqa: ANN401
+    """Return the lookup of a request that came before the model was identified: a miss."""
+    lookup = Lookup(request, options, StorageGuard("lookups"))
+    lookup.not_asked = "unidentified"
+    lookup.answer.set_result(None)
+    return lookup
+
+
+class Lookups:
+    """Answers questions about prompts; asked by one thread, never blocks it."""
+
+    def __init__(
+        self,
+        model: Model,
+        stores: Sequence[Store],
+        config: ConnectorConfig,
+        media: Media,
+        events: KVEventPublisher | None = None,
+    ) -> None:
+        """Look up in ``stores``, one per group of ``model``; tell ``events`` what is found."""
+        self._model, self._stores, self._config = model, stores, config
+        self._media = media
+        self._events = events
+        self._threads: Workers[Lookup] = Workers(
+            2, timeout_s=config.io_timeout_s, name="vua-lookup"
+        )
+        self._guard = StorageGuard("lookups")
+        self._warned: set[str] = set()
+
+    def ask(
+        self,
+        request: Any,  # noqa: ANN401
+        options: RequestOptions,
+        adapter: Adapter | None = None,
+    ) -> Lookup:
+        """Begin a lookup; while the storage hangs, or for one that is not wanted, there is none."""
+        lookup = Lookup(request, options, self._guard, adapter)
+        lookup.media = self._media.look_at(request.mm_features)
+        if self._config.save_generated and request.num_output_tokens:  # it was preempted
+            lookup.token_ids = list(request.all_token_ids)
+        wanted = options.load or options.store
+        if wanted and not self._guard.allows():
+            lookup.not_asked = "paused"
+        if wanted and not lookup.not_asked:
+            self._threads.submit(self._answer, lookup)
+        else:
+            lookup.answer.set_result(None)
+        return lookup
+
+    def may_store(self, lookup: Lookup) -> bool:
+        """Whether the keys still name what the request computes: see `vua.connector.media`."""
+        features, media = lookup.request.mm_features, lookup.media
+        named = not isinstance(media, UncachedError) and len(media) == len(features)
+        return named and not self._media.doubtful(features)
+
+    def close(self) -> None:
+        """Stop the threads; waits for none, and announces nothing more."""
+        self._events = None
+        self._threads.close(finish=False)
+
+    def _answer(self, attempt: Attempt[Lookup]) -> None:
+        lookup = attempt.what
+        found = self._look_up(lookup)
+        if time.monotonic() - lookup.asked_s < self._config.lookup_timeout_s:
+            self._guard.went(well=True)
+        lookup.answer.set_result(found)
+
+    def _look_up(self, lookup: Lookup) -> PrefixMatch | None:
+        """Name the prompt's chunks and find the stored ones; None for a prompt without a name."""
+        request = lookup.request
+        try:
+            keys = self._keys(lookup)
+            if keys is None:
+                return None
+            found = find(
+                self._model,
+                self._stores,
+                keys,
+                lookup.most_tokens,
+                window_every_tokens=self._config.window_every_tokens,
+            )
+        except (VUAError, OSError) as problem:
+            self._warn_once(type(problem).__name__, f"not cached: {problem}")
+            return None
+        except Exception:
+            log.exception("request %s is not cached", request.request_id)
+            return None
+        self._stores[0].used(keys, found.stored)  # one keeper watches over all groups' files
+        if self._events is not None:
+            self._events.found(request, keys, found.stored)
+        if found.stored and lookup.hints is not None:
+            self._keep(keys[found.stored - 1].name, lookup.hints)
+        log.debug(
+            "request %s: %d of %d chunks stored, %d tokens of use",
+            *(request.request_id, found.stored, len(keys), found.tokens),
+        )
+        return found
+
+    def _keep(self, last: str, hints: SaveHints) -> None:
+        keeper = self._stores[0].keeper
+        if keeper is not None and hints.pin:
+            keeper.pin(last)
+        if keeper is not None and hints.ttl_s is not None:
+            lift(keeper.space, last, hints.ttl_s)
+
+    def _keys(self, lookup: Lookup) -> KeyChain | None:
+        request, ids = lookup.request, lookup.token_ids
+        adapter, media = lookup.adapter, lookup.media
+        if ids is None or request.prompt_embeds is not None:
+            self._warn_once("embeds", "requests with prompt embeddings are not cached")
+            return None
+        if isinstance(media, UncachedError):
+            self._warn_once("media", f"not cached: {media}")
+            return None
+        size, adapters = self._model.chunk_tokens, self._model.engine.adapters
+        extras: dict[int, list[tuple[str, bytes]]] = {}
+        if adapter is not None:
+            extras.setdefault(0, []).append(("lora", adapter.digest.encode()))
+            if adapters:  # what of an adapter the engine applies
+                extras[0].append(("lora settings", adapters.encode()))
+        elif request.lora_request is not None:
+            self._warn_once("lora", "requests whose LoRA adapter is not known are not cached")
+            return None
+        salt = (request.cache_salt or "").encode()
+        if salt:
+            extras.setdefault(0, []).append(("salt", salt))
+        for feature, name in zip(
+            request.mm_features, media, strict=False
+        ):  # a session may have got more
+            chunk = feature.mm_position.offset // size
+            extras.setdefault(chunk, []).append(("multimodal", name))
+        return KeyChain(token_ids(ids), size, extras, self._stores[0].keyring.naming(salt))
+
+    def _warn_once(self, cause: str, text: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            log.warning("VUA: %s", text)

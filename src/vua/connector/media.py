@@ -1,0 +1,153 @@
+"""What a request's images, sounds and videos are, by content.
+
+vLLM names each of them by an identifier. That may be made from the content, but also come from the
+client (``multi_modal_uuids``), from a counter, or from a mark within a picture's file, and no
+request says which; so identifiers are in no key. What is digested is the tensors that the model
+gets.
+
+vLLM itself believes identifiers: its caches of encoder outputs and of blocks give whoever has one
+what was computed for the first who had it. So once one identifier has stood for two contents, no
+request with it is loaded or stored any more. All methods are for the scheduler's thread, which asks
+about every request before it is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from vua.connector.cache_spec import UncachedError
+
+__all__ = ["Media"]
+
+_MORE_REMEMBERED: Final = 65536
+"""Identifiers remembered beyond one for each of vLLM's blocks: more than encoder caches hold."""
+
+_UNKNOWN: Final = b""
+"""Stands for the content of an identifier that must not be believed."""
+
+
+class Media:
+    """Names images, sounds and videos for the keys of a request."""
+
+    def __init__(self, settings: str, refused: str, blocks: int) -> None:
+        """Name them under ``settings``, a digest of what an encoder and a processor depend on.
+
+        Args:
+            settings: the digest.
+            refused: why no prompt with an image is cached; "" where they are.
+            blocks: how many blocks vLLM's own prefix cache has; each holds at least one token of an
+                image, so of identifiers that were not seen for so long nothing is left there.
+        """
+        self._settings, self._refused = settings, refused
+        self._limit = _MORE_REMEMBERED + blocks
+        self._content: OrderedDict[str, bytes] = OrderedDict()
+        self._digested: dict[int, tuple[weakref.ref[Any], bytes]] = {}
+
+    def look_at(self, features: Sequence[Any]) -> list[bytes] | UncachedError:
+        """Return what stands for each feature in the keys, or why the request is not cached.
+
+        Also remembers what each identifier stands for: call it for each request that vLLM gets.
+        """
+        if features and self._refused:
+            return UncachedError(self._refused)
+        names: list[bytes] = []
+        problem = None
+        for feature in features:
+            try:
+                parts = *_place(feature), self._content_of(feature), self._settings.encode()
+                names.append(b":".join(parts))
+            except UncachedError as found:
+                problem = found
+        if problem is None and self.doubtful(features):
+            problem = UncachedError("one identifier was given to different images")
+        return problem or names
+
+    def doubtful(self, features: Sequence[Any]) -> bool:
+        """Whether some identifier has stood for something else, or for something unknown."""
+        return any(not self._content.get(each.identifier) for each in features)
+
+    def _content_of(self, feature: Any) -> bytes:  # noqa: ANN401
+        """Return the digest of a feature's content. Raises UncachedError."""
+        before = self._content.get(feature.identifier)
+        try:
+            content = self._digest(feature.data) if feature.data is not None else before
+        except UncachedError:
+            self._remember(feature.identifier, _UNKNOWN)
+            raise
+        if content is None:
+            self._remember(feature.identifier, _UNKNOWN)
+            raise UncachedError("vLLM's scheduler was not given the content of an image")
+        self._remember(feature.identifier, content if before in (None, content) else _UNKNOWN)
+        return content
+
+    def _remember(self, identifier: str, content: bytes) -> None:
+        self._content[identifier] = content
+        self._content.move_to_end(identifier)
+        while len(self._content) > self._limit:
+            self._content.popitem(last=False)
+
+    def _digest(self, item: Any) -> bytes:  # noqa: ANN401
+        """Return 64 hex digits for what a model gets of one image; of the same object only once."""
+        known = self._digested.get(id(item))
+        if known is not None and known[0]() is item:
+            return known[1]
+        digest = hashlib.sha256(b"vua.media.v1\n")
+        for key in sorted(item):
+            _feed(digest, key)
+            _feed(digest, item[key].data)
+        found = digest.hexdigest().encode()
+        place = id(item)
+        forget = self._digested.pop
+        self._digested[place] = weakref.ref(item, lambda _: forget(place, None)), found
+        return found
+
+
+def _place(feature: Any) -> tuple[bytes, ...]:  # noqa: ANN401
+    """Return where the tokens of a feature are, and which of them stand for parts of it."""
+    place = feature.mm_position
+    where = f"{place.offset}+{place.length}:{feature.modality}".encode()
+    chosen = getattr(place, "is_embed", None)
+    if chosen is None:
+        return (where,)
+    digest = hashlib.sha256()
+    _feed(digest, chosen)
+    return where, digest.hexdigest().encode()
+
+
+def _feed(digest: Any, value: Any) -> None:  # noqa: ANN401
+    """Digest a value so that different ones never give the same bytes. Raises UncachedError."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise UncachedError("the content of an image lies in a device's memory")
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        _head(digest, "tensor", str(value.dtype), *value.shape)
+        digest.update(flat.numpy().data)
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        _head(digest, "array", value.dtype.str, *value.shape)
+        digest.update(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, list | tuple):
+        _head(digest, "list", len(value))
+        for each in value:
+            _feed(digest, each)
+    elif isinstance(value, Mapping):
+        _head(digest, "mapping", len(value))
+        for key in sorted(value):
+            _feed(digest, key)
+            _feed(digest, value[key])
+    elif isinstance(value, str | int | float):
+        _head(digest, type(value).__name__, value)
+    else:
+        raise UncachedError(f"an image's content holds a {type(value).__name__}")
+
+
+def _head(digest: Any, *parts: object) -> None:  # noqa: ANN401
+    for part in (str(len(parts)), *map(str, parts)):
+        text = part.encode(errors="surrogatepass")
+        digest.update(len(text).to_bytes(8, "little") + text)

@@ -1,0 +1,125 @@
+"""What the scheduler's side tells the workers each step, and they tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vua.connector.adapters import Adapter
+from vua.connector.request import SaveHints
+from vua.format.identity import Identity
+from vua.format.keys import ChunkKey
+
+__all__ = [
+    "ConnectorMetadata",
+    "GroupLoad",
+    "LoadOrder",
+    "LoadTimes",
+    "SaveOrder",
+    "Verdict",
+    "WitnessOrder",
+]
+
+
+@dataclass(slots=True)
+class GroupLoad:
+    """Load tokens [start, stop) of one group of layers."""
+
+    group: int
+    """Place in `Model.groups`."""
+    start: int
+    stop: int
+    keys: Sequence[ChunkKey]
+    """The chunks that cover [start, stop), in order."""
+
+
+@dataclass(slots=True)
+class LoadOrder:
+    """Load a request's K/V into its blocks."""
+
+    request_id: str
+    block_ids: list[list[int]]
+    """The request's block table from its first token on, per vLLM cache group."""
+    parts: list[GroupLoad]
+    in_step: bool = False
+    """To be done before this step's forward pass, which reads it; not reported when it ends."""
+    adapter: Adapter | None = None
+    """The request's LoRA adapter, which the worker must hold."""
+
+
+@dataclass(slots=True)
+class SaveOrder:
+    """Store whole chunks of a request whose K/V are complete after this step's forward pass."""
+
+    block_ids: list[list[int]]
+    """The request's block table from its first token on, per vLLM cache group."""
+    parts: list[tuple[int, Sequence[ChunkKey]]]
+    """Per group of layers (its place in `Model.groups`): the chunks."""
+    hints: SaveHints = field(default_factory=SaveHints)
+    adapter: Adapter | None = None
+    """The request's LoRA adapter, which the worker must hold."""
+
+
+@dataclass(slots=True)
+class WitnessOrder:
+    """Compare chunks that are complete after this step's forward pass with what is stored.
+
+    See `vua.connector.witness`.
+    """
+
+    number: int
+    """Of the comparison, one more each time."""
+    block_ids: list[list[int]]
+    """The request's block table from its first token on, per vLLM cache group."""
+    parts: list[tuple[int, Sequence[ChunkKey]]]
+    """Per group of layers (its place in `Model.groups`): the chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one worker's comparison came to."""
+
+    number: int
+    """The order's."""
+    outcome: str
+    """``same``, ``different``, or ``none`` where there was nothing to compare with."""
+    ratio: float = 0.0
+    """The largest distance, in tolerances; see `vua.store.agreement`."""
+    text: str = ""
+    """What differed most, or why there is no answer."""
+
+
+@dataclass(slots=True)
+class ConnectorMetadata:
+    """One step's loads and saves, and chunks to compare."""
+
+    loads: list[LoadOrder] = field(default_factory=list)
+    saves: list[SaveOrder] = field(default_factory=list)
+    witnesses: list[WitnessOrder] = field(default_factory=list)
+    identity: Identity | None = None
+    """Whose stores they concern: a worker opens what is ordered, and another one after a reset.
+    None: as before, or not known yet."""
+    epoch: str | None = None
+    """Which epoch they belong to, another one after a reset; None: nobody says."""
+    adapters: list[Any] = field(default_factory=list)
+    """LoRA adapters (vLLM's ``LoRARequest``) that the scheduler's half wants to know."""
+    idle: bool = False
+    """Whether the step computes nothing. A worker cannot tell by itself: a step that is one CUDA
+    graph has no attention metadata either."""
+
+
+@dataclass(slots=True)
+class LoadTimes:
+    """How long loads took that ended in a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Per request id, from the first read to the last byte in its block; by the slowest worker of
+    those that ended it in this step."""
+
+    def aggregate(self, other: LoadTimes) -> LoadTimes:
+        """Return what both say together."""
+        longer = dict(self.seconds)
+        for request_id, took in other.seconds.items():
+            longer[request_id] = max(took, longer.get(request_id, 0.0))
+        return LoadTimes(longer)

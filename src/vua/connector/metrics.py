@@ -1,0 +1,198 @@
+"""A connector's metrics: what they mean, and how they are recorded and added up.
+
+Each half of the connector owns a :class:`Recorder`; any thread may record into it. Once per step
+the engine takes what is new, adds up those of all ranks and of the scheduler's half
+(:func:`add_up`) and sends them to where they are shown; so they hold only dicts, lists, strings and
+numbers.
+
+What concerns a request as a whole (tokens, lookups, loads) is recorded by the scheduler's half and
+so counts once however many ranks there are; what concerns files (bytes, chunks) by each rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+__all__ = ["METRICS", "Metric", "Recorder", "Series", "add_up", "summary"]
+
+Series: TypeAlias = dict[str, dict[str, Any]]
+"""``[metric][label value]``: a number for counters and gauges, a list of observations for
+histograms; the label value of a metric without a label is ``""``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric: ``kind`` is ``counter`` (summed), ``gauge`` (latest) or ``histogram``."""
+
+    kind: str
+    documentation: str
+    label: str = ""
+    """Name of the one label that it has beside vLLM's own (model, engine)."""
+    values: tuple[str, ...] = ()
+    """Label values that are shown as 0 before they first occur."""
+
+
+METRICS: Final[dict[str, Metric]] = {
+    "vua_lookups_total": Metric(
+        "counter",
+        "Prompts looked up: all of their whole chunks stored (hit), some (partial), none (miss), "
+        "no answer in time (timeout), storage not asked after repeated timeouts (paused) or before "
+        "the weights are identified (unidentified), or prompts that cannot be named (unnamed).",
+        "outcome",
+        ("hit", "partial", "miss", "timeout", "paused", "unidentified", "unnamed"),
+    ),
+    "vua_lookup_seconds": Metric(
+        "histogram", "Time from a request's arrival to its answer, with any wait it asked for."
+    ),
+    "vua_prompt_tokens_total": Metric("counter", "Tokens of prompts looked up."),
+    "vua_queried_tokens_total": Metric(
+        "counter",
+        "Tokens of prompts looked up that vLLM's own prefix cache did not have: what "
+        "vua_loaded_tokens_total is a share of, as in vLLM's external prefix cache hit rate.",
+    ),
+    "vua_loads_total": Metric(
+        "counter",
+        "Loads of requests: everything promised came (complete), a part (partial), nothing "
+        "(failed). What did not come is recomputed.",
+        "outcome",
+        ("complete", "partial", "failed"),
+    ),
+    "vua_load_seconds": Metric(
+        "histogram", "Time from ordering a request's load until all ranks have ended it."
+    ),
+    "vua_loaded_tokens_total": Metric("counter", "Tokens that loads brought to all ranks."),
+    "vua_saved_prefill_seconds_total": Metric(
+        "counter",
+        "Seconds that computing the loaded tokens would have taken, by what prompts take in this "
+        "engine's recent steps. The time of the load is not subtracted. 0 until a prefill was "
+        "measured.",
+    ),
+    "vua_seconds_saved": Metric(
+        "gauge",
+        "Sum since the start, over all loads, of the seconds that computing takes minus those that "
+        "the load takes: as they were predicted when it was decided to load, and as measured from "
+        "the load's order to its end, for the tokens that came (computing is estimated in both).",
+        "basis",
+        ("predicted", "measured"),
+    ),
+    "vua_load_decisions_total": Metric(
+        "counter",
+        "Requests with stored tokens: loaded since predicted to be faster than computing them "
+        "(faster), before both are measured (unmeasured), for load_policy or the client's wait_s "
+        "(asked), in part to see whether the storage is faster again (probe); or not loaded since "
+        "computing is predicted to be faster (compute), or to compare what is stored (witness).",
+        "decision",
+        ("faster", "unmeasured", "asked", "probe", "compute", "witness"),
+    ),
+    "vua_witnesses_total": Metric(
+        "counter",
+        "Stored chunks compared with what this engine computes: within the tolerance (same), not "
+        "(different; it has left the namespace), or without an answer, since a file was missing, "
+        "damaged or not read in time (none).",
+        "outcome",
+        ("same", "different", "none"),
+    ),
+    "vua_witness_distance": Metric(
+        "gauge", "Distance in the latest of these comparisons; up to 1 it is within the tolerance."
+    ),
+    "vua_loaded_bytes_total": Metric(
+        "counter", "Verified bytes loaded, by the path they took to the engine.", "path"
+    ),
+    "vua_gds_fallbacks_total": Metric(
+        "counter", "Files that GPUDirect Storage did not bring, and host memory then did."
+    ),
+    "vua_load_stops_total": Metric(
+        "counter",
+        "Loads of one rank that stopped early: a chunk was missing, corrupt or foreign, reading "
+        "it failed (error) or took too long (timeout), storage is not asked after repeated "
+        "failures (paused), this worker cannot load (unable), or it has other weights or another "
+        "adapter by now (reset).",
+        "reason",
+        ("missing", "corrupt", "foreign", "error", "timeout", "paused", "unable", "reset"),
+    ),
+    "vua_chunks_saved_total": Metric(
+        "counter",
+        "Chunks given to storage by one rank: written, stored already (present), not stored for "
+        "want of room (refused) or of buffers (dropped), for an error (error), for storage that "
+        "hangs (timeout) or is not asked after repeated failures (paused), or since the weights "
+        "have changed (reset).",
+        "outcome",
+        ("written", "present", "refused", "dropped", "error", "timeout", "paused", "reset"),
+    ),
+    "vua_stored_bytes_total": Metric("counter", "Bytes of the chunks written."),
+    "vua_stored_tokens_total": Metric("counter", "Tokens written; counted on the first rank."),
+    "vua_save_seconds": Metric("histogram", "Time to write one chunk, without its wait for it."),
+    "vua_pending_loads": Metric("gauge", "Loads ordered and not yet ended.", "rank"),
+    "vua_pending_saves": Metric("gauge", "Chunks copied out and not yet written.", "rank"),
+}
+
+
+def add_up(mine: Series, other: Series) -> None:
+    """Add what ``other`` holds, which stays as it is, to ``mine``.
+
+    Used over the ranks of one step and over steps alike: gauges are labelled by rank, so the latest
+    of each is right in both.
+    """
+    for name, theirs in other.items():
+        kind, series = METRICS[name].kind, mine.setdefault(name, {})
+        for label, value in theirs.items():
+            if kind == "gauge" or label not in series:
+                series[label] = list(value) if kind == "histogram" else value
+            else:
+                series[label] += value
+
+
+def summary(data: Series) -> dict[str, int | float]:
+    """Return some numbers for an engine's periodic log line."""
+
+    def total(name: str) -> float:
+        return sum(data.get(name, {}).values())
+
+    def mean_ms(name: str) -> float:
+        seen = data.get(name, {}).get("", [])
+        return round(1000 * sum(seen) / len(seen), 1) if seen else 0.0
+
+    return {
+        "VUA lookups": total("vua_lookups_total"),
+        "loaded tokens": total("vua_loaded_tokens_total"),
+        "loaded MiB": round(total("vua_loaded_bytes_total") / 2**20, 1),
+        "mean load ms": mean_ms("vua_load_seconds"),
+        "stopped loads": total("vua_load_stops_total"),
+        "computed instead": data.get("vua_load_decisions_total", {}).get("compute", 0),
+        "stored MiB": round(total("vua_stored_bytes_total") / 2**20, 1),
+    }
+
+
+class Recorder:
+    """Collects what happens between two steps. Safe for threads; :meth:`take` is O(1)."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._lock = threading.Lock()
+        self._data: Series = {}
+
+    def add(self, name: str, by: float = 1, label: str = "") -> None:
+        """Increase a counter."""
+        with self._lock:
+            series = self._data.setdefault(name, {})
+            series[label] = series.get(label, 0) + by
+
+    def set(self, name: str, value: float, label: str = "") -> None:
+        """Set a gauge."""
+        with self._lock:
+            self._data.setdefault(name, {})[label] = value
+
+    def observe(self, name: str, value: float, label: str = "") -> None:
+        """Record one observation of a histogram."""
+        with self._lock:
+            self._data.setdefault(name, {}).setdefault(label, []).append(value)
+
+    def take(self) -> Series | None:
+        """Return what was recorded since the last call; None when that is nothing."""
+        if not self._data:  # without the lock: what is just being recorded waits for the next step
+            return None
+        with self._lock:
+            data, self._data = self._data, {}
+        return data

@@ -1,0 +1,141 @@
+"""How much of a prompt can be loaded, and which of its chunks are worth storing.
+
+A layer that attends to everything needs every chunk of the prefix. One with a sliding window needs
+only what the window holds at the point where the computation goes on; and only there its chunks are
+stored: at the end of a prompt, at the point where it turned out to leave another one, and at
+regular distances. One with a state needs the state right there, stored at the same points as far
+as vLLM's blocks end there. So a hit ends where every group has what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from vua.connector.cache_spec import Group, Model
+from vua.format.keys import KeyChain
+from vua.store.store import Store
+
+__all__ = ["PrefixMatch", "find"]
+
+_MAX_PROBES: Final = 1000
+"""Probes for windows per lookup, a few ms locally; a prompt that needs more counts as not stored
+there."""
+
+
+@dataclass(slots=True)
+class PrefixMatch:
+    """What a lookup learned about a prompt."""
+
+    keys: KeyChain
+    """The prompt's chunks; later perhaps those of generated tokens too."""
+    tokens: int
+    """Tokens from its start on that can be loaded; ends with a block of every cache group."""
+    stored: int
+    """Leading chunks of which the leading groups' files are there."""
+    windows: tuple[frozenset[int], ...]
+    """Per group of layers, the chunks to store: of use only to groups with a window or a state."""
+    prompt_chunks: int
+    """How many chunks the prompt has."""
+    states: frozenset[int] = frozenset()
+    """Where there are layers with a state: the numbers of tokens behind which it is worth a file.
+    """
+
+
+def find(
+    model: Model,
+    stores: Sequence[Store],
+    keys: KeyChain,
+    num_tokens: int,
+    *,
+    window_every_tokens: int,
+) -> PrefixMatch:
+    """Look a prompt up. Touches the storage; raises StorageError, OSError.
+
+    Args:
+        model: the engine's KV cache.
+        stores: one per group.
+        keys: the prompt's chunks.
+        num_tokens: tokens of the request; at least one of them is left to compute.
+        window_every_tokens: distance of the points at which windows are stored in any case.
+    """
+    size, align = model.chunk_tokens, model.align
+    leading = model.leading
+    stored = min(
+        store.lookup(keys, group.written)
+        for group, store in zip(model.groups, stores, strict=True)
+        if group in leading
+    )
+    most = (num_tokens - 1) // align * align
+    probe = _Probe(model, stores, keys)
+    stop, tokens = stored, 0
+    while stop > 0:
+        tokens = min(stop * size, most) // align * align
+        gap = probe.gap(tokens)
+        if gap is None:
+            break
+        stop, tokens = gap, 0
+    ends = {len(keys), *range(0, len(keys), max(1, window_every_tokens // size))}
+    whole = len(keys) * size
+    states = {whole // align * align, (max(whole, num_tokens) - 1) // align * align}
+    if tokens < min(stored * size, most) // align * align:
+        # somebody else's prompt went another way here, others may follow
+        ends.add(stored)
+        states.add(stored * size // align * align)
+    windows = tuple(
+        frozenset(at // size - 1 for at in states if at)
+        if group.keeps_state
+        else _window_chunks(model, group, ends)
+        for group in model.groups
+    )
+    kept = any(group.keeps_state for group in model.groups)
+    return PrefixMatch(keys, tokens, stored, windows, len(keys), frozenset(states if kept else ()))
+
+
+def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]:
+    """The chunks that hold the group's window before each of the given chunk counts."""
+    if group in model.leading:
+        return frozenset()
+    size, wanted = model.chunk_tokens, set[int]()
+    for end in ends:
+        # one chunk more: a request that ends with this chunk has to compute its last token, and
+        # goes on at the end of a block, which may be longer than a chunk
+        hit = min((end - 1) * size, (end * size - 1) // model.align * model.align)
+        first = model.first_loaded(group, max(0, hit))
+        wanted.update(range(first // size, end))
+    return frozenset(wanted)
+
+
+class _Probe:
+    """Looks for the windows that a hit of a certain length needs."""
+
+    def __init__(self, model: Model, stores: Sequence[Store], keys: KeyChain) -> None:
+        self._model, self._size, self._keys = model, model.chunk_tokens, keys
+        pairs = zip(model.groups, stores, strict=True)
+        self._windows = [(group, store) for group, store in pairs if group not in model.leading]
+        self._seen: dict[tuple[int, int], bool] = {}
+
+    def gap(self, tokens: int) -> int | None:
+        """Return a chunk that is missing for a hit of ``tokens`` tokens, None if none is.
+
+        No longer hit than up to that chunk is possible: it is in every window up to ``tokens``.
+        """
+        if not tokens:
+            return None
+        for number, (group, store) in enumerate(self._windows):
+            first = self._model.first_loaded(group, tokens) // self._size
+            last = (tokens - 1) // self._size + 1
+            # The lowest first: without it, no hit ends inside the window either.
+            chunks: tuple[int, ...] = (first, *range(last - 1, first, -1))
+            for chunk in chunks:
+                if not self._there(number, group, store, chunk):
+                    return chunk
+        return None
+
+    def _there(self, number: int, group: Group, store: Store, chunk: int) -> bool:
+        known = self._seen.get((number, chunk))
+        if known is None:
+            known = len(self._seen) < _MAX_PROBES and store.holds(self._keys[chunk], group.written)
+            self._seen[number, chunk] = known
+        return known

@@ -1,0 +1,172 @@
+"""What became of each request, for the metrics and the log: kept by the scheduler's half.
+
+Only the scheduler sees a request as a whole (what was found, promised, and came to all ranks), so
+tokens, lookups and loads are counted here, once, and bytes by the workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vua.connector.load_policy import NOTHING_STORED, Choice, LoadOrCompute
+from vua.connector.metrics import Recorder
+
+__all__ = ["RequestMetrics"]
+
+log = logging.getLogger("vllm.vua.requests")
+
+
+@dataclass(slots=True)
+class _Account:
+    """One request so far."""
+
+    prompt_tokens: int
+    outcome: str = "not asked"
+    lookup_s: float = 0.0
+    choice: Choice = NOTHING_STORED
+    """What was decided about the tokens found."""
+    ordered_s: float | None = None
+    """When the running load was ordered."""
+    start: int = 0
+    """Tokens before those that are loaded."""
+    promised: int = 0
+    limit: int = 0
+    """Tokens of the promised that have not failed."""
+    loaded: int = 0
+    load_s: float = 0.0
+    saves: int = 0
+
+
+class RequestMetrics:
+    """Keeps one account per request. For the scheduler's thread only; all methods are O(1)."""
+
+    def __init__(
+        self,
+        stats: Recorder,
+        choices: LoadOrCompute,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Record into ``stats``; what happens to loads is passed on to ``choices``."""
+        self._stats, self._choices, self._clock = stats, choices, clock
+        self._saved = {"predicted": 0.0, "measured": 0.0}
+        self._accounts: dict[str, _Account] = {}
+
+    # -- per request --------------------------------------------------------------------------
+
+    def answered(
+        self,
+        request_id: str,
+        outcome: str,
+        prompt_tokens: int,
+        seconds: float,
+        *,
+        local_tokens: int = 0,
+    ) -> None:
+        """Note the answer to a lookup; further calls for the same request change nothing.
+
+        ``local_tokens`` of the prompt lie in vLLM's own prefix cache already.
+        """
+        if request_id in self._accounts:
+            return
+        self._accounts[request_id] = _Account(prompt_tokens, outcome, seconds)
+        self._stats.add("vua_lookups_total", label=outcome)
+        self._stats.add("vua_prompt_tokens_total", prompt_tokens)
+        self._stats.add("vua_queried_tokens_total", prompt_tokens - local_tokens)
+        self._stats.observe("vua_lookup_seconds", seconds)
+
+    def computing(self, request: Any, start: int, choice: Choice) -> None:  # noqa: ANN401
+        """Note that vLLM's ``request`` is computed, behind ``start`` tokens or what was loaded."""
+        self._choices.admitted(max(start, request.num_computed_tokens), request.num_tokens)
+        if choice.left_out:
+            self._chosen(request.request_id, choice)
+
+    def _chosen(self, request_id: str, choice: Choice) -> None:
+        self._stats.add("vua_load_decisions_total", label=choice.why)
+        account = self._accounts.get(request_id)
+        if account is not None:
+            account.choice = choice
+
+    def load_ordered(
+        self, request_id: str, start: int, stop: int, choice: Choice, *, in_step: bool = False
+    ) -> None:
+        """Note that the load of tokens [start, stop) was ordered, and why."""
+        self._choices.ordered(request_id, start, stop, choice, in_step=in_step)
+        self._chosen(request_id, choice)
+        account = self._accounts.get(request_id)
+        if account is not None:
+            account.ordered_s, account.start = self._clock(), start
+            account.promised = account.limit = stop - start
+
+    def load_failed(self, request_id: str, good_tokens: int) -> None:
+        """Note that no more than ``good_tokens`` of the running load came."""
+        self._choices.failed(request_id)
+        account = self._accounts.get(request_id)
+        if account is not None:
+            account.limit = min(account.limit, good_tokens)
+
+    def load_ended(self, request_id: str) -> None:
+        """Note that all ranks have ended the load."""
+        self._choices.ended(request_id)
+        account = self._accounts.get(request_id)
+        if account is None or account.ordered_s is None:
+            return
+        seconds, account.ordered_s = self._clock() - account.ordered_s, None
+        account.load_s += seconds
+        account.loaded += account.limit
+        complete = account.limit == account.promised
+        outcome = "complete" if complete else "partial" if account.limit else "failed"
+        self._stats.add("vua_loads_total", label=outcome)
+        self._stats.observe("vua_load_seconds", seconds)
+        avoided_s = self._choices.prefill.seconds(account.limit, account.start)
+        if account.limit:
+            self._stats.add("vua_loaded_tokens_total", account.limit)
+            if avoided_s is not None:
+                self._stats.add("vua_saved_prefill_seconds_total", avoided_s)
+        if avoided_s is not None:
+            self._save("measured", avoided_s - seconds)
+        choice = account.choice
+        if choice.load_s is not None and choice.compute_s is not None:
+            self._save("predicted", choice.compute_s - choice.load_s)
+
+    def _save(self, basis: str, seconds: float) -> None:
+        self._saved[basis] += seconds
+        self._stats.set("vua_seconds_saved", self._saved[basis], basis)
+
+    def saves_ordered(self, request_id: str, chunks: int) -> None:
+        """Note that the workers were told to store so many chunks."""
+        account = self._accounts.get(request_id)
+        if account is not None:
+            account.saves += chunks
+
+    def finished(self, request_id: str) -> None:
+        """Close a request's account, with one line at DEBUG."""
+        self._choices.forgotten(request_id)
+        account = self._accounts.pop(request_id, None)
+        if account is not None:
+            log.debug(
+                "request %s: %d prompt tokens; lookup %s after %.1f ms; %s; %d tokens loaded in "
+                "%.1f ms; %d chunks ordered to be stored",
+                request_id,
+                account.prompt_tokens,
+                account.outcome,
+                1000 * account.lookup_s,
+                account.choice,
+                account.loaded,
+                1000 * account.load_s,
+                account.saves,
+            )
+
+    # -- per step -----------------------------------------------------------------------------
+
+    def step_scheduled(self, tokens: int, attended: float) -> None:
+        """Note that a step was scheduled; what of it are prompts: see `prefill_speed`."""
+        self._choices.prefill.scheduled(tokens, attended)
+
+    def step_ended(self) -> None:
+        """Note that the oldest running step has ended."""
+        self._choices.prefill.ended()

@@ -1,0 +1,51 @@
+"""What the scheduler's half of the connector knows of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vua.connector.adapters import Adapter
+from vua.connector.load_policy import NOTHING_STORED, Choice
+from vua.connector.lookup import Lookup
+from vua.connector.request import RequestOptions
+
+__all__ = ["RequestState"]
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request, from its first lookup to its end."""
+
+    request: Any
+    options: RequestOptions
+    lookup: Lookup
+    arrived_s: float
+    adapter: Adapter | None = None
+    """Its LoRA adapter, as the workers held it when it was first asked about."""
+    local_tokens: int = 0
+    """vLLM's own prefix-cache hit when it last asked."""
+    choice: Choice = NOTHING_STORED
+    """What was decided then."""
+    admitted: bool = False
+    """It has blocks: it computes, or loads."""
+    failed: bool = False
+    """A load for it failed: it is computed, not looked up again."""
+    outdated: bool = False
+    """It began before a reset, its adapter was replaced since, or nobody knows its adapter."""
+    loading: list[int] = field(default_factory=list)
+    """Blocks that a running load fills; empty where a load fails as a whole."""
+    block_ids: list[list[int]] = field(default_factory=list)
+    """Its block table, per vLLM cache group."""
+    next_save: int | None = None
+    """First chunk not yet ordered to be saved; None until the lookup's answer is known."""
+
+    def extend(self, new: Sequence[Sequence[int]] | None, *, resumed: bool) -> None:
+        """Append blocks to the block table; ``resumed``: after a preemption, to a new one."""
+        if resumed:
+            self.block_ids = []
+        for number, table in enumerate(new or ()):
+            if number == len(self.block_ids):
+                self.block_ids.append([])
+            self.block_ids[number] += table

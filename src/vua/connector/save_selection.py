@@ -1,0 +1,79 @@
+"""Which of a step's complete chunks to store, for each group of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vua.connector.cache_spec import Group, Model
+from vua.connector.prefix_match import PrefixMatch
+from vua.format.keys import ChunkKey
+
+__all__ = ["Step", "to_save"]
+
+
+class Step(NamedTuple):
+    """What one step does for a request."""
+
+    chunks: range
+    """The prompt's chunks that are complete after it, and were not ordered to be saved before."""
+    computed: int
+    """Tokens computed before it."""
+    complete: int
+    """Tokens computed after it."""
+    tables: Sequence[Sequence[int]]
+    """The request's block table in this step, per vLLM cache group; 0 where a block is freed."""
+    reused: range = range(0)
+    """In a request's first step: chunks before it that vLLM's own prefix cache had, whose windows
+    and states may not be stored."""
+
+
+def to_save(
+    model: Model, number: int, found: PrefixMatch, step: Step, every_tokens: int
+) -> Sequence[ChunkKey]:
+    """Return those of the step's chunks that are of use to a group, and still in its blocks.
+
+    Args:
+        model: the engine's KV cache.
+        number: the group's place in it.
+        found: what the lookup learned about the prompt.
+        step: what happens now.
+        every_tokens: distance of the points at which windows and states are stored in any case.
+    """
+    group = model.groups[number]
+    if group.layout.window is None:
+        return found.keys.run(step.chunks.start, step.chunks.stop)
+    if group.keeps_state:
+        return _state(model, group, number, found, step, every_tokens)
+    size, wanted = model.chunk_tokens, found.windows[number]
+    keys = []
+    for chunk in (*(chunk for chunk in step.reused if chunk in wanted), *step.chunks):
+        held = all(
+            all(step.tables[table][chunk * size // block : -(-(chunk + 1) * size // block)])
+            for table in group.tables
+            for block in (model.block_sizes[table],)
+        )
+        useful = chunk in wanted or chunk >= found.prompt_chunks  # of unknown end
+        if held and (useful or group in model.leading):
+            keys.append(found.keys[chunk])
+    return keys
+
+
+def _state(
+    model: Model, group: Group, number: int, found: PrefixMatch, step: Step, every_tokens: int
+) -> Sequence[ChunkKey]:
+    """The chunk with which the step ends, if its state is worth a file, and likewise begins.
+
+    vLLM has the states of no other chunks.
+    """
+    keys = []
+    for end, chunks in ((step.computed, step.reused), (step.complete, step.chunks)):
+        chunk = end // model.chunk_tokens - 1
+        if end % model.align or chunk not in chunks:
+            continue
+        wanted = chunk in found.windows[number] or chunk >= found.prompt_chunks
+        wanted |= chunks is step.chunks and end // every_tokens > step.computed // every_tokens
+        tables = ((step.tables[table], model.block_sizes[table]) for table in group.tables)
+        if wanted and all(table[end // block - 1] for table, block in tables):
+            keys.append(found.keys[chunk])
+    return keys

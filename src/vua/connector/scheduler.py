@@ -1,0 +1,523 @@
+"""The connector's half in the scheduler's process: what to load, what to save, what has failed.
+
+Everything here runs between engine steps and delays all requests, so it touches neither storage nor
+tensors: hashing and lookups run on a thread of their own, and the answer until they are done is
+"ask again". Tokens are counted from the start of the prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait as wait_for
+from typing import Any, Final
+
+from vua.connector.adapters import Adapter, AdapterBook
+from vua.connector.cache_spec import Model
+from vua.connector.config import ConnectorConfig
+from vua.connector.events import KVEventPublisher
+from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadOrCompute
+from vua.connector.lookup import Lookup, Lookups, unasked
+from vua.connector.media import Media
+from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder, Verdict
+from vua.connector.metrics import Recorder, Series
+from vua.connector.opening import Opening, open_stores
+from vua.connector.origins import MIXED, Origin, Origins
+from vua.connector.prefill_speed import prompt_work
+from vua.connector.prefix_match import PrefixMatch
+from vua.connector.request import OptionReader, RequestOptions
+from vua.connector.request_metrics import RequestMetrics
+from vua.connector.request_state import RequestState
+from vua.connector.save_selection import Step, to_save
+from vua.connector.witness import Witness
+from vua.connector.worker_output import WorkerOutput
+from vua.errors import VUAError
+from vua.format.identity import Identity
+from vua.format.keys import token_ids
+from vua.store.store import Store
+from vua.weights import Identification
+
+__all__ = ["SchedulerSide"]
+
+_STEP_WAIT_S: Final = 0.001
+"""Time per step that lookups are waited for. Mostly they are done by then; and an engine with
+nothing else to do would otherwise spin, and starve the lookup's thread of the GIL."""
+_IDLE_STEP_WAIT_S: Final = 0.01
+"""The same where no request computes or loads: nobody else waits then, and prompts that came
+together are computed in one step, not the first one alone."""
+
+_LOOK_AGAIN_S: Final = 0.02
+"""How often chunks are looked up that another engine is still writing."""
+
+_RESET_AGAIN_S: Final = 10.0
+"""How often a new epoch is tried again whose directory could not be made."""
+
+log = logging.getLogger("vllm.vua.scheduler")
+
+
+class SchedulerSide:
+    """Decides per request. One instance per engine core; called from its thread only."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: ConnectorConfig,
+        *,
+        loads: bool,
+        saves: bool,
+        loads_in_step: bool = True,
+        events: KVEventPublisher | None = None,
+        identification: Identification | None = None,
+        setup: str = "",
+    ) -> None:
+        """Open the namespace, now or when the model is identified.
+
+        Args:
+            model: the engine's KV cache.
+            config: the connector's settings.
+            loads: whether the engine's role permits it to load.
+            saves: likewise to save.
+            loads_in_step: whether the engine can wait for a load within a step.
+            events: announces what is stored; None: nobody wants to know.
+            identification: the search for the weights of a model that is not `Model.identified`.
+            setup: the engine's, see `vua.connector.proved`; empty: nothing is remembered.
+        """
+        self._model, self._config, self._events = model, config, events
+        self._setup, self.stats = setup, Recorder()
+        self.witness = Witness(model, config, self.stats, setup)
+        self._may_load, self._may_save = loads, saves
+        engine, blocks = model.engine, model.blocks * len(model.block_sizes)
+        self._media = Media(engine.media, engine.media_refused, blocks)
+        self._opening = Opening(model, config, identification)
+        self._open = False
+        """Whether there is a namespace: the two below are there then."""
+        self._stores: Sequence[Store]
+        self._lookups: Lookups
+        self._use_what_is_known()
+        self._options = OptionReader(allow_pins=config.allow_pins)
+        self._states: dict[str, RequestState] = {}
+        self._adapters = AdapterBook(model.workers, config.lookup_timeout_s)
+        self._origins, self._resets = Origins(model.block_sizes), 0
+        self._retry_s = 0.0
+        self._loads: list[LoadOrder] = []
+        self._patience_s: float | None = None
+        """How long lookups may still be waited for in this step; None before the first."""
+        self._in_step_nbytes = config.load_in_step_mib << 20 if loads_in_step else 0
+        self.choices = LoadOrCompute(model, config)
+        self.accounts = RequestMetrics(self.stats, self.choices)
+
+    def _use_what_is_known(self) -> None:
+        """Use the namespace that was opened meanwhile."""
+        if self._open or (opened := self._opening.take()) is None:
+            return
+        epoch, model, stores = self._model.identity.epoch, *opened
+        if epoch != model.identity.epoch:  # a reset came first
+            model = model.in_epoch(epoch)
+            stores = open_stores(self._config, model, model.identity)
+        self._use(model, stores)
+
+    def _use(self, model: Model, stores: Sequence[Store]) -> None:
+        self._model, self._stores = model, stores
+        self.witness = Witness(model, self._config, self.stats, self._setup)
+        self._lookups = Lookups(model, stores, self._config, self._media, self._events)
+        self._open = True
+
+    def reset(self) -> None:
+        """Leave everything stored so far unused: the model's weights may have been replaced.
+
+        What is stored from now on is of an epoch that only this engine knows, since nobody can tell
+        which weights those are. Requests that are running already are neither loaded nor stored.
+
+        Raises StorageError, LayoutError: nothing is changed then.
+        """
+        epoch = f"{self._config.epoch}+{secrets.token_hex(8)}"
+        model = self._model.in_epoch(epoch)
+        if self._open:
+            old = self._lookups
+            self._use(model, open_stores(self._config, model, model.identity))
+            old.close()
+        else:
+            self._model = model
+        self._resets += 1
+        for state in self._states.values():
+            state.outdated = True
+        if self._events is not None:
+            self._events.forget()
+        log.info("VUA: the cache was reset; this engine now uses epoch %s", epoch)
+
+    def learn(self, notes: WorkerOutput) -> None:
+        """Take what the workers say about weights and adapters.
+
+        Weights that have changed begin an epoch. Where that is impossible now (no directory can be
+        made) the workers go on refusing the old one, and say so again.
+        """
+        for number in self._adapters.learn(notes.adapters):
+            for state in self._states.values():
+                state.outdated |= state.adapter is not None and state.adapter.number == number
+        now = time.monotonic()
+        if notes.left_epoch is not None and notes.left_epoch == self.epoch and now > self._retry_s:
+            self._retry_s = now + _RESET_AGAIN_S
+            try:
+                self.reset()
+            except VUAError as problem:
+                log.warning("VUA: nothing is stored or loaded: no epoch can begin: %s", problem)
+
+    def shutdown(self) -> None:
+        """Stop the lookup threads."""
+        self._opening.close()
+        self._use_what_is_known()
+        if self._open:
+            self._lookups.close()
+            self._stores[0].close()
+
+    # -- per request --------------------------------------------------------------------------
+
+    def matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
+        """Return (tokens beyond ``num_computed_tokens`` to load, whether asynchronously).
+
+        (None, False) while the lookup is running. Has no side effect on transfers.
+        """
+        state = self._state(request)
+        if state is None:  # the workers are being asked about its adapter
+            return None, False
+        if state.block_ids:  # it ran before and was preempted: more of it may be stored by now
+            state.block_ids, state.next_save = [], None
+            state.lookup = self._ask(request, state.options, state.adapter)
+        state.local_tokens, state.choice = num_computed_tokens, NOTHING_STORED
+        loads = self._may_load and state.options.load and not state.failed
+        if state.outdated or not (loads or (self._may_save and state.options.store)):
+            return 0, False
+        return self._matched(request, state, num_computed_tokens, loads=loads)
+
+    def _matched(
+        self,
+        request: Any,  # noqa: ANN401
+        state: RequestState,
+        num_computed_tokens: int,
+        *,
+        loads: bool,
+    ) -> tuple[int | None, bool]:
+        self._be_patient(state.lookup)
+        if not state.lookup:
+            if time.monotonic() - state.lookup.asked_s < self._config.lookup_timeout_s:
+                return None, False
+            if state.lookup.give_up():
+                self._account(state, "timeout")
+            return 0, False
+        found = state.lookup.answer.result()
+        if loads and found is not None and self._waits(state, found):
+            return None, False
+        self._account(state, state.lookup.outcome)
+        if found is not None and found.states:
+            start = found.tokens if loads else 0
+            self._stop_at_state(request, found, max(start, num_computed_tokens))
+        # where it only stores: what to store is known now
+        if not loads or found is None or found.tokens <= num_computed_tokens:
+            return 0, False
+        return self._offer(state, found, num_computed_tokens)
+
+    def _offer(
+        self, state: RequestState, found: PrefixMatch, start: int
+    ) -> tuple[int | None, bool]:
+        """Decide how much to load of what was found behind ``start`` tokens."""
+        limit = self.witness.limit(state.request, found, start)
+        if limit is None:
+            self._pause()
+            return None, False
+        state.choice = TO_COMPARE
+        if limit > start:
+            state.choice = self.choices.choose(start, limit, asked=state.options.wait_s > 0)
+        tokens = state.choice.tokens
+        return tokens, tokens > 0 and not self._in_step(tokens)
+
+    def _in_step(self, tokens: int) -> bool:
+        """Whether so small a load is done within the step."""
+        return tokens * self._model.token_nbytes <= self._in_step_nbytes
+
+    @staticmethod
+    def _stop_at_state(request: Any, found: PrefixMatch, computed: int) -> None:  # noqa: ANN401
+        """Let vLLM end a step where a state is to be stored, behind ``computed`` tokens.
+
+        It does so by itself where its own prefix cache knows that others share the prefix (its
+        scheduler's "junction"), and, but for an odd size of its blocks, at the end of the prompt.
+        """
+        if getattr(request, "shared_prefix_boundary", computed + 1) <= computed:
+            further = [at for at in found.states if at > computed]
+            request.shared_prefix_boundary = min(further, default=0)
+
+    def _be_patient(self, lookup: Lookup) -> None:
+        """Wait for a lookup, together with all others no longer than this step's patience."""
+        if self._patience_s is None:
+            busy = any(state.admitted for state in self._states.values())
+            self._patience_s = _STEP_WAIT_S if busy else _IDLE_STEP_WAIT_S
+        if not lookup and self._patience_s > 0:
+            began = time.monotonic()
+            wait_for([lookup.answer], timeout=self._patience_s)
+            self._patience_s -= time.monotonic() - began
+
+    def _waits(self, state: RequestState, found: PrefixMatch) -> bool:
+        """Whether to look again later: the client said that the prompt is being written."""
+        now, wait_s = time.monotonic(), state.options.wait_s
+        if found.stored >= len(found.keys) or now - state.arrived_s >= wait_s:
+            return False
+        if now - state.lookup.asked_s >= _LOOK_AGAIN_S:
+            state.lookup = self._ask(state.request, state.options, state.adapter)
+        else:
+            self._pause()
+        return True
+
+    def _pause(self) -> None:
+        """Do not let an idle engine spin while a request waits; once a step."""
+        if self._patience_s:
+            time.sleep(max(0.0, min(self._patience_s, _STEP_WAIT_S)))
+            self._patience_s = 0.0
+
+    def _account(self, state: RequestState, outcome: str) -> None:
+        request, seconds = state.request, time.monotonic() - state.arrived_s
+        self.accounts.answered(
+            request.request_id,
+            outcome,
+            request.num_tokens,
+            seconds,
+            local_tokens=state.local_tokens,
+        )
+
+    def _state(self, request: Any) -> RequestState | None:  # noqa: ANN401
+        """What is known of a request; None: not yet which adapter it has."""
+        state = self._states.get(request.request_id)
+        if state is None:
+            options, adapter = self._options.read(request.kv_transfer_params), None
+            if request.lora_request is not None and (options.load or options.store):
+                adapter, answered = self._adapters.find(request.lora_request)
+                if not answered:
+                    return None
+            lookup = self._ask(request, options, adapter)
+            state = RequestState(request, options, lookup, lookup.asked_s, adapter)
+            state.outdated = request.lora_request is not None and adapter is None
+            self._states[request.request_id] = state
+        return state
+
+    def _origin(self, state: RequestState | None) -> Origin:
+        """What computes a request's blocks now."""
+        if state is None or state.outdated:
+            return MIXED
+        return Origin(self._resets, state.adapter)
+
+    def _ask(self, request: Any, options: RequestOptions, adapter: Adapter | None) -> Lookup:  # noqa: ANN401
+        self._use_what_is_known()
+        if self._open:
+            return self._lookups.ask(request, options, adapter)
+        self._media.look_at(request.mm_features)  # to know what identifiers stood for later
+        return unasked(request, options)
+
+    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
+        """Order the load that was promised, into the blocks that were allocated for it."""
+        if (known := self._states.get(request.request_id)) is not None:
+            known.admitted = True
+        if num_external_tokens == 0:
+            if known is not None:
+                self.accounts.computing(request, known.local_tokens, known.choice)
+            return
+        state = self._states[request.request_id]
+        found = state.lookup.answer.result()
+        start, stop = state.local_tokens, state.local_tokens + num_external_tokens
+        tables = [list(table) for table in blocks.get_block_ids()]
+        parts = [
+            self._part(number, start, stop, found) for number in range(len(self._model.groups))
+        ]
+        if self._model.plain:
+            block, (table,) = self._model.align, tables
+            state.loading = table[start // block : -(-stop // block)]
+        in_step = self._in_step(num_external_tokens)
+        self._loads.append(LoadOrder(request.request_id, tables, parts, in_step, state.adapter))
+        self._origins.begins(tables, start, self._origin(state))
+        self.accounts.load_ordered(request.request_id, start, stop, state.choice, in_step=in_step)
+        self.witness.loaded(request, found)
+
+    def _part(
+        self, number: int, local_tokens: int, stop: int, found: PrefixMatch | None
+    ) -> GroupLoad:
+        """What to load of one group: nothing of what vLLM has, and of a window no more than it."""
+        if found is None:  # cannot be; a load without keys fails, and vLLM does not wait for ever
+            return GroupLoad(number, local_tokens, stop, [])
+        group, size = self._model.groups[number], self._model.chunk_tokens
+        start = self._model.first_loaded(group, stop)
+        if not group.keeps_state:  # of a state there is no half
+            start = max(start, local_tokens)
+        return GroupLoad(number, start, stop, found.keys.run(start // size, -(-stop // size)))
+
+    def finished(self, request: Any) -> None:  # noqa: ANN401
+        """Forget a request that has ended or was aborted."""
+        self._states.pop(request.request_id, None)
+        self.accounts.finished(request.request_id)
+        self.witness.gone(request.request_id)
+
+    def judge(self, verdicts: Sequence[Verdict]) -> None:
+        """Learn what comparisons came to; leave the namespace where one differs."""
+        if (text := self.witness.learn(verdicts)) is None:
+            return
+        log.error("VUA: %s", text)
+        try:
+            self.reset()
+        except VUAError as problem:
+            self._may_load = self._may_save = False
+            log.error("VUA: nothing is loaded or stored any more: %s", problem)  # noqa: TRY400
+
+    def received(
+        self, request_ids: set[str], failed_ids: set[str], failed_blocks: set[int]
+    ) -> None:
+        """Learn which loads have ended, which have failed, and which blocks were not filled.
+
+        A request with such blocks is computed and stored anew. Without remembering that, one whose
+        first block fails would be asked about, promised and failed again for ever.
+        """
+        for request_id, state in self._states.items():
+            if request_id in failed_ids or not failed_blocks.isdisjoint(state.loading):
+                log.warning("request %s: a load failed, its tokens are recomputed", request_id)
+                state.failed = True
+                state.next_save = 0
+                bad = (at for at, block in enumerate(state.loading) if block in failed_blocks)
+                self.accounts.load_failed(request_id, next(bad, 0) * self._model.align)
+        for request_id in (request_ids | failed_ids) & self._states.keys():
+            self._states[request_id].loading = []
+            self.accounts.load_ended(request_id)
+
+    # -- per step -----------------------------------------------------------------------------
+
+    def take_loads(self) -> list[LoadOrder]:
+        """Return the loads ordered since the last step. vLLM waits for each: none may get lost."""
+        loads, self._loads = self._loads, []
+        self._patience_s = None
+        self.choices.step_begins()
+        return loads
+
+    def take_stats(self) -> Series | None:
+        """Return what was recorded since the last step; called once at the end of each."""
+        self.accounts.step_ended()
+        return self.stats.take()
+
+    def take_wanted_adapters(self) -> list[Any]:
+        """Return the LoRA adapters that the workers are to tell about."""
+        return self._adapters.take_wanted()
+
+    @property
+    def identity(self) -> Identity | None:
+        """Whose stores orders concern; None before the model is identified: there are none."""
+        return self._model.identity if self._open else None
+
+    @property
+    def epoch(self) -> str:
+        """The epoch that orders belong to, also before the model is identified."""
+        return self._model.identity.epoch
+
+    def add_saves(self, orders: ConnectorMetadata, output: Any) -> None:  # noqa: ANN401
+        """Add the chunks that are complete after this step's forward pass, if it has one."""
+        orders.idle = not output.num_scheduled_tokens
+        self.accounts.step_scheduled(*prompt_work(output))
+        if not (self._may_save or self.witness.watching):
+            return
+        for new in output.scheduled_new_reqs:
+            state = self._states.get(new.req_id)
+            self._begins(state, new.block_ids, new.num_computed_tokens)
+            if state is not None:
+                state.block_ids = [list(table) for table in new.block_ids]
+                self._add(orders, state, new.num_computed_tokens, output)
+        cached = output.scheduled_cached_reqs
+        for at, request_id in enumerate(cached.req_ids):
+            state, fresh = self._states.get(request_id), cached.new_block_ids[at] or ()
+            computed, resumed = cached.num_computed_tokens[at], request_id in cached.resumed_req_ids
+            if resumed:
+                self._begins(state, fresh, computed)
+            else:
+                for table in fresh:
+                    self._origins.computes(table, self._origin(state))
+            if state is not None:
+                state.extend(fresh, resumed=resumed)
+                self._add(orders, state, computed, output)
+
+    def _begins(
+        self, state: RequestState | None, tables: Sequence[Sequence[int]], computed: int
+    ) -> None:
+        """Note what a request's blocks are of; nothing of it is stored if it begins with others."""
+        cached_tokens = computed if state is None else min(state.local_tokens, computed)
+        if not self._origins.begins(tables, cached_tokens, self._origin(state)) and state:
+            state.outdated = True
+
+    def _add(
+        self,
+        orders: ConnectorMetadata,
+        state: RequestState,
+        computed: int,
+        output: Any,  # noqa: ANN401
+    ) -> None:
+        """Add what is to be compared, and stored, of one request."""
+        request_id = state.request.request_id
+        if self.witness.watching and state.lookup and not state.outdated:
+            complete = computed + output.num_scheduled_tokens[request_id]
+            order = self.witness.order(
+                request_id, state.lookup.answer.result(), complete, self._tables(state, output)
+            )
+            orders.witnesses += [order] if order else []
+        if self._may_save:
+            self._save(orders, state, computed, output)
+
+    def _tables(self, state: RequestState, output: Any) -> list[list[int]]:  # noqa: ANN401
+        """Return a request's block tables; of a window's blocks vLLM keeps what it still needs."""
+        if self._model.plain:
+            return state.block_ids
+        tables = output.kv_connector_block_state.get_block_ids(state.request.request_id)
+        return [list(table) for table in tables]
+
+    def _first_chunk(
+        self, state: RequestState, found: PrefixMatch, computed: int
+    ) -> tuple[range, int]:
+        """Return the chunks to look at again (see `Step.reused`), and the first one to save."""
+        if state.next_save is not None or self._model.plain:
+            return range(0), found.stored if state.next_save is None else state.next_save
+        # windows before it may be missing, and come by now
+        loaded = found.tokens if state.choice.left_out else computed
+        first = min(found.stored, loaded // self._model.chunk_tokens)
+        # vLLM's own prefix cache may have more than is stored
+        return range(first if computed > found.tokens else 0), first
+
+    def _save(
+        self,
+        orders: ConnectorMetadata,
+        state: RequestState,
+        computed: int,
+        output: Any,  # noqa: ANN401
+    ) -> None:
+        if not state.options.store or state.outdated or not state.lookup:
+            return
+        found = state.lookup.answer.result()
+        if found is None or not self._lookups.may_store(state.lookup):
+            return
+        request_id, size = state.request.request_id, self._model.chunk_tokens
+        reused, first = self._first_chunk(state, found, computed)
+        # of scheduled tokens those after the last known one are guesses
+        complete = min(computed + output.num_scheduled_tokens[request_id], state.request.num_tokens)
+        if found.states:
+            self._stop_at_state(state.request, found, complete)
+        if self._config.save_generated and complete // size > len(found.keys):
+            found.keys = found.keys.longer(token_ids(state.request.all_token_ids[:complete]))
+        stop = min(complete // size, len(found.keys))
+        stop = max(stop, first)
+        state.next_save = stop
+        if stop == first and not reused:
+            return
+        tables = self._tables(state, output)
+        step = Step(range(first, stop), computed, complete, tables, reused)
+        parts = [
+            (number, keys)
+            for number in range(len(self._model.groups))
+            if (keys := to_save(self._model, number, found, step, self._config.window_every_tokens))
+        ]
+        if parts:
+            hints, adapter = state.options.hints, state.adapter
+            orders.saves.append(SaveOrder(list(tables), parts, hints, adapter))
+            self.witness.stored(state.request, found, range(first, stop))
+            self.accounts.saves_ordered(request_id, sum(len(keys) for _, keys in parts))
+            if self._events is not None:
+                self._events.ordered(state.request, found.keys, range(first, stop))

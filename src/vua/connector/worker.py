@@ -1,0 +1,375 @@
+"""The connector's half in each worker: moves chunks between files and vLLM's paged KV cache.
+
+Loads run on their own threads, into blocks that nobody else reads until they are reported. Saves
+copy the blocks out on the engine's thread, after the forward pass and before anything may overwrite
+them, and are written in the background. Nothing here raises for the state of the storage: a chunk
+that cannot be loaded is reported as blocks with load errors, one that cannot be stored is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from vua.connector.breaker import StorageGuard
+from vua.connector.cache_spec import Model, UncachedError
+from vua.connector.comparisons import Comparisons
+from vua.connector.config import ConnectorConfig
+from vua.connector.device_transfer import DeviceGroupTransfer, lies_on_device, open_gds
+from vua.connector.events import FileEventLog, FileEvents
+from vua.connector.group_transfer import GroupTransfer, PageLayouts, Rank, Tables
+from vua.connector.memory import Memory
+from vua.connector.metadata import ConnectorMetadata, LoadOrder, LoadTimes
+from vua.connector.metrics import Recorder, Series
+from vua.connector.opening import open_stores
+from vua.connector.worker_output import WorkerOutput
+from vua.connector.write_queue import WriteQueue
+from vua.device import Fence, Gds
+from vua.errors import ConfigError, StorageError
+from vua.format.identity import Identity
+from vua.io.workers import Attempt, Workers
+from vua.store.store import Store
+
+__all__ = ["Rank", "WorkerSide"]
+
+log = logging.getLogger("vllm.vua.worker")
+
+_IDLE_WAIT_S: Final = 0.005
+"""How long a step without a forward pass waits for a load to end, see take_received()."""
+
+
+class WorkerSide:
+    """One rank's transfers. The hooks are called from the worker's thread only."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: ConnectorConfig,
+        rank: Rank,
+        watch: FileEventLog | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        """Move the rectangles that ``rank`` holds.
+
+        The namespace is opened when the scheduler's half says which, at once if it is known.
+
+        Args:
+            model: the engine's KV cache.
+            config: the connector's settings.
+            rank: which worker this is.
+            watch: told of files; None: nobody wants to know.
+            memory: what this worker computes with; None: always the same, without adapters.
+        """
+        self._model, self._config = model, config
+        self._begun = model.identity.epoch
+        self._identity: Identity | None = None
+        """Whose stores are open."""
+        self.stats = Recorder()
+        self._place, self._rank = rank, rank.pp * len(model.groups[0].shards[0]) + rank.tp
+        self._groups = [
+            GroupTransfer(number, model, rank, config, self.stats)
+            for number in range(len(model.groups))
+        ]
+        self.watch = watch
+        for group in self._groups:
+            group.watch = watch
+        if model.identified:
+            self._follow(model.identity)
+        self._loaders: Workers[LoadOrder] = Workers(
+            config.load_threads, timeout_s=config.io_timeout_s, name="vua-load"
+        )
+        self._loads_guard = StorageGuard("loads")
+        self._memory = Memory() if memory is None else memory
+        self._left: str | None = None
+        """The epoch whose weights this engine does not run any more; None: that of the orders."""
+        self._wanted: list[Any] = []
+        self._saves = WriteQueue(config, self._rank, self.stats, watch, self._memory)
+        self._comparisons = Comparisons(config, quantised=model.quantised)
+        self._lock = threading.Condition()
+        self._running = self._in_step = 0
+        self._received: set[str] = set()
+        self._took = LoadTimes()
+        self._failed: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._spoilt: set[int] = set()
+        """Blocks that this step computes with although a load did not fill them: nothing that
+        depends on them is stored."""
+        self._registered = False
+        self._gds: Gds | None = None
+
+    def _follow(self, identity: Identity | None) -> None:
+        """Use the stores of an identity from now on. Raises StorageError, LayoutError."""
+        if identity is None and self._identity is None:
+            msg = "nothing can be loaded or stored before the model is identified"
+            raise StorageError(msg)
+        if identity is None or identity == self._identity:
+            return
+        stores = open_stores(self._config, self._model, identity)
+        for group, store in zip(self._groups, stores, strict=True):
+            group.reopen(store)
+        self._watch(stores)
+        self._identity = identity
+
+    def _is_current(self, epoch: str | None) -> bool:
+        """Whether what this step computes, and reads, is of the epoch that its orders name.
+
+        An epoch whose first orders these are is of the weights that are in memory now.
+        """
+        if epoch not in (self._begun, None):
+            self._memory.rebase()
+            self._begun, self._left = epoch, None
+        elif self._left is None and (change := self._memory.weights_changed()) is not None:
+            self._left = self._begun
+            log.warning(
+                "VUA: the weights have changed (%s): nothing that was stored is used from now on, "
+                "what is stored is of an epoch of its own",
+                change,
+            )
+        return self._left is None
+
+    def _watch(self, stores: Sequence[Store]) -> None:
+        """Have the watch told of chunks that this process evicts."""
+        watch, keeper = self.watch, stores[0].keeper  # one keeper for all
+        if watch is not None and keeper is not None:
+            keeper.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
+
+    def register(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        layer_of: Mapping[str, int],
+        tables: Tables,
+        layouts: PageLayouts,
+    ) -> None:
+        """Take over the engine's cache tensors.
+
+        Args:
+            kv_caches: the engine's tensor of each layer.
+            layer_of: the number of each in the model.
+            tables: the engine's cache group of each.
+            layouts: what tells how blocks lie in them.
+
+        Raises UncachedError when their form is unknown, and ConfigError when GPUDirect Storage is
+        required and does not work.
+        """
+        if self._memory.unknown is not None:
+            raise UncachedError(self._memory.unknown)
+        if lies_on_device(kv_caches):
+            groups = [
+                DeviceGroupTransfer(at, self._model, self._place, self._config, self.stats)
+                for at in range(len(self._groups))
+            ]
+            for side, before in zip(groups, self._groups, strict=True):
+                side.watch = before.watch
+                if self._identity is not None:
+                    side.reopen(before.store)
+            self._groups = [*groups]
+            self._gds = open_gds(self._config, next(iter(kv_caches.values())).device)
+        elif self._config.gds_mode == "required":
+            raise ConfigError('gds_mode is "required", but the KV cache lies in CPU memory')
+        for group in self._groups:
+            group.register(kv_caches, layer_of, tables, layouts)
+            group.gds = self._gds
+        self._registered = True
+
+    def shutdown(self) -> None:
+        """Finish what was ordered: all loads, and the saves that are waiting; unless I/O hangs."""
+        self._loaders.close()
+        self._comparisons.close()
+        if not self._saves.close():
+            log.warning("VUA: the storage does not answer; some chunks are not stored")
+        for group in self._groups:
+            group.close()
+        if self._gds is not None:
+            self._gds.close()
+        if self._identity is not None:
+            self._groups[0].store.close()  # one keeper for all
+        self._memory = Memory()  # the model may go
+
+    # -- loads --------------------------------------------------------------------------------
+
+    def start_loads(self, orders: ConnectorMetadata) -> None:
+        """Begin this step's loads; waits only for those that belong into the step itself.
+
+        vLLM waits for each other one: whatever happens, it is reported when it has ended.
+        """
+        self._spoilt = set()
+        self._wanted = orders.adapters
+        current = self._is_current(orders.epoch)
+        if not orders.loads:
+            return
+        self._memory.look()
+        with self._lock:
+            self._running += len(orders.loads)
+            self._in_step += sum(order.in_step for order in orders.loads)
+            self.stats.set("vua_pending_loads", self._running, str(self._rank))
+        after = self._groups[0].mark()  # all groups lie on one device
+        for order in orders.loads:
+            try:
+                self._follow(orders.identity)
+                if not (current and self._memory.holds(order.adapter)):
+                    self._report(order, order.parts[0].start, "reset")
+                elif self._loads_guard.allows():
+                    self._loaders.submit(partial(self._load, after=after), order)
+                else:
+                    self._report(order, order.parts[0].start, "paused")
+            except Exception:
+                log.exception("load of request %s could not begin", order.request_id)
+                self._report(order, order.parts[0].start, "error")
+        while self._in_step:  # until each is reported: what it spoilt is known then
+            self._give_up_loads()
+            with self._lock:
+                self._lock.wait_for(lambda: not self._in_step, _IDLE_WAIT_S)
+
+    def _load(self, attempt: Attempt[LoadOrder], *, after: Fence) -> None:
+        order, identity, began = attempt.what, self._identity, time.monotonic()
+        proven = self._memory.proof()
+        short: int | None = order.parts[0].start
+        reason: str | None = "error"
+        try:
+            for part in order.parts:
+                reached, reason = self._groups[part.group].load(part, attempt, after)
+                short = reached if reached < part.stop else None
+                if short is not None:
+                    break
+            same = identity == self._identity and self._left is None and proven()
+            if not (same and self._memory.holds(order.adapter)):
+                short, reason = order.parts[0].start, "reset"
+        except Exception:
+            log.exception("load of request %s failed", order.request_id)
+        finally:
+            if attempt.settle():
+                self._loads_guard.went(well=reason != "error")
+                complete = reason is None and short is None
+                seconds = time.monotonic() - began if complete else None
+                self._report(order, short, reason, seconds)
+
+    def _give_up_loads(self) -> None:
+        for attempt in self._loaders.overdue():
+            order = attempt.what
+            for group in self._groups:
+                group.fence()  # what it has queued; from now on it queues nothing
+            log.warning("load of request %s hangs and is given up", order.request_id)
+            self._loads_guard.went(well=False)
+            seconds = self._config.io_timeout_s if attempt.started else None  # at least
+            self._report(order, order.parts[0].start, "timeout", seconds)
+
+    def _report(
+        self, order: LoadOrder, short: int | None, reason: str | None, seconds: float | None = None
+    ) -> None:
+        """Tell the next step that a load has ended: at token ``short``, for ``reason``."""
+        if reason is not None:
+            self.stats.add("vua_load_stops_total", label=reason)
+        with self._lock:
+            if short is not None:
+                self._fail(order, short)
+            if seconds is not None:
+                self._took.seconds[order.request_id] = seconds
+            if order.in_step:
+                self._in_step -= 1
+            else:
+                self._received.add(order.request_id)
+            self._running -= 1
+            self.stats.set("vua_pending_loads", self._running, str(self._rank))
+            self._lock.notify()
+
+    def _fail(self, order: LoadOrder, reached: int) -> None:
+        """Note what was not loaded: blocks from a token on, or the request as a whole."""
+        if self._model.plain:
+            (part,), (table,), block = order.parts, order.block_ids, self._model.align
+            bad = table[reached // block : -(-part.stop // block)]
+            self._failed_blocks.update(bad)
+            if order.in_step:
+                self._spoilt.update(bad)
+        else:  # what lies before a gap is of no use: the windows there are not in any block
+            self._failed.add(order.request_id)
+
+    def take_received(self, *, idle: bool) -> set[str]:
+        """Return the requests whose loads have ended, well or not, each once.
+
+        ``idle``: this step computes nothing. While all requests wait for loads an engine goes
+        round in such steps as fast as it can, holding the GIL; a short wait lets the loads run.
+        """
+        self._give_up_loads()
+        with self._lock:
+            if idle and self._running and not self._received:
+                self._lock.wait(_IDLE_WAIT_S)
+            received, self._received = self._received, set()
+        return received
+
+    def take_notes(self) -> WorkerOutput | None:
+        """Return what the scheduler's half wants to know of this step; None when nothing."""
+        files = self.watch.take() if self.watch is not None else None
+        wanted, self._wanted = self._wanted, []
+        adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
+        news = self._took.seconds or verdicts or adapters
+        if not news and files is None and self._left is None:
+            return None  # what just ends waits for the next step
+        with self._lock:
+            took, self._took = self._took, LoadTimes()
+        return WorkerOutput(took, files or FileEvents([]), verdicts, self._left, adapters)
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the blocks that were not filled, each once."""
+        with self._lock:
+            failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_failed(self) -> set[str]:
+        """Return the requests whose loads failed as a whole, each once."""
+        with self._lock:
+            failed, self._failed = self._failed, set()
+        return failed
+
+    # -- saves --------------------------------------------------------------------------------
+
+    def save(self, orders: ConnectorMetadata) -> None:
+        """Copy this step's complete chunks out of the cache; they are written in the background.
+
+        Likewise those to compare.
+        """
+        self._saves.give_up()
+        current = self._is_current(orders.epoch)
+        for asked in orders.witnesses:
+            if self._registered and current and self._spoilt.isdisjoint(asked.block_ids[0]):
+                self._follow(orders.identity)
+                self._comparisons.begin(asked, self._groups)
+            else:
+                self._comparisons.cannot(asked)
+        if not self._registered or not orders.saves or not current:
+            return
+        self._follow(orders.identity)
+        self._memory.look()
+        try:
+            for order in orders.saves:
+                if not self._memory.holds(order.adapter):  # it was replaced
+                    continue
+                if self._spoilt and not self._spoilt.isdisjoint(order.block_ids[0]):
+                    continue
+                for number, keys in order.parts:
+                    self._saves.copy_out(self._groups[number], keys, order)
+        finally:
+            self._saves.hand_over()
+
+    @property
+    def pending_saves(self) -> int:
+        """How many chunks are copied out and not yet written."""
+        return self._saves.pending
+
+    def take_stats(self) -> Series | None:
+        """Return what was recorded since the last step."""
+        return self.stats.take()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Events of this rank's stores so far."""
+        counts: Counter[str] = Counter()
+        for group in self._groups if self._identity is not None else ():
+            counts.update(group.store.counts)
+        return counts

@@ -1,0 +1,288 @@
+"""Moves tokens between vLLM's paged KV cache and canonical chunk arrays, on CPU tensors.
+
+It promises that `PagedKV.gather` and `PagedKV.scatter` copy exactly the bytes of the tokens asked
+for, whatever bit patterns they hold, and write nothing else. Where K and V lie inside one page is
+described by a `PageForm`. It knows no locks: its caller, a connector's worker, sees that nobody
+writes the same tokens meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, SupportsIndex, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vua import native
+from vua.device.strided_copy import Pages, Piece
+from vua.errors import InputError, LayoutError
+from vua.native import Boxes
+
+__all__ = ["INTEGERS", "PageForm", "PagedKV", "fused_form", "latent_form"]
+
+INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Element types by size for copying: an integer is never rounded, flushed or quieted."""
+
+_Ids: TypeAlias = Sequence[SupportsIndex]
+_Chunks: TypeAlias = tuple[Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageForm:
+    """Where one head's page of ``block_size * width`` elements holds K and V.
+
+    ``k_index[t, d]`` is the place, in elements from the start of the page, of element ``d`` of the
+    K row of token ``t``; likewise ``v_index``, which has no columns where K and V are one latent.
+    """
+
+    k_index: Tensor
+    v_index: Tensor
+    width: int
+    """Elements per token slot: the last dimension of vLLM's cache tensor."""
+
+    def __post_init__(self) -> None:
+        """Refuse maps in which two elements share a place or lie outside the page."""
+        at = torch.cat([self.k_index, self.v_index], dim=1).flatten()
+        size = self.block_size * self.width
+        if not len(at) or at.min() < 0 or at.max() >= size or at.bincount().max() > 1:
+            raise LayoutError(f"a page form must give each element its own one of {size} places")
+
+    @property
+    def block_size(self) -> int:
+        """Token slots in one page."""
+        return self.k_index.shape[0]
+
+
+def fused_form(block_size: int, head_dim: int, v_dim: int | None = None) -> PageForm:
+    """Return the form of pages ``[block_size, head_dim + v_dim]`` with rows K, then V.
+
+    >>> fused_form(16, 4).v_index[2, :2].tolist()
+    [20, 21]
+    """
+    width = head_dim + (head_dim if v_dim is None else v_dim)
+    rows = torch.arange(block_size * width).view(block_size, width)
+    return PageForm(rows[:, :head_dim], rows[:, head_dim:], width)
+
+
+def latent_form(block_size: int, width: int) -> PageForm:
+    """Return the form of MLA pages ``[block_size, width]``: one latent, kept as K; no V.
+
+    >>> tuple(latent_form(16, 576).v_index.shape)
+    (16, 0)
+    """
+    return fused_form(block_size, width, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Layers at one distance from each other in one allocation, as a single strided tensor."""
+
+    first: int
+    layers: int
+    base: Tensor
+    """The first of these layers: ``[blocks, heads, slots, width]``."""
+    layer_stride: int
+
+    def view(self, page: int, offset: int, *inner: tuple[int, int]) -> Tensor:
+        """Return ``[heads, layers, ...]`` of a page, the inner dimensions being (size, stride)."""
+        heads = (self.base.shape[1], self.base.stride(1))
+        sizes, strides = zip(heads, (self.layers, self.layer_stride), *inner, strict=True)
+        start = self.base.storage_offset() + page * self.base.stride(0)
+        return self.base.as_strided(sizes, strides, start + offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Strided:
+    """K or V of a page with element ``d`` of token ``t`` at ``offset + t * token + d * dim``."""
+
+    offset: int
+    token: int
+    dim: int
+
+    def move(self, run: _Run, page: int, slot: int, chunk: Tensor, *, store: bool) -> None:
+        """Copy ``chunk`` to, or from, the slots of a page from ``slot`` on."""
+        tokens, dims = (chunk.shape[2], self.token), (chunk.shape[3], self.dim)
+        pages = run.view(page, self.offset + slot * self.token, tokens, dims)
+        target, source = (pages, chunk) if store else (chunk, pages)
+        # Not copy_: it would wait for helpers on cores that the engine keeps busy.
+        np.copyto(target.numpy(), source.numpy())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Indexed:
+    """K or V of a page with element ``d`` of token ``t`` at ``places[t, d]``."""
+
+    places: Tensor
+    span: int
+
+    def move(self, run: _Run, page: int, slot: int, chunk: Tensor, *, store: bool) -> None:
+        """Copy ``chunk`` to, or from, the slots of a page from ``slot`` on."""
+        pages = run.view(page, 0, (self.span, 1))  # index_select and indexing are slower by far
+        heads, layers, tokens, _ = chunk.shape
+        places = self.places[slot : slot + tokens].flatten().expand(heads, layers, -1)
+        if store:
+            pages.scatter_(2, places, chunk.reshape(places.shape))
+        else:
+            chunk.copy_(pages.gather(2, places).view(chunk.shape))
+
+
+def _half(index: Tensor, width: int, base: Tensor) -> _Strided | _Indexed:
+    """Return where one half of a page lies in the memory of ``base``."""
+    places = index // width * base.stride(2) + index % width * base.stride(3)
+    offset = int(places[0, 0])
+    token, dim = int(places[:2, 0][-1]) - offset, int(places[0, :2][-1]) - offset
+    steps = torch.arange(len(places))[:, None] * token + torch.arange(places.shape[1]) * dim
+    if token >= 0 and dim >= 0 and torch.equal(places, offset + steps):
+        return _Strided(offset, token, dim)
+    return _Indexed(places, int(places.max()) + 1)
+
+
+def _runs(layers: Sequence[Tensor]) -> Iterator[_Run]:
+    """Join neighbouring layers that one strided tensor can address."""
+    starts = [(layer.untyped_storage().data_ptr(), int(layer.storage_offset())) for layer in layers]
+    first = 0
+    while first < len(layers):
+        last, stride = first + 1, 0
+        while last < len(layers) and starts[last][0] == starts[first][0]:
+            step = starts[last][1] - starts[last - 1][1]
+            if step <= 0 or stride not in (0, step):
+                break
+            last, stride = last + 1, step
+        yield _Run(first, last - first, layers[first], stride)
+        first = last
+
+
+class PagedKV:
+    """The tokens of one KV cache group, addressed by a request's block table.
+
+    ``caches`` are vLLM's tensors in model order, ``[blocks, heads, slots, width]`` with any strides
+    (or ``[blocks, slots, width]``); ``block_size`` is the tokens per block id, a multiple of
+    ``form.block_size`` where vLLM splits its blocks for the kernels. Threads may use one object at
+    once on different tokens.
+
+    >>> cache = torch.arange(2 * 16 * 8.0).view(2, 1, 16, 8)
+    >>> k = torch.empty(1, 1, 3, 4)
+    >>> PagedKV([cache], fused_form(16, 4), 16).gather([1], 2, 3, k, torch.empty_like(k))
+    >>> k[0, 0, 0].tolist()
+    [144.0, 145.0, 146.0, 147.0]
+    """
+
+    def __init__(self, caches: Sequence[Tensor], form: PageForm, block_size: int) -> None:
+        found = {(tuple(c.shape), c.stride(), c.dtype, c.device.type) for c in caches}
+        page = (form.block_size, form.width)
+        alike = len(found) == 1 and caches[0].dim() in (3, 4) and caches[0].shape[-2:] == page
+        if not alike or caches[0].device.type != "cpu":
+            raise LayoutError(f"expected alike layers of {page} pages in CPU memory, found {found}")
+        if block_size < 1 or block_size % form.block_size:
+            raise LayoutError(f"block size {block_size} is no multiple of {form.block_size} slots")
+        self._integer = INTEGERS[caches[0].element_size()]
+        layers = [cache.detach().view(self._integer) for cache in caches]
+        if layers[0].dim() == 3:
+            layers = [layer.unsqueeze(1) for layer in layers]
+        self._runs, self._pages = tuple(_runs(layers)), Pages(layers)
+        self._shape = (layers[0].shape[1], len(layers))
+        self._halves = tuple(
+            _half(index, form.width, layers[0]) if index.shape[1] else None
+            for index in (form.k_index, form.v_index)
+        )
+        self._strided = not any(isinstance(half, _Indexed) for half in self._halves)
+        self._dims = (form.k_index.shape[1], form.v_index.shape[1])
+        self._block_size, self._slots = block_size, form.block_size
+        self._blocks = layers[0].shape[0] * form.block_size // block_size
+
+    def gather(
+        self, block_ids: _Ids, token_start: int, n_tokens: int, k_out: Tensor, v_out: Tensor | None
+    ) -> None:
+        """Copy tokens ``token_start`` to ``token_start + n_tokens`` of a request out of the cache.
+
+        Block ``block_ids[i]`` holds the tokens from ``i * block_size`` on. ``k_out`` and ``v_out``
+        are ``[heads, layers, n_tokens, dim]``, of any dtype of the cache's item size, with any
+        strides; ``v_out`` is not looked at where there is no V.
+
+        Raises:
+            InputError: The arguments do not fit; nothing was copied.
+        """
+        self._move(block_ids, token_start, n_tokens, (k_out, v_out), store=False)
+
+    def scatter(
+        self, block_ids: _Ids, token_start: int, n_tokens: int, k_in: Tensor, v_in: Tensor | None
+    ) -> None:
+        """Copy tokens into the cache: the inverse of `gather`, with the same arguments.
+
+        Tokens outside the range keep their bytes, those in the same block included.
+        """
+        self._move(block_ids, token_start, n_tokens, (k_in, v_in), store=True)
+
+    def scatter_chunks(
+        self, block_ids: _Ids, token_start: int, n_tokens: int, skip: int,
+        k_in: Tensor, v_in: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Copy the tokens of chunks that follow each other into the cache, by one call for all.
+
+        ``k_in`` and ``v_in`` are ``[chunks, heads, layers, chunk_tokens, dim]``; token
+        ``token_start`` is the first chunk's after ``skip`` others. Otherwise as `scatter`.
+        """
+        size, chunks = k_in.shape[3], (k_in, v_in)
+        if not 0 <= skip <= skip + n_tokens <= len(k_in) * size:
+            raise InputError(f"{n_tokens} tokens after {skip} are not in {tuple(k_in.shape)}")
+        for chunk, dim in zip(chunks, self._dims, strict=True):
+            self._check(chunk, len(k_in), *self._shape, size, dim)
+        self._copy(list(self._pieces(block_ids, token_start, n_tokens, skip, size)), chunks)
+
+    def _move(self, ids: _Ids, start: int, count: int, chunks: _Chunks, *, store: bool) -> None:
+        pieces = list(self._pieces(ids, start, count, 0, count))
+        for chunk, dim in zip(chunks, self._dims, strict=True):
+            self._check(chunk, *self._shape, count, dim)
+        k, v = (chunk if chunk is None else chunk.unsqueeze(0) for chunk in chunks)
+        self._copy(pieces, (k, v), store=store)
+
+    def _copy(self, pieces: Sequence[Piece], chunks: _Chunks, *, store: bool = True) -> None:
+        """Copy pieces of chunks ``[chunks, heads, layers, tokens, dim]``, if possible in C."""
+        boxes = self._boxes(pieces, chunks, store=store) if pieces and self._strided else []
+        if boxes and native.move(boxes):
+            return
+        # vLLM may have made its caches in inference mode, the only mode that can write them then.
+        with torch.inference_mode():
+            for chunk, half in zip(chunks, self._halves, strict=True):
+                if chunk is None or half is None:
+                    continue
+                rows = chunk.detach().view(self._integer)
+                for page, slot, number, at, size in pieces:
+                    for run in self._runs:
+                        part = rows[number].narrow(1, run.first, run.layers).narrow(2, at, size)
+                        half.move(run, page, slot, part, store=store)
+
+    def _boxes(self, pieces: Sequence[Piece], chunks: _Chunks, *, store: bool) -> list[Boxes]:
+        return [
+            self._pages.boxes(pieces, chunk, (half.offset, half.token, half.dim), store=store)
+            for chunk, half in zip(chunks, self._halves, strict=True)
+            if chunk is not None and isinstance(half, _Strided)
+        ]
+
+    def _pieces(self, ids: _Ids, start: int, count: int, skip: int, size: int) -> Iterator[Piece]:
+        """Cut tokens at pages, and at chunks of ``size`` the first of which begins earlier."""
+        held = len(ids) * self._block_size
+        if start < 0 or count < 0 or start + count > held:
+            raise InputError(f"tokens {start}..{start + count} are not in a table of {held} tokens")
+        done = 0
+        while done < count:
+            block, token = divmod(start + done, self._block_size)
+            block_id = int(ids[block])
+            if not 0 <= block_id < self._blocks:
+                raise InputError(f"block id {block_id} is not one of {self._blocks} blocks")
+            page, slot = divmod(block_id * self._block_size + token, self._slots)
+            chunk, at = divmod(skip + done, size)
+            tokens = min(count - done, self._slots - slot, size - at)
+            yield Piece(page, slot, chunk, at, tokens)
+            done += tokens
+
+    def _check(self, chunk: Tensor | None, *shape: int) -> None:
+        wanted = (shape, self._integer.itemsize, "cpu")
+        found = chunk is not None and (tuple(chunk.shape), chunk.element_size(), chunk.device.type)
+        if shape[-1] and found != wanted:
+            raise LayoutError(
+                f"expected a chunk {wanted} (shape, item size, device), found {found}"
+            )

@@ -1,0 +1,208 @@
+"""How K and V lie in the tensors that vLLM registers: it describes them nowhere.
+
+Its CPU backend packs pages differently on every kind of processor: :func:`learn_cpu_form` learns
+the form from the engine's own writer and proves it. On a GPU the shape tells the logical order of
+axes; another order in memory (HND, blocks of all layers) shows in the strides only, which
+`vua.device` takes as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from vua.connector.cache_spec import Group, UncachedError
+from vua.device.cpu_pages import INTEGERS, PagedKV, PageForm, fused_form, latent_form
+from vua.device.pages import PagedCache
+from vua.device.state_pages import StatePages
+from vua.errors import LayoutError, VUAError
+from vua.format.layout import Shard
+from vua.format.states import state_nbytes
+from vua.vllm.versions import packs_k_and_v
+
+__all__ = ["UnknownFormError", "axes_of", "device_pages", "host_pages", "learn_cpu_form"]
+
+_PROBED: Final = {torch.bfloat16: 0x0400, torch.float16: 0x0400, torch.float32: 0x0080_0000}
+"""The first of the `_RADIX` bit patterns that probe a type: all of them finite and normal."""
+_RADIX: Final = 1 << 14
+
+_Writer: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Writes rows k and v, ``[tokens, heads, dim]``, into slots of a cache: (cache, slots, k, v)."""
+
+
+class UnknownFormError(VUAError):
+    """The engine's pages cannot be understood, so its KV cache must stay uncached."""
+
+
+def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> PagedKV | StatePages:
+    """Return the blocks of some layers of a group in CPU memory; see `group_transfer.PageLayouts`.
+
+    Raises LayoutError, UnknownFormError.
+    """
+    layout = group.layout
+    nbytes, slots = state_nbytes(layout), caches[0].shape[-2]
+    if nbytes is not None:
+        return StatePages(caches, nbytes, block_size)
+    if not layout.v_dim:
+        form = latent_form(slots, layout.k_dim)
+    elif layout.k_dim != layout.v_dim:
+        form = fused_form(slots, layout.k_dim, layout.v_dim)
+    else:
+        form = learn_cpu_form(caches[0].dtype, slots, layout.k_dim)
+    return PagedKV(caches, form, block_size)
+
+
+def device_pages(
+    group: Group, shard: Shard, caches: Sequence[Tensor], block_size: int
+) -> PagedCache:
+    """Return the same in GPU memory. Raises LayoutError, UncachedError."""
+    if group.keeps_state:
+        msg = "states of a state-space model are not moved to and from a GPU yet"
+        raise UncachedError(msg)
+    layout, shape = group.layout, tuple(caches[0].shape)
+    axes = axes_of(shape, heads=shard.heads, block_size=block_size, dims=layout.dims)
+    if axes == "BHNC" and not packs_k_and_v():
+        msg = "K and V of different sizes, as vLLM before 0.26 lays them out, are not supported"
+        raise UncachedError(msg)
+    return PagedCache.of(caches, axes, k_dim=layout.k_dim if "C" in axes else None)
+
+
+def learn_cpu_form(
+    dtype: torch.dtype, block_size: int, head_dim: int, isa: str | None = None
+) -> PageForm:
+    """Return the form of the pages that vLLM's CPU attention writes on this machine.
+
+    Probes the engine's own writer with patterns that tell every element from every other, then
+    proves that moving tokens by the form gives, byte for byte, the pages that the engine writes.
+    ``block_size`` is the token slots in a page; ``isa`` names the writer's variant, if not vLLM's.
+
+    Raises:
+        UnknownFormError: The writer is missing, converts what it writes, or is not understood.
+    """
+    subject = f"vLLM's CPU pages of {block_size} tokens, head size {head_dim}, {dtype}"
+    if dtype not in _PROBED:
+        raise UnknownFormError(f"{subject}: the writer converts, so they cannot be probed")
+    try:
+        write = _engine_writer(dtype, block_size, head_dim, isa)
+        form = _probe(write, dtype, block_size, head_dim)
+        proved = _proves(form, write, dtype)
+    except Exception as error:  # whatever a future engine raises, it cannot be trusted
+        raise UnknownFormError(f"{subject}: {type(error).__name__}: {error}") from error
+    if not proved:
+        raise UnknownFormError(f"{subject}: the form that was learnt gives other bytes than vLLM")
+    return form
+
+
+def _engine_writer(dtype: torch.dtype, block_size: int, head_dim: int, isa: str | None) -> _Writer:
+    from vllm._custom_ops import cpu_attn_reshape_and_cache
+    from vllm.v1.attention.backends import cpu_attn
+
+    isa = isa or cpu_attn._get_attn_isa(dtype, block_size, head_dim)  # noqa: SLF001
+    settings = {"attn_type": "decoder", "kv_cache_dtype": "auto"}
+    layer = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0, **settings)
+    # The method rather than the operator below it: it also decides how a page is cut into K and V.
+    update = getattr(cpu_attn.CPUAttentionBackendImpl, "do_kv_cache_update", None)
+
+    def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        if update is not None:
+            update(layer, layer, k, v, cache, slots)
+        else:  # releases that write inside `forward` cut the pages like this
+            halves = cache.view(*cache.shape[:2], 2 * cache.shape[2], -1).chunk(2, dim=2)
+            cpu_attn_reshape_and_cache(k, v, *halves, slots, isa)
+
+    return write
+
+
+def _probe(write: _Writer, dtype: torch.dtype, block_size: int, head_dim: int) -> PageForm:
+    """Number all elements, let the engine write them digit by digit, read where each one went."""
+    integer = INTEGERS[dtype.itemsize]
+    numbers = torch.arange(2 * block_size * head_dim)
+    found = torch.zeros_like(numbers)
+    for scale in (1, _RADIX):
+        bits = (numbers // scale % _RADIX + _PROBED[dtype]).to(integer)
+        k, v = bits.view(dtype).view(2, block_size, 1, head_dim)
+        cache = torch.zeros(1, 1, block_size, 2 * head_dim, dtype=dtype)
+        write(cache, torch.arange(block_size), k, v)
+        found += (cache.view(integer).flatten().long() - _PROBED[dtype]) * scale
+    order = found.argsort()
+    if not torch.equal(found[order], numbers):
+        raise UnknownFormError("the writer does more than move elements")
+    k, v = order.view(2, block_size, head_dim)
+    return PageForm(k, v, 2 * head_dim)
+
+
+def _proves(form: PageForm, write: _Writer, dtype: torch.dtype) -> bool:
+    """Tell whether our copies equal the engine's, over slots of several blocks in any order."""
+    generator = torch.Generator().manual_seed(form.block_size)  # leaves the engine's own alone
+    heads, blocks, dim, slots = 3, 4, form.k_index.shape[1], form.block_size
+    theirs = torch.randn(blocks, heads, slots, form.width, generator=generator).to(dtype)
+    ours = theirs.clone()
+    order = torch.randperm(blocks * slots, generator=generator)[slots // 2 :]  # the rest must stay
+    rows = torch.randn(2, len(order), heads, dim, generator=generator).to(dtype)
+    for some in (slice(7, None), slice(2, 7), slice(1, 2), slice(1)):
+        write(theirs, order[some], rows[0, some], rows[1, some])
+    chunks = rows.transpose(1, 2).unsqueeze(2)
+    pages, table = PagedKV([ours], form, slots), range(blocks)
+    for n, slot in enumerate(order.tolist()):
+        pages.scatter(table, slot, 1, *chunks.narrow(3, n, 1))
+    back = torch.empty(2, heads, 1, blocks * slots, dim, dtype=dtype)
+    PagedKV([theirs], form, slots).gather(table, 0, blocks * slots, *back)
+    pairs = ((ours, theirs), (back[:, :, :, order], chunks))
+    integer = INTEGERS[dtype.itemsize]
+    return all(torch.equal(one.view(integer), other.view(integer)) for one, other in pairs)
+
+
+def axes_of(shape: tuple[int, ...], *, heads: int, block_size: int, dims: tuple[int, ...]) -> str:
+    """Return the axes of a layer's tensor, see `vua.device.KNOWN_AXES`.
+
+    Args:
+        shape: the tensor's shape.
+        heads: KV heads that this worker holds.
+        block_size: tokens per block of vLLM's tables; kernels may use smaller pages that divide it.
+        dims: elements of a row of K and of V, or of the one latent.
+
+    Where a page has as many slots as there are heads, the order that vLLM's GPU backends of that
+    shape have is taken: slots before heads in ``[2, ...]`` and ``[blocks, 2, ...]``, heads before
+    slots in ``[blocks, heads, slots, K and V]``.
+
+    Raises:
+        LayoutError: No known layout fits, or K and V could be in either of two places.
+    """
+    found = [
+        axes
+        for axes, sizes in _shapes(heads, dims)
+        if len(shape) == len(axes)
+        and all(size in (None, want) for size, want in zip(sizes, shape, strict=True))
+        and shape[axes.index("N")] > 0
+        and block_size % shape[axes.index("N")] == 0
+    ]
+    if len(found) > 1 and found[0][:2] == found[1][:2]:
+        found = found[:1]  # as many slots as heads, see above
+    if len(found) != 1:
+        text = "more than one known layout" if found else "no known layout"
+        raise LayoutError(
+            f"a KV cache tensor of shape {shape} fits {text} of {heads} heads, rows of {dims} and "
+            f"blocks of {block_size} tokens: this worker's engine is served uncached"
+        )
+    return found[0]
+
+
+def _shapes(heads: int, dims: tuple[int, ...]) -> list[tuple[str, tuple[int | None, ...]]]:
+    """The layouts that a cache of these rows can have, with the sizes that are known."""
+    if len(dims) == 1:
+        return [("BND", (None, None, dims[0])), ("BHND", (None, 1, None, dims[0]))]
+    fused = ("BHNC", (None, heads, None, sum(dims)))
+    if dims[0] != dims[1]:
+        return [fused]
+    dim = dims[0]
+    return [
+        fused,
+        ("2BNHD", (2, None, None, heads, dim)),
+        ("2BHND", (2, None, heads, None, dim)),
+        ("B2NHD", (None, 2, None, heads, dim)),
+        ("B2HND", (None, 2, heads, None, dim)),
+    ]

@@ -1,0 +1,82 @@
+"""What keeps an engine's KV cache from being stored: each reason in one place, in plain words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vua.connector.cache_spec import UncachedError
+from vua.connector.config import ConnectorConfig
+from vua.vllm.versions import can_fail_requests, knows_current_blocks
+
+__all__ = ["check_engine", "check_groups", "check_latent", "check_states"]
+
+
+def check_engine(vllm_config: Any) -> None:  # noqa: ANN401
+    """Refuse what would make the cache's content depend on more than the identity says."""
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        msg = f"KV caches on {current_platform.device_type} are not supported yet"
+        raise UncachedError(msg)
+    computed = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    kept = vllm_config.cache_config.cache_dtype
+    if current_platform.is_cpu() and kept in ("bfloat16", "float16") and kept != computed:
+        msg = (  # what lies in its blocks is no array of either dtype
+            f"vLLM's CPU backend keeps a KV cache of {kept} beside computing in {computed} in a "
+            "form that is not known"
+        )
+        raise UncachedError(msg)
+    for phase in ("decode", "prefill"):  # a worker may have a part of each block's tokens alone
+        if getattr(vllm_config.parallel_config, f"{phase}_context_parallel_size", 1) > 1:
+            msg = f"{phase} context parallelism is not supported"
+            raise UncachedError(msg)
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        msg = "sleep mode takes away GPU memory that transfers go on using"
+        raise UncachedError(msg)
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+        msg = f"speculative decoding by {speculative.method!r} adds layers of another model"
+        raise UncachedError(msg)
+    if vllm_config.model_config.runner_type != "generate":
+        msg = f"a {vllm_config.model_config.runner_type} model has no prompts to continue"
+        raise UncachedError(msg)
+
+
+def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: ANN401
+    """Refuse MLA whose decode and prefill disagree: other tokens come out behind a cached prefix.
+
+    So does vLLM's reference backend on CPUs, with or without a connector.
+    """
+    if config.allow_inexact_continuation or vllm_config.scheduler_config.enable_chunked_prefill:
+        return
+    msg = (
+        "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off); "
+        '"allow_inexact_continuation": true loads right bytes all the same'
+    )
+    raise UncachedError(msg)
+
+
+def check_groups(kind: str) -> None:
+    """Refuse layers that need more of a load's interface than this vLLM has."""
+    if not (can_fail_requests() and knows_current_blocks()):
+        msg = f"{kind} needs vLLM 0.32 or newer"
+        raise UncachedError(msg)
+
+
+def check_states(spec: Any, vllm_config: Any) -> None:  # noqa: ANN401
+    """Refuse states (a ``MambaSpec``) that are not kept at the ends of blocks, see `state`."""
+    from vllm.platforms import current_platform
+
+    check_groups("a state-space model")
+    if not current_platform.is_cpu():
+        msg = "states of a state-space model are not moved to and from a GPU yet"
+        raise UncachedError(msg)
+    if spec.mamba_cache_mode != "align":
+        msg = (
+            f'a state-space model in cache mode "{spec.mamba_cache_mode}": its states are stored '
+            "where vLLM keeps them at the ends of blocks, so with --enable-prefix-caching"
+        )
+        raise UncachedError(msg)
+    if vllm_config.speculative_config is not None or spec.num_speculative_blocks:
+        msg = "a state-space model with speculative decoding"
+        raise UncachedError(msg)

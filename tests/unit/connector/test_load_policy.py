@@ -1,0 +1,332 @@
+"""When a stored prefix is loaded and when it is computed, with a clock that the test moves."""
+
+from __future__ import annotations
+
+import random
+import unittest
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from vua.connector.config import ConnectorConfig
+from vua.format.identity import Identity
+from vua.format.layout import KVLayout
+
+pytestmark = pytest.mark.vllm
+
+if find_spec("vllm"):
+    from vua.connector.cache_spec import Group, Model
+    from vua.connector.load_policy import Choice, LoadCost, LoadOrCompute
+
+CHUNK = 64
+TOKEN_NBYTES = 16
+TOKEN_S = 1e-3
+"""What a prompt's token takes to compute."""
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class LoadCostTest(unittest.TestCase):
+    def test_outliers(self) -> None:
+        """Two slow loads in a row are outliers; a third one is another storage."""
+        cost = LoadCost()
+        self.assertIsNone(cost.seconds(1000))
+        for _ in range(20):
+            cost.add(1000, 0.1)
+        for _ in range(3):
+            cost.add(1000, 5.0)
+            cost.add(1000, 5.0)
+            self.assertEqual(0.1, cost.seconds(1000))
+            cost.add(1000, 0.1)
+        for _ in range(3):
+            cost.add(1000, 5.0)
+        self.assertEqual(5.0, cost.seconds(1000))
+
+        for _ in range(3):
+            cost.add(1000, 0.2)
+        self.assertEqual(0.2, cost.seconds(1000))
+
+
+def model(window: int | None = None, block: int = 32) -> Any:
+    """One layer of one head, :data:`TOKEN_NBYTES` a token."""
+    tag = "" if window is None else f"w{window}"
+    layout = KVLayout(1, 1, 8, 8, "U8", CHUNK, tag)
+    group = Group(layout, (0,), ((layout.full,),), (0,))
+    return Model(Identity(model="m", chunk_tokens=CHUNK), (group,), (block,), latent=False)
+
+
+class Storage:
+    """What a load takes: so many seconds and so many per token."""
+
+    fixed_s = 0.01
+    token_s = 1e-4
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class DecisionTest(unittest.TestCase):
+    def setUp(self) -> None:
+        """An engine that has computed some prompts, and a storage ten times as fast."""
+        self.now = 1000.0
+        self.storage = Storage()
+        self.choices = self.make()
+
+    def make(self, *, computed: bool = True, made_of: Any = None, **settings: Any) -> LoadOrCompute:
+        """Decisions of an engine that has computed a prompt, or not."""
+        config = ConnectorConfig(
+            shared_storage_path="/kv", **{"load_threads": 1, "load_margin": 1.5} | settings
+        )
+        choices = LoadOrCompute(made_of or model(), config, clock=lambda: self.now)
+        for _ in range(3 if computed else 0):
+            choices.prefill.scheduled(1000, 500_000)
+            self.now += 1000 * TOKEN_S
+            choices.prefill.ended()
+        return choices
+
+    def request(self, tokens: int = 640, name: str = "r", idle_s: float = 0.5) -> Choice:
+        """One request of which all is stored, from its lookup to its end; and a pause."""
+        choices = self.choices
+        choices.step_begins()
+        choice = choices.choose(0, tokens)
+        if choice.tokens:
+            choices.ordered(name, 0, choice.tokens, choice, in_step=False)
+            took = self.storage.fixed_s + choice.tokens * self.storage.token_s
+            self.now += took
+            choices.measured({name: took})
+            choices.ended(name)
+        self.now += (tokens - choice.tokens) * TOKEN_S + idle_s
+        return choice
+
+    def requests(self, count: int, *sizes: int) -> list[str]:
+        """What becomes of so many requests."""
+        return [self.request(sizes[n % len(sizes)] if sizes else 640).why for n in range(count)]
+
+    def test_stops_and_resumes(self) -> None:
+        """A storage that becomes slow is left alone after a few loads, and used when it is fast."""
+        self.assertEqual(["unmeasured"] * 3 + ["faster"] * 7, self.requests(10))
+        self.storage.token_s *= 100
+        slow = self.requests(100)
+        self.assertEqual(["faster"] * 3 + ["compute"], slow[:4])
+        self.assertEqual({"compute", "probe"}, set(slow[3:]))
+        self.assertLessEqual(slow.count("probe"), 8, slow)
+
+        self.storage.token_s /= 100
+        self.now += 60.0  # the longest pause
+        again = self.requests(12)
+        self.assertEqual("faster", again[-1], again)
+        self.assertLessEqual(again.index("faster"), 6, again)
+        self.assertEqual({"faster"}, set(again[again.index("faster") :]))
+
+    def test_slow_from_the_beginning(self) -> None:
+        """Three loads are tried before they are left out; a slow first one changes nothing."""
+        self.storage.token_s = 0.1
+        self.assertEqual(["unmeasured"] * 3 + ["compute"], self.requests(4))
+
+        self.choices = self.make()
+        self.requests(1)
+        self.storage.token_s = 1e-4
+        self.assertEqual(["unmeasured"] * 2 + ["faster"] * 10, self.requests(12))
+
+    def test_always(self) -> None:
+        """With load_policy "always" it goes on loading, and so it does for who asked for it."""
+        asked = self.choices
+        self.choices = self.make(load_policy="always")
+        self.storage.token_s = 0.1
+        self.assertEqual({"asked"}, set(self.requests(5)))
+
+        self.choices = asked
+        self.assertEqual("compute", self.requests(4)[-1])
+        self.assertEqual((640, "asked"), self.shape(asked.choose(0, 640, asked=True)))
+
+    @staticmethod
+    def shape(choice: Choice) -> tuple[int, str]:
+        """What is loaded, and why."""
+        return choice.tokens, choice.why
+
+    def test_unmeasured_prefill(self) -> None:
+        """An engine that has everything stored computes ends of prompts to know what that takes."""
+        self.choices = self.make(computed=False)
+        self.storage.token_s = 0.1
+        loaded = []
+        for _ in range(7):
+            choice = self.request()
+            loaded.append(choice.tokens)
+            self.assertTrue(choice.left_out or choice.why == "unmeasured")
+            if (left := 640 - choice.tokens) >= CHUNK:
+                self.choices.prefill.scheduled(left, left * (choice.tokens + left / 2))
+                self.now += left * TOKEN_S
+                self.choices.prefill.ended()
+        self.assertEqual([640] * 3 + [320] * 3 + [0], loaded)
+        short = self.make(computed=False)
+        short._cost = self.choices._cost
+        self.assertEqual(64, short.choose(0, 64).tokens)
+        windowed = self.make(computed=False, made_of=model(window=100))
+        windowed._cost = self.choices._cost
+        self.assertEqual(640, windowed.choose(0, 640).tokens, "only the whole is of use")
+
+    def test_one_outlier(self) -> None:
+        """One load in five that takes thirty times as long changes no decision."""
+        self.requests(5)
+        for _ in range(20):
+            self.storage.token_s *= 300
+            self.assertEqual("faster", self.request().why)
+            self.storage.token_s /= 300
+            self.assertEqual({"faster"}, set(self.requests(4)))
+
+    def test_no_flapping(self) -> None:
+        """Whatever lies on the border with noise, decisions change a few times at most."""
+        for ratio in (0.9, 1.0, 1.2, 1.4, 1.5, 1.6):
+            for seed in range(3):
+                chance = random.Random(seed)
+                self.choices = self.make()
+                whys = []
+                for _ in range(100):
+                    self.storage.fixed_s = 0.0
+                    self.storage.token_s = ratio * TOKEN_S * chance.uniform(0.8, 1.2)
+                    whys.append(self.request().why)
+                settled = [why == "compute" for why in whys if why != "probe"]
+                changes = sum(a != b for a, b in pairwise(settled))
+                self.assertLessEqual(changes, 4, f"ratio {ratio}, seed {seed}: {whys}")
+
+    def test_only_long_ones_pay(self) -> None:
+        """Where a load has a high fixed cost, long prefixes are loaded and short ones computed."""
+        self.storage.fixed_s = 0.5
+        self.requests(12, 128, 640, 2560)
+        whys = self.requests(30, 128, 640, 2560)
+        self.assertEqual({"compute"}, set(whys[0::3]) - {"probe"})
+        self.assertEqual({"faster"}, set(whys[1::3]) | set(whys[2::3]))
+
+        self.storage.fixed_s = 0.01
+        whys = self.requests(60, 128, 640, 2560)
+        self.assertEqual({"faster"}, set(whys[-12:]))
+
+    def test_own_prefix_cache(self) -> None:
+        """What counts is what vLLM does not have itself: a short rest is not worth a load."""
+        self.storage.fixed_s = 0.5
+        self.requests(12, 640, 2560)
+        self.assertEqual((2560, "faster"), self.shape(self.choices.choose(0, 2560)))
+        self.assertEqual((0, "compute"), self.shape(self.choices.choose(2432, 2560)))
+
+    def test_margin(self) -> None:
+        """The border is where the setting says."""
+        for margin, expected in ((0.5, "compute"), (0.9, "compute"), (1.3, "faster")):
+            self.choices = self.make(load_margin=margin)
+            self.storage.fixed_s, self.storage.token_s = 0.0, TOKEN_S
+            self.assertEqual(expected, self.requests(4)[-1])
+
+    def test_queue(self) -> None:
+        """Of many requests at once the storage gets as many as it can bring in time."""
+        self.storage.token_s = TOKEN_S / 2
+        self.requests(5)
+        choices, whys = self.choices, []
+        choices.step_begins()
+        for at in range(12):
+            choice = choices.choose(0, 640)
+            whys.append(choice.why)
+            if choice.tokens:
+                choices.ordered(str(at), 0, 640, choice, in_step=False)
+            else:
+                choices.admitted(0, 640)
+        self.assertEqual(["faster"] * 2, whys[:2])
+        self.assertIn("compute", whys)
+        # twice as fast and worth 1.5 times the wait: at most three of four
+        self.assertGreaterEqual(whys.count("faster"), 6)
+        self.assertLessEqual(whys.count("faster"), 9)
+
+    def test_hanging_load(self) -> None:
+        """While a load hangs, the longer the worse, nobody queues behind it; nor for the first."""
+        for loads_before in (0, 5):
+            self.choices = self.make()
+            self.requests(loads_before)
+            choice = self.choices.choose(0, 640)
+            self.choices.ordered("hangs", 0, 640, choice, in_step=False)
+            self.now += 30.0
+
+            self.assertTrue(self.choices.choose(0, 640).left_out)
+            self.choices.failed("hangs")
+            self.choices.ended("hangs")
+            self.assertFalse(self.choices.choose(0, 640).left_out, "a failure is not slowness")
+
+    def test_probes_are_short(self) -> None:
+        """A probe brings no more than is computed in the same time, and ends with a chunk."""
+        self.storage.token_s = 0.1
+        self.requests(5, 6400)
+        self.now += 1.0
+        self.assertEqual((CHUNK, "probe"), self.shape(self.choices.choose(0, 6400)))
+        self.assertEqual((CHUNK - 32, "probe"), self.shape(self.choices.choose(32, 6400)))
+        odd = self.make(load_margin=0.1)
+        odd._cost = LoadCost()
+        for _ in range(3):
+            odd._cost.add(1000, 0.01)
+        self.assertEqual("compute", odd.choose(32, 6400).why)
+        self.now += 1.0
+        self.assertEqual("probe", odd.choose(32, 6400).why)
+
+        self.storage.token_s = TOKEN_S * 3
+        self.choices = self.make()
+        self.requests(5, 6400)
+        self.now += 1.0
+        choice = self.choices.choose(0, 6400)
+        self.assertEqual("probe", choice.why)
+        self.assertEqual(0, choice.tokens % CHUNK)
+        self.assertLessEqual(CHUNK * 2, choice.tokens)
+        self.assertLessEqual(choice.load_s or 0, 6400 * TOKEN_S)
+
+    def test_probes_with_windows(self) -> None:
+        """Where only the whole of a hit is of use, a probe is that long."""
+        self.choices = self.make(made_of=model(window=100))
+        self.storage.token_s = 0.1
+        self.requests(5, 6400)
+        self.now += 10.0
+        self.assertEqual((6400, "probe"), self.shape(self.choices.choose(0, 6400)))
+        self.assertEqual(2 * CHUNK * TOKEN_NBYTES, self.choices.nbytes(0, 6400))
+
+    def test_asking_again(self) -> None:
+        """VLLM may ask as often as it likes: a probe is only begun when it is ordered."""
+        self.storage.token_s = 0.1
+        self.requests(4)
+        self.now += 1.0
+        for _ in range(5):
+            choice = self.choices.choose(0, 640)
+            self.assertEqual("probe", choice.why)
+        self.choices.ordered("probe", 0, choice.tokens, choice, in_step=False)
+        self.assertEqual("compute", self.choices.choose(0, 640).why)
+        self.choices.forgotten("probe")
+        self.assertEqual("probe", self.choices.choose(0, 640).why)
+
+    def test_slowest_worker(self) -> None:
+        """Of several workers the slowest counts; one in a step ends with its measurement."""
+        choice = self.choices.choose(0, 640)
+        for _ in range(3):
+            self.choices.ordered("r", 0, 640, choice, in_step=False)
+            for took in (0.1, 7.0, 0.2):
+                self.choices.measured({"r": took, "unknown": 1.0})
+            self.choices.ended("r")
+        self.assertEqual(7.0, self.choices.choose(0, 640).load_s)
+
+        self.choices.ordered("in step", 0, 640, choice, in_step=True)
+        self.choices.measured({"in step": 1.0})
+        self.assertEqual({}, self.choices._running)
+
+    def test_never_much_worse_than_the_better_one(self) -> None:
+        """Over storages that come and go it costs little more than knowing, less than either."""
+        chance = random.Random(7)
+        speeds = [TOKEN_S * ratio for ratio in (0.05, 8.0, 0.2, 30.0, 0.1, 3.0)]
+        spent = dict.fromkeys(("best", "load", "compute", "decided"), 0.0)
+        for token_s in speeds:
+            for _ in range(150):
+                tokens = CHUNK * chance.randrange(2, 40)
+                self.storage.token_s = token_s * chance.uniform(0.8, 1.25)
+                load_s = self.storage.fixed_s + tokens * self.storage.token_s
+                before = self.now
+                self.request(tokens, idle_s=0.0)
+                spent["decided"] += self.now - before
+                spent["load"] += load_s
+                spent["compute"] += tokens * TOKEN_S
+                spent["best"] += min(load_s, tokens * TOKEN_S)
+        self.assertLess(spent["decided"], 1.5 * spent["best"], spent)
+        self.assertLess(spent["decided"], 0.9 * min(spent["load"], spent["compute"]), spent)
+
+
+if __name__ == "__main__":
+    unittest.main()

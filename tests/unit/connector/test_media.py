@@ -1,0 +1,158 @@
+"""Images and sounds are named by their content; an identifier that lies costs hits and no more."""
+
+from __future__ import annotations
+
+import unittest
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.vllm
+
+
+def feature(data: Any, name: str = "u", offset: int = 3, **place: Any) -> Any:
+    """A multimodal input of a request; ``data``: what the model gets, by name."""
+    item = None if data is None else Item({k: SimpleNamespace(data=v) for k, v in data.items()})
+    where = SimpleNamespace(offset=offset, length=4, **place)
+    return SimpleNamespace(data=item, modality="image", identifier=name, mm_position=where)
+
+
+class Item(dict[str, Any]):
+    """As vLLM's `MultiModalKwargsItem`: a mapping that can be referred to weakly."""
+
+
+def pixels(value: float) -> dict[str, Any]:
+    """What the model gets of an image of one colour."""
+    return {"pixel_values": torch.full((3, 2, 2), value)}
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class MediaTest(unittest.TestCase):
+    def setUp(self) -> None:
+        """Begin as an engine does."""
+        self.media = self.begin()
+
+    def begin(self, settings: str = "s", refused: str = "", blocks: int = 8) -> Any:
+        """What an engine with these settings has."""
+        from vua.connector.media import Media
+
+        return Media(settings, refused, blocks)
+
+    def refused(self, found: Any, text: str) -> None:
+        """It is a refusal that says so."""
+        from vua.connector.cache_spec import UncachedError
+
+        self.assertIsInstance(found, UncachedError)
+        self.assertRegex(str(found), text)
+
+    def test_content_counts_and_identifiers_do_not(self) -> None:
+        """The same image has one name whatever vLLM calls it; another image has another."""
+        one, same, other = (
+            self.media.look_at([feature(pixels(value), name)])
+            for value, name in ((1, "renderer0-mm-1-image-0"), (1, "a hash"), (2, "another"))
+        )
+        self.assertEqual(one, same)
+        self.assertNotEqual(one, other)
+        again = self.begin().look_at([feature(pixels(2), "renderer0-mm-1-image-0")])
+        self.assertEqual(other, again)
+
+    def test_everything_of_the_content_counts(self) -> None:
+        """Type, shape, names, order and nesting of what the model gets, and where it stands."""
+        flat = torch.arange(4.0)
+        contents: list[dict[str, Any]] = [
+            {"a": flat},
+            {"b": flat},
+            {"a": flat.view(2, 2)},
+            {"a": flat.double()},
+            {"a": flat.bfloat16()},
+            {"a": flat.flip(0)},
+            {"a": flat, "b": flat},
+            {"a": [flat, flat]},
+            {"a": [[flat], flat]},
+            {"a": flat.numpy()},
+            {"a": 1},
+            {"a": True},
+            {"a": 1.0},
+            {"a": "1"},
+            {"a": {"x": 1}},
+            {"a": torch.tensor(1.0)},
+            {"a": torch.zeros(0)},
+        ]
+        chosen = torch.tensor([True, False, True, True])
+        features = [feature(content, str(at)) for at, content in enumerate(contents)]
+        features.append(feature({"a": flat}, "0", offset=4))
+        features.append(feature({"a": flat}, "0", is_embed=chosen))
+        features.append(feature({"a": flat}, "0", is_embed=~chosen))
+        names = [self.media.look_at([each])[0] for each in features]
+        names.append(self.begin("other settings").look_at(features[:1])[0])
+        self.assertEqual(len(names), len(set(names)))
+
+    def test_one_identifier_for_two_contents(self) -> None:
+        """From then on it is not believed, by requests that are running already neither."""
+        first = [feature(pixels(1))]
+        self.assertIsInstance(self.media.look_at(first), list)
+        self.assertFalse(self.media.doubtful(first))
+        self.refused(self.media.look_at([feature(pixels(2))]), "identifier")
+        self.assertTrue(self.media.doubtful(first))
+        self.refused(self.media.look_at(first), "identifier")
+        self.assertIsInstance(self.media.look_at([feature(pixels(2), "v")]), list)
+
+    def test_one_of_several(self) -> None:
+        """A request is refused for one of its images; the others are remembered all the same."""
+        self.media.look_at([feature(pixels(1), "v")])
+        pair = [feature(pixels(2), "v"), feature(pixels(3), "w")]
+        self.refused(self.media.look_at(pair), "identifier")
+        self.refused(self.media.look_at([feature(pixels(4), "w")]), "identifier")
+
+    def test_no_content(self) -> None:
+        """Content that vLLM left out is that of the same identifier before, if that is known."""
+        known = self.media.look_at([feature(pixels(1))])
+        self.assertEqual(known, self.media.look_at([feature(None)]))
+        self.refused(self.media.look_at([feature(None, "unseen")]), "content")
+        self.refused(self.media.look_at([feature(pixels(1), "unseen")]), "identifier")
+
+    def test_unknown_content(self) -> None:
+        """What cannot be digested is refused, and nothing of that identifier is believed."""
+        on_device = torch.empty(2, device="meta")
+        for value in (object(), None, np.array([object()]), on_device):
+            with self.subTest(value):
+                media = self.begin()
+                self.refused(media.look_at([feature({"a": value})]), "content")
+                self.refused(media.look_at([feature(pixels(1))]), "identifier")
+
+    def test_refused_engine(self) -> None:
+        """Where no prompt with an image may be cached, those without one still are."""
+        media = self.begin(refused="because")
+        self.refused(media.look_at([feature(pixels(1))]), "because")
+        self.assertEqual([], media.look_at([]))
+
+    def test_bound(self) -> None:
+        """More identifiers are remembered than vLLM's caches have room for, and no more."""
+        with mock.patch("vua.connector.media._MORE_REMEMBERED", 2):
+            media = self.begin(blocks=2)
+        kept = [feature(pixels(0), "kept")]
+        for at in range(10):
+            media.look_at(kept)
+            media.look_at([feature(pixels(at), f"n{at}")])
+        self.assertEqual(4, len(media._content))
+        self.assertFalse(media.doubtful(kept))
+
+    def test_the_same_object_is_digested_once(self) -> None:
+        """An image that comes with every turn of a conversation costs its digest once."""
+        image = feature(pixels(1))
+        with mock.patch("vua.connector.media._feed", side_effect=lambda *_: None) as fed:
+            for _ in range(5):
+                self.media.look_at([image])
+        self.assertEqual(2, fed.call_count)  # a key and a value
+        self.assertEqual(1, len(self.media._digested))
+        del image
+        self.assertEqual(0, len(self.media._digested))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,152 @@
+"""Mirrors `vua.connector.prefix_match`: how long a hit is, and what is worth storing."""
+
+from __future__ import annotations
+
+import itertools
+import unittest
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers import DirectoryTest
+from vua.device.slab import Slab
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout
+from vua.store.namespace import create_stores
+
+pytestmark = pytest.mark.vllm
+
+SIZE, WINDOW = 8, 20
+CHUNKS = 12
+FULL = KVLayout(1, 1, 4, 4, "U8", SIZE)
+WINDOWED = KVLayout(2, 1, 4, 4, "U8", SIZE, f"w{WINDOW}")
+NEVER = 1 << 20
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class PrefixTest(DirectoryTest):
+    """Against the definition: the longest end at which every layer has what it attends to."""
+
+    def model(self, *layouts: KVLayout, block: int = 4) -> Any:
+        """A model with these kinds of layers, each in a cache group of its own."""
+        from vua.connector.cache_spec import Group, Model
+
+        groups = tuple(
+            Group(layout, tuple(range(layout.layers)), ((layout.full,),), (number,))
+            for number, layout in enumerate(layouts)
+        )
+        identity = Identity(model=f"{len(layouts)} {block}", chunk_tokens=SIZE)
+        return Model(identity, groups, (block,) * len(groups), latent=False)
+
+    def keys(self, tokens: int) -> KeyChain:
+        """The chunks of a prompt."""
+        return KeyChain(token_ids(list(range(tokens))), SIZE)
+
+    def store(self, store: Any, keys: KeyChain, chunks: Any) -> None:
+        """Store some chunks of a group."""
+        slab = Slab(store.layout, store.layout.full, 1)
+        for chunk in chunks:
+            store.save(keys[chunk], slab.memory)
+
+    def test_definition(self) -> None:
+        """Over many patterns of stored windows, block sizes and prompt lengths."""
+        from vua.connector.prefix_match import find
+
+        rng = np.random.default_rng(5)
+        for number, (block, ragged) in enumerate(itertools.product((4, 8, 16, 24), (0, 1, 5))):
+            tokens = CHUNKS * SIZE + ragged
+            keys = self.keys(tokens)
+            for trial in range(9):
+                model = self.model(FULL, WINDOWED, block=block)
+                root = self.root / f"{number}-{trial}"
+                root.mkdir()
+                full, windowed = stores = create_stores(root, model.identity, [FULL, WINDOWED])
+                stored = int(rng.integers(0, CHUNKS + 1))
+                share = rng.choice([0.3, 0.8, 1.0])
+                there = {chunk for chunk in range(CHUNKS) if rng.random() < share}
+                self.store(full, keys, range(stored))
+                self.store(windowed, keys, there)
+
+                found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
+
+                best = max(
+                    end
+                    for end in range(0, min(stored * SIZE, tokens - 1) + 1, block)
+                    if self.usable(end, stored, there, block)
+                )
+                self.assertEqual((stored, best), (found.stored, found.tokens), (block, there))
+
+    @staticmethod
+    def usable(end: int, stored: int, there: set[int], block: int) -> bool:
+        """Whether all blocks with a token that is attended to from ``end`` on are stored."""
+        first = max(0, end - WINDOW + 1) // block * block
+        windows = {token // SIZE for token in range(first, end)}
+        return end <= stored * SIZE and windows <= there
+
+    def test_what_to_store(self) -> None:
+        """The window at the end, at the branch, and at regular places; one chunk of slack."""
+        from vua.connector.prefix_match import find
+
+        model, keys = self.model(FULL, WINDOWED), self.keys(CHUNKS * SIZE)
+        full, windowed = stores = create_stores(self.root, model.identity, [FULL, WINDOWED])
+        last = {8, 9, 10, 11}
+
+        def wanted(every: int = NEVER) -> Any:
+            found = find(model, stores, keys, CHUNKS * SIZE, window_every_tokens=every)
+            self.assertEqual(frozenset(), found.windows[0])
+            return found.windows[1]
+
+        self.assertEqual(last, wanted())
+        self.assertEqual(last | {2, 3, 4, 5}, wanted(every=6 * SIZE))
+        self.store(full, keys, range(7))
+        self.assertEqual(last | {3, 4, 5, 6}, wanted())
+        self.store(windowed, keys, (3, 4, 5, 6))
+        self.assertEqual(last, wanted())
+
+        model = self.model(WINDOWED)
+        stores = [windowed]
+        found = find(model, stores, keys, CHUNKS * SIZE, window_every_tokens=NEVER)
+        self.assertEqual((frozenset(),), found.windows)
+        self.assertEqual((WINDOWED.group,), tuple(g.layout.group for g in model.leading))
+
+    def test_long_blocks(self) -> None:
+        """Where a block is longer than a chunk, what is stored makes a hit at a block's end."""
+        from vua.connector.prefix_match import find
+
+        for block, ragged in ((16, 0), (24, 3), (40, 0), (48, 7)):
+            with self.subTest(block=block, ragged=ragged):
+                root = self.root / str(block)
+                root.mkdir()
+                model, tokens = self.model(FULL, WINDOWED, block=block), CHUNKS * SIZE + ragged
+                keys = self.keys(tokens)
+                full, windowed = stores = create_stores(root, model.identity, [FULL, WINDOWED])
+                found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
+                self.store(full, keys, range(CHUNKS))
+                self.store(windowed, keys, found.windows[1])
+
+                found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
+
+                self.assertEqual((tokens - 1) // block * block, found.tokens)
+
+    def test_probes_are_bounded(self) -> None:
+        """A long prompt without any window does not cost a probe per chunk."""
+        from vua.connector.prefix_match import find
+
+        model, keys = self.model(FULL, WINDOWED), self.keys(400 * SIZE)
+        full, windowed = stores = create_stores(self.root, model.identity, [FULL, WINDOWED])
+        self.store(full, keys, range(400))
+        asked = []
+        holds = windowed.holds
+        windowed.holds = lambda *given: (asked.append(given), holds(*given))[1]  # type: ignore[method-assign]
+
+        found = find(model, stores, keys, 400 * SIZE, window_every_tokens=NEVER)
+
+        self.assertEqual((400, 0), (found.stored, found.tokens))
+        self.assertLessEqual(len(asked), 400 // 2)
+
+
+if __name__ == "__main__":
+    unittest.main()

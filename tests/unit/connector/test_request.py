@@ -1,0 +1,101 @@
+"""What clients may say about a request's cache, and what they may not."""
+
+from __future__ import annotations
+
+import unittest
+from typing import Any
+
+from vua.connector.request import MAX_WAIT_S, OptionReader, RequestOptions, SaveHints
+
+
+class OptionsTest(unittest.TestCase):
+    def setUp(self) -> None:
+        """A reader that has not complained yet."""
+        self.reader = OptionReader(allow_pins=True)
+
+    def read(self, **given: Any) -> RequestOptions:
+        """Read VUA's own section."""
+        return self.reader.read({"vua": given})
+
+    def test_nothing_said(self) -> None:
+        """Requests without a word for VUA, also with words for others, are served as usual."""
+        usual = RequestOptions(store=True, load=True, max_load_tokens=None, wait_s=0.0)
+        with self.assertNoLogs("vllm.vua.requests"):
+            for params in (None, {}, {"do_remote_prefill": True, "store": False}, {"vua": {}}):
+                with self.subTest(params=params):
+                    self.assertEqual(usual, self.reader.read(params))
+            self.assertEqual(usual, self.read(store=None, ttl_s=None))
+
+    def test_sound_values(self) -> None:
+        """Each option is read."""
+        with self.assertNoLogs("vllm.vua.requests"):
+            self.assertEqual(
+                RequestOptions(
+                    store=False,
+                    load=False,
+                    max_load_tokens=128,
+                    wait_s=2.0,
+                    hints=SaveHints(ttl_s=0.5, pin=True),
+                ),
+                self.read(
+                    store=False, load=False, max_load_tokens=128, wait_s=2, ttl_s=0.5, pin=True
+                ),
+            )
+            self.assertEqual(0, self.read(max_load_tokens=0).max_load_tokens)
+            self.assertEqual(MAX_WAIT_S, self.read(wait_s=1e9).wait_s)
+
+    def test_pins_need_leave(self) -> None:
+        """Nobody pins unless the operator allows it; the rest of the request's words hold."""
+        self.reader = OptionReader()
+        with self.assertLogs("vllm.vua.requests") as log:
+            for _ in range(3):
+                self.assertEqual(SaveHints(ttl_s=60.0), self.read(pin=True, ttl_s=60).hints)
+        self.assertEqual(1, len(log.output))
+        self.assertIn("allow_pins", log.output[0])
+        self.assertEqual(SaveHints(), self.read(pin=False).hints)
+
+    def test_unsound_values(self) -> None:
+        """A value that makes no sense is ignored with a word, and the others are used."""
+        for name, value, expected in (
+            ("store", 0, "true or false"),
+            ("load", "no", "true or false"),
+            ("pin", [True], "true or false"),
+            ("max_load_tokens", -1, "a whole number of tokens"),
+            ("max_load_tokens", 1.5, "a whole number of tokens"),
+            ("max_load_tokens", True, "a whole number of tokens"),
+            ("ttl_s", float("nan"), "a number of seconds"),
+            ("ttl_s", 10**400, "a number of seconds"),
+            ("wait_s", float("inf"), "a number of seconds"),
+            ("wait_s", {"a": 1}, "a number of seconds"),
+        ):
+            with self.subTest(name=name, value=value):
+                self.setUp()
+                with self.assertLogs("vllm.vua.requests", "WARNING") as logged:
+                    read = self.read(**{"max_load_tokens": 7, name: value})
+
+                self.assertIn(f"'{name}' must be {expected}", logged.output[0])
+                most = None if name == "max_load_tokens" else 7
+                self.assertEqual(RequestOptions(max_load_tokens=most), read)
+
+    def test_unknown_options(self) -> None:
+        """A misspelt option is named with the nearest one; odd sections are ignored."""
+        with self.assertLogs("vllm.vua.requests", "WARNING") as logged:
+            self.assertEqual(RequestOptions(store=False), self.read(stor=False, store=False))
+        self.assertIn("no 'stor'; the nearest is 'store'", logged.output[0])
+
+        with self.assertLogs("vllm.vua.requests", "WARNING") as logged:
+            self.assertEqual(RequestOptions(), self.reader.read({"vua": "store"}))
+        self.assertIn("must be an object, found 'store'", logged.output[0])
+        self.assertEqual(RequestOptions(), self.reader.read(["vua"]))
+
+    def test_one_warning(self) -> None:
+        """Clients that repeat a mistake cannot fill the log."""
+        with self.assertLogs("vllm.vua.requests", "WARNING") as logged:
+            for at in range(1000):
+                self.read(store=at, **{f"x{at}": 1})
+
+        self.assertEqual(2, len(logged.output))
+
+
+if __name__ == "__main__":
+    unittest.main()

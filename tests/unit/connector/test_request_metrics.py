@@ -1,0 +1,153 @@
+"""What the scheduler's half counts about requests."""
+
+from __future__ import annotations
+
+import unittest
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vua.format.identity import Identity
+from vua.format.layout import KVLayout
+
+pytestmark = pytest.mark.vllm
+
+if find_spec("vllm"):
+    from vua.connector.cache_spec import Group, Model
+    from vua.connector.config import ConnectorConfig
+    from vua.connector.load_policy import Choice, LoadOrCompute
+    from vua.connector.metrics import Recorder
+    from vua.connector.request_metrics import RequestMetrics
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class AccountsTest(unittest.TestCase):
+    def setUp(self) -> None:
+        """Accounts with a clock that tests move."""
+        self.now = 100.0
+        self.stats = Recorder()
+        layout = KVLayout(1, 1, 8, 8, "U8", 64)
+        group = Group(layout, (0,), ((layout.full,),), (0,))
+        model = Model(Identity(model="m", chunk_tokens=64), (group,), (64,), latent=False)
+        config = ConnectorConfig(shared_storage_path="/kv")
+        choices = LoadOrCompute(model, config, clock=lambda: self.now)
+        self.accounts = RequestMetrics(self.stats, choices, clock=lambda: self.now)
+
+    def counted(self) -> dict[str, dict[str, Any]]:
+        """What was recorded since the last call."""
+        return self.stats.take() or {}
+
+    def load(self, good: int | None, *seconds: float) -> dict[str, dict[str, Any]]:
+        """A load of which so many tokens came (None: all); what it recorded.
+
+        ``seconds``: what it was predicted to take, and computing the tokens.
+        """
+        self.accounts.load_ordered("a", 0, 640, Choice(640, "faster", *seconds))
+        self.now += 0.5
+        if good is not None:
+            self.accounts.load_failed("a", good)
+        self.accounts.load_ended("a")
+        return self.counted()
+
+    def test_lookup_counts_once(self) -> None:
+        """However often vLLM asks again, the first answer counts."""
+        self.accounts.answered("a", "hit", 700, 0.25, local_tokens=96)
+        self.accounts.answered("a", "miss", 700, 9.0)
+
+        expected = {
+            "vua_lookups_total": {"hit": 1},
+            "vua_prompt_tokens_total": {"": 700},
+            "vua_queried_tokens_total": {"": 604},
+            "vua_lookup_seconds": {"": [0.25]},
+        }
+        self.assertEqual(expected, self.counted())
+
+    def test_loads(self) -> None:
+        """Only tokens that came to all ranks count as loaded."""
+        self.accounts.answered("a", "hit", 700, 0.25)
+        self.counted()
+
+        self.assertEqual(
+            {
+                "vua_load_decisions_total": {"faster": 1},
+                "vua_loads_total": {"complete": 1},
+                "vua_load_seconds": {"": [0.5]},
+                "vua_loaded_tokens_total": {"": 640},
+            },
+            self.load(None),
+        )
+        self.assertEqual(
+            {
+                "vua_load_decisions_total": {"faster": 1},
+                "vua_loads_total": {"partial": 1},
+                "vua_load_seconds": {"": [0.5]},
+                "vua_loaded_tokens_total": {"": 128},
+            },
+            self.load(128),
+        )
+        self.assertEqual(
+            {
+                "vua_load_decisions_total": {"faster": 1},
+                "vua_loads_total": {"failed": 1},
+                "vua_load_seconds": {"": [0.5]},
+            },
+            self.load(0),
+        )
+        self.accounts.load_ended("a")
+        self.assertEqual({}, self.counted(), "a load that was not ordered")
+
+    def test_saved_prefill(self) -> None:
+        """Loaded tokens are worth the time that this engine takes to compute as many."""
+        self.accounts.answered("a", "hit", 700, 0.25)
+        self.accounts.step_scheduled(1000, 500_000)
+        self.now += 2.0
+        self.accounts.step_ended()
+        counted = self.load(None, 0.3, 1.2)
+        self.assertEqual({"": 1.28}, counted["vua_saved_prefill_seconds_total"])
+        self.assertAlmostEqual(0.9, counted["vua_seconds_saved"]["predicted"])
+        self.assertAlmostEqual(0.78, counted["vua_seconds_saved"]["measured"])
+
+        counted = self.load(0, 0.3, 1.2)  # in vain
+        self.assertNotIn("vua_saved_prefill_seconds_total", counted)
+        self.assertAlmostEqual(1.8, counted["vua_seconds_saved"]["predicted"])
+        self.assertAlmostEqual(0.28, counted["vua_seconds_saved"]["measured"])
+
+    def test_computed_although_stored(self) -> None:
+        """Such a request is counted and says why; one with nothing stored is not."""
+        request = SimpleNamespace(request_id="a", num_tokens=700, num_computed_tokens=0)
+        self.accounts.answered("a", "hit", 700, 0.25)
+        self.counted()
+        self.accounts.computing(request, 0, Choice(0, "nothing"))
+        self.assertEqual({}, self.counted())
+
+        self.accounts.computing(request, 0, Choice(0, "compute", 3.0, 0.5))
+
+        self.assertEqual({"vua_load_decisions_total": {"compute": 1}}, self.counted())
+        with self.assertLogs("vllm.vua.requests", "DEBUG") as logged:
+            self.accounts.finished("a")
+        (line,) = logged.output
+        self.assertIn("decided compute (load 3000.0 ms, compute 500.0 ms)", line)
+
+    def test_summary(self) -> None:
+        """A finished request is summed up in one line at DEBUG, and forgotten."""
+        self.accounts.answered("a", "hit", 700, 0.002)
+        self.load(128, 0.02)
+        self.accounts.saves_ordered("a", 3)
+        with self.assertLogs("vllm.vua.requests", "DEBUG") as logged:
+            self.accounts.finished("a")
+
+        (line,) = logged.records
+        self.assertEqual(
+            "request a: 700 prompt tokens; lookup hit after 2.0 ms; decided faster "
+            "(load 20.0 ms, compute ?); 128 tokens loaded in "
+            "500.0 ms; 3 chunks ordered to be stored",
+            line.getMessage(),
+        )
+        with self.assertNoLogs("vllm.vua.requests", "DEBUG"):
+            self.accounts.finished("a")
+
+
+if __name__ == "__main__":
+    unittest.main()

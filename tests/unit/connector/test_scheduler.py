@@ -1,0 +1,290 @@
+"""The scheduler's half of the vLLM connector, without an engine around it."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+import unittest
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from helpers import keys_of
+from scheduling import LAYOUT, answer, request_of, step
+from vua.capacity.ttl import settle, ttl_s_of
+from vua.connector.config import ConnectorConfig
+from vua.device.slab import Slab
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout
+from vua.security.keyring import tenant_of, write_key
+
+pytestmark = pytest.mark.vllm
+
+
+def asking(name: str, **options: Any) -> Any:
+    """A request whose client says something about its cache."""
+    return request_of(name, kv_transfer_params={"vua": options})
+
+
+def store(side: Any, first: int, stop: int) -> None:
+    """Store these chunks of the request."""
+    layout = side._stores[0].layout
+    memory = Slab(layout, layout.full, 1).memory
+    for key in keys_of(range(64), 16)[first:stop]:
+        side._stores[0].save(key, memory)
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class SchedulerTest(unittest.TestCase):
+    def side(
+        self, *, loads: bool = True, layout: KVLayout = LAYOUT, block: int = 16, **settings: Any
+    ) -> Any:
+        """The scheduler's half on an empty directory."""
+        from vua.connector.cache_spec import Group, Model
+        from vua.connector.scheduler import SchedulerSide
+
+        group = Group(layout, (0,), ((layout.full,),), (0,))
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (block,), latent=False)
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        settings = {"witness_every": 0} | settings
+        config = ConnectorConfig(shared_storage_path=folder.name, chunk_tokens=16, **settings)
+        side = SchedulerSide(model, config, loads=loads, saves=True)
+        self.addCleanup(side.shutdown)
+        return side
+
+    def test_a_request_that_cannot_be_named_costs_no_other_one(self) -> None:
+        """Whatever breaks while one prompt is named, it is a miss and other prompts are stored."""
+        from vua.connector.metadata import ConnectorMetadata
+
+        side = self.side()
+        broken, good = request_of("broken", cache_salt="\ud800"), request_of("good")
+        with self.assertLogs("vllm.vua.scheduler", "ERROR"):
+            for one in (broken, good):
+                self.assertEqual((0, False), answer(side, one))
+
+        orders = ConnectorMetadata(loads=side.take_loads())
+        side.add_saves(orders, step({"broken": 0, "good": 0}))
+
+        self.assertEqual([4], [len(keys) for save in orders.saves for _, keys in save.parts])
+
+    def test_tenants(self) -> None:
+        """A salt with a key finds and stores what is its own; one without a key is not cached."""
+        from vua.connector.metadata import ConnectorMetadata
+
+        keys = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        write_key(keys / f"{tenant_of(b'alice')}.key")
+        side = self.side(tenant_keys=str(keys))
+        store = side._stores[0]
+        chain = KeyChain(
+            token_ids(range(64)), 16, {0: [("salt", b"alice")]}, store.keyring.naming(b"alice")
+        )
+        for key in chain.first(2):
+            store.save(key, Slab(LAYOUT, LAYOUT.full, 1).memory)
+        found = {
+            name: answer(side, request_of(name, cache_salt=name or None))
+            for name in ("alice", "carol", "")
+        }
+        self.assertEqual({"alice": (32, True), "carol": (0, False), "": (0, False)}, found)
+
+        request = request_of("again", cache_salt="alice")
+        answer(side, request)
+        side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 32)
+        orders = ConnectorMetadata(loads=side.take_loads())
+        side.add_saves(orders, step({"alice": 0, "carol": 0, "": 0}))
+        loaded = [key for load in orders.loads for part in load.parts for key in part.keys]
+        saved = [key for save in orders.saves for _, keys in save.parts for key in keys]
+
+        self.assertEqual({tenant_of(b"alice")}, {key.tenant for key in loaded})
+        self.assertEqual({tenant_of(b"alice"), ""}, {key.tenant for key in saved})
+        self.assertTrue(all(store.save(key, Slab(LAYOUT, LAYOUT.full, 1).memory) for key in saved))
+        (keys / f"{tenant_of(b'alice')}.key").unlink()
+        gone = request_of("gone", cache_salt="alice")
+        self.assertEqual((0, False), answer(side, gone))
+
+    def test_blocks_at_the_edge_of_a_window_are_loaded_whole(self) -> None:
+        """The prefix cache of vLLM offers them to requests whose windows begin earlier in them."""
+        windowed = KVLayout(1, 1, 8, 8, "U8", 16, "w10")
+        side = self.side(layout=windowed, block=32)
+        store(side, 0, 4)
+        request = request_of("long", prompt_token_ids=list(range(65)), num_tokens=65)
+        self.assertEqual((64, True), answer(side, request))
+
+        side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([0, 7],)), 64)
+
+        ((part,),) = (order.parts for order in side.take_loads())
+        self.assertEqual((32, 64), (part.start, part.stop))
+        self.assertEqual([32, 48], [key.start for key in part.keys])
+
+    def test_a_failure_may_be_reported_before_the_end_of_its_load(self) -> None:
+        """The scheduler's half learns of it in that step; otherwise it would promise it again."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1
+
+        side = self.side(layout=KVLayout(1, 1, 8, 8, "U8", 16, "w10"))
+        store(side, 0, 3)
+        request = request_of("r")
+        self.assertEqual((48, True), answer(side, request))
+        connector = VUAStorageConnector_V1.__new__(VUAStorageConnector_V1)
+        connector._scheduler = side
+        connector._config = side._config
+
+        for output in ({"failed_recving": {"r"}}, {"finished_recving": {"r"}}):
+            connector.update_connector_output(KVConnectorOutput(**output))
+
+        self.assertEqual((0, False), answer(side, request))
+
+    def test_hanging_storage(self) -> None:
+        """Each lookup is a miss in time; after a few there are none, until storage answers."""
+        from vua.connector.metadata import ConnectorMetadata
+
+        side, asked, go = self.side(lookup_timeout_s=0.05), [], threading.Event()
+        self.addCleanup(go.set)
+        look_up = side._stores[0].lookup
+
+        def hanging(*args: Any) -> int:
+            asked.append(1)
+            go.wait()
+            return look_up(*args)
+
+        side._stores[0].lookup = hanging  # type: ignore[method-assign]
+        with self.assertLogs("vllm.vua.storage", "WARNING"):
+            for at in range(3):
+                self.assertEqual((0, False), answer(side, request_of(f"late {at}")))
+        self.assertEqual((0, False), side.matched_tokens(request_of("paused"), 0))
+        orders = ConnectorMetadata()
+        side.add_saves(orders, step({"late 0": 0, "paused": 0}))
+        self.assertEqual([], orders.saves)
+        self.assertEqual(2, len(asked), "one for each thread")
+        stats = side.stats.take()
+        assert stats is not None
+        self.assertEqual({"timeout": 3, "paused": 1}, stats["vua_lookups_total"])
+
+        go.set()
+        with self.assertLogs("vllm.vua.storage", "INFO"):
+            at = 0
+            while not side._lookups._guard._breaker.closed:
+                at += 1
+                answer(side, request_of(f"again {at}"))
+        answer(side, request_of("good"))
+        side.add_saves(orders, step({"good": 0}))
+        self.assertEqual([4], [len(keys) for save in orders.saves for _, keys in save.parts])
+
+    def test_engine_that_only_stores(self) -> None:
+        """It computes a prompt in one step, so what to store is known before that."""
+        from vua.connector.metadata import ConnectorMetadata
+
+        side = self.side(loads=False)
+        store(side, 0, 1)
+        self.assertEqual((0, False), answer(side, request_of("a")))
+        orders = ConnectorMetadata()
+        side.add_saves(orders, step({"a": 0}))
+
+        self.assertEqual([3], [len(keys) for save in orders.saves for _, keys in save.parts])
+
+    def test_client_limits_loads(self) -> None:
+        """A client may have less loaded than is stored, or nothing."""
+        side = self.side()
+        store(side, 0, 3)
+
+        for options, expected in (
+            ({}, (48, True)),
+            ({"load": False}, (0, False)),
+            ({"max_load_tokens": 47}, (32, True)),
+            ({"max_load_tokens": 15}, (0, False)),
+            ({"max_load_tokens": 1000}, (48, True)),
+            ({"store": False}, (48, True)),
+            ({"load": False, "store": False}, (0, False)),
+        ):
+            with self.subTest(options=options):
+                self.assertEqual(expected, answer(side, asking(str(options), **options)))
+
+    def test_client_limits_saves(self) -> None:
+        """A client may have nothing stored, or say how long it is worth keeping."""
+        from vua.connector.metadata import ConnectorMetadata
+        from vua.connector.request import SaveHints
+
+        side = self.side(allow_pins=True)
+        asked = {
+            "usual": asking("usual"),
+            "not": asking("not", store=False),
+            "nothing": asking("nothing", store=False, load=False),
+            "hinted": asking("hinted", load=False, ttl_s=60, pin=True),
+        }
+        for request in asked.values():
+            self.assertEqual((0, False), answer(side, request))
+        orders = ConnectorMetadata()
+        side.add_saves(orders, step(dict.fromkeys(asked, 0)))
+
+        self.assertEqual([SaveHints(), SaveHints(60.0, pin=True)], [o.hints for o in orders.saves])
+
+    def test_hints_for_what_is_stored_already(self) -> None:
+        """A client's word counts for a prompt that others stored, unless it wants none stored."""
+        side = self.side(allow_pins=True)
+        store(side, 0, 3)
+        space = side._stores[0].keeper.space
+        names = [key.name for key in keys_of(range(64), 16)[:3]]
+        settle(space, names[2], "", 10)
+        root = side._stores[0].storage.directory
+
+        answer(side, asking("not", store=False, ttl_s=60, pin=True))
+        self.assertEqual([10, 0], [ttl_s_of(space, names[2]), len([*root.rglob("pin-*")])])
+        answer(side, asking("hinted", ttl_s=60, pin=True))
+
+        self.assertEqual([None, None, 60], [ttl_s_of(space, name) for name in names])
+        self.assertEqual(
+            names, sorted((p.parent.name for p in root.rglob("pin-*")), key=names.index)
+        )
+
+    def test_waiting_for_a_writer(self) -> None:
+        """A client may let its request wait until all of its prompt is stored by another engine."""
+        side = self.side()
+        store(side, 0, 1)
+        self.assertEqual((16, True), answer(side, asking("impatient")))
+        waiting = asking("waiting", wait_s=20)
+        for _ in range(100):
+            self.assertIsNone(side.matched_tokens(waiting, 0)[0])
+            side.take_loads()
+        store(side, 1, 4)
+
+        self.assertEqual((48, True), answer(side, waiting))
+
+    def test_prompts_that_come_together(self) -> None:
+        """An idle engine waits for the lookups of both; one that computes does not wait so long."""
+        side, go = self.side(), threading.Event()
+        look_up = side._lookups._look_up
+
+        def slowly(lookup: Any) -> Any:
+            go.wait(0.02 if lookup.request.request_id != "third" else 30)
+            return look_up(lookup)
+
+        side._lookups._look_up = slowly
+        both = [request_of(name, num_computed_tokens=0) for name in ("one", "other")]
+        with mock.patch("vua.connector.scheduler._IDLE_STEP_WAIT_S", 30):
+            for request in both:
+                self.assertEqual((0, False), side.matched_tokens(request, 0))
+                side.allocated(request, None, 0)
+            side.take_loads()
+            third = request_of("third")
+            self.assertEqual((None, False), side.matched_tokens(third, 0))
+            side.take_loads()
+            for request in both:
+                side.finished(request)
+            threading.Timer(0.05, go.set).start()
+            self.assertEqual((0, False), side.matched_tokens(third, 0))
+
+    def test_waiting_in_vain(self) -> None:
+        """A request that waits for what never comes takes what there is."""
+        side = self.side()
+        store(side, 0, 1)
+        began = time.monotonic()
+
+        self.assertEqual((16, True), answer(side, asking("waiting", wait_s=0.2)))
+        self.assertGreaterEqual(time.monotonic() - began, 0.2)

@@ -1,0 +1,235 @@
+"""Both halves of the vLLM connector on a storage that becomes slow, without an engine."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import unittest
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers import DirectoryTest, bits, keys_of, noise
+from vua.device.slab import Slab
+from vua.errors import ConfigError
+from vua.format.identity import Identity
+from vua.format.layout import KVLayout
+from vua.storage.local import LocalStorage
+from vua.store.store import Store
+from vua.testing.throttle import ThrottledStorage
+
+LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
+COMPUTE_S = 0.1
+"""What a step takes that computes a prompt of 64 tokens."""
+SOON_S = 20.0
+
+
+class ThrottledStorageTest(DirectoryTest):
+    def setUp(self) -> None:
+        """A store of three chunks on throttled storage, and the bytes of one."""
+        super().setUp()
+        self.storage = ThrottledStorage(LocalStorage(self.root))
+        self.addCleanup(self.storage.storage.close)  # type: ignore[attr-defined]
+        self.store = Store(self.storage, "0" * 64, LAYOUT)
+        self.keys = keys_of(range(48), 16)
+        self.slab = Slab(LAYOUT, LAYOUT.full, 3)
+        for place in range(3):
+            for data, _ in self.slab.arrays(place):
+                data[...] = place + 1
+            self.store.save(self.keys[place], self.slab.memory, place=place)
+
+    def load(self) -> tuple[float, int]:
+        """Load everything: (seconds, chunks)."""
+        began = time.monotonic()
+        into = Slab(LAYOUT, LAYOUT.full, 3)
+        chunks = self.store.load(self.keys, into.memory).chunks
+        for place in range(chunks):
+            for (found, _), (given, _) in zip(
+                into.arrays(place), self.slab.arrays(place), strict=True
+            ):
+                self.assertTrue(np.array_equal(given, found))
+        return time.monotonic() - began, chunks
+
+    def test_slow(self) -> None:
+        """Reads take as long as they are told to, and bring the same."""
+        _, chunks = self.load()
+        self.assertEqual(3, chunks)
+        nbytes = self.storage.nbytes_read
+        self.assertGreaterEqual(nbytes, 3 * LAYOUT.full.payload_nbytes(LAYOUT))
+
+        self.storage.throttle(nbytes / 0.2)
+        seconds, chunks = self.load()
+        self.assertEqual(3, chunks)
+        self.assertGreaterEqual(seconds, 0.19)
+        self.storage.throttle(None, latency_s=0.1)
+        self.assertGreaterEqual(self.load()[0], 0.1)
+
+    def test_damage(self) -> None:
+        """A damaged file is taken out of sight as with any storage."""
+        (path, *_) = self.files()
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        self.assertLess(self.load()[1], 3)
+        self.assertEqual(2, len(self.files()))
+
+
+@pytest.mark.vllm
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class ThrottledConnectorTest(DirectoryTest):
+    def start(self, **settings: Any) -> None:
+        """Both halves on one directory, with a prompt of four chunks stored and one computed."""
+        from vua.connector.cache_spec import Group, Model
+        from vua.connector.config import ConnectorConfig
+        from vua.connector.group_transfer import Rank
+        from vua.connector.metadata import ConnectorMetadata, SaveOrder
+        from vua.connector.scheduler import SchedulerSide
+        from vua.connector.worker import WorkerSide
+        from vua.vllm import page_layout
+        from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1
+
+        group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
+        settings |= {"witness_every": 0}
+        config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
+        self.side = SchedulerSide(model, config, loads=True, saves=True)
+        self.addCleanup(self.side.shutdown)
+        self.worker = WorkerSide(model, config, Rank(0, 0))
+        self.addCleanup(self.worker.shutdown)
+        self.layers = {f"model.layers.{at}": noise(12, 1, 16, 12, seed=at) for at in range(2)}
+        layer_of = {name: at for at, name in enumerate(self.layers)}
+        self.worker.register(self.layers, layer_of, dict.fromkeys(self.layers, 0), page_layout)
+        self.connectors = [VUAStorageConnector_V1.__new__(VUAStorageConnector_V1) for _ in range(2)]
+        for connector in self.connectors:
+            connector._config, connector._scheduler, connector._worker = config, None, None
+        self.connectors[0]._scheduler, self.connectors[1]._worker = self.side, self.worker
+
+        keys = keys_of(range(64), 16)
+        self.worker.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3, 4]], [(0, keys)])]))
+        self.soon(lambda: len(self.files()) == 4)
+        store = self.worker._groups[0].store
+        self.storage = ThrottledStorage(store.storage)
+        store.storage = self.storage
+        self.served = 0
+        for _ in range(3):
+            self.step(64)
+
+    def soon(self, what: Callable[[], Any]) -> Any:
+        """Ask again and again until the answer is true."""
+        stop = time.monotonic() + SOON_S
+        while not (answer := what()):
+            self.assertLess(time.monotonic(), stop, "nothing came")
+            time.sleep(0.002)
+        return answer
+
+    def step(self, tokens: int, name: str = "x") -> list[Any]:
+        """A step that computes so many tokens of a prompt; what it is ordered to save."""
+        from vua.connector.metadata import ConnectorMetadata
+
+        orders, none = ConnectorMetadata(), SimpleNamespace(req_ids=[], resumed_req_ids=set())
+        new = SimpleNamespace(
+            req_id=name, block_ids=([5, 6, 7, 8],), num_computed_tokens=64 - tokens
+        )
+        output = SimpleNamespace(
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=none,
+            num_scheduled_tokens={name: tokens},
+        )
+        self.side.take_loads()
+        self.side.add_saves(orders, output)
+        time.sleep(COMPUTE_S * tokens / 64)
+        self.side.accounts.step_ended()
+        return orders.saves
+
+    def serve(self) -> str:
+        """Serve a request of 65 tokens, of which 64 are stored: what was decided."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        from vua.connector.metadata import ConnectorMetadata
+
+        scheduler, worker = self.connectors
+        self.served += 1
+        name, ids = f"{self.served}", [*range(64), 7]
+        request: Any = SimpleNamespace(
+            request_id=name, prompt_token_ids=ids, num_tokens=65, num_computed_tokens=0,
+            prompt_embeds=None, lora_request=None, cache_salt=None, mm_features=[],
+            kv_transfer_params=None,
+        )  # fmt: skip
+        tokens, _ = self.soon(
+            lambda: (
+                (given := scheduler.get_num_new_matched_tokens(request, 0))[0] is not None and given
+            )
+        )
+        blocks: Any = SimpleNamespace(get_block_ids=lambda: ([5, 6, 7, 8],))
+        for layer in self.layers.values():
+            layer[5:9] = 0.0
+        scheduler.update_state_after_alloc(request, blocks, tokens)
+        if tokens:
+            self.worker.start_loads(ConnectorMetadata(loads=self.side.take_loads()))
+            ended = self.soon(lambda: self.worker.take_received(idle=True))
+            output = KVConnectorOutput(
+                finished_recving=ended,
+                invalid_block_ids=worker.get_block_ids_with_load_errors(),
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            )
+            scheduler.update_connector_output(pickle.loads(pickle.dumps(output)))
+            for layer in self.layers.values():
+                last = 5 + tokens // 16
+                self.assertEqual(bits(layer[1 : last - 4]), bits(layer[5:last]))
+        saves = self.step(64 - tokens, name) if tokens < 64 else []
+        self.assertEqual([], saves, "what is stored is not stored again")
+        scheduler.request_finished(request, [])
+        stats = self.side.stats.take()
+        assert stats is not None
+        ((decision, count),) = stats["vua_load_decisions_total"].items()
+        self.assertEqual(1, count)
+        return str(decision)
+
+    def until(self, wanted: str) -> list[str]:
+        """Serve until it is decided so; all decisions."""
+        decisions: list[str] = []
+        self.soon(lambda: decisions.append(self.serve()) or decisions[-1] == wanted)
+        return decisions
+
+    def test_stops_and_resumes(self) -> None:
+        """Loads end a few requests after the storage becomes slow, and begin when it is fast."""
+        self.start()
+        self.until("faster")
+        self.storage.throttle(None, latency_s=3 * COMPUTE_S)
+        before = self.storage.nbytes_read
+        self.assertLessEqual(len(self.until("compute")), 6)
+        read = self.storage.nbytes_read - before
+        for _ in range(5):  # in less than the first pause
+            self.assertEqual("compute", self.serve())
+        self.assertEqual(read, self.storage.nbytes_read - before)
+
+        self.storage.throttle(None)
+        self.assertIn("probe", self.until("faster"))
+
+    def test_always(self) -> None:
+        """Loads go on where they are wanted at any price: the control of the above."""
+        self.start(load_policy="always")
+        self.storage.throttle(None, latency_s=3 * COMPUTE_S)
+        self.assertEqual(["asked"] * 5, [self.serve() for _ in range(5)])
+
+    def test_times_of_several_workers(self) -> None:
+        """What workers say about the same step is put together, the slowest counting."""
+        from vua.connector.metadata import LoadTimes
+
+        one, other = LoadTimes({"a": 1.0, "b": 5.0}), LoadTimes({"b": 2.0, "c": 3.0})
+        expected = {"a": 1.0, "b": 5.0, "c": 3.0}
+        self.assertEqual(expected, one.aggregate(other).seconds)
+        self.assertEqual(expected, other.aggregate(one).seconds)
+        self.assertEqual({"a": 1.0, "b": 5.0}, one.seconds)
+
+    def test_unknown_policy(self) -> None:
+        """A policy that does not exist is refused with those that do."""
+        with self.assertRaises(ConfigError) as caught:
+            self.start(load_policy="sometimes")
+        self.assertIn("faster, always, found 'sometimes'", str(caught.exception))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,550 @@
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import unittest
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import product
+from subprocess import run as run_process
+from unittest import mock
+
+import pytest
+import torch
+
+from helpers import has_native
+from vua import native
+from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
+from vua.errors import InputError, LayoutError
+from vua.vllm.page_layout import UnknownFormError, learn_cpu_form
+
+SEED = 20251120
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
+HEADS, LAYERS, BLOCKS = 3, 5, 11
+
+
+def noise(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Every bit pattern there is, NaN with payload among them."""
+    limits = torch.iinfo(INTEGERS[dtype.itemsize])
+    integer = INTEGERS[dtype.itemsize]
+    bits = torch.randint(limits.min, limits.max + 1, shape, generator=generator, dtype=torch.int64)
+    return bits.to(integer).view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers, for comparing."""
+    return tensor.contiguous().view(INTEGERS[tensor.element_size()])
+
+
+def column_form(block_size: int, dim: int) -> PageForm:
+    """The form vLLM calls `vec`: K transposed as one block, then V by rows."""
+    k = torch.arange(dim) * block_size + torch.arange(block_size)[:, None]
+    v = torch.arange(block_size * dim).view(block_size, dim) + block_size * dim
+    return PageForm(k, v, 2 * dim)
+
+
+def shuffled_form(block_size: int, dim: int) -> PageForm:
+    """A form that no stride can express."""
+    generator = torch.Generator().manual_seed(block_size * dim)
+    places = torch.randperm(2 * block_size * dim, generator=generator)
+    k, v = places.view(2, block_size, dim)
+    return PageForm(k, v, 2 * dim)
+
+
+def caches(order: str, form: PageForm, dtype: torch.dtype, blocks: int = BLOCKS) -> torch.Tensor:
+    """All layers `[L, B, H, N, C]` in one allocation whose memory has the given order."""
+    sizes = {"L": LAYERS, "B": blocks, "H": HEADS, "N": form.block_size, "C": form.width}
+    generator = torch.Generator().manual_seed(SEED)
+    memory = noise(generator, *(sizes[axis] for axis in order), dtype=dtype)
+    return memory.permute([order.index(axis) for axis in "LBHNC"])
+
+
+Spot = tuple[int, slice, torch.Tensor, torch.Tensor]
+Make = Callable[[int, int], PageForm]
+
+
+class Reference:
+    """The slow and obvious copy: one element at a time from its place to its place."""
+
+    def __init__(self, layers: list[torch.Tensor], form: PageForm, block_size: int) -> None:
+        self.layers, self.form, self.block_size = layers, form, block_size
+
+    def _spot(self, ids: list[int], token: int, index: torch.Tensor) -> Spot:
+        slot = ids[token // self.block_size] * self.block_size + token % self.block_size
+        page, row = divmod(slot, self.form.block_size)
+        places = index[row]
+        return page, slice(None), places // self.form.width, places % self.form.width
+
+    def gather(self, ids: list[int], start: int, count: int, index: torch.Tensor) -> torch.Tensor:
+        """The chunk that holds these tokens, as integers."""
+        tokens = range(start, start + count)
+        rows = [[bits(c)[self._spot(ids, t, index)] for t in tokens] for c in self.layers]
+        return torch.stack([torch.stack(row, dim=1) for row in rows], dim=1)
+
+    def scatter(self, ids: list[int], start: int, chunk: torch.Tensor, index: torch.Tensor) -> None:
+        """Put a chunk where its tokens belong."""
+        for number, layer in enumerate(self.layers):
+            for at in range(chunk.shape[2]):
+                spot = self._spot(ids, start + at, index)
+                layer.view(INTEGERS[layer.element_size()])[spot] = bits(chunk)[:, number, at]
+
+
+class PagedTestCase(unittest.TestCase):
+    def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
+        """One test, with one thread: small copies on a busy machine wait for their threads."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return super().run(result)
+        finally:
+            torch.set_num_threads(threads)
+
+    @contextmanager
+    def native(self, *, wanted: bool) -> Iterator[None]:
+        """Copy with the loop in C where there is a compiler, or without it."""
+        wish = {"VUA_NATIVE": "auto" if wanted else "off"}
+        with mock.patch.dict(os.environ, wish):
+            self.assertEqual(wanted and has_native(), native.library() is not None)
+            yield
+
+    def assert_same(self, expected: torch.Tensor, actual: torch.Tensor) -> None:
+        """Both tensors hold the same bytes."""
+        self.assertTrue(torch.equal(bits(expected), bits(actual)), "bytes differ")
+
+    def assert_moves(
+        self,
+        layers: list[torch.Tensor],
+        memory: torch.Tensor,
+        form: PageForm,
+        *,
+        block_size: int,
+        tokens: tuple[int, int],
+    ) -> None:
+        """Gather and scatter do what the reference does, in the caches and around them."""
+        start, count = tokens
+        draw = random.Random(f"{SEED} {tokens}")
+        blocks = layers[0].shape[0] * form.block_size // block_size
+        ids = draw.sample(range(blocks), -(-(start + count) // block_size))
+        pages, reference = PagedKV(layers, form, block_size), Reference(layers, form, block_size)
+        shape = (*pages._shape, count)
+        generator = torch.Generator().manual_seed(start * 1000 + count)
+        slab = noise(generator, 4, *shape, form.k_index.shape[1], dtype=memory.dtype)
+        k, v = slab[1].clone(), slab[2, ..., : form.v_index.shape[1]].clone()
+        before = memory.clone()
+        with self.native(wanted=bool(draw.getrandbits(1))):
+            pages.gather(ids, start, count, k, v)
+        self.assert_same(before, memory)
+        self.assert_same(reference.gather(ids, start, count, form.k_index), k)
+        if form.v_index.shape[1]:
+            self.assert_same(reference.gather(ids, start, count, form.v_index), v)
+        k, v = slab[1], slab[2, ..., : form.v_index.shape[1]]
+        with self.native(wanted=False):
+            pages.scatter(ids, start, count, k, v)
+        after = memory.clone()
+        memory.copy_(before)
+        with self.native(wanted=True):
+            pages.scatter(ids, start, count, k, v)
+        self.assert_same(after, memory)
+        memory.copy_(before)
+        reference.scatter(ids, start, k, form.k_index)
+        if form.v_index.shape[1]:
+            reference.scatter(ids, start, v, form.v_index)
+        self.assert_same(memory, after)
+
+
+class MoveTest(PagedTestCase):
+    def test_every_form_dtype_and_block_size(self) -> None:
+        """Tokens go to and from their places, and nothing else changes, for every combination."""
+        forms: tuple[Make, ...] = (fused_form, column_form, shuffled_form, latent_form)
+        for make, dtype, size in product(forms, DTYPES, (16, 32, 48, 128)):
+            form = make(size, 8)
+            for chunk in (16, 64):
+                with self.subTest(form=make.__name__, dtype=dtype, block=size, chunk=chunk):
+                    memory = caches("LBHNC", form, dtype, blocks=9)
+                    tokens = (chunk, chunk) if size != 48 else (chunk + 5, chunk)
+                    self.assert_moves(list(memory), memory, form, block_size=size, tokens=tokens)
+
+    def test_ranges_that_cut_blocks(self) -> None:
+        """Ranges may start and end anywhere, hold one token, and span many blocks."""
+        ranges = ((0, 1), (15, 1), (15, 2), (3, 7), (16, 16), (1, 31), (7, 90), (0, 176))
+        forms: tuple[Make, ...] = (fused_form, column_form, shuffled_form)
+        for make, tokens in product(forms, ranges):
+            with self.subTest(form=make.__name__, tokens=tokens):
+                form = make(16, 8)
+                memory = caches("LBHNC", form, torch.bfloat16)
+                self.assert_moves(list(memory), memory, form, block_size=16, tokens=tokens)
+
+    def test_chunks_that_follow_each_other(self) -> None:
+        """Several chunks at once, the first from its middle on, the last not to its end."""
+        form, size, dtype = column_form(16, 8), 24, torch.bfloat16
+        generator = torch.Generator().manual_seed(SEED)
+        chunks = noise(generator, 2, 3, HEADS, LAYERS, size, 8, dtype=dtype)
+        for wanted, (skip, count) in product((True, False), ((0, 72), (5, 60), (23, 2), (4, 0))):
+            with self.subTest(native=wanted, skip=skip, count=count), self.native(wanted=wanted):
+                memory = caches("LBHNC", form, dtype)
+                before, ids = memory.clone(), [7, 2, 9, 4, 0, 5]
+                PagedKV(list(memory), form, 16).scatter_chunks(ids, 13, count, skip, *chunks)
+                after = memory.clone()
+                self.assertNotEqual(count > 0, torch.equal(bits(before), bits(after)))
+                memory.copy_(before)
+                reference = Reference(list(memory), form, 16)
+                for half, index in zip(chunks, (form.k_index, form.v_index), strict=True):
+                    tokens = half.permute(1, 2, 0, 3, 4).reshape(HEADS, LAYERS, 3 * size, 8)
+                    reference.scatter(ids, 13, tokens[:, :, skip : skip + count], index)
+                self.assert_same(memory, after)
+
+    def test_no_tokens(self) -> None:
+        """Moving no tokens needs no blocks and changes nothing."""
+        memory = caches("LBHNC", fused_form(16, 8), torch.bfloat16)
+        before, nothing = memory.clone(), torch.zeros(HEADS, LAYERS, 0, 8, dtype=torch.bfloat16)
+        pages = PagedKV(list(memory), fused_form(16, 8), 16)
+        pages.scatter([], 0, 0, nothing, nothing)
+        pages.gather([4], 16, 0, nothing, nothing)
+        self.assert_same(before, memory)
+
+    def test_every_memory_order(self) -> None:
+        """The strides of the tensors decide, whatever order the engine keeps its cache in."""
+        orders = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC", "LHBNC")
+        forms: tuple[Make, ...] = (fused_form, shuffled_form, latent_form)
+        for make, order in product(forms, orders):
+            with self.subTest(form=make.__name__, order=order):
+                form = make(16, 8)
+                memory = caches(order, form, torch.float16)
+                self.assert_moves(list(memory), memory, form, block_size=16, tokens=(9, 50))
+
+    def test_layers_at_any_distance(self) -> None:
+        """Layers may lie in any order, at uneven distances, and in allocations of their own."""
+        form = column_form(16, 8)
+        for chosen, runs in (
+            ([0, 1, 2, 3, 4], 1),
+            ([0, 2, 4], 1),
+            ([0, 1, 3, 4], 2),
+            ([4, 3, 2, 1, 0], 5),
+            ([0, 3], 1),
+        ):
+            with self.subTest(layers=chosen):
+                memory = caches("LBHNC", form, torch.bfloat16)
+                layers = [memory[number] for number in chosen]
+                self.assertEqual(runs, len(PagedKV(layers, form, 16)._runs))
+                self.assert_moves(layers, memory, form, block_size=16, tokens=(5, 40))
+        memory = caches("LBHNC", form, torch.bfloat16)
+        alone = [layer.clone() for layer in memory]
+        self.assertEqual(LAYERS, len(PagedKV(alone, form, 16)._runs))
+        k, v = torch.zeros(2, HEADS, LAYERS, 40, 8, dtype=torch.bfloat16)
+        PagedKV(alone, form, 16).gather([3, 9, 1], 5, 40, k, v)
+        wanted = torch.zeros(2, HEADS, LAYERS, 40, 8, dtype=torch.bfloat16)
+        PagedKV(list(memory), form, 16).gather([3, 9, 1], 5, 40, *wanted)
+        self.assert_same(wanted, torch.stack((k, v)))
+
+    def test_views_of_one_int8_allocation_with_padding(self) -> None:
+        """Layers cut out of one byte allocation, with padded pages, are moved as one run."""
+        form, page = fused_form(16, 8), HEADS * 16 * 16
+        padded = page + 64
+        generator = torch.Generator().manual_seed(SEED)
+        memory = noise(generator, LAYERS * BLOCKS * padded * 2 + 128, dtype=torch.uint8)
+        whole = memory.view(torch.int8)[128:].view(torch.bfloat16).view(LAYERS, BLOCKS, padded)
+        layers = list(whole[..., :page].view(LAYERS, BLOCKS, HEADS, 16, 16))
+        self.assertEqual(1, len(PagedKV(layers, form, 16)._runs))
+        self.assert_moves(layers, memory.view(torch.bfloat16), form, block_size=16, tokens=(3, 77))
+
+    def test_latent_pages_without_a_head_dimension(self) -> None:
+        """MLA caches of three dimensions have one head and no V."""
+        form = latent_form(16, 9)
+        memory = caches("LBHNC", form, torch.bfloat16)[:, :, :1].contiguous()
+        layers = list(memory[:, :, 0])
+        k = torch.zeros(1, LAYERS, 20, 9, dtype=torch.bfloat16)
+        PagedKV(layers, form, 16).gather([4, 2], 7, 20, k, None)
+        self.assert_same(memory[:, 4, :, 7:].transpose(0, 1), k[:, :, :9])
+        self.assert_same(memory[:, 2, :, :11].transpose(0, 1), k[:, :, 9:])
+
+    def test_blocks_split_for_the_kernels(self) -> None:
+        """One block id may stand for several neighbouring pages."""
+        for make in (fused_form, shuffled_form):
+            form = make(16, 8)
+            memory = caches("LBHNC", form, torch.bfloat16, blocks=12)
+            self.assert_moves(list(memory), memory, form, block_size=64, tokens=(50, 100))
+
+    def test_different_k_and_v_rows(self) -> None:
+        """K and V rows may have different lengths."""
+        form = fused_form(16, 8, 3)
+        memory = caches("LBHNC", form, torch.bfloat16)
+        k = torch.zeros(HEADS, LAYERS, 4, 8, dtype=torch.bfloat16)
+        v = torch.zeros(HEADS, LAYERS, 4, 3, dtype=torch.bfloat16)
+        PagedKV(list(memory), form, 16).gather([6], 2, 4, k, v)
+        rows = memory[:, 6, :, 2:6].transpose(0, 1)
+        self.assert_same(rows, torch.cat((k, v), dim=-1))
+
+    def test_chunks_inside_a_bigger_slab(self) -> None:
+        """A chunk may be a strided part of a slab; the rest of the slab keeps its bytes."""
+        for make in (column_form, shuffled_form):
+            form = make(16, 8)
+            memory = caches("LBHNC", form, torch.bfloat16)
+            pages = PagedKV(list(memory), form, 16)
+            plain = torch.zeros(2, HEADS, LAYERS, 20, 8, dtype=torch.bfloat16)
+            pages.gather([1, 8], 9, 20, *plain)
+            slab = noise(
+                torch.Generator().manual_seed(1), 2, HEADS, LAYERS + 1, 64, 8, dtype=torch.bfloat16
+            )
+            wanted = slab.clone()
+            wanted[:, :, 1:, 30:50] = plain
+            pages.gather([1, 8], 9, 20, *slab[:, :, 1:, 30:50])
+            self.assert_same(wanted, slab)
+            pages.scatter([5, 3], 2, 20, *slab[:, :, 1:, 30:50])
+            back = torch.zeros_like(plain)
+            pages.gather([5, 3], 2, 20, *back)
+            self.assert_same(plain, back)
+
+    def test_inference_mode_caches_from_other_threads(self) -> None:
+        """Several threads move disjoint tokens of caches that were made in inference mode."""
+        torch.set_num_threads(2)  # chunks of this size are shared out
+        form = column_form(32, 128)
+        with torch.inference_mode():
+            memory = caches("LBHNC", form, torch.bfloat16, blocks=16)
+        pages = PagedKV(list(memory), form, 32)
+        generator = torch.Generator().manual_seed(SEED)
+        chunks = noise(generator, 8, 2, HEADS, LAYERS, 64, 128, dtype=torch.bfloat16)
+        back = torch.zeros_like(chunks)
+        failed: list[object] = []
+
+        def work(number: int) -> None:
+            try:
+                for _ in range(20):
+                    pages.scatter([number, number + 8], 0, 64, *chunks[number])
+                    back[number].zero_()
+                    pages.gather([number, number + 8], 0, 64, *back[number])
+                    if not torch.equal(bits(chunks[number]), bits(back[number])):
+                        failed.append(number)
+            except Exception as error:  # noqa: BLE001
+                failed.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual([], failed)
+
+
+class RefusalTest(PagedTestCase):
+    def setUp(self) -> None:
+        """A cache, and a chunk of 20 tokens."""
+        self.form = fused_form(16, 8)
+        self.memory = caches("LBHNC", self.form, torch.bfloat16)
+        self.pages = PagedKV(list(self.memory), self.form, 16)
+        self.k, self.v = torch.zeros(2, HEADS, LAYERS, 20, 8, dtype=torch.bfloat16)
+
+    def test_tokens_that_are_not_there(self) -> None:
+        """A range outside the table, or a block outside the cache, moves nothing."""
+        before = self.memory.clone()
+        for ids, start in (([1], 0), ([1, 2], 13), ([1, 2], -1), ([1, BLOCKS], 0), ([-1, 1], 0)):
+            with self.subTest(ids=ids, start=start), self.assertRaises(InputError):
+                self.pages.scatter(ids, start, 20, self.k, self.v)
+        self.assert_same(before, self.memory)
+
+    def test_more_tokens_than_chunks(self) -> None:
+        """Tokens that the chunks do not have are refused before anything is copied."""
+        form = fused_form(16, 8)
+        memory = caches("LBHNC", form, torch.bfloat16)
+        before, pages = memory.clone(), PagedKV(list(memory), form, 16)
+        chunks = torch.zeros(2, 3, HEADS, LAYERS, 16, 8, dtype=torch.bfloat16)
+        for skip, count in ((0, 49), (16, 33), (-1, 4), (2, -1)):
+            with self.subTest(skip=skip, count=count), self.assertRaises(InputError):
+                pages.scatter_chunks([1, 2, 3, 4], 0, count, skip, *chunks)
+        with self.assertRaises(LayoutError):
+            pages.scatter_chunks([1, 2, 3, 4], 0, 8, 0, chunks[0], chunks[1, :2])
+        self.assert_same(before, memory)
+
+    def test_chunks_that_do_not_fit(self) -> None:
+        """A chunk of another shape or item size moves nothing."""
+        before = self.memory.clone()
+        for k, v in (
+            (self.k, self.v[..., :7]),
+            (self.k.float(), self.v),
+            (self.k, None),
+            (self.k[:, :, :19], self.v),
+            (self.k.to("meta"), self.v),
+        ):
+            with self.assertRaises(LayoutError):
+                self.pages.scatter([1, 2], 0, 20, k, v)
+        self.assert_same(before, self.memory)
+
+    def test_caches_that_do_not_fit(self) -> None:
+        """Caches that differ from the form, or from each other, are refused."""
+        layers = list(self.memory)
+        for wrong, size in (
+            ([], 16),
+            (layers, 24),
+            ([layer[..., :15] for layer in layers], 16),
+            ([layers[0], layers[1][:5]], 16),
+            ([layers[0], layers[1].float()], 16),
+            ([layer[None] for layer in layers], 16),
+            ([layer.to("meta") for layer in layers], 16),
+        ):
+            with self.assertRaises(LayoutError):
+                PagedKV(wrong, self.form, size)
+
+    def test_forms_that_lose_elements(self) -> None:
+        """A form with one place for two elements, or a place outside the page, cannot exist."""
+        k, v = self.form.k_index, self.form.v_index
+        for wrong in ((k, k), (k - 1, v), (k, v + 1)):
+            with self.assertRaises(LayoutError):
+                PageForm(*wrong, 16)
+
+    def test_import_needs_no_engine(self) -> None:
+        """Importing the module does not import vLLM."""
+        code = "import sys, vua.device.cpu_pages; sys.exit('vllm' in sys.modules)"
+
+        self.assertEqual(0, run_process([sys.executable, "-c", code], check=False).returncode)
+
+
+@contextmanager
+def writer(write: object) -> Iterator[None]:
+    """Put a function in the place of vLLM's writer."""
+    with mock.patch("vua.vllm.page_layout._engine_writer", return_value=write):
+        yield
+
+
+class FakeEngineTest(PagedTestCase):
+    """What is learnt from writers that behave like no real one."""
+
+    def test_learns_any_permutation(self) -> None:
+        """A writer that scatters elements at random is learnt, element by element."""
+        form = shuffled_form(32, 16)
+
+        def write(
+            cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ) -> None:
+            for at, slot in enumerate(slots.tolist()):
+                page = cache[slot // 32].view(cache.shape[1], -1)
+                page[:, form.k_index[slot % 32]] = k[at]
+                page[:, form.v_index[slot % 32]] = v[at]
+
+        for dtype in DTYPES[:3]:
+            with writer(write):
+                learnt = learn_cpu_form(dtype, 32, 16)
+            self.assertTrue(torch.equal(form.k_index, learnt.k_index))
+            self.assertTrue(torch.equal(form.v_index, learnt.v_index))
+
+    def test_refuses_what_it_cannot_prove(self) -> None:
+        """A writer that rounds, loses, disturbs, or depends on the block is not understood."""
+
+        def plain(
+            cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        ) -> None:
+            cache[slots // 32, :, slots % 32] = torch.cat((k, v), dim=-1)
+
+        def rounds(cache: torch.Tensor, slots: torch.Tensor, *rows: torch.Tensor) -> None:
+            plain(cache, slots, *((row.float() * 1.01).to(row.dtype) for row in rows))
+
+        def loses(cache: torch.Tensor, slots: torch.Tensor, *rows: torch.Tensor) -> None:
+            plain(cache, slots, rows[0], rows[0])
+
+        def disturbs(cache: torch.Tensor, slots: torch.Tensor, *rows: torch.Tensor) -> None:
+            plain(cache, slots, *rows)
+            if len(slots) < 32:
+                cache[slots[0] // 32, 0, (slots[0] + 1) % 32, 0] = 0
+
+        def depends(cache: torch.Tensor, slots: torch.Tensor, *rows: torch.Tensor) -> None:
+            plain(cache, slots ^ (slots // 64), *rows)
+
+        def raises(cache: torch.Tensor, slots: torch.Tensor, *rows: torch.Tensor) -> None:
+            raise NotImplementedError("Unsupported CPU attention configuration")
+
+        with writer(plain):
+            learn_cpu_form(torch.bfloat16, 32, 16)
+        for write in (rounds, loses, disturbs, depends, raises):
+            with self.subTest(write.__name__), writer(write), self.assertRaises(UnknownFormError):
+                learn_cpu_form(torch.bfloat16, 32, 16)
+
+    def test_refuses_quantized_caches(self) -> None:
+        """A cache of bytes is refused before anything is written."""
+        for dtype in (torch.uint8, torch.float8_e4m3fn):
+            with self.assertRaises(UnknownFormError):
+                learn_cpu_form(dtype, 32, 16)
+
+    def test_refuses_without_the_engine(self) -> None:
+        """Without vLLM there is no form, and no other error."""
+        with mock.patch.dict(sys.modules, {"vllm": None}), self.assertRaises(UnknownFormError):
+            learn_cpu_form(torch.bfloat16, 32, 16)
+
+
+@pytest.mark.vllm
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class VllmTest(PagedTestCase):
+    """vLLM's own operator is the truth."""
+
+    def setUp(self) -> None:
+        """The operator, if this machine has it."""
+        try:
+            from vllm._custom_ops import cpu_attn_reshape_and_cache
+        except ImportError as error:
+            self.skipTest(f"vLLM has no CPU attention here: {error}")
+        if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+            self.skipTest("this vLLM was built without CPU attention")
+        self.write = cpu_attn_reshape_and_cache
+
+    def variants(self, dtype: torch.dtype, size: int, dim: int) -> list[str | None]:
+        """The choice of vLLM, and every packing that the operator has on this machine."""
+        found: list[str | None] = [None]
+        for isa in ("vec", "vec16", "amx", "neon", "vxe", "vsx", "rvv"):
+            if isa != "vec16" and size % 32:
+                continue
+            rows = torch.zeros(size, 1, dim, dtype=dtype)
+            half = torch.zeros(1, 1, size, dim, dtype=dtype)
+            try:
+                self.write(rows, rows, half, half.clone(), torch.arange(size), isa)
+            except RuntimeError:
+                continue
+            found.append(isa)
+        return found
+
+    def test_same_bytes_as_the_engine(self) -> None:
+        """Gather reads what vLLM wrote; scatter leaves the very bytes that vLLM would have."""
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        generator = torch.Generator().manual_seed(SEED)
+        sizes = ((16, 80), (32, 32), (32, 128), (48, 64), (64, 80), (128, 64))
+        for dtype, (size, dim) in product(DTYPES[:3], sizes):
+            for isa in self.variants(dtype, size, dim):
+                with self.subTest(dtype=dtype, block=size, dim=dim, isa=isa):
+                    form = learn_cpu_form(dtype, size, dim, isa)
+                    theirs = caches("LBHNC", form, dtype, blocks=5)
+                    ours = theirs.clone()
+                    tokens, start = size + size // 2, size // 3
+                    ids = [3, 0, 4]
+                    rows = noise(generator, 2, LAYERS, tokens, HEADS, dim, dtype=dtype)
+                    slots = torch.arange(start, start + tokens)
+                    slots = torch.tensor(ids)[slots // size] * size + slots % size
+                    for number, layer in enumerate(theirs):
+                        halves = layer.view(5, HEADS, 2 * size, dim).chunk(2, dim=2)
+                        name = isa or _get_attn_isa(dtype, size, dim)
+                        self.write(*rows[:, number], *halves, slots, name)
+                    chunks = rows.permute(0, 3, 1, 2, 4)
+                    back = torch.zeros_like(chunks).contiguous()
+                    PagedKV(list(theirs), form, size).gather(ids, start, tokens, *back)
+                    self.assert_same(chunks, back)
+                    PagedKV(list(ours), form, size).scatter(ids, start, tokens, *chunks)
+                    self.assert_same(theirs, ours)
+
+    def test_writer_of_older_releases(self) -> None:
+        """Where the writer is not a method of its own, the operator below gives the same form."""
+        from vllm.v1.attention.backends import cpu_attn
+
+        wanted = learn_cpu_form(torch.bfloat16, 32, 64)
+        with mock.patch.object(cpu_attn, "CPUAttentionBackendImpl", object):
+            learnt = learn_cpu_form(torch.bfloat16, 32, 64)
+        self.assertTrue(torch.equal(wanted.k_index, learnt.k_index))
+        self.assertTrue(torch.equal(wanted.v_index, learnt.v_index))
+
+    def test_unsupported_variant(self) -> None:
+        """A variant this machine does not have is an unknown form."""
+        with self.assertRaises(UnknownFormError):
+            learn_cpu_form(torch.bfloat16, 32, 64, "no such isa")
+
+
+if __name__ == "__main__":
+    unittest.main()
