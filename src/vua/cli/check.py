@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import stat
@@ -66,7 +65,7 @@ class Checker:
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
+                return Check("error", ("not a regular file",), 0)
             first = self._first_block(fd)
             return self._check(status.st_size, first, self._read_on(fd), place)
         except OSError as problem:
@@ -86,9 +85,7 @@ class Checker:
             return Check("corrupt", (str(problem),), nbytes)
         misplaced = tuple(_differences(info, place))
         try:
-            if nbytes != info.file_nbytes:
-                msg = f"{nbytes} bytes long, expected {info.file_nbytes}"
-                raise CorruptEntryError(msg)
+            info.check_length(nbytes)
             openings = self._openings(info, bytes(first[: info.header_nbytes]))
             payload = itertools.chain([first[info.header_nbytes :]], more)
             _check_payload(info, payload, openings)

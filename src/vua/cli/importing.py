@@ -39,6 +39,7 @@ from vua.format.layout import Shard
 from vua.storage.base import entry_name
 from vua.storage.local import SUFFIX
 from vua.storage.problems import explained
+from vua.store.entry_reader import stored_header
 from vua.store.namespace import (
     DESCRIPTION,
     MAX_DESCRIPTION_NBYTES,
@@ -46,7 +47,6 @@ from vua.store.namespace import (
     create_stores,
     parse_description,
 )
-from vua.store.entry_reader import stored_header
 from vua.store.store import Store
 
 __all__ = ["import_"]

@@ -93,7 +93,7 @@ def _reads(
     rows = max(stop - start for start, stop in pairwise(extents)) * segments
     limit = min(limit, max(1, (IOV_MAX - 1) // rows) * largest)
     gaps = np.flatnonzero(block_offset[1:] != (block_offset + block_nbytes)[:-1]) + 1
-    reads = []
+    reads: list[tuple[int, ...]] = []
     for begin, end in pairwise([0, *gaps.tolist(), len(block_nbytes)]):
         step = max(1, limit // int(block_nbytes[begin:end].max()))
         for block in range(begin, end, step):

@@ -38,19 +38,24 @@ def open_plain(
         fd = posix.open_beneath(dir_fd, path)
     try:
         status = posix.status_cached(fd)
-        if is_plain(status, uids):
-            return fd, status
-        if not stat.S_ISREG(status.mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        msg = (
-            f"file of user {status.uid} with {status.links} names, expected one name and "
-            f"{'any user' if uids is None else f'one of the users {sorted(uids.tolist())}'}; set "
-            "trusted_uids if that user is to be believed"
-        )
-        raise UntrustedError(msg)
+        _check_plain(status, uids)
     except BaseException:
         close_plain(fd, local=local)
         raise
+    return fd, status
+
+
+def _check_plain(status: FileStatus, uids: npt.NDArray[np.uint32] | None) -> None:
+    if is_plain(status, uids):
+        return
+    if not stat.S_ISREG(status.mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    msg = (
+        f"file of user {status.uid} with {status.links} names, expected one name and "
+        f"{'any user' if uids is None else f'one of the users {sorted(uids.tolist())}'}; set "
+        "trusted_uids if that user is to be believed"
+    )
+    raise UntrustedError(msg)
 
 
 def close_plain(fd: int, *, local: bool) -> None:

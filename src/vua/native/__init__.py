@@ -16,11 +16,11 @@ default), ``off``, or ``require`` (fail without it). :func:`status` says whether
 
 from vua.native.batches import THREADS, hash_entry, read_entries
 from vua.native.bindings import Status, library, status
-from vua.native.moves import ITEMS, Boxes, move
 from vua.native.fallback import read_entry
+from vua.native.moves import ITEMS, Boxes, move
 from vua.native.prefixes import chain, narrow
 from vua.native.saves import LEFT, PRESENT, WRITTEN, Writing, save
-from vua.native.transfer import Digest, Transfer, digests_of
+from vua.native.transfer import Digest, Headers, Transfer, digests_of
 
 __all__ = [
     "ITEMS",
@@ -30,6 +30,7 @@ __all__ = [
     "WRITTEN",
     "Boxes",
     "Digest",
+    "Headers",
     "Status",
     "Transfer",
     "Writing",

@@ -16,7 +16,7 @@ from vua.io.forks import watch
 from vua.io.posix import page_aligned
 from vua.native import fallback
 from vua.native.bindings import library
-from vua.native.transfer import Transfer
+from vua.native.transfer import Headers, Transfer
 
 __all__ = ["THREADS", "crew", "hash_entry", "read_entries"]
 
@@ -72,11 +72,8 @@ def read_entries(
     dir_fd: int,
     paths: Sequence[str],
     place: int,
-    headers: npt.NDArray[np.uint8],
-    digests: npt.NDArray[np.uint64],
-    inodes: npt.NDArray[np.uint64],
+    into: Headers,
     *,
-    discard: npt.NDArray[np.uint8] | None = None,
     uids: npt.NDArray[np.uint32] | None = None,
     local: bool = True,
     direct: bool = False,
@@ -88,11 +85,7 @@ def read_entries(
         dir_fd: the directory that the paths start from; no symbolic link is followed.
         paths: the files, names of equal length.
         place: the chunk place in memory that the first of them goes to.
-        headers: memory for their headers, ``[files, header_nbytes]``.
-        digests: memory for the xxh3-64 of each file's blocks, ``[files, blocks]``.
-        inodes: memory for each file's device and inode, ``[files, 2]``.
-        discard: memory for what is read only to be verified, ``[files, discard_nbytes]``; by
-            default nobody wants to see it.
+        into: memory for headers and digests, a row for each file.
         uids: whose files are believed; by default anybody's.
         local: whether small batches may keep the GIL while the page cache answers; see
             :func:`vua.io.posix.is_local` for where they must not.
@@ -105,24 +98,15 @@ def read_entries(
     bound = library()
     if bound is None:
         return fallback.read_entries(
-            *(transfer, dir_fd, paths, place, headers, digests, inodes),
-            **{"discard": discard, "uids": uids, "local": local, "direct": direct},
+            transfer, dir_fd, paths, place, into, uids=uids, local=local, direct=direct
         )
-    if not paths:
-        return 0
     names = [path.encode() + b"\0" for path in paths]
     trusted = (None, 0) if uids is None else (uids.ctypes.data, len(uids))
-    nbytes, done = transfer.file_nbytes * len(paths), 0
+    at, nbytes, done = ctypes.byref(transfer), transfer.file_nbytes * len(names), 0
     flags = _DIRECT if direct else 0
-
-    def outputs(first: int) -> tuple[int | None, ...]:
-        tables = (headers, digests, inodes, discard)
-        return tuple(None if t is None else t.ctypes.data + first * t.strides[0] for t in tables)
-
-    at = ctypes.byref(transfer)
-    if local and nbytes <= _HELD_NBYTES:
+    if names and local and nbytes <= _HELD_NBYTES:
         done = bound.load_held(
-            *(at, dir_fd, b"".join(names), len(names[0]), len(names), place, *outputs(0)),
+            *(at, dir_fd, b"".join(names), len(names[0]), len(names), place, *into.addresses()),
             *(1, _NOWAIT | flags, *trusted, None, 0, 0),
         )
         names = names[done:]
@@ -130,8 +114,10 @@ def read_entries(
         bounce = _bounce() if direct else None
         room = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
         with crew.joined(large=nbytes >= _SHARED_NBYTES) as threads:
-            more = (at, dir_fd, b"".join(names), len(names[0]), len(names), place + done)
-            done += bound.load(*more, *outputs(done), threads, flags, *trusted, *room)
+            done += bound.load(
+                *(at, dir_fd, b"".join(names), len(names[0]), len(names), place + done),
+                *(*into.rest(done).addresses(), threads, flags, *trusted, *room),
+            )
         if bounce is not None:
             _spare_bounces.append(bounce)
     return done

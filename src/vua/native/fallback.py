@@ -16,7 +16,7 @@ from vua.errors import CorruptEntryError, EntryError, UntrustedError
 from vua.io import posix
 from vua.io.plain import close_plain, open_plain
 from vua.io.posix import Iovecs
-from vua.native.transfer import Transfer, digests_of
+from vua.native.transfer import Headers, Transfer, digests_of
 
 __all__ = ["hash_chain", "hash_entry", "read_entries", "read_entry"]
 
@@ -26,11 +26,8 @@ def read_entries(
     dir_fd: int,
     paths: Sequence[str],
     place: int,
-    headers: npt.NDArray[np.uint8],
-    digests: npt.NDArray[np.uint64],
-    inodes: npt.NDArray[np.uint64],
+    into: Headers,
     *,
-    discard: npt.NDArray[np.uint8] | None = None,
     uids: npt.NDArray[np.uint32] | None = None,
     local: bool = True,
     direct: bool = False,
@@ -39,13 +36,8 @@ def read_entries(
     del direct  # it is a matter of speed
     for file, path in enumerate(paths):
         try:
-            read_entry(
-                *(transfer, dir_fd, path, place + file, headers[file], digests[file]),
-                inodes[file],
-                discard=None if discard is None else discard[file],
-                uids=uids,
-                local=local,
-            )
+            row = into.rest(file)
+            read_entry(transfer, dir_fd, path, place + file, row, uids=uids, local=local)
         except (OSError, EntryError, UntrustedError):
             return file
     return len(paths)
@@ -56,39 +48,24 @@ def read_entry(
     dir_fd: int,
     path: str,
     place: int,
-    header: npt.NDArray[np.uint8],
-    digests: npt.NDArray[np.uint64],
-    inode: npt.NDArray[np.uint64],
+    into: Headers,
     *,
-    discard: npt.NDArray[np.uint8] | None = None,
     uids: npt.NDArray[np.uint32] | None = None,
     local: bool = True,
 ) -> None:
-    """Read one file into memory, or say why not.
+    """Read one file into memory, or say why not; its header and digests into the first row.
 
-    Args:
-        transfer: how, and into which memory.
-        dir_fd: the directory that ``path`` starts from.
-        path: the file.
-        place: the chunk place in memory.
-        header: memory for its header, ``[header_nbytes]``.
-        digests: memory for the xxh3-64 of each block, ``[blocks]``.
-        inode: memory for its device and inode, ``[2]``; filled once it is open.
-        discard: memory for what is read only to be verified, ``[discard_nbytes]``.
-        uids: whose files are believed; by default anybody's.
-        local: whether what is cached is read without releasing the GIL.
-
-    Raises OSError (FileNotFoundError...), UntrustedError, CorruptEntryError for a wrong length.
+    The arguments are those of :func:`vua.native.batches.read_entries`. Raises OSError
+    (FileNotFoundError...), UntrustedError, CorruptEntryError for a wrong length.
     """
-    plan = transfer.plan
+    plan, header = transfer.plan, into.headers[0]
     fd, status = open_plain(dir_fd, path, uids, local=local)
     try:
-        inode[:] = status.inode
+        into.inodes[0] = status.inode
         if status.nbytes != plan.file_nbytes:
             msg = f"{status.nbytes} bytes long, expected {plan.file_nbytes}"
             raise CorruptEntryError(msg)
-        if discard is None:
-            discard = np.empty(plan.discard_nbytes, dtype=np.uint8)
+        discard = np.empty(plan.discard_nbytes, np.uint8) if into.discard is None else into.discard
         payload = transfer.rows(place, discard.ctypes.data)
         opening = np.array([[header.ctypes.data, plan.header_nbytes]], dtype=np.uint64)
         rows = np.concatenate([opening, payload])
@@ -100,7 +77,7 @@ def read_entry(
             if got != nbytes:
                 msg = f"ends inside bytes {offset}..{offset + nbytes}"
                 raise CorruptEntryError(msg)
-            digests[block:stop] = digests_of(islice(blocks, stop - block))
+            into.digests[0, block:stop] = digests_of(islice(blocks, stop - block))
     finally:
         close_plain(fd, local=local)
 
@@ -110,9 +87,9 @@ def _read(fd: int, rows: Iovecs, nbytes: int, offset: int, *, cached: bool) -> t
 
     Keeps the GIL for as long as it has: once a read needs I/O the rest releases it.
     """
-    if cached and len(rows) <= posix.IOV_MAX:
-        if posix.preadv_cached(fd, rows.ctypes.data, len(rows), offset) == nbytes:
-            return nbytes, True
+    few = cached and len(rows) <= posix.IOV_MAX
+    if few and posix.preadv_cached(fd, rows.ctypes.data, len(rows), offset) == nbytes:
+        return nbytes, True
     return posix.preadv_all(fd, rows, offset), False
 
 

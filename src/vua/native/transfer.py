@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from vua.io.plan import ARRAYS_MAX, EntryPlan
 from vua.io.posix import Iovecs
 from vua.native.bindings import xxh3
 
-__all__ = ["Digest", "Transfer", "digests_of"]
+__all__ = ["Digest", "Headers", "Transfer", "digests_of"]
 
 
 class Digest(Protocol):
@@ -30,6 +30,28 @@ class Digest(Protocol):
     def intdigest(self) -> int:
         """Return the result as a number."""
         ...
+
+
+class Headers(NamedTuple):
+    """Memory for what is read of files beside their K and V. The rows have no gaps."""
+
+    headers: npt.NDArray[np.uint8]
+    """``[files, header_nbytes]``."""
+    digests: npt.NDArray[np.uint64]
+    """The xxh3-64 of each block, ``[files, blocks]``."""
+    inodes: npt.NDArray[np.uint64]
+    """Device and inode, ``[files, 2]``; zeros until a file is open."""
+    discard: npt.NDArray[np.uint8] | None = None
+    """What is read only to be verified, ``[files, discard_nbytes]``; None: nobody looks at it."""
+
+    def rest(self, first: int) -> Headers:
+        """Return the rows from ``first`` on."""
+        discard = None if self.discard is None else self.discard[first:]
+        return Headers(self.headers[first:], self.digests[first:], self.inodes[first:], discard)
+
+    def addresses(self) -> list[int | None]:
+        """Return where the four tables begin."""
+        return [None if table is None else table.ctypes.data for table in self]
 
 
 class Transfer(ctypes.Structure):

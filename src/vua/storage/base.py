@@ -72,7 +72,8 @@ class Batch:
     digests: npt.NDArray[np.uint64]
     """What was read hashes to: xxh3-64, ``[names, blocks]``. Zeros before."""
     discard: npt.NDArray[np.uint8] | None = None
-    """Memory for what is read only to be verified, ``[names, discard_nbytes]``, where it matters."""
+    """Memory for what is read only to be verified, ``[names, discard_nbytes]``, where that is
+    looked at later."""
     check_offset: int | None = None
     """Where in a header that is to be written the digits of its check of itself stand."""
 
@@ -105,18 +106,6 @@ class Batch:
     def ranges(self) -> Sequence[tuple[int, int]]:
         """What of each entry is wanted: (offset, nbytes)."""
         return self.transfer.plan.ranges
-
-    def rest(self, first: int) -> Batch:
-        """Return the entries from ``first`` on, as a batch over the same memory."""
-        return Batch(
-            self.names[first:],
-            self.transfer,
-            self.place + first,
-            self.headers[first:],
-            self.digests[first:],
-            None if self.discard is None else self.discard[first:],
-            self.check_offset,
-        )
 
     def rows(self, index: int) -> npt.NDArray[np.uint64]:
         """Return (address, nbytes) of each part of an entry's payload, in file order."""
@@ -158,10 +147,10 @@ class Batch:
             sizes = plan.block_nbytes[block:stop].tolist()
             self.digests[index, block:stop] = digests_of([cut] for cut in _cut(part, sizes))
             where = rows[extent * segments : extent_stop * segments].tolist()
-            cuts = _cut(part, [nbytes for _, nbytes in where])
-            for (address, nbytes), cut in zip(where, cuts, strict=True):
+            cuts = _cut(part, [size for _, size in where])
+            for (address, _), cut in zip(where, cuts, strict=True):
                 if address:
-                    memory_at(address, nbytes)[:] = cut
+                    memory_at(address, len(cut))[:] = cut
 
     def parts(self, index: int) -> list[memoryview]:
         """Complete an entry's header, and return the parts of memory that are the entry in turn."""

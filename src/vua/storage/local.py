@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from vua import native
 from vua.errors import EntryError, StorageError, UntrustedError
@@ -33,7 +32,7 @@ from vua.io import posix
 from vua.io.forks import watch
 from vua.io.plain import is_plain, open_plain
 from vua.io.posix import FileStatus, Iovecs
-from vua.native import Transfer
+from vua.native import Headers, Transfer
 from vua.security.settings import Security, make_directory, open_directory
 from vua.storage.base import (
     FAILED,
@@ -141,46 +140,39 @@ class LocalStorage:
         """Read and hash files by few calls; one that C stops at is read, or judged, in Python."""
         paths = list(map(_path, batch.names))
         inodes = np.zeros((len(paths), 2), dtype=np.uint64)
+        into = Headers(batch.headers, batch.digests, inodes, batch.discard)
         done, problem = 0, None
         while done < len(paths) and problem is None:
-            done += self._read_many(batch.rest(done), paths[done:], inodes[done:])
+            done = self._read_many(batch, paths, done, into)
             if done < len(paths):
-                problem = self._read_one(batch, done, paths[done], inodes[done])
+                problem = self._read_one(batch, paths[done], done, into)
                 done += problem is None
         return Filled(
             done, problem, lambda index: inodes[index].tobytes() if inodes[index, 1] else None
         )
 
-    def _read_many(self, batch: Batch, paths: Sequence[str], inodes: npt.NDArray[np.uint64]) -> int:
-        """Read leading files; return how many. Those read before come out of the page cache."""
-        known = self.first_reads.known(paths) if self._local else len(paths)
-        done = 0
-        for first, stop, past_cache in ((0, known, False), (known, len(paths), True)):
-            if first == stop:
-                continue
-            rest = batch.rest(first)
-            got = native.read_entries(
-                *(batch.transfer, self._fd, paths[first:stop], rest.place),
-                *(rest.headers, rest.digests, inodes[first:]),
-                discard=rest.discard,
-                uids=self._uids,
-                local=self._local,
-                direct=past_cache,
-            )
-            done += got
-            if got < stop - first:
+    def _read_many(self, batch: Batch, paths: Sequence[str], first: int, into: Headers) -> int:
+        """Read files from ``first`` on; return where it stopped. Known ones may be cached."""
+        known = self.first_reads.known(paths[first:]) if self._local else len(paths) - first
+        edges = (first, first + known, len(paths))
+        for start, stop, direct in zip(edges, edges[1:], (False, True), strict=False):
+            if start < stop:
+                first += native.read_entries(
+                    *(batch.transfer, self._fd, paths[start:stop], batch.place + start),
+                    into.rest(start),
+                    uids=self._uids,
+                    local=self._local,
+                    direct=direct,
+                )
+            if first < stop:
                 break
-        return done
+        return first
 
-    def _read_one(
-        self, batch: Batch, index: int, path: str, inode: npt.NDArray[np.uint64]
-    ) -> Exception | None:
+    def _read_one(self, batch: Batch, path: str, index: int, into: Headers) -> Exception | None:
         """Read one file; return why it cannot be read."""
         try:
             native.read_entry(
-                *(batch.transfer, self._fd, path, batch.place + index),
-                *(batch.headers[index], batch.digests[index], inode),
-                discard=None if batch.discard is None else batch.discard[index],
+                *(batch.transfer, self._fd, path, batch.place + index, into.rest(index)),
                 uids=self._uids,
                 local=self._local,
             )
@@ -380,7 +372,7 @@ class LocalStorage:
         """Write files that are not there: by one call where that can be done, else one by one."""
         names = list(map(parse_name, batch.names))
         shard = names[0][1] if names else None
-        statuses = []
+        statuses = [FAILED] * 0
         if shard is not None and batch.check_offset is not None and self.writes_files:
             statuses += self.write_files(
                 *([chunk for chunk, _ in names], shard, batch.transfer, batch.place),

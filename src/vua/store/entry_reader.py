@@ -66,9 +66,7 @@ class EntryReader:
         self._storage, self._codec, self._transfer = storage, codec, transfer
         self._room = Batch.of((), transfer)
 
-    def read(
-        self, keys: Sequence[ChunkKey], place: int = 0, seal: Seal | None = None
-    ) -> Verified:
+    def read(self, keys: Sequence[ChunkKey], place: int = 0, seal: Seal | None = None) -> Verified:
         """Read leading entries into the chunk places from ``place`` on, up to a bad one.
 
         Args:
@@ -87,9 +85,9 @@ class EntryReader:
             run = keys[done : done + at_once]
             batch = self._batch(run, place + done, keep_discarded=keep_discarded)
             filled = self._storage.read(batch)
-            good, problem = self._verify(batch, run[: filled.count], seal)
-            done, problem = done + good, problem or filled.problem
-            if problem is not None:
+            good, bad = self._verify(batch, run[: filled.count], seal)
+            done += good
+            if (problem := bad or filled.problem) is not None:
                 return Verified(done, problem, filled.version(good))
         return Verified(done)
 

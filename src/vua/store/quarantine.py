@@ -56,7 +56,7 @@ class Misses:
     ) -> str:
         """Log a file that is not what it should be, and remove it if it is damaged.
 
-        ``version`` is that of the file that was read. Returns the reason, ``corrupt`` or ``foreign``.
+        ``version`` is that of the file that was read. Returns ``corrupt`` or ``foreign``.
         """
         reason = "foreign" if isinstance(problem, ForeignEntryError) else "corrupt"
         if isinstance(problem, ForeignEntryError) and not problem.misplaced:

@@ -156,11 +156,8 @@ class Saver:
         codec, transfer = store.codec(self.shard), self.transfer("")
         if not store.storage.writes_files or self.ttl_s is not None or self._sealed(run[0].tenant):
             return []
-        present = 0
-        while (
-            present < len(run)
-            and store.storage.exists([entry_name(run[present].name, self.shard)], codec.file_nbytes)[0]
-        ):
+        present, names = 0, [entry_name(key.name, self.shard) for key in run]
+        while present < len(run) and store.storage.exists([names[present]], codec.file_nbytes)[0]:
             present += 1
         if present:
             store.misses.count("chunks_present", present)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 
 from scorecard.card.damage import only_file, restore
 from scorecard.stores import StoreSubject, memory_of

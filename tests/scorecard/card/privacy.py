@@ -14,7 +14,7 @@ import numpy as np
 
 from scorecard.card.costs import timings
 from scorecard.card.damage import hurt, only_file, restore
-from scorecard.stores import VuaSubject, memory_of
+from scorecard.stores import VuaSubject
 from scorecard.subject import Key, noise
 from scorecard.trial import Trial, scored
 from vua.format.entry import EntryCodec, parse_entry

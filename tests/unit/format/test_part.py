@@ -7,13 +7,13 @@ import unittest
 
 import numpy as np
 from hypothesis import strategies as st
+from vua.format.part import Part
 
 from helpers import Memory, model_arrays, rectangle
 from layouts import DEEP, SMALL, shards
 from properties import given
 from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout, Shard
-from vua.format.part import Part
 from vua.io import posix
 
 
