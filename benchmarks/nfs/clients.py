@@ -26,6 +26,7 @@ from vua.capacity.limits import Bounds, Limits
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
+from vua.storage.base import entry_name
 from vua.store.namespace import create_store
 from vua.store.store import Store
 

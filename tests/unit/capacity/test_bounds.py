@@ -349,7 +349,7 @@ class TestKeeper(DirectoryTest):
             cache.keeper.publish(key, LAYOUT.full, cache.iovecs)
         cache.keeper.close()
         self.assertEqual(3, cache.store.lookup(keys))
-        self.assertFalse(cache.store.storage.exists(lone[1].name, LAYOUT.full))
+        self.assertFalse(cache.store.holds(lone[1], [LAYOUT.full]))
 
     @settings(max_examples=15)
     @given(

@@ -18,6 +18,7 @@ import torch
 
 from helpers import ROOT, TESTS, DirectoryTest, caches_of, has_native, kv_bits
 from scorecard.attacks import FOREIGN_UID, PLANTS, clear, foreign_uid, hostile_names
+from vua.storage.base import entry_name
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError, StorageError, UntrustedError
 from vua.format.identity import Identity
@@ -183,7 +184,7 @@ class TestForeign(SecurityTest):
             keys = KeyChain(token_ids(TOKENS), 8).first(3)
             with foreign_uid(self.chunks()[0]):
                 with self.assertRaises(UntrustedError):
-                    store.storage.open(keys[0].name, store.layout.full)
+                    store.storage.open_file(entry_name(keys[0].name, store.layout.full))
                 self.assertFalse(vua.get_closest(TOKENS))
 
             self.assertEqual((1, 0), (store.counts["foreign"], store.counts["error"]))
