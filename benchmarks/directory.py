@@ -40,7 +40,7 @@ from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, k_dim=16, v_dim=16, dtype="BF16", chunk_tokens=4)
 IDENTITY = Identity(model="benchmark", kv_dtype="BF16", chunk_tokens=4, name="benchmark")
@@ -64,7 +64,7 @@ def content_of(prompt: int, place: int) -> int:
 
 def fill(root: Path, chunks: int) -> None:
     """Write the entries, without the bookkeeping that a store does for each."""
-    create_store(root, IDENTITY, LAYOUT)
+    Namespace.create(root, IDENTITY, [LAYOUT]).stores[0]
     nbytes, units = CODEC.file_nbytes - CODEC.header_nbytes, CODEC.unit_nbytes()
     base = root / IDENTITY.namespace
     for fan in range(256):
@@ -105,7 +105,7 @@ class Serving:
         """Open it."""
         self.root, self.prompts = root, chunks // PROMPT_CHUNKS
         bounds = Bounds(max_bytes=1 << 50, min_free_bytes=0)
-        self.store = create_store(root, IDENTITY, LAYOUT, bounds=bounds)
+        self.store = Namespace.create(root, IDENTITY, [LAYOUT], bounds=bounds).stores[0]
         self.slab = Slab(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
         self.saver = self.store.saver(self.slab.memory)
         self.loader = self.store.loader(self.slab.memory)
@@ -164,7 +164,9 @@ def serving(root: Path, chunks: int, report: dict[str, Any]) -> None:
 def work(root: Path, kind: str, seed: int, seconds: float, most: int, prompts: int) -> None:
     """Write or read prompts for a while; a process of the campaign. Prints what it did."""
     chance = random.Random(seed)
-    store = create_store(root, IDENTITY, LAYOUT, bounds=Bounds(max_bytes=most, min_free_bytes=0))
+    store = Namespace.create(
+        root, IDENTITY, [LAYOUT], bounds=Bounds(max_bytes=most, min_free_bytes=0)
+    ).stores[0]
     slab = Slab(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
     saver, loader = store.saver(slab.memory), store.loader(slab.memory)
     bytes_ = slab.bytes.reshape(PROMPT_CHUNKS, -1)

@@ -23,7 +23,7 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.security.keyring import write_key
 from vua.security.settings import Security
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 
 CHUNKS = 4
@@ -36,7 +36,9 @@ class Kind:
         """Store the chunks below ``root``."""
         self.name, self.source = name, noise(case)
         identity = Identity(model=f"{name} {case.name}", chunk_tokens=case.layout.chunk_tokens)
-        self.store: Store = create_store(root, identity, case.layout, security=security)
+        self.store: Store = Namespace.create(
+            root, identity, [case.layout], security=security
+        ).stores[0]
         ids = token_ids(range(case.layout.chunk_tokens * CHUNKS))
         naming = self.store.keyring.naming()
         self.keys = KeyChain(ids, case.layout.chunk_tokens, naming=naming).first(CHUNKS)

@@ -33,8 +33,9 @@ from e2e.variants import WEIGHTS, make_variant
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
 from vua.serdes import DTYPES
+from vua.storage.description import descriptions
 from vua.store.agreement import compare
-from vua.store.namespace import namespaces, open_store
+from vua.store.namespace import Namespace
 from vua.testing.models import make_model
 
 ENVIRONMENT = {
@@ -133,8 +134,8 @@ def run(work: Any, *arguments: Any) -> str | None:
 
 def chunks(root: Path, prompts: Prompts) -> Iterator[tuple[str, int, list[torch.Tensor], str]]:
     """Yield what a directory holds of prompts: name, first token, K and V, dtype."""
-    (found,) = namespaces(root)
-    store = open_store(root, found.identity)
+    (found,) = descriptions(root)
+    (store,) = Namespace.open(found.path).stores
     layout = store.layout
     slab, dtype = Slab(layout, layout.full, 1), DTYPES[layout.dtype]
     for prompt in prompts:

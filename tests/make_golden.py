@@ -21,7 +21,7 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, MemoryMap, Shard
 from vua.security.settings import Security
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 GOLDEN = Path(__file__).parent / "golden"
 SEALED = Path(__file__).parent / "golden_sealed"
@@ -76,7 +76,7 @@ def make(root: Path) -> None:
     ):
         for model, layout, shards, extras in CASES:
             identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK, name=model)
-            store = create_store(root, identity, layout)
+            store = Namespace.create(root, identity, [layout]).stores[0]
             chain = KeyChain(token_ids(TOKENS), CHUNK, extras)
             for shard in shards:
                 for place in range(len(chain)):
@@ -100,7 +100,7 @@ def make_sealed(root: Path, key_file: Path) -> None:
         for model, layout, encrypt, extras in SEALED_CASES:
             identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK, name=model)
             settings = security(key_file, encrypt=encrypt)
-            store = create_store(root, identity, layout, security=settings)
+            store = Namespace.create(root, identity, [layout], security=settings).stores[0]
             chain = KeyChain(token_ids(TOKENS), CHUNK, extras, store.keyring.naming())
             for place in range(len(chain)):
                 store.save(chain[place], memory_of(layout, layout.full), place=place)

@@ -12,19 +12,19 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from vua.capacity.limits import Bounds
+from vua.device.slab import Slab
+from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 Trace = Sequence[Sequence[int]]
 """Per request the ids of its blocks; equal ids mean equal prefixes up to there."""
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, k_dim=4, v_dim=4, dtype="F32", chunk_tokens=1)
-NBYTES = 512
+NBYTES = EntryCodec("0" * 64, LAYOUT, LAYOUT.full).file_nbytes
 
 
 def read_trace(path: Path, requests: int | None = None) -> Trace:
@@ -70,25 +70,19 @@ class Cache:
         identity = Identity(model=model, kv_dtype=LAYOUT.dtype, chunk_tokens=1, name=model)
         most = None if capacity is None else capacity * NBYTES
         bounds = Bounds(max_bytes=most, min_free_bytes=0)
-        self.store = create_store(root, identity, LAYOUT, bounds=bounds)
-        self.buffer = np.zeros(NBYTES, dtype=np.uint8)
-        self.iovecs = np.array([[self.buffer.ctypes.data, NBYTES]], dtype=np.uint64)
-        if self.store.keeper is None:
+        self.store = Namespace.create(root, identity, [LAYOUT], bounds=bounds).stores[0]
+        self.saver = self.store.saver(Slab(LAYOUT, LAYOUT.full, 1).memory)
+        if self.store.capacity is None:
             raise AssertionError
-        self.keeper = self.store.keeper
+        self.capacity = self.store.capacity
 
     def request(self, blocks: Sequence[int]) -> int:
-        """Look a prompt up, use what is there, store the rest; return the chunks found.
-
-        The files hold no entries: nothing reads them here, and making them would take most of the
-        time.
-        """
+        """Look a prompt up, use what is there, store the rest; return the chunks found."""
         keys = KeyChain(token_ids(blocks), 1)
         found = self.store.lookup(keys)
         self.store.used(keys, found, wait=True)
         for place in range(found, len(keys)):
-            if not self.store.storage.exists(keys[place].name, LAYOUT.full):
-                self.keeper.publish(keys[place], LAYOUT.full, self.iovecs)
+            self.saver.save(keys[place])
         return found
 
 
@@ -115,7 +109,7 @@ def main() -> None:
         theirs = ratio(lru_hits(trace, capacity), trace)
         print(
             f"{capacity} blocks: hit ratio {ours:.4f}, LRU {theirs:.4f}, "
-            f"{ours / theirs:.4f} of it; {took:.0f} s, {dict(cache.keeper.counts)}"
+            f"{ours / theirs:.4f} of it; {took:.0f} s, {dict(cache.capacity.counts)}"
         )
         sys.stdout.flush()
 

@@ -20,7 +20,7 @@ from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.security.keyring import KnownKeys, tenant_of, write_key
 from vua.security.settings import Security
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 from vua.store.store import Loaded, Store
 
 SMALL = KVLayout(layers=4, kv_heads=4, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=4)
@@ -63,9 +63,9 @@ class SealTest(DirectoryTest):
         bounds = Bounds(max_bytes=limit, min_free_bytes=0)
         cache = self.root / "cache"
         cache.mkdir(exist_ok=True)
-        store = create_store(
-            cache, identity, layout, bounds=bounds, security=security or self.security()
-        )
+        store = Namespace.create(
+            cache, identity, [layout], bounds=bounds, security=security or self.security()
+        ).stores[0]
         self.addCleanup(store.close)
         return store
 

@@ -26,7 +26,7 @@ from vua.device import (
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 from vua.store.store import Loader, Store
 
 
@@ -34,7 +34,7 @@ def stored(bench: Bench, chunks: int) -> tuple[Store, KVLayout, list, PagedCache
     """A store with a prompt of some 64-token chunks, and the cache that they came from."""
     layout = bench.layout(64)
     identity = Identity(model=f"bench {bench.big}", kv_dtype="BF16", chunk_tokens=64)
-    store = create_store(bench.directory, identity, layout)
+    store = Namespace.create(bench.directory, identity, [layout]).stores[0]
     chain = KeyChain(token_ids(list(range(64 * chunks))), 64)
     keys = chain.first(chunks)
     paged = bench.cache(layout, 8 * chunks)

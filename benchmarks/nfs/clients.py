@@ -27,7 +27,7 @@ from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
 from vua.storage.base import entry_name
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 
 CHUNKS = 128
@@ -195,7 +195,7 @@ def opened(mount: Path, nbytes: int) -> Store:
     """The cache as a process that has just started sees it."""
     identity = Identity(model=f"nfs {nbytes}", kv_dtype="uint8", chunk_tokens=4, name="nfs")
     bounds = Bounds(max_bytes="1T", min_free_bytes=0)
-    return create_store(mount, identity, layout_of(nbytes), bounds=bounds)
+    return Namespace.create(mount, identity, [layout_of(nbytes)], bounds=bounds).stores[0]
 
 
 def saved(store: Store, keys: list[ChunkKey], nbytes: int) -> None:

@@ -22,7 +22,7 @@ from vua.format.keys import ChunkKey
 from vua.io import posix
 from vua.native import batches
 from vua.storage.local import LocalStorage
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 
 __all__ = ["Stored", "cold", "one_thread", "warm"]
@@ -41,7 +41,7 @@ class Stored:
         """Store the chunks below ``root``."""
         self.case, self.source = case, noise(case)
         identity = Identity(model=case.name, chunk_tokens=case.layout.chunk_tokens)
-        self.store: Store = create_store(root, identity, case.layout)
+        self.store: Store = Namespace.create(root, identity, [case.layout]).stores[0]
         self.keys: list[ChunkKey] = keys_of(case.layout, case.chunks)
         for place, key in enumerate(self.keys):
             self.store.save(key, self.source.map, place=place)

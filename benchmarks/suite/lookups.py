@@ -23,7 +23,7 @@ from vua.cli.bench_files import expect
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 
 __all__ = ["beside_work", "by_length", "by_store_size"]
@@ -42,7 +42,7 @@ Ids = npt.NDArray[np.int32]
 
 
 def _store(root: Path) -> Store:
-    return create_store(root, Identity(model="lookup"), _SMALL)
+    return Namespace.create(root, Identity(model="lookup"), [_SMALL]).stores[0]
 
 
 def _put(store: Store, keys: Sequence[ChunkKey]) -> None:
@@ -226,7 +226,7 @@ def _threads(work: Callable[[int], object], *, apart: bool = False) -> Iterator[
 
 
 def _loads(root: Path, case: Case) -> Callable[[int], None]:
-    store = create_store(root / "loads", Identity(model="load"), case.layout)
+    store = Namespace.create(root / "loads", Identity(model="load"), [case.layout]).stores[0]
     memories = [make("staged", case) for _ in range(2)]
     keys = keys_of(case.layout, case.chunks)
     for place, key in enumerate(keys):
@@ -242,7 +242,9 @@ def _loads(root: Path, case: Case) -> Callable[[int], None]:
 def _saves(root: Path, case: Case) -> Callable[[int], None]:
     load = _loads(root, case)
     bounds = Bounds(max_bytes=1 << 60, min_free_bytes=0)  # counts nothing meanwhile
-    store = create_store(root / "saves", Identity(model="save"), case.layout, bounds=bounds)
+    store = Namespace.create(
+        root / "saves", Identity(model="save"), [case.layout], bounds=bounds
+    ).stores[0]
     home = str(root / "saves" / store.namespace)
     memory, seeds = make("staged", case), itertools.count(1000)
 
@@ -303,7 +305,7 @@ def _act(
 
     def act() -> None:
         if what == "open":
-            create_store(root, Identity(model="lookup"), _SMALL)
+            Namespace.create(root, Identity(model="lookup"), [_SMALL]).stores[0]
         elif what.startswith("lookup"):
             expect(what, holds=_lookup(store, prompt) == len(keys))
         elif what.startswith("load"):

@@ -26,7 +26,7 @@ from suite.measure import Arm, Row, measure
 from suite.prompts import CASES, TINY, Case, keys_of, make, staged
 from vua.cli.bench_files import expect
 from vua.format.identity import Identity
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 
 __all__ = ["bursts", "sharing", "write_forever"]
@@ -38,7 +38,7 @@ _PEAK_TO_MEAN = 17
 
 
 def _shared(root: Path, case: Case) -> Store:
-    return create_store(root, Identity(model="shared"), case.layout)
+    return Namespace.create(root, Identity(model="shared"), [case.layout]).stores[0]
 
 
 def write_forever(root: Path, case: Case, seed: int) -> None:

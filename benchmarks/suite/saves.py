@@ -32,7 +32,7 @@ from vua.capacity.limits import Bounds
 from vua.cli.bench_files import Buffer, RawFile, direct_works, expect, in_buffer
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 
 __all__ = ["saves"]
@@ -42,7 +42,7 @@ _CALL_NBYTES = 1 << 20
 """What a raw write gives to one call: as fast as whole files, and steadier. For a larger call the
 system takes larger pieces of memory, and those it may have given back to its host before."""
 _WIDE = Bounds(max_bytes=1 << 60, min_free_bytes=0)
-"""So that nothing is counted meanwhile: what is emptied here behind its back, the keeper misses."""
+"""So that nothing is counted meanwhile: nobody tells VUA of what is emptied here."""
 
 
 class Saving:
@@ -52,7 +52,9 @@ class Saving:
         """Make the memory that is written from."""
         self.root, self.case, source = root, case, noise(case)
         identity = Identity(model=case.name, chunk_tokens=case.layout.chunk_tokens)
-        self.store: Store = create_store(root / "vua", identity, case.layout, bounds=_WIDE)
+        self.store: Store = Namespace.create(
+            root / "vua", identity, [case.layout], bounds=_WIDE
+        ).stores[0]
         self.home = f"{root}/vua/{self.store.namespace}"
         self.staged, self.paged = make("staged", case), make("paged", case)
         first = keys_of(case.layout, case.chunks)

@@ -12,7 +12,7 @@ from vua.cli.bench_path import MODELS, layout_of, token_nbytes
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
-from vua.store.namespace import create_stores
+from vua.store.namespace import Namespace
 
 __all__ = ["on_disk"]
 
@@ -56,7 +56,7 @@ def _row(bench: Bench, case: str, layouts: list[KVLayout], ranks: int) -> Row:
 def _stored(bench: Bench, layouts: list[KVLayout], ranks: int) -> int:
     """Save one chunk as ``ranks`` ranks do; return the bytes of its files."""
     root = bench.place("sizes")
-    stores = create_stores(root, Identity(model="sizes"), layouts)
+    stores = Namespace.create(root, Identity(model="sizes"), layouts).stores
     for store, layout in zip(stores, layouts, strict=True):
         for shard in _shards(layout, ranks):
             slab = Slab(layout, shard, 1)

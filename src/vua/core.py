@@ -16,19 +16,17 @@ from typing import NamedTuple, overload
 
 import torch
 
-from vua.capacity.prefix_tree import pin_prefix, unpin_prefix
-from vua.capacity.scan import Space, spaces
 from vua.config import VUAConfig
 from vua.errors import ConfigError, LayoutError
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
-from vua.format.keys import KeyChain
+from vua.format.keys import ChunkKey, KeyChain
 from vua.io.forks import watch
 from vua.io.threads import Call, Threads
-from vua.security.keyring import Keyring, NoKeyError, check_keys
+from vua.security.keyring import NoKeyError, check_keys
 from vua.store.buffers import BufferPool
 from vua.store.label import Label
-from vua.store.namespace import check_root, create_store, open_store
+from vua.store.namespace import Namespace, check_root
 from vua.store.store import Store
 from vua.store.tensors import Cache, KVCache, allocate, memory_map, sequences, sequences_with_caches
 
@@ -109,9 +107,8 @@ class VUA:
                 f"{self.config.split_factor}; they must be equal"
             )
             raise ConfigError(msg)
-        self._keyring = Keyring(self._identity.namespace, self.config.security)
-        self._reader: Store | None = None
-        self._writer: Store | None = None
+        self._reading: Namespace | None = None
+        self._writing: Namespace | None = None
         unnamed = self.config.model == VUAConfig.model
         self._label = None if identity else Label(self.path, self.config.model, default=unnamed)
         self._buffers = BufferPool(self.config.buffer_bytes)
@@ -135,8 +132,8 @@ class VUA:
     def close(self) -> None:
         """Wait for running work and release the threads."""
         self._threads.close()
-        for store in filter(None, (self._reader, self._writer)):
-            store.close()
+        for namespace in filter(None, (self._reading, self._writing)):
+            namespace.close()
 
     # -- put ----------------------------------------------------------------------------------
 
@@ -169,8 +166,8 @@ class VUA:
         ids, caches = sequences_with_caches(tokens, kvcache, self.config.split_factor)
         if not any(ids):
             return 0
-        store = self._store_for(caches)
-        chains = [self._keys(one) for one in ids]
+        namespace = self._namespace_for(caches)
+        store, chains = namespace.stores[0], [namespace.keys(one) for one in ids]
         pairs = list(zip(chains, caches, strict=True))
         met = self._threads.map(lambda _, pair: self._meet(store, *pair), pairs)
         return sum(
@@ -180,30 +177,28 @@ class VUA:
             )
         )
 
-    def _keys(self, ids: bytes) -> KeyChain:
-        """Name a sequence's chunks, as every method does. Raises NoKeyError."""
-        return KeyChain(ids, self.config.split_factor, naming=self._keyring.naming())
-
-    def _store_for(self, caches: Sequence[Cache]) -> Store:
+    def _namespace_for(self, caches: Sequence[Cache]) -> Namespace:
         layouts = {cache.layout(self.config.split_factor) for cache in caches}
         if len(layouts) != 1:
             msg = f"the sequences' KV caches differ in shape or dtype: {layouts}"
             raise LayoutError(msg)
         layout = layouts.pop()
         with self._lock:
-            if self._writer is None or self._writer.layout != layout:
+            if self._writing is None or self._writing.layouts != (layout,):
                 codec = EntryCodec(self._identity.namespace, layout, layout.full)
                 self.config.check_room(self.path, codec.file_nbytes)
-                self._writer = create_store(  # raises for another layout, unless it was emptied
-                    self.path,
-                    self._identity,
-                    layout,
-                    durable=self.config.durable,
-                    bounds=self.config.bounds,
-                    security=self.config.security,
+                self._writing = (
+                    Namespace.create(  # raises for another layout, unless it was emptied
+                        self.path,
+                        self._identity,
+                        [layout],
+                        durable=self.config.durable,
+                        bounds=self.config.bounds,
+                        security=self.config.security,
+                    )
                 )
-                self._reader = self._writer
-            return self._writer
+                self._reading = self._writing
+            return self._writing
 
     def _meet(self, store: Store, keys: KeyChain, cache: Cache) -> int:
         """Return how many chunks are stored, of this model as far as can be told."""
@@ -253,37 +248,33 @@ class VUA:
             InputError: the tokens are unusable. Never for the state of the directory.
         """
         batch = sequences(tokens)
-        store = self._store_to_read()
+        namespace = self._namespace_to_read()
         answers = self._threads.map(
-            lambda _, pair: self._get(store, pair[0], pair[1], torch.device(device)),
+            lambda _, pair: self._get(namespace, pair[0], pair[1], torch.device(device)),
             zip(batch.ids, batch.rows, strict=True),
         )
         return answers if batch.listed else answers[0]
 
-    def _store_to_read(self) -> Store | None:
+    def _namespace_to_read(self) -> Namespace | None:
         with self._lock:
-            if self._reader is None or self._reader.storage.gone:
+            if self._reading is None or self._reading.storage.gone:
                 try:
-                    self._reader = self._writer or open_store(
-                        self.path, self._identity, security=self.config.security
+                    self._reading = self._writing or Namespace.open(
+                        self.path / self._identity.namespace, security=self.config.security
                     )
                 except OSError as problem:
                     log.warning("%s cannot be read, all misses: %s", self.path, problem)
-            return self._reader
+            return self._reading
 
     def _get(
-        self, store: Store | None, ids: bytes, row: torch.Tensor, device: torch.device
+        self, namespace: Namespace | None, ids: bytes, row: torch.Tensor, device: torch.device
     ) -> ClosestKV:
-        try:
-            keys = self._keys(ids)
-            found = store.lookup(keys) if store is not None else 0
-        except NoKeyError as problem:
-            log.warning("all misses: %s", problem)
-            found = 0
+        keys, found = self._stored(namespace, ids)
         trusted = not found or self._label is None or self._label.trusted()
-        if store is None or not (found and trusted):
+        if namespace is None or keys is None or not (found and trusted):
             log.debug("get %d tokens: nothing stored", len(ids) // 4)
             return ClosestKV(row[..., :0], [])
+        store = namespace.stores[0]
         layout = store.layout
         arrays = allocate(layout, found, self._buffers, pinned=device.type == "cuda")
         loaded = store.load(keys.first(found), memory_map(arrays, layout.chunk_tokens))
@@ -298,6 +289,18 @@ class VUA:
         if not layout.v_dim:
             data = [[k, k.new_empty((*k.shape[:-1], 0))] for (k,) in data]
         return ClosestKV(row[..., :length], data)
+
+    @staticmethod
+    def _stored(namespace: Namespace | None, ids: bytes) -> tuple[KeyChain | None, int]:
+        """Return the names of a sequence's chunks, and how many leading ones are stored."""
+        if namespace is None:
+            return None, 0
+        try:
+            keys = namespace.keys(ids)
+        except NoKeyError as problem:
+            log.warning("nothing is found: %s", problem)
+            return None, 0
+        return keys, namespace.stores[0].lookup(keys)
 
     # -- keep ---------------------------------------------------------------------------------
 
@@ -315,7 +318,7 @@ class VUA:
         Raises:
             InputError: the tokens are unusable. Never for the state of the directory.
         """
-        return self._hold(tokens, pin_prefix)
+        return self._hold(tokens, Namespace.pin)
 
     def unpin(self, tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> list[int]:
         """Undo :meth:`pin` of these sequences and of prefixes of them.
@@ -323,25 +326,16 @@ class VUA:
         Returns for each sequence how many tokens that releases; what other pins hold stays held.
         Raises as :meth:`pin` does.
         """
-        return self._hold(tokens, unpin_prefix)
+        return self._hold(tokens, Namespace.unpin)
 
     def _hold(
         self,
         tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int],
-        change: Callable[[Space, Sequence[str]], int],
+        change: Callable[[Namespace, Sequence[ChunkKey]], int],
     ) -> list[int]:
-        batch, store = sequences(tokens), self._store_to_read()
-        try:
-            chains = [self._keys(ids) for ids in batch.ids]
-        except NoKeyError as problem:
-            log.warning("nothing is held or released: %s", problem)
-            return [0] * len(batch.ids)
-        held = []
-        with spaces(self.path) as found:
-            space = next((one for one in found if one.name == self._identity.namespace), None)
-            for keys in chains:
-                stored = store.lookup(keys) if store is not None else 0
-                names = [key.name for key in keys.first(stored)]
-                chunks = change(space, names) if space is not None else 0
-                held.append(chunks * self.config.split_factor)
+        batch, namespace, held = sequences(tokens), self._namespace_to_read(), []
+        for ids in batch.ids:
+            keys, stored = self._stored(namespace, ids)
+            chunks = change(namespace, keys.first(stored)) if namespace and keys else 0
+            held.append(chunks * self.config.split_factor)
         return held

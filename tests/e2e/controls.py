@@ -10,7 +10,8 @@ import numpy as np
 from e2e.damage import CHUNK, chunk_files
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
-from vua.store.namespace import create_stores, namespaces
+from vua.storage.description import descriptions
+from vua.store.namespace import Namespace
 
 
 def store_noise(root: Path, other: Path, prompts: Iterable[Sequence[int]]) -> None:
@@ -35,10 +36,10 @@ def exchange_for_noise(root: Path, prompt: Sequence[int]) -> None:
 
 
 def _store_noise(root: Path, other: Path, prompt: Sequence[int]) -> None:
-    (found,) = namespaces(root)
+    (found,) = descriptions(root)
     assert found.identity is not None
     rng = np.random.default_rng(0)
-    for store in create_stores(other, found.identity, found.layouts):
+    for store in Namespace.create(other, found.identity, found.layouts).stores:
         slab = Slab(store.layout, store.layout.full, 1)
         slab.bytes[:] = rng.normal(size=len(slab.bytes) // 4).astype(np.float32).view(np.uint8)
         for key in KeyChain(token_ids(prompt), CHUNK).first(len(prompt) // CHUNK):

@@ -11,10 +11,11 @@ import pytest
 from e2e.damage import CHUNK
 from e2e.harness import PROMPT, Batch, EngineTest
 from e2e.test_models import deepseek
-from vua.storage.base import entry_name
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
-from vua.store.namespace import create_stores, namespaces
+from vua.storage.base import entry_name
+from vua.storage.description import descriptions
+from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
 
@@ -60,9 +61,9 @@ class LatentBytesTest(EngineTest):
 
     def replace(self, chunk: int) -> None:
         """Store noise in the place of a chunk."""
-        (found,) = namespaces(self.root)
+        (found,) = descriptions(self.root)
         assert found.identity is not None
-        (store,) = create_stores(self.root, found.identity, found.layouts)
+        (store,) = Namespace.create(self.root, found.identity, found.layouts).stores
         slab = Slab(store.layout, store.layout.full, 1)
         noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
         slab.bytes[:] = noise.view(np.uint8)

@@ -22,10 +22,11 @@ from e2e.harness import (
     needs_windows,
     tokens,
 )
-from vua.storage.base import entry_name
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
-from vua.store.namespace import create_stores, namespaces
+from vua.storage.base import entry_name
+from vua.storage.description import descriptions
+from vua.store.namespace import Namespace
 from vua.testing.models import make_model
 
 pytestmark = pytest.mark.vllm
@@ -239,9 +240,9 @@ class WindowedModelsTest(EngineTest):
         """The bytes of the windowed layers matter: others give other tokens."""
         engine = {"model": str(gpt_oss())}
         expected = self.fill(BATCH, engine=engine)
-        (found,) = namespaces(self.root)
+        (found,) = descriptions(self.root)
         assert found.identity is not None
-        _, windowed = create_stores(self.root, found.identity, found.layouts)
+        _, windowed = Namespace.create(self.root, found.identity, found.layouts).stores
         layout = windowed.layout
         slab = Slab(layout, layout.full, 1)
         noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)

@@ -8,7 +8,7 @@ import pytest
 
 from e2e.damage import chunk_files, flip, stored
 from e2e.harness import PROMPT, RESET, RESET_ALL, Batch, EngineTest, tokens
-from vua.store.namespace import namespaces
+from vua.storage.description import descriptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
@@ -26,7 +26,7 @@ class ResetTest(EngineTest):
         self.assertEqual([expected] * 5, served.tokens + other.tokens)
         self.assertEqual([640, 0, 640, 0], served.cached)
         self.assertEqual([640], other.cached)
-        epochs = [found.identity.epoch for found in namespaces(self.root) if found.identity]
+        epochs = [found.identity.epoch for found in descriptions(self.root) if found.identity]
         self.assertEqual(3, len(set(epochs)))
         self.assertEqual(30, len(stored(self.root)))
 

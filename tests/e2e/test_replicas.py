@@ -13,7 +13,7 @@ from e2e.controls import exchange_for_noise
 from e2e.damage import stored
 from e2e.harness import PROMPT, Batch
 from e2e.serving import ServerTest, complete, scraped, starting, transfer
-from vua.store.namespace import namespaces
+from vua.storage.description import descriptions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
@@ -42,7 +42,7 @@ class ReplicasTest(ServerTest):
 
         self.assertEqual([noise[0]] * 2, noise)
         self.assertNotEqual(expected[1], noise[0])
-        self.assertEqual(1, len(list(namespaces(self.root))))
+        self.assertEqual(1, len(list(descriptions(self.root))))
         self.assertEqual(20, len(stored(self.root)))
 
     def loaded(self, address: str) -> list[float]:

@@ -20,7 +20,8 @@ from vua import native
 from vua.cli import main
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
-from vua.store.namespace import create_store, namespaces
+from vua.storage.description import descriptions
+from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
 
@@ -223,11 +224,11 @@ class ReuseTest(EngineTest):
         batch = Batch([PROMPT])
         expected = self.fill(batch)
         other = self.root.with_name("other")
-        (found,) = namespaces(self.root)
+        (found,) = descriptions(self.root)
         assert found.identity is not None
         assert found.layout is not None
         other.mkdir()
-        store = create_store(other, found.identity, found.layout)
+        store = Namespace.create(other, found.identity, [found.layout]).stores[0]
         slab = Slab(found.layout, found.layout.full, 1)
         noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
         slab.bytes[:] = noise.view(np.uint8)

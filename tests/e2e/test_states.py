@@ -26,11 +26,12 @@ from e2e.harness import (
     tokens,
 )
 from helpers import soak
-from vua.storage.base import entry_name
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import Shard
-from vua.store.namespace import create_stores, namespaces
+from vua.storage.base import entry_name
+from vua.storage.description import descriptions
+from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
 
@@ -137,9 +138,9 @@ class StatesTest(EngineTest):
 
     def check_noise(self, expected: list[list[int]], settings: dict[str, Any]) -> None:
         """Put noise in place of the state, of each part of it, and restart the engine."""
-        (found,) = namespaces(self.root)
+        (found,) = descriptions(self.root)
         assert found.identity is not None
-        _, states = create_stores(self.root, found.identity, found.layouts)
+        _, states = Namespace.create(self.root, found.identity, found.layouts).stores
         key = KeyChain(token_ids(PROMPT), CHUNK)[640 // CHUNK - 1]
         chance = torch.Generator().manual_seed(0)
         for path in self.states():

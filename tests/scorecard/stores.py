@@ -32,7 +32,7 @@ from vua.io.posix import Iovecs
 from vua.security.settings import Security
 from vua.storage.base import Batch, Entry, FileStorage, Filled
 from vua.storage.local import TEMPORARY
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.testing.faulty import FaultyStorage
 
@@ -142,7 +142,7 @@ class StoreSubject(Subject):
         store = self.store(key.model)
         if self.name_bits < 256 and not isinstance(store.storage, _ShortNames):
             store.storage = _ShortNames(store.storage, self.name_bits)
-            store.keeper = None
+            store.capacity = None
 
     def put(self, key: Key, data: bytes) -> bool:
         """Save; a storage that refuses has not stored, which is no error."""
@@ -179,7 +179,7 @@ class StoreSubject(Subject):
 
 
 class VuaSubject(StoreSubject):
-    """VUA as it is used: files in a directory, a keeper that bounds them, `vua gc`."""
+    """VUA as it is used: files in a directory, a capacity that bounds them, `vua gc`."""
 
     has_gc = True
 
@@ -205,17 +205,17 @@ class VuaSubject(StoreSubject):
         raise NotImplementedError(directory)
 
     def make_store(self, model: str) -> Store:
-        """Open the namespace of a model, with its keeper."""
+        """Open the namespace of a model, with its capacity."""
         identity = self.identity(model)
         bounds, durable = self._bounds, self._durable
-        return create_store(
+        return Namespace.create(
             self.root,
             identity,
-            self.layout,
+            [self.layout],
             durable=durable,
             bounds=bounds,
             security=self._security,
-        )
+        ).stores[0]
 
     def sweep(self) -> None:
         """Age what writers have left, then do what `vua gc` does."""

@@ -15,9 +15,9 @@ from scorecard.faults.world import World, WrongBytesError, layout_of
 from scorecard.runner import Plan, run_test
 from scorecard.subject import Key, NotApplicableError, Subject
 from scorecard.trial import TESTS
-from vua.storage.base import entry_name
 from vua.capacity.lru import stamp_ns
 from vua.io import posix
+from vua.storage.base import entry_name
 from vua.storage.local import TEMPORARY, LocalStorage
 
 NBYTES = 16 << 10

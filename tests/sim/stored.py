@@ -10,10 +10,11 @@ import numpy as np
 
 from sim.truth import STATE, Chain, Shape, first_read, rows
 from sim.worker import Wrong
-from vua.storage.base import parse_name
 from vua.device.slab import Slab
 from vua.format.keys import ChunkKey, KeyChain, token_ids
-from vua.store.namespace import create_stores, namespaces
+from vua.storage.base import parse_name
+from vua.storage.description import descriptions
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 
 
@@ -90,10 +91,10 @@ def take_inventory(
     """Read every stored chunk. Raises Wrong for one with a wrong value or an unknown name."""
     known = {key.name: (key, chain) for chain in chains for key in keys_of(chain, chunk_tokens)}
     inventory = Inventory(shape, chunk_tokens)
-    for namespace in namespaces(root):
+    for namespace in descriptions(root):
         if namespace.identity is None:
             raise Wrong(f"{namespace.path} is not described")
-        stores = create_stores(root, namespace.identity, namespace.layouts)
+        stores = Namespace.create(root, namespace.identity, namespace.layouts).stores
         if {store.layout.window or 0 for store in stores} != set(shape.kinds):
             raise Wrong(f"{namespace.path} has other groups of layers: {namespace.layouts}")
         there = {

@@ -1,8 +1,8 @@
-"""What a process believes a cache to occupy: what it last measured, plus what it wrote since.
+"""What a process takes a cache's size to be: what it last measured, plus what it wrote since.
 
-It is to be measured again after every 1/512 to 1/32 of the limit that the process writes itself,
-more often the less the belief agreed with what was found, so any number of writers that know
-nothing of each other stay within the limit plus a few percent.
+It is measured again whenever this process has written 1/512 to 1/32 of the limit: more often the
+less the estimate agreed with what was found. So any number of writers that know nothing of each
+other stay within the limit plus a few percent.
 """
 
 from __future__ import annotations
@@ -19,90 +19,91 @@ from vua.capacity.scan import EXHAUSTED
 from vua.capacity.usage import measure
 from vua.errors import ConfigError
 
-__all__ = ["TOLERANCE", "Occupancy"]
+__all__ = ["TOLERANCE", "UsageEstimate"]
 
 TOLERANCE: Final = 0.02
-"""By how much of the limit it may be exceeded while somebody else is making room."""
+"""Share of the limit by which it may be exceeded while another process is evicting."""
 
-_STEPS: Final = (1 / 512, 1 / 32)
-_AGREED: Final = 1 / 200
-_DEAREST: Final = 20
-"""A measurement that did not help is repeated after so many times what it took."""
+_INTERVAL_SHARES: Final = (1 / 512, 1 / 32)
+"""Shares of the limit that may be written between two measurements: the fewest, the most."""
+_AGREED_SHARE: Final = 1 / 200
+"""An estimate that is off by less than this share of the limit makes the interval longer."""
+_DOUBT_COST_RATIO: Final = 20
+"""A measurement that did not help is not repeated before this many times the time it took."""
 
 
-class Occupancy:
-    """A belief. Only :meth:`measure` reads the directory; for one thread at a time.
+class UsageEstimate:
+    """An estimate. Only :meth:`measure` reads the directory; call it from one thread at a time.
 
-    All else is arithmetic, and for callers that hold ``lock``.
+    Everything else is arithmetic, for callers that hold ``lock``.
     """
 
     def __init__(self, root: str | os.PathLike[str], bounds: Bounds, lock: threading.RLock) -> None:
         """Know nothing yet of ``root``."""
         self._root, self._bounds, self._lock = root, bounds, lock
         self.limits: Limits | None = None
-        """None until it was measured once, and where it cannot be measured."""
+        """None until the first measurement, and where nothing can be measured."""
         self.is_unknown = False
-        """Whether there was nothing to measure it with, the last time."""
-        self._usage = self._free = self._since = self._pending = 0
-        self._step, self._share = 0.0, _STEPS[0]
-        self._measured_s = self._cost_s = 0.0
+        """Whether this process lacked the descriptors to measure, the last time."""
+        self._used_bytes = self._free_bytes = self._unmeasured_bytes = self._reserved_bytes = 0
+        self._interval_bytes, self._share = 0.0, _INTERVAL_SHARES[0]
+        self._measured_at_s = self._cost_s = 0.0
 
     def missing(self, nbytes: int) -> int:
-        """Return how much must go before ``nbytes`` more fit; 0 or less: nothing."""
+        """Return how many bytes must go before ``nbytes`` more fit; 0 or less: none."""
         if self.limits is None:
             return 0
-        over = self._usage - self.limits.max_bytes
-        return max(over, self.limits.min_free_bytes - self._free) + nbytes
+        over = self._used_bytes - self.limits.max_bytes
+        return max(over, self.limits.min_free_bytes - self._free_bytes) + nbytes
+
+    def count_request(self, nbytes: int) -> None:
+        """Count what a writer asks for, which brings the next measurement nearer."""
+        self._unmeasured_bytes += nbytes
 
     def reserve(self, nbytes: int) -> None:
-        """Note that a file is about to be written."""
-        self._usage += nbytes
-        self._free -= nbytes
-        self._pending += nbytes
+        """Note that files are about to be written."""
+        self._used_bytes += nbytes
+        self._free_bytes -= nbytes
+        self._reserved_bytes += nbytes
 
-    def settle(self, nbytes: int, *, written: bool) -> None:
-        """Note that a file for which room was reserved is there now, or was not written."""
-        self._pending -= nbytes
-        if not written:
-            self._usage -= nbytes
+    def settle(self, reserved_bytes: int, written_bytes: int) -> None:
+        """Note how much of what was reserved has been written."""
+        self._reserved_bytes -= reserved_bytes
+        self._used_bytes -= reserved_bytes - written_bytes
 
     def freed(self, nbytes: int) -> None:
         """Note that so much was deleted."""
-        self._usage -= nbytes
-        self._free += nbytes
-
-    def announce(self, nbytes: int) -> None:
-        """Count a write, which brings the next measurement nearer."""
-        self._since += nbytes
+        self._used_bytes -= nbytes
+        self._free_bytes += nbytes
 
     @property
     def is_stale(self) -> bool:
         """Whether nothing may be written before the next measurement."""
-        return self.limits is None or self._since >= self._step
+        return self.limits is None or self._unmeasured_bytes >= self._interval_bytes
 
     @property
     def is_ageing(self) -> bool:
         """Whether it is time to measure, before anybody has to wait for that."""
-        return self.limits is None or self._since >= self._step / 2
+        return self.limits is None or self._unmeasured_bytes >= self._interval_bytes / 2
 
     def is_tolerable(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more may be written while somebody else is making room."""
+        """Whether ``nbytes`` more may be written while another process is evicting."""
         most = 0 if self.limits is None else int(self.limits.max_bytes * (1 + TOLERANCE))
-        return self._usage + nbytes <= most and self._free > nbytes
+        return self._used_bytes + nbytes <= most and self._free_bytes > nbytes
 
     def doubt(self) -> None:
         """Measure before the next write, unless that was done a moment ago."""
-        if time.monotonic() - self._measured_s > _DEAREST * self._cost_s:
-            self._step = 0.0
+        if time.monotonic() - self._measured_at_s > _DOUBT_COST_RATIO * self._cost_s:
+            self._interval_bytes = 0.0
 
     def measure(self, warn: Callable[[str, str], None]) -> None:
-        """Find out what the bounds are and what is there; ``warn`` (cause, text) of what fails."""
+        """Read the limits and the directory's size; ``warn`` (cause, text) of what fails."""
         began_s = time.monotonic()
         with self._lock:
-            before, unseen = self._usage, self._pending
+            before, unseen = self._used_bytes, self._reserved_bytes
         try:
             limits = self._read_limits(warn)
-            usage = measure(self._root).nbytes
+            used_bytes = measure(self._root).nbytes
             status = os.statvfs(self._root)
             self.is_unknown = False
         except OSError as problem:
@@ -110,15 +111,17 @@ class Occupancy:
             warn("measure", f"{self._root} cannot be measured: {problem}")
             return
         with self._lock:
-            unseen += max(0, self._usage - before)  # written meanwhile, and perhaps not seen
-            gap = abs(usage - before) / max(1, limits.max_bytes)
-            low, high = _STEPS
-            self._share = min(2 * self._share, high) if gap < _AGREED else max(self._share / 2, low)
-            self._step = limits.max_bytes * self._share * random.uniform(0.5, 1.0)  # noqa: S311
-            self.limits, self._usage, self._since = limits, usage + unseen, unseen
-            self._free = status.f_bavail * status.f_frsize - unseen
-            self._measured_s = time.monotonic()
-            self._cost_s = self._measured_s - began_s
+            unseen += max(0, self._used_bytes - before)  # written meanwhile, and perhaps not seen
+            gap = abs(used_bytes - before) / max(1, limits.max_bytes)
+            low, high = _INTERVAL_SHARES
+            agreed = gap < _AGREED_SHARE
+            self._share = min(2 * self._share, high) if agreed else max(self._share / 2, low)
+            self._interval_bytes = limits.max_bytes * self._share * random.uniform(0.5, 1.0)  # noqa: S311
+            self.limits = limits
+            self._used_bytes, self._unmeasured_bytes = used_bytes + unseen, unseen
+            self._free_bytes = status.f_bavail * status.f_frsize - unseen
+            self._measured_at_s = time.monotonic()
+            self._cost_s = self._measured_at_s - began_s
 
     def _read_limits(self, warn: Callable[[str, str], None]) -> Limits:
         try:

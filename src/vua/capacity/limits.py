@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 from vua.errors import ConfigError
+from vua.io.atomic import atomic_write
 from vua.storage.mark import LIMITS_FILE
 
 __all__ = ["Bounds", "Limits", "nbytes_of", "read_bounds", "write_bounds"]
@@ -191,12 +191,5 @@ def _unusable(path: Path, problem: Exception) -> ConfigError:
 def write_bounds(root: str | os.PathLike[str], bounds: Bounds) -> None:
     """Replace ``bounds.json``, all or nothing. Raises OSError."""
     said = {name: value for name, value in asdict(bounds).items() if value is not None}
-    path = Path(root) / LIMITS_FILE
-    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with open(os.open(temporary, flags, 0o600), "wb") as stream:
-            stream.write(json.dumps({"format": FORMAT, **said}, indent=1).encode() + b"\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    text = json.dumps({"format": FORMAT, **said}, indent=1).encode() + b"\n"
+    atomic_write(Path(root) / LIMITS_FILE, text)

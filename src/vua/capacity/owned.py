@@ -16,9 +16,8 @@ from typing import Final
 
 from vua.capacity.scan import AFTER, HINTS, PIN, TRASH, Space, chunks_of, fans_of, listed
 from vua.format.layout import Shard
-from vua.storage.description import DESCRIPTION, is_described
+from vua.storage.description import DESCRIPTION, is_described, is_namespace_name
 from vua.storage.local import QUARANTINE, SUFFIX
-from vua.storage.mark import is_namespace_name
 
 __all__ = [
     "delete_chunk",

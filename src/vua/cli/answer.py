@@ -9,7 +9,7 @@ from vua.cli.identify import Difference
 from vua.cli.keys import UNSEALED, SealedAs
 from vua.cli.prefix import ChunkState, Continuations, GroupState, loadable, usable
 from vua.cli.walk import described
-from vua.store.namespace import Namespace
+from vua.storage.description import Description
 
 __all__ = ["BLOCKS", "Answer", "verdict"]
 
@@ -21,7 +21,7 @@ BLOCKS: Final = (16, 128)
 class Answer:
     """What was found in one namespace."""
 
-    namespace: Namespace
+    namespace: Description
     differences: list[Difference] | None
     """From the identity that the model leads to; None where none was asked for."""
     length: int = 0

@@ -26,7 +26,7 @@ from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -149,7 +149,7 @@ def replay(
     for number, request in enumerate(requests):
         prompt = _prompt(request)
         began = time.perf_counter()
-        chain = KeyChain(token_ids(prompt), BLOCK_TOKENS)
+        chain = session.namespace.keys(token_ids(prompt))
         found = session.store.lookup(chain)
         lookups.append(time.perf_counter() - began)
         loaded = session.load(request, chain, found)
@@ -179,7 +179,8 @@ class _Session:
         self._bounded = max_bytes is not None
         bounds = Bounds(max_bytes=max_bytes if self._bounded else "100%", min_free_bytes=0)
         identity = Identity(model="replay", chunk_tokens=BLOCK_TOKENS)
-        self.store = create_store(root, identity, _LAYOUT, bounds=bounds)
+        self.namespace = Namespace.create(root, identity, [_LAYOUT], bounds=bounds)
+        (self.store,) = self.namespace.stores
         self._id, one = _staged(1)
         self._ids, many = _staged(_ROOM)
         self._saver, self._loader = self.store.saver(one.memory), self.store.loader(many.memory)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vua.capacity.prefix_tree import chain_of
-from vua.capacity.scan import Space
 from vua.cli.answer import BLOCKS, Answer, verdict
 from vua.cli.identify import Difference, Expected, compare, expect, nearest
 from vua.cli.keys import NO_KEYS, prompt_keys
@@ -19,12 +17,11 @@ from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress
 from vua.cli.walk import described, open_root
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout
-from vua.security.keyring import Keyring, NoKeyError
+from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
-from vua.storage.local import LocalStorage
+from vua.storage.description import Description
 from vua.storage.problems import explained
 from vua.store.namespace import Namespace
-from vua.store.store import Store
 
 __all__ = ["Question", "explain"]
 
@@ -116,8 +113,8 @@ def _expected(question: Question) -> Expected | None:
 
 
 def _candidates(
-    found: Sequence[Namespace], expected: Expected | None, question: Question
-) -> list[tuple[Namespace, list[Difference] | None]]:
+    found: Sequence[Description], expected: Expected | None, question: Question
+) -> list[tuple[Description, list[Difference] | None]]:
     """The namespaces to look at, with how they differ from the one that the model leads to."""
     if question.namespace:
         named = [one for one in found if one.name.startswith(question.namespace)]
@@ -137,43 +134,30 @@ def _candidates(
     ]  # fmt: skip
 
 
-@contextlib.contextmanager
-def _opened(namespace: Namespace) -> Iterator[LocalStorage]:
-    try:
-        storage = LocalStorage(namespace.path)
-    except OSError as problem:
-        raise explained(problem, str(namespace.path)) from problem
-    try:
-        yield storage
-    finally:
-        storage.close()
-
-
 def _answer(
-    namespace: Namespace, differences: list[Difference] | None, ids: bytes, question: Question
+    found: Description, differences: list[Difference] | None, ids: bytes, question: Question
 ) -> Answer:
     length = len(ids) // 4
-    if namespace.layout is None:
-        return Answer(namespace, differences, length)
-    keyring, size = Keyring(namespace.name, question.security), namespace.layout.chunk_tokens
     try:
-        keys, sealed_as = prompt_keys(ids, size, question.salt, keyring)
+        namespace = Namespace.open(found.path, security=question.security)
+    except OSError as problem:
+        raise explained(problem, str(found.path)) from problem
+    if namespace is None:
+        return Answer(found, differences, length)
+    try:
+        keys, sealed_as = prompt_keys(namespace, ids, question.salt)
     except NoKeyError as problem:
-        return Answer(namespace, differences, length, locked=str(problem))
-    with _opened(namespace) as storage:
-        groups = tuple(
-            look(Store(storage, namespace.name, layout), keys, sealed_as)
-            for layout in namespace.layouts
-        )
-        blocks = (question.block_tokens,) if question.block_tokens else BLOCKS
-        answer = Answer(namespace, differences, length, groups, sealed_as=sealed_as, blocks=blocks)
-        gap = answer.gap
-        if question.quick or gap is None:
-            return answer
-        before = keys[gap.index - 1].name if gap.index else ""
-        with progress() as show:
-            chain = chain_of(Space(namespace.name, storage.fileno()), show, over_fans)
-        return replace(answer, others=continuations(chain, gap.key, before))
+        return Answer(found, differences, length, locked=str(problem))
+    groups = tuple(look(store, keys, sealed_as) for store in namespace.stores)
+    blocks = (question.block_tokens,) if question.block_tokens else BLOCKS
+    answer = Answer(found, differences, length, groups, sealed_as=sealed_as, blocks=blocks)
+    gap = answer.gap
+    if question.quick or gap is None:
+        return answer
+    before = keys[gap.index - 1].name if gap.index else ""
+    with progress() as show:
+        chain = chain_of(namespace.capacity.space, show, over_fans)
+    return replace(answer, others=continuations(chain, gap.key, before))
 
 
 # -- for programs -----------------------------------------------------------------------------
@@ -234,7 +218,7 @@ def _describe_chunk(chunk: ChunkState) -> dict[str, object]:
 # -- for people -------------------------------------------------------------------------------
 
 
-def _print_expected(expected: Expected, found: Sequence[Namespace]) -> None:
+def _print_expected(expected: Expected, found: Sequence[Description]) -> None:
     identity = expected.identity
     there = any(one.name == identity.namespace for one in found)
     print(plain(f"model {identity.name}"))

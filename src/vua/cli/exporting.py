@@ -13,7 +13,7 @@ import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,17 +39,16 @@ from vua.format.entry import EntryCodec, EntryInfo
 from vua.format.keys import KeyChain
 from vua.format.layout import Shard
 from vua.io import posix
-from vua.security.keyring import Keyring
 from vua.security.settings import Security
-from vua.storage.local import SUFFIX, chunk_path
-from vua.storage.problems import explained
-from vua.store.namespace import (
+from vua.storage.description import (
     DESCRIPTION,
     MAX_DESCRIPTION_NBYTES,
-    Namespace,
-    check_root,
-    read_namespace,
+    Description,
+    read_description,
 )
+from vua.storage.local import SUFFIX, chunk_path
+from vua.storage.problems import explained
+from vua.store.namespace import Namespace, check_root
 
 __all__ = ["Choice", "export"]
 
@@ -129,10 +128,10 @@ def _wanted(
             choice.prompt or "-", choice.model
         )  # fmt: skip
         for space in found:
-            layout = read_namespace(root / space.name).layout
-            if layout is not None:
-                keyring = Keyring(space.name, choice.security)
-                keys, _ = prompt_keys(ids, layout.chunk_tokens, choice.salt, keyring)
+            security = replace(choice.security, trusted_uids="any")  # names are all it reads
+            namespace = Namespace.open(root / space.name, security=security)
+            if namespace is not None:
+                keys, _ = prompt_keys(namespace, ids, choice.salt)
                 wanted[space] = dict.fromkeys(_leading(space, keys))
         return {space: list(chunks) for space, chunks in wanted.items()}
     targets = [resolve(found, name) for name in choice.names] or [Target(one) for one in found]
@@ -162,7 +161,7 @@ def _write(
     done = _Done()
     total = sum(map(len, wanted.values()))
     for space, chunks in wanted.items():
-        namespace = read_namespace(root / space.name)
+        namespace = read_description(root / space.name)
         if not chunks:
             continue
         if namespace.layout is None:
@@ -180,7 +179,7 @@ def _write(
 
 
 def _write_chunk(
-    namespace: Namespace, space: Space, chunk: str, writer: Writer, done: _Done, kept: set[str]
+    namespace: Description, space: Space, chunk: str, writer: Writer, done: _Done, kept: set[str]
 ) -> None:
     """Add a chunk whose files are all sound and whose prefix is there too."""
     path = chunk_path(chunk)

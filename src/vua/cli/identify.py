@@ -16,7 +16,7 @@ from typing import Any, Final
 from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest
 from vua.format.rope import rope_order, varies_with_length
-from vua.store.namespace import Namespace
+from vua.storage.description import Description
 from vua.weights import checkpoint_files, identify_weights
 
 __all__ = ["Difference", "Expected", "compare", "expect", "nearest"]
@@ -147,15 +147,15 @@ def compare(expected: Expected, stored: Identity) -> list[Difference]:
 
 
 def nearest(
-    expected: Expected, found: Sequence[Namespace]
-) -> list[tuple[Namespace, list[Difference]]]:
+    expected: Expected, found: Sequence[Description]
+) -> list[tuple[Description, list[Difference]]]:
     """Return described namespaces with their differences, nearest first.
 
     The same weights count most, then the number of fields that differ for certain.
     """
     pairs = [(one, compare(expected, one.identity)) for one in found if one.identity is not None]
 
-    def distance(pair: tuple[Namespace, list[Difference]]) -> tuple[bool, int, int, str]:
+    def distance(pair: tuple[Description, list[Difference]]) -> tuple[bool, int, int, str]:
         differences = pair[1]
         others = any(one.field in ("weights", "adapter") for one in differences)
         certain = sum(one.certain for one in differences)

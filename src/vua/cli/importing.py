@@ -30,23 +30,20 @@ from vua.errors import (
     InputError,
     LayoutError,
     StorageError,
+    StorageFullError,
     UntrustedError,
 )
 from vua.format.entry import parse_entry
 from vua.format.header import AUTHENTIC, ENCRYPTED
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
+from vua.native import WRITTEN
 from vua.storage.base import entry_name
+from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.local import SUFFIX
 from vua.storage.problems import explained
 from vua.store.entry_reader import stored_header
-from vua.store.namespace import (
-    DESCRIPTION,
-    MAX_DESCRIPTION_NBYTES,
-    check_root,
-    create_stores,
-    parse_description,
-)
+from vua.store.namespace import Namespace, check_root
 from vua.store.store import Store
 
 __all__ = ["import_"]
@@ -167,8 +164,8 @@ class _Taker:
             msg = f"it describes namespace {identity.namespace[:SHORT]}"
             raise ConfigError(msg)
         if namespace not in self._stores:
-            stores = create_stores(self._root, identity, layouts)
-            self._stack.callback(stores[0].close)  # one keeper for all
+            stores = Namespace.create(self._root, identity, layouts).stores
+            self._stack.callback(stores[0].close)  # one capacity for all
             self._stores[namespace] = stores
             self._done.namespaces.append(namespace)
 
@@ -207,9 +204,19 @@ class _Taker:
         else:
             array = np.frombuffer(data, dtype=np.uint8)
             iovecs = np.array([[array.ctypes.data, array.nbytes]], dtype=np.uint64)
-            if store.keeper is None or not store.keeper.publish(key, shard, iovecs):
+            if store.capacity is None:
                 done.refused += 1
                 return
+            with store.capacity.reserve([key], len(data)) as room:
+                if not room.granted:
+                    done.refused += 1
+                    return
+                try:
+                    store.storage.publish(key.name, shard, iovecs)
+                except StorageFullError:
+                    room.relieve_full_disk()
+                    store.storage.publish(key.name, shard, iovecs)
+                room.commit([WRITTEN])
             done.written += 1
             done.nbytes += len(data)
         self._ends[store.namespace, key.name] = key.stop

@@ -11,8 +11,8 @@ from vua.cli.text import DAMAGED, SOUND, UNUSABLE, Write, plain, size, when
 from vua.format.entry import FORMAT, EntryInfo
 from vua.format.header import SEALED
 from vua.format.layout import Shard
+from vua.storage.description import Description, read_description
 from vua.storage.local import SUFFIX
-from vua.store.namespace import Namespace, read_namespace
 
 __all__ = ["inspect"]
 
@@ -50,7 +50,7 @@ def _check(checker: Checker, file: str, place: Place) -> Check:
         os.close(fd)
 
 
-def _place(path: Path) -> tuple[Namespace | None, Place]:
+def _place(path: Path) -> tuple[Description | None, Place]:
     """What follows from a path; only what it says when the file was copied elsewhere."""
     shard = Shard.parse(path.name.removesuffix(SUFFIX)) if path.suffix == SUFFIX else None
     chunk, directory = path.parent, path.parent.parent.parent
@@ -58,7 +58,7 @@ def _place(path: Path) -> tuple[Namespace | None, Place]:
         return None, Place(shard=shard)
     if chunk.parent.name != chunk.name[:2] or not _is_digest(directory.name):
         return None, Place(chunk=chunk.name, shard=shard)
-    namespace = read_namespace(directory)
+    namespace = read_description(directory)
     return namespace, Place(directory.name, chunk.name, shard, namespace.layout_of(shard))
 
 
@@ -66,7 +66,7 @@ def _is_digest(name: str) -> bool:
     return len(name) == _DIGEST_DIGITS and not name.strip("0123456789abcdef")
 
 
-def _lines(check: Check, namespace: Namespace | None, place: Place) -> list[tuple[str, str]]:
+def _lines(check: Check, namespace: Description | None, place: Place) -> list[tuple[str, str]]:
     lines = _statements(check.info, namespace) if check.info else [("size", size(check.nbytes))]
     known = [name for name in ("namespace", "chunk", "shard", "layout") if getattr(place, name)]
     against = f"the file itself, and its place's {', '.join(known)}" if known else "the file itself"
@@ -75,7 +75,7 @@ def _lines(check: Check, namespace: Namespace | None, place: Place) -> list[tupl
     return lines + [("reason", reason) for reason in check.reasons]
 
 
-def _statements(info: EntryInfo, namespace: Namespace | None) -> list[tuple[str, str]]:
+def _statements(info: EntryInfo, namespace: Description | None) -> list[tuple[str, str]]:
     layout, shard = info.layout, info.shard
     named = namespace.identity if namespace is not None else None
     model = f"  (model {named.name or named.model})" if named is not None else ""

@@ -7,8 +7,9 @@ from typing import Final, NamedTuple
 
 from vua.errors import ConfigError
 from vua.format.keys import KeyChain
-from vua.security.keyring import Keyring, KnownKeys, NoKeyError, check_keys
+from vua.security.keyring import KnownKeys, NoKeyError, check_keys
 from vua.security.settings import Security
+from vua.store.namespace import Namespace
 
 __all__ = [
     "NO_KEYS",
@@ -73,21 +74,18 @@ def key_ids(security: Security) -> frozenset[str]:
     return known.ids
 
 
-def prompt_keys(
-    ids: bytes, chunk_tokens: int, salt: str, keyring: Keyring
-) -> tuple[KeyChain, SealedAs]:
-    """Return the chunk keys of a prompt as engines with these keys name them, and their seal.
+def prompt_keys(namespace: Namespace, ids: bytes, salt: str) -> tuple[KeyChain, SealedAs]:
+    """Return the chunk keys of a prompt as engines with its keys name them, and their seal.
 
     Raises NoKeyError where the salt's key is not to be had: nothing of it is cached then.
     """
     extras = {0: [("salt", salt.encode())]} if salt else None
     try:
-        naming = keyring.naming(salt.encode())
-        seal = None if naming is None else keyring.seal(naming.tenant)
+        keys = namespace.keys(ids, extras, salt.encode())
+        seal = namespace.keyring.seal(keys.tenant)
     except NoKeyError as problem:
         if salt and isinstance(problem.__cause__, FileNotFoundError):
             msg = "no key for this salt; `vua key DIR --salt S`"
             raise NoKeyError(msg) from problem
         raise
-    chain = KeyChain(ids, chunk_tokens, extras, naming)
-    return chain, UNSEALED if seal is None else SealedAs(seal.key_id, seal.kind)
+    return keys, UNSEALED if seal is None else SealedAs(seal.key_id, seal.kind)

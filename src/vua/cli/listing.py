@@ -13,7 +13,7 @@ from vua.capacity.scan import Space
 from vua.cli.spread import is_large, spread
 from vua.cli.text import SHORT, SOUND, Write, bar, plain, progress, size, table, when
 from vua.cli.walk import Found, described, fans, open_root, walk_fan
-from vua.store.namespace import Namespace
+from vua.storage.description import Description
 
 __all__ = ["ls"]
 
@@ -22,7 +22,7 @@ __all__ = ["ls"]
 class _Content:
     """What a namespace holds."""
 
-    namespace: Namespace
+    namespace: Description
     chunks: int = 0
     files: int = 0
     nbytes: int = 0
@@ -88,7 +88,7 @@ class _Content:
         table(["chunk", "shards", " size", "newest"], rows)
 
 
-def _content(namespace: Namespace, show: Callable[[str], None], *, long: bool) -> _Content:
+def _content(namespace: Description, show: Callable[[str], None], *, long: bool) -> _Content:
     content = _Content(namespace)
     fd = os.open(namespace.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -23,8 +23,9 @@ from vua.capacity.scan import Space, chunk_nbytes, chunks_of, fans_of, spaces
 from vua.capacity.usage import measure
 from vua.cli.text import SHORT, SOUND, Write, clear_screen, size, table
 from vua.errors import ConfigError, StorageError
+from vua.storage.description import read_description
 from vua.storage.problems import explained
-from vua.store.namespace import check_root, read_namespace
+from vua.store.namespace import check_root
 
 __all__ = ["top"]
 
@@ -83,7 +84,7 @@ def _look(root: Path) -> dict[str, _Look]:
 
 
 def _look_at(root: Path, space: Space) -> _Look:
-    identity = read_namespace(root / space.name).identity
+    identity = read_description(root / space.name).identity
     stamps = {bytes.fromhex(chunk): stamp for chunk, stamp in _chunks(space)}
     salts: Counter[str] = Counter()
     if len(stamps) <= _SALTS_FROM:

@@ -33,8 +33,8 @@ from vua.io.plain import is_plain
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.base import entry_name
+from vua.storage.description import DESCRIPTION, Description, read_description
 from vua.storage.local import LocalStorage, version_of
-from vua.store.namespace import DESCRIPTION, Namespace, read_namespace
 
 __all__ = ["verify"]
 
@@ -47,7 +47,7 @@ _ANYBODY: Final = Security(trusted_uids="any")
 class _Result:
     """What was found out about one namespace."""
 
-    namespace: Namespace
+    namespace: Description
     description: str
     counts: Counter[str] = field(default_factory=Counter)
     nbytes: int = 0
@@ -159,7 +159,7 @@ def verify(
 
 
 def _verify(
-    namespace: Namespace, show: Callable[[str], None], keys: KnownKeys, *, repair: bool
+    namespace: Description, show: Callable[[str], None], keys: KnownKeys, *, repair: bool
 ) -> _Result:
     result = _Result(namespace, described(namespace))
     if result.description == "damaged":
@@ -176,13 +176,13 @@ def _verify(
     for number, part in enumerate(parts, 1):
         result.join(part)
         show(bar(number, len(names), f"{namespace.name[:SHORT]}, {size(result.nbytes)} read"))
-    if described(read_namespace(namespace.path)) == "missing" and result.counts:
+    if described(read_description(namespace.path)) == "missing" and result.counts:
         reason = "missing: no chunk of this namespace is found until the next save writes it"
         result.problems.append((DESCRIPTION, "error", reason))
     return result
 
 
-def _part(namespace: Namespace, keys: KnownKeys, fan: str, *, repair: bool) -> _Result:
+def _part(namespace: Description, keys: KnownKeys, fan: str, *, repair: bool) -> _Result:
     """Check one fan-out directory, or (for "") what lies beside them."""
     result, checker = _Result(namespace, ""), Checker(keys)
     try:
@@ -205,7 +205,7 @@ def _part(namespace: Namespace, keys: KnownKeys, fan: str, *, repair: bool) -> _
 
 
 def _check(
-    storage: LocalStorage, found: Found, checker: Checker, namespace: Namespace, *, repair: bool
+    storage: LocalStorage, found: Found, checker: Checker, namespace: Description, *, repair: bool
 ) -> tuple[Check | None, bool]:
     """Check one entry, None when it vanished meanwhile; and whether it was taken out of sight."""
     version = None

@@ -17,10 +17,11 @@ from vua.capacity.owned import is_trash
 from vua.capacity.scan import AFTER, PIN
 from vua.errors import StorageError
 from vua.format.layout import Shard
+from vua.storage.description import DESCRIPTION, Description, descriptions
 from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP
 from vua.storage.problems import explained
-from vua.store.namespace import DESCRIPTION, Namespace, check_root, namespaces
+from vua.store.namespace import check_root
 
 __all__ = ["Found", "Kind", "described", "fans", "open_root", "walk_beside", "walk_fan"]
 
@@ -50,14 +51,14 @@ class Found:
     """Why it is unreadable."""
 
 
-def open_root(directory: str) -> tuple[list[Namespace], list[str]]:
+def open_root(directory: str) -> tuple[list[Description], list[str]]:
     """Return the namespaces of a cache directory, and the names of whatever else is in it.
 
     Raises ConfigError or StorageError where there is no readable directory.
     """
     root = check_root(directory, create=False)
     try:
-        found = list(namespaces(root))
+        found = list(descriptions(root))
         known = {namespace.name for namespace in found}
         names = {path.name for path in root.iterdir()} - known - {MARK, LIMITS_FILE, UPKEEP}
         return found, sorted(name for name in names if not is_trash(name))
@@ -67,7 +68,7 @@ def open_root(directory: str) -> tuple[list[Namespace], list[str]]:
         raise explained(problem, directory) from problem
 
 
-def described(namespace: Namespace) -> str:
+def described(namespace: Description) -> str:
     """Return what ``namespace.json`` is: ``ok``, ``missing`` or ``damaged``."""
     if namespace.layout is not None:
         return "ok"

@@ -25,7 +25,7 @@ from vua.connector.request import RequestOptions, SaveHints
 from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
 from vua.io.workers import Attempt, Workers
-from vua.store.store import Store
+from vua.store.namespace import Namespace
 
 __all__ = ["Lookup", "Lookups", "unasked"]
 
@@ -103,13 +103,13 @@ class Lookups:
     def __init__(
         self,
         model: Model,
-        stores: Sequence[Store],
+        namespace: Namespace,
         config: ConnectorConfig,
         media: Media,
         events: KVEventPublisher | None = None,
     ) -> None:
-        """Look up in ``stores``, one per group of ``model``; tell ``events`` what is found."""
-        self._model, self._stores, self._config = model, stores, config
+        """Look up in ``namespace``, of one store per group; tell ``events`` what is found."""
+        self._model, self._namespace, self._config = model, namespace, config
         self._media = media
         self._events = events
         self._threads: Workers[Lookup] = Workers(
@@ -165,7 +165,7 @@ class Lookups:
                 return None
             found = find(
                 self._model,
-                self._stores,
+                self._namespace.stores,
                 keys,
                 lookup.most_tokens,
                 window_every_tokens=self._config.window_every_tokens,
@@ -176,7 +176,7 @@ class Lookups:
         except Exception:
             log.exception("request %s is not cached", request.request_id)
             return None
-        self._stores[0].used(keys, found.stored)  # one keeper watches over all groups' files
+        self._namespace.stores[0].used(keys, found.stored)  # which all groups' files are
         if self._events is not None:
             self._events.found(request, keys, found.stored)
         if found.stored and lookup.hints is not None:
@@ -188,11 +188,11 @@ class Lookups:
         return found
 
     def _keep(self, last: str, hints: SaveHints) -> None:
-        keeper = self._stores[0].keeper
-        if keeper is not None and hints.pin:
-            keeper.pin(last)
-        if keeper is not None and hints.ttl_s is not None:
-            lift(keeper.space, last, hints.ttl_s)
+        capacity = self._namespace.capacity
+        if hints.pin:
+            capacity.pin(last)
+        if hints.ttl_s is not None:
+            lift(capacity.space, last, hints.ttl_s)
 
     def _keys(self, lookup: Lookup) -> KeyChain | None:
         request, ids = lookup.request, lookup.token_ids
@@ -220,7 +220,7 @@ class Lookups:
         ):  # a session may have got more
             chunk = feature.mm_position.offset // size
             extras.setdefault(chunk, []).append(("multimodal", name))
-        return KeyChain(token_ids(ids), size, extras, self._stores[0].keyring.naming(salt))
+        return self._namespace.keys(token_ids(ids), extras, salt)
 
     def _warn_once(self, cause: str, text: str) -> None:
         if cause not in self._warned:

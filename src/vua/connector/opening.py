@@ -7,7 +7,6 @@ thread beside the engine's; a namespace that cannot be told is never opened.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -16,12 +15,11 @@ from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.errors import VUAError
 from vua.format.identity import Identity
-from vua.store.namespace import create_stores
+from vua.store.namespace import Namespace
 from vua.store.place import look_at
-from vua.store.store import Store
 from vua.weights import Identification, Weights
 
-__all__ = ["Opened", "Opening", "open_stores"]
+__all__ = ["Opened", "Opening", "open_namespace"]
 
 log = logging.getLogger("vllm.vua.scheduler")
 
@@ -30,16 +28,16 @@ _START_WAIT_S: Final = 1.0
 
 
 class Opened(NamedTuple):
-    """A namespace in use."""
+    """What a model's identity leads to."""
 
     model: Model
-    stores: Sequence[Store]
-    """One per group of the model."""
+    namespace: Namespace
+    """With one store per group of the model."""
 
 
-def open_stores(config: ConnectorConfig, model: Model, identity: Identity) -> list[Store]:
+def open_namespace(config: ConnectorConfig, model: Model, identity: Identity) -> Namespace:
     """Open an identity's namespace, one store per group. Raises StorageError, LayoutError."""
-    return create_stores(
+    return Namespace.create(
         Path(config.shared_storage_path),
         identity,
         [group.layout for group in model.groups],
@@ -63,7 +61,7 @@ class Opening:
         self._opened: Future[Opened | None] = Future()
         self._closed = False
         if identification is None:
-            self._opened.set_result(Opened(model, open_stores(config, model, model.identity)))
+            self._opened.set_result(Opened(model, open_namespace(config, model, model.identity)))
             return
         identification.answer.add_done_callback(self._identified)
         if not wait([self._opened], timeout=_START_WAIT_S).done:
@@ -89,7 +87,7 @@ class Opening:
             if self._closed:
                 raise CancelledError  # noqa: TRY301
             model = self._model.with_weights(weights.fingerprint)
-            opened = Opened(model, open_stores(self._config, model, model.identity))
+            opened = Opened(model, open_namespace(self._config, model, model.identity))
             log.info(
                 "VUA: KV cache in %s, namespace %s, chunks of %d tokens; weights identified in "
                 "%.1f s (%.1f of %.1f MB read, the rest remembered)",

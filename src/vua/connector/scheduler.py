@@ -23,7 +23,7 @@ from vua.connector.lookup import Lookup, Lookups, unasked
 from vua.connector.media import Media
 from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder, Verdict
 from vua.connector.metrics import Recorder, Series
-from vua.connector.opening import Opening, open_stores
+from vua.connector.opening import Opening, open_namespace
 from vua.connector.origins import MIXED, Origin, Origins
 from vua.connector.prefill_speed import prompt_work
 from vua.connector.prefix_match import PrefixMatch
@@ -36,7 +36,7 @@ from vua.connector.worker_output import WorkerOutput
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.keys import token_ids
-from vua.store.store import Store
+from vua.store.namespace import Namespace
 from vua.weights import Identification
 
 __all__ = ["SchedulerSide"]
@@ -93,7 +93,7 @@ class SchedulerSide:
         self._opening = Opening(model, config, identification)
         self._open = False
         """Whether there is a namespace: the two below are there then."""
-        self._stores: Sequence[Store]
+        self._namespace: Namespace
         self._lookups: Lookups
         self._use_what_is_known()
         self._options = OptionReader(allow_pins=config.allow_pins)
@@ -112,16 +112,16 @@ class SchedulerSide:
         """Use the namespace that was opened meanwhile."""
         if self._open or (opened := self._opening.take()) is None:
             return
-        epoch, model, stores = self._model.identity.epoch, *opened
+        epoch, model, namespace = self._model.identity.epoch, *opened
         if epoch != model.identity.epoch:  # a reset came first
             model = model.in_epoch(epoch)
-            stores = open_stores(self._config, model, model.identity)
-        self._use(model, stores)
+            namespace = open_namespace(self._config, model, model.identity)
+        self._use(model, namespace)
 
-    def _use(self, model: Model, stores: Sequence[Store]) -> None:
-        self._model, self._stores = model, stores
+    def _use(self, model: Model, namespace: Namespace) -> None:
+        self._model, self._namespace = model, namespace
         self.witness = Witness(model, self._config, self.stats, self._setup)
-        self._lookups = Lookups(model, stores, self._config, self._media, self._events)
+        self._lookups = Lookups(model, namespace, self._config, self._media, self._events)
         self._open = True
 
     def reset(self) -> None:
@@ -136,7 +136,7 @@ class SchedulerSide:
         model = self._model.in_epoch(epoch)
         if self._open:
             old = self._lookups
-            self._use(model, open_stores(self._config, model, model.identity))
+            self._use(model, open_namespace(self._config, model, model.identity))
             old.close()
         else:
             self._model = model
@@ -170,7 +170,7 @@ class SchedulerSide:
         self._use_what_is_known()
         if self._open:
             self._lookups.close()
-            self._stores[0].close()
+            self._namespace.close()
 
     # -- per request --------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -28,14 +28,14 @@ from vua.connector.group_transfer import GroupTransfer, PageLayouts, Rank, Table
 from vua.connector.memory import Memory
 from vua.connector.metadata import ConnectorMetadata, LoadOrder, LoadTimes
 from vua.connector.metrics import Recorder, Series
-from vua.connector.opening import open_stores
+from vua.connector.opening import open_namespace
 from vua.connector.worker_output import WorkerOutput
 from vua.connector.write_queue import WriteQueue
 from vua.device import Fence, Gds
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.io.workers import Attempt, Workers
-from vua.store.store import Store
+from vua.store.namespace import Namespace
 
 __all__ = ["Rank", "WorkerSide"]
 
@@ -111,10 +111,10 @@ class WorkerSide:
             raise StorageError(msg)
         if identity is None or identity == self._identity:
             return
-        stores = open_stores(self._config, self._model, identity)
-        for group, store in zip(self._groups, stores, strict=True):
+        namespace = open_namespace(self._config, self._model, identity)
+        for group, store in zip(self._groups, namespace.stores, strict=True):
             group.reopen(store)
-        self._watch(stores)
+        self._watch(namespace)
         self._identity = identity
 
     def _is_current(self, epoch: str | None) -> bool:
@@ -134,11 +134,11 @@ class WorkerSide:
             )
         return self._left is None
 
-    def _watch(self, stores: Sequence[Store]) -> None:
+    def _watch(self, namespace: Namespace) -> None:
         """Have the watch told of chunks that this process evicts."""
-        watch, keeper = self.watch, stores[0].keeper  # one keeper for all
-        if watch is not None and keeper is not None:
-            keeper.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
+        watch = self.watch
+        if watch is not None:
+            namespace.capacity.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
 
     def register(
         self,
@@ -189,7 +189,7 @@ class WorkerSide:
         if self._gds is not None:
             self._gds.close()
         if self._identity is not None:
-            self._groups[0].store.close()  # one keeper for all
+            self._groups[0].store.close()  # one capacity for all
         self._memory = Memory()  # the model may go
 
     # -- loads --------------------------------------------------------------------------------

@@ -135,9 +135,9 @@ class WriteQueue:
             save.saver.ttl_s = save.ttl_s
             written = save.saver.save(save.key)
             outcome = "written" if written else "refused" if save.saver.refused else "present"
-            keeper = save.saver.store.keeper
-            if save.pin and keeper is not None:
-                keeper.pin(save.key.name)
+            capacity = save.saver.store.capacity
+            if save.pin and capacity is not None:
+                capacity.pin(save.key.name)
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
         except Exception:

@@ -208,8 +208,12 @@ class KeyChain:
             msg = f"chunk {index} of {self._length}"
             raise IndexError(msg)
         self._extend(index + 1)
-        tenant = self._naming.tenant if self._naming else ""
-        return _key(self._digests, self._parents, index, index, self._chunk_tokens, tenant)
+        return _key(self._digests, self._parents, index, index, self._chunk_tokens, self.tenant)
+
+    @property
+    def tenant(self) -> str:
+        """Whose key makes the names secret; see :class:`Naming`."""
+        return self._naming.tenant if self._naming else ""
 
     def first(self, count: int) -> list[ChunkKey]:
         """Return the keys of the first ``count`` chunks."""
@@ -222,8 +226,7 @@ class KeyChain:
         if first < stop:
             parents[first] = _above(self[first])
         digests = bytes(self._digests[_HASH_NBYTES * first : _HASH_NBYTES * stop])
-        tenant = self._naming.tenant if self._naming else ""
-        return KeyRun(first, self._chunk_tokens, digests, parents, tenant)
+        return KeyRun(first, self._chunk_tokens, digests, parents, self.tenant)
 
     def longer(self, ids: bytes) -> KeyChain:
         """Return the chain of a prompt that begins with this one and goes on.

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,25 +22,33 @@ from vua.format.layout import KVLayout, Shard
 __all__ = [
     "DESCRIPTION",
     "MAX_DESCRIPTION_NBYTES",
-    "Namespace",
+    "Description",
+    "descriptions",
     "is_described",
+    "is_namespace_name",
     "parse_description",
-    "read_namespace",
+    "read_description",
 ]
 
 log = logging.getLogger(__name__)
 
 DESCRIPTION: Final = "namespace.json"
 FORMAT: Final = "vua.namespace.v1"
+_NAME: Final = re.compile(r"[0-9a-f]{64}")
 MAX_DESCRIPTION_NBYTES: Final = 1 << 20
 """A longer file is none of ours, and not read."""
 _MAX_GROUPS: Final = 64
 """Kinds of layers in one model. What is described takes memory wherever it is looked up."""
 
 
+def is_namespace_name(name: str) -> bool:
+    """Whether a namespace could have this name: 64 hex digits."""
+    return _NAME.fullmatch(name) is not None
+
+
 @dataclass(frozen=True, slots=True)
-class Namespace:
-    """A namespace on disk and what it says about itself."""
+class Description:
+    """What a namespace on disk says about itself."""
 
     path: Path
     identity: Identity | None
@@ -62,19 +72,26 @@ class Namespace:
         return self.path.name
 
 
-def read_namespace(path: Path) -> Namespace:
+def descriptions(root: str | os.PathLike[str]) -> Iterator[Description]:
+    """Yield what each namespace below ``root`` says about itself, in order of name."""
+    for path in sorted(Path(root).iterdir()):
+        if is_namespace_name(path.name) and path.is_dir() and not path.is_symlink():
+            yield read_description(path)
+
+
+def read_description(path: Path) -> Description:
     """Read a namespace's description; never raises for what the file says."""
     try:
         identity, layouts = parse_description(_read(os.fspath(path / DESCRIPTION)))
     except FileNotFoundError:
-        return Namespace(path, None)
+        return Description(path, None)
     except (OSError, ConfigError) as problem:
         log.warning("%s is unusable and will be written anew: %s", path / DESCRIPTION, problem)
-        return Namespace(path, None)
+        return Description(path, None)
     if identity.namespace != path.name:
         log.warning("%s describes another namespace, ignored", path / DESCRIPTION)
-        return Namespace(path, None)
-    return Namespace(path, identity, layouts)
+        return Description(path, None)
+    return Description(path, identity, layouts)
 
 
 def is_described(directory: int, name: str) -> bool:

@@ -13,13 +13,13 @@ import errno
 import json
 import os
 import re
-import secrets
 import stat
 from pathlib import Path
 from typing import Final
 
 from vua.errors import ConfigError
-from vua.storage.description import is_described
+from vua.io.atomic import atomic_write
+from vua.storage.description import is_described, is_namespace_name
 
 __all__ = [
     "LIMITS_FILE",
@@ -27,7 +27,6 @@ __all__ = [
     "UPKEEP",
     "claim",
     "is_marked",
-    "is_namespace_name",
     "make_mark",
     "strangers",
 ]
@@ -43,18 +42,12 @@ _TEXT: Final = (
     "A cache of VUA. In a directory with this file, VUA deletes what it has written itself."
 )
 _MAX_NBYTES: Final = 4096
-_NAMESPACE: Final = re.compile(r"[0-9a-f]{64}")
 _NO_CONTENT: Final = re.compile(
     r"lost\+found|\.snapshots?|\.zfs|\.nfs[0-9a-f]+"  # what file systems put there
     r"|\.tmp-[0-9a-f]{16}|\.doctor-\w+"  # what others of ours are just writing or trying out
 )
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-def is_namespace_name(name: str) -> bool:
-    """Whether a namespace could have this name: 64 hex digits."""
-    return _NAMESPACE.fullmatch(name) is not None
 
 
 def is_marked(root: str | os.PathLike[str]) -> bool:
@@ -95,7 +88,7 @@ def strangers(root: str | os.PathLike[str]) -> tuple[list[str], bool]:
     with os.scandir(root) as entries:
         names = sorted(entry.name for entry in entries)
     for name in names:
-        if _NAMESPACE.fullmatch(name) and _describes_itself(root, name):
+        if is_namespace_name(name) and _describes_itself(root, name):
             described = True
         elif not _is_furniture(root, name):
             found.append(name)
@@ -165,20 +158,5 @@ def claim(root: str | os.PathLike[str], *, tool: bool = False, mode: int = 0o600
 
 def make_mark(root: str | os.PathLike[str], mode: int = 0o600) -> None:
     """Write the mark, whole or not at all; where it is already nothing happens. Raises OSError."""
-    path = Path(root) / MARK
-    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with open(os.open(temporary, flags, mode), "wb") as stream:
-            os.fchmod(stream.fileno(), mode)  # an unusual umask
-            said = {"format": _FORMAT, "about": _TEXT}
-            stream.write(json.dumps(said, indent=1).encode() + b"\n")
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            if not is_marked(root):
-                temporary.replace(path)
-        except OSError:  # the file system has no links
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    text = json.dumps({"format": _FORMAT, "about": _TEXT}, indent=1).encode() + b"\n"
+    atomic_write(Path(root) / MARK, text, mode=mode, keep=lambda: is_marked(root))

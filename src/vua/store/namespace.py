@@ -1,8 +1,8 @@
-"""One VUA directory: its namespaces, each with a description that people and tools can read.
+"""The caches of one identity in a directory, opened: the one way in, for reading and for writing.
 
-``<root>/<namespace>/namespace.json`` says in clear which identity and which layout the chunks
-beside it belong to. It is written once, by whoever stores first, and never needed to find or verify
-a chunk: the files say it themselves.
+``<root>/<namespace>/namespace.json`` says in clear which identity and which layouts the chunks
+beside it belong to (:mod:`vua.storage.description`). Whoever stores first writes it; no chunk needs
+it to be verified, since the files say it themselves.
 """
 
 from __future__ import annotations
@@ -13,46 +13,157 @@ import functools
 import json
 import logging
 import os
-import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vua.capacity.keeper import Keeper
 from vua.capacity.limits import Bounds
+from vua.capacity.prefix_tree import pin_prefix, unpin_prefix
+from vua.capacity.reservation import Capacity
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.format.identity import Identity
+from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout
+from vua.io.atomic import atomic_write
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner, open_directory
-from vua.storage.description import (
-    DESCRIPTION,
-    FORMAT,
-    MAX_DESCRIPTION_NBYTES,
-    Namespace,
-    parse_description,
-    read_namespace,
-)
+from vua.storage.description import DESCRIPTION, FORMAT, read_description
 from vua.storage.local import LocalStorage
-from vua.storage.mark import MARK, claim, is_namespace_name
+from vua.storage.mark import MARK, claim
 from vua.storage.problems import explained
 from vua.store.store import Store
 
-__all__ = [
-    "DESCRIPTION",
-    "MAX_DESCRIPTION_NBYTES",
-    "Namespace",
-    "check_root",
-    "create_store",
-    "create_stores",
-    "namespaces",
-    "open_store",
-    "parse_description",
-    "read_namespace",
-]
+__all__ = ["Namespace", "check_root"]
 
 log = logging.getLogger(__name__)
+
+
+class Namespace:
+    """A namespace in use: its storage, capacity and keyring, and a store per group of layers.
+
+    Safe for threads, processes, hosts and forks, like all that it consists of.
+    """
+
+    def __init__(
+        self,
+        storage: LocalStorage,
+        layouts: Sequence[KVLayout],
+        security: Security,
+        bounds: Bounds | None = None,
+    ) -> None:
+        """Use an open storage; :meth:`open` and :meth:`create` call this."""
+        path = storage.directory
+        self.name = path.name
+        """The identity's digest, 64 hex."""
+        self.storage, self.layouts = storage, tuple(layouts)
+        self.capacity = Capacity(path.parent, storage, bounds)
+        self.keyring = Keyring(self.name, security)
+        self.stores = [
+            Store(storage, self.name, layout, self.capacity, self.keyring)
+            for layout in self.layouts
+        ]
+        """One per group of layers, in the order of the layouts."""
+
+    @classmethod
+    def open(cls, path: Path, *, security: Security | None = None) -> Namespace | None:
+        """Open what is stored in the directory ``path``, or return None when nothing describes it.
+
+        Raises OSError; StorageError where it belongs to a user who is not trusted.
+        """
+        layouts = read_description(path).layouts
+        if not layouts:
+            return None
+        return cls(LocalStorage(path, security=security), layouts, security or Security())
+
+    @classmethod
+    def create(
+        cls,
+        root: Path,
+        identity: Identity,
+        layouts: Sequence[KVLayout],
+        *,
+        durable: bool = False,
+        bounds: Bounds | None = None,
+        security: Security | None = None,
+    ) -> Namespace:
+        """Open the namespace of ``identity`` for reading and writing, made where it is missing.
+
+        Args:
+            root: directory of the cache.
+            identity: what the K/V depend on.
+            layouts: one per group of the model's layers.
+            durable: as for :class:`vua.storage.local.LocalStorage`.
+            bounds: what this process says of the cache's size; ``bounds.json`` and the defaults of
+                :mod:`vua.capacity.limits` hold, too.
+            security: whose files are read, the modes of what is written, and the keys.
+
+        Raises:
+            LayoutError: the namespace holds other layouts; nothing stored is touched.
+            NotWritableError, StorageFullError, StorageError: it cannot be created.
+        """
+        path, wanted, security = root / identity.namespace, tuple(layouts), security or Security()
+        make = functools.partial(_make, path, identity, wanted, security)
+        found = read_description(path)
+        try:
+            if not found.layouts:
+                make()
+                found = read_description(path)
+            storage = LocalStorage(
+                path,
+                durable=durable,
+                renew=make,
+                security=security,
+            )
+        except StorageError:
+            raise
+        except OSError as problem:
+            raise explained(problem, str(path)) from problem
+        if not found.layouts:
+            storage.close()
+            msg = f"{path / DESCRIPTION} could not be read back; is the file system healthy?"
+            raise StorageError(5, msg)
+        if found.layouts != wanted:
+            storage.close()
+            raise LayoutError(_difference(path, found.layouts, wanted))
+        return cls(storage, wanted, security, bounds)
+
+    def close(self) -> None:
+        """Finish what the capacity still has to do; a second call does nothing.
+
+        The directory stays open until nobody holds the storage: a thread may be reading there.
+        """
+        self.capacity.close()
+
+    def keys(
+        self,
+        ids: bytes,
+        extras: Mapping[int, Sequence[tuple[str, bytes]]] | None = None,
+        salt: bytes = b"",
+    ) -> KeyChain:
+        """Name a prompt's chunks, as everybody has to who wants to find them here.
+
+        Args:
+            ids: token ids as :func:`vua.format.keys.token_ids` returns them.
+            extras: chunk index -> (tag, value) pairs that the K/V from that chunk on depend on.
+            salt: the request's cache salt, which decides whose key makes the names secret. It is
+                not an extra by itself.
+
+        Raises NoKeyError where that key is not to be had: then the prompt is not to be cached.
+        """
+        naming = self.keyring.naming(salt)
+        return KeyChain(ids, self.layouts[0].chunk_tokens, extras, naming)
+
+    def pin(self, keys: Sequence[ChunkKey]) -> int:
+        """Keep stored chunks, a prefix from the first one on, from eviction.
+
+        Returns how many are held. Raises OSError only where this process has no more descriptors.
+        """
+        return pin_prefix(self.capacity.space, [key.name for key in keys])
+
+    def unpin(self, keys: Sequence[ChunkKey]) -> int:
+        """Undo :meth:`pin` of these chunks and of prefixes of them; return how many it releases."""
+        return unpin_prefix(self.capacity.space, [key.name for key in keys])
 
 
 def check_root(
@@ -103,92 +214,6 @@ def check_root(
     return path
 
 
-def namespaces(root: str | os.PathLike[str]) -> Iterator[Namespace]:
-    """Yield the namespaces below ``root``, in order of name."""
-    for path in sorted(Path(root).iterdir()):
-        if is_namespace_name(path.name) and path.is_dir() and not path.is_symlink():
-            yield read_namespace(path)
-
-
-def open_store(root: Path, identity: Identity, *, security: Security | None = None) -> Store | None:
-    """Open what is stored for ``identity``, or return None when nothing is (described) there.
-
-    Raises OSError; StorageError where the namespace belongs to a user who is not trusted.
-    """
-    found = read_namespace(root / identity.namespace)
-    if found.layout is None:
-        return None
-    storage, name = LocalStorage(found.path, security=security), identity.namespace
-    keyring = Keyring(name, security or Security())
-    return Store(storage, name, found.layout, Keeper(root, storage), keyring)
-
-
-def create_store(
-    root: Path,
-    identity: Identity,
-    layout: KVLayout,
-    *,
-    durable: bool = False,
-    bounds: Bounds | None = None,
-    security: Security | None = None,
-) -> Store:
-    """Open the store of ``identity`` for reading and writing, describing it if nobody has.
-
-    It keeps ``root`` within ``bounds``, within what ``bounds.json`` says, or else within the
-    defaults of :mod:`vua.capacity.limits`.
-
-    Raises:
-        LayoutError: the namespace holds another layout; nothing stored is touched.
-        NotWritableError, StorageFullError, StorageError: it cannot be created.
-    """
-    return create_stores(
-        root,
-        identity,
-        [layout],
-        durable=durable,
-        bounds=bounds,
-        security=security,
-    )[0]
-
-
-def create_stores(
-    root: Path,
-    identity: Identity,
-    layouts: Sequence[KVLayout],
-    *,
-    durable: bool = False,
-    bounds: Bounds | None = None,
-    security: Security | None = None,
-) -> list[Store]:
-    """Open a store for each group of a model's layers, in one namespace; see `create_store`."""
-    path, wanted, security = root / identity.namespace, tuple(layouts), security or Security()
-    make = functools.partial(_make, path, identity, wanted, security)
-    found = read_namespace(path)
-    try:
-        if not found.layouts:
-            make()
-            found = read_namespace(path)
-        storage = LocalStorage(
-            path,
-            durable=durable,
-            renew=make,
-            security=security,
-        )
-    except StorageError:
-        raise
-    except OSError as problem:
-        raise explained(problem, str(path)) from problem
-    if not found.layouts:
-        storage.close()
-        msg = f"{path / DESCRIPTION} could not be read back; is the file system healthy?"
-        raise StorageError(5, msg)
-    if found.layouts != wanted:
-        storage.close()
-        raise LayoutError(_difference(path, found.layouts, wanted))
-    keeper, keyring = Keeper(root, storage, bounds), Keyring(identity.namespace, security)
-    return [Store(storage, identity.namespace, layout, keeper, keyring) for layout in wanted]
-
-
 def _difference(path: Path, stored: Sequence[KVLayout], given: Sequence[KVLayout]) -> str:
     if len(stored) == len(given):
         parts = [
@@ -222,7 +247,13 @@ def _make(path: Path, identity: Identity, layouts: Sequence[KVLayout], security:
         status, wanted = os.fstat(fd), security.directory_mode
         if stat.S_IMODE(status.st_mode) & wanted != wanted and status.st_uid == os.geteuid():
             os.fchmod(fd, wanted)  # an unusual umask
-        _describe(fd, path, _description(identity, layouts), security.file_mode)
+        atomic_write(
+            DESCRIPTION,
+            _description(identity, layouts),
+            dir_fd=fd,
+            mode=security.file_mode,
+            keep=lambda: bool(read_description(path).layouts),
+        )
     finally:
         os.close(fd)
 
@@ -236,21 +267,3 @@ def _description(identity: Identity, layouts: Sequence[KVLayout]) -> bytes:
     if len(layouts) > 1:
         described["further_groups"] = [layout.describe() for layout in layouts[1:]]
     return json.dumps(described, indent=1).encode() + b"\n"
-
-
-def _describe(fd: int, path: Path, text: bytes, mode: int) -> None:
-    """Write ``namespace.json`` into ``fd``; of several writers at once the first one wins."""
-    temporary = f".tmp-{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with open(os.open(temporary, flags, mode, dir_fd=fd), "wb") as stream:  # noqa: PTH123
-            os.fchmod(stream.fileno(), mode)
-            stream.write(text)
-        try:  # unlike a rename, keeps what is there
-            os.link(temporary, DESCRIPTION, src_dir_fd=fd, dst_dir_fd=fd)
-        except OSError:  # it is there, or the file system has no links
-            if not read_namespace(path).layouts:
-                os.replace(temporary, DESCRIPTION, src_dir_fd=fd, dst_dir_fd=fd)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=fd)

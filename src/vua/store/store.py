@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vua.capacity.keeper import Keeper
+from vua.capacity.reservation import Capacity
 from vua.errors import EntryError, InputError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey, Keys
@@ -56,16 +56,16 @@ class Store:
         storage: FileStorage,
         namespace: str,
         layout: KVLayout,
-        keeper: Keeper | None = None,
+        capacity: Capacity | None = None,
         keyring: Keyring | None = None,
     ) -> None:
         """Use ``storage`` for chunks of ``layout`` in ``namespace`` (64 hex).
 
-        With a ``keeper`` of that storage the cache stays within its bounds; with a ``keyring`` of
-        the namespace files are sealed as it says.
+        With the ``capacity`` of that storage the cache stays within its limits; with a
+        ``keyring`` of the namespace files are sealed as it says.
         """
         self.storage, self.namespace, self.layout = storage, namespace, layout
-        self.keeper = keeper
+        self.capacity = capacity
         self.keyring = keyring or Keyring(namespace, Security())
         self._codecs: dict[tuple[Shard, str], EntryCodec] = {}
         self._plans: dict[tuple[Shard, Shard, Shard, int, str], EntryPlan] = {}
@@ -76,9 +76,9 @@ class Store:
         corrupt, foreign, locked, error."""
 
     def close(self) -> None:
-        """Finish what the keeper still has to do; a second call does nothing."""
-        if self.keeper is not None:
-            self.keeper.close()
+        """Finish what is still to be done for the capacity; a second call does nothing."""
+        if self.capacity is not None:
+            self.capacity.close()
 
     def codec(self, shard: Shard, kind: str = "") -> EntryCodec:
         """Return the codec of files of ``shard``, with a ``kind`` of seal if any."""
@@ -137,9 +137,9 @@ class Store:
         return [shard for shard in found if shard is not None]
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
-        """Note that the first ``chunks`` chunks were used; see :meth:`Keeper.used`."""
-        if self.keeper is not None and chunks and self.keeper.wants(keys[chunks - 1].name, wait):
-            self.keeper.used([keys[place].name for place in range(chunks)], wait=wait)
+        """Note that the first ``chunks`` chunks were used; see :meth:`Capacity.used`."""
+        if self.capacity is not None:
+            self.capacity.used(keys, chunks, wait=wait)
 
     # -- load ---------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Store:
 
         Returns whether a file was written; not if it is there, or there is no room for it. Raises
         StorageError (NotWritableError, StorageFullError); of what was stored before nothing
-        changes, but the keeper may evict some.
+        changes, but some may be evicted.
         """
         return self.saver(memory, shard=shard).save(key, place=place)
 

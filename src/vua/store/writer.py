@@ -7,12 +7,13 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 import numpy as np
 
-from vua.capacity.keeper import Keeper
+from vua.capacity.reservation import Capacity
+from vua.errors import StorageFullError
 from vua.format.entry import EntryCodec
 from vua.format.header import PLAIN
 from vua.format.keys import ChunkKey, Keys
@@ -44,7 +45,7 @@ class Target(Protocol):
 
     layout: KVLayout
     storage: FileStorage
-    keeper: Keeper | None
+    capacity: Capacity | None
     keyring: Keyring
     misses: Misses
 
@@ -107,11 +108,19 @@ class Saver:
         iovecs = np.concatenate([opening, rows])
         text = codec.encode_header(key, table, writer=_WRITER, mark=mark, tags=tags)
         header[:] = np.frombuffer(text, dtype=np.uint8)
-        if store.keeper is None:
+        if store.capacity is None:
             store.storage.publish(key.name, shard, iovecs)
-        elif not store.keeper.publish(key, shard, iovecs, self.ttl_s):
-            self._refuse()
-            return False
+        else:
+            with store.capacity.reserve([key], codec.file_nbytes, self.ttl_s) as room:
+                if not room.granted:
+                    self._refuse()
+                    return False
+                try:
+                    store.storage.publish(key.name, shard, iovecs)
+                except StorageFullError:
+                    room.relieve_full_disk()
+                    store.storage.publish(key.name, shard, iovecs)
+                room.commit([WRITTEN])
         store.misses.count("chunks_saved")
         log.debug("saved chunk %s/%s", key.name[:12], shard.name)
         return True
@@ -143,8 +152,8 @@ class Saver:
         """How many chunks to write by one call."""
         nbytes, (low, high) = self.store.codec(self.shard).file_nbytes, _RUN_CHUNKS
         chunks = min(max(_RUN_NBYTES // nbytes, low), high)
-        keeper = self.store.keeper
-        return chunks if keeper is None else max(1, min(chunks, keeper.at_once // nbytes))
+        capacity = self.store.capacity
+        return chunks if capacity is None else max(1, min(chunks, capacity.batch_bytes // nbytes))
 
     def _write_run(self, run: Sequence[ChunkKey], place: int) -> Sequence[int]:
         """Write a prompt's next chunks by one call; what became of each, or nothing: it cannot.
@@ -166,14 +175,15 @@ class Saver:
         text = b"".join(codec.blank_header(key, writer=_WRITER) for key in run)
         headers[:] = np.frombuffer(text, dtype=np.uint8)
 
-        def write() -> Sequence[int]:
-            return store.storage.write_files(
-                *([key.name for key in run], self.shard, transfer, place),
-                *(headers.ctypes.data, codec.check_offset),
-            )
-
-        keeper = store.keeper
-        outcome = write() if keeper is None else keeper.publish_all(run, codec.file_nbytes, write)
+        files = ([key.name for key in run], self.shard, transfer, place, headers.ctypes.data)
+        if store.capacity is None:
+            outcome = store.storage.write_files(*files, codec.check_offset)
+        else:
+            with store.capacity.reserve(run, codec.file_nbytes) as room:
+                if not room.granted:
+                    return []
+                outcome = store.storage.write_files(*files, codec.check_offset)
+                room.commit(outcome)
         for event, became in (("chunks_saved", WRITTEN), ("chunks_present", PRESENT)):
             if chunks := outcome.count(became):
                 store.misses.count(event, chunks)
@@ -229,9 +239,15 @@ class Saver:
             todo.clear()
             raise
 
-    def _announced(self, key: ChunkKey) -> contextlib.AbstractContextManager[None]:
-        keeper = self.store.keeper
-        return contextlib.nullcontext() if keeper is None else keeper.writing(key)
+    @contextlib.contextmanager
+    def _announced(self, key: ChunkKey) -> Iterator[None]:
+        pending = None if self.store.capacity is None else self.store.capacity.pending
+        mine = [] if pending is None else pending.enter([key.name])
+        try:
+            yield
+        finally:
+            if pending is not None:
+                pending.leave(mine)
 
     def _refuse(self) -> None:
         self.refused = True

@@ -13,13 +13,14 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, Final
+
+from vua.io.atomic import atomic_write
 
 __all__ = ["locked", "recall", "remember"]
 
@@ -65,14 +66,8 @@ def remember(key: str, value: dict[str, Any]) -> None:
     if folder is None or len(body) > _MAX_NBYTES - 100:
         return
     with contextlib.suppress(OSError):
-        fd, name = tempfile.mkstemp(prefix=".new-", dir=folder)  # mode 0600
-        try:
-            with os.fdopen(fd, "wb") as stream:
-                stream.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-            Path(name).replace(_place(folder, key))
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        text = hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+        atomic_write(_place(folder, key), text)
         _delete_oldest(folder)
 
 

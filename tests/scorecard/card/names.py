@@ -19,7 +19,7 @@ from vua.format.identity import Identity, config_digest, weights_fingerprint
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, Shard
 from vua.serdes import tensor_to_bytes
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 __all__: list[str] = []
 
@@ -93,14 +93,14 @@ def identity_matrix(trial: Trial) -> None:
     for known, name in enumerate(names):
         identity, layout, _ = variants[name]
         with_key = _first_key(*variants[name])
-        store = create_store(root, identity, layout)
+        store = Namespace.create(root, identity, [layout]).stores[0]
         if store.load([with_key], memory_of(layout, memoryview(into))).chunks:
             wrong.append(f"{name} finds what was stored for {names[:known]}")
         store.save(with_key, memory_of(layout, memoryview(payloads[name])))
         store.close()
     for name in names:
         identity, layout, _ = variants[name]
-        store = create_store(root, identity, layout)
+        store = Namespace.create(root, identity, [layout]).stores[0]
         key = _first_key(*variants[name])
         missed += [name] * (store.load([key], memory_of(layout, memoryview(into))).chunks != 1)
         wrong += [f"{name}: other bytes"] * (into != payloads[name])
@@ -127,7 +127,7 @@ def _split_over_ranks(root: Path, base: tuple[Identity, KVLayout, list[tuple[str
     for number, axis in enumerate((1, 2)):
         ids = np.arange(8, dtype="<u4") + 1000 * (number + 1)
         key = KeyChain(ids.tobytes(), identity.chunk_tokens)[0]
-        store = create_store(root, identity, layout)
+        store = Namespace.create(root, identity, [layout]).stores[0]
         for rank in range(2):
             part = rows.take([rank], axis=axis)
             heads, layers = part.shape[1], part.shape[2]

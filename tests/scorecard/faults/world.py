@@ -23,7 +23,7 @@ from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.storage.local import SUFFIX, TEMPORARY
 from vua.store.buffers import BufferPool
-from vua.store.namespace import create_store, open_store
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.tensors import allocate, memory_map
 
@@ -94,9 +94,9 @@ class World:
 
     def writer(self) -> Store:
         """Open the namespace for writing, as an engine's process would. Raises VUAError."""
-        return create_store(
-            self.root, self.identity, self.layout, durable=self.durable, bounds=self.bounds
-        )
+        return Namespace.create(
+            self.root, self.identity, [self.layout], durable=self.durable, bounds=self.bounds
+        ).stores[0]
 
     def put(self, number: int, store: Store | None = None) -> int:
         """Put a prompt; return how many chunks were written. Raises VUAError."""
@@ -115,7 +115,8 @@ class World:
         with contextlib.ExitStack() as stack:
             if store is None:
                 with contextlib.suppress(OSError):  # as `VUA.get_closest` does
-                    store = open_store(self.root, self.identity)
+                    namespace = Namespace.open(self.root / self.identity.namespace)
+                    store = namespace.stores[0] if namespace else None
                 if store is None:
                     return 0
                 stack.callback(store.close)

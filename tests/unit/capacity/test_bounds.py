@@ -10,6 +10,8 @@ import random
 import subprocess
 import time
 import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -214,7 +216,7 @@ class TestLease(DirectoryTest):
                 self.assertTrue((self.root / ".upkeep" / "lease").exists())
 
 
-class TestKeeper(DirectoryTest):
+class TestCapacity(DirectoryTest):
     """A cache with bounds."""
 
     def occupied(self) -> int:
@@ -244,7 +246,7 @@ class TestKeeper(DirectoryTest):
         cache = Cache(self.root, 10)
         cache.request(list(range(30)))
         self.assertEqual(10, cache.store.lookup(KeyChain(token_ids(list(range(30))), 1)))
-        self.assertGreater(cache.keeper.counts["chunks_refused"], 0)
+        self.assertGreater(cache.capacity.counts["chunks_refused"], 0)
 
     def test_free_space_floor(self) -> None:
         """When others fill the disk the cache gives way."""
@@ -280,23 +282,23 @@ class TestKeeper(DirectoryTest):
             with self.full(code, times=1):
                 cache.request([77])
             self.assertEqual(1, cache.store.lookup(KeyChain(token_ids([77]), 1)))
-            self.assertGreater(cache.keeper.counts["chunks_evicted"], 0)
-            self.assertEqual(1, cache.keeper.counts["full"])
+            self.assertGreater(cache.capacity.counts["chunks_evicted"], 0)
+            self.assertEqual(1, cache.capacity.counts["full"])
 
     def test_full_disk_pauses(self) -> None:
         """When that does not help, it is told once, and storing pauses, longer each time."""
         cache, now = Cache(self.root), [1000.0]
         cache.request(list(range(10)))
         with (
-            mock.patch("vua.capacity.room.time.monotonic", side_effect=lambda: now[0]),
-            self.assertLogs("vua.capacity.room", "WARNING") as logs,
+            mock.patch("vua.capacity.reclaim_thread.time.monotonic", side_effect=lambda: now[0]),
+            self.assertLogs("vua.capacity.reclaim", "WARNING") as logs,
         ):
             pauses = []
             with self.full(errno.ENOSPC, times=100):
                 for number in range(3):
                     with self.assertRaises(StorageFullError):
                         cache.request([70 + number])
-                    pauses.append(cache.keeper.room._paused_until_s - now[0])
+                    pauses.append(cache.capacity.reclaiming.reclaim.paused_until_s - now[0])
                     cache.request([80 + number])  # refused at once, without an error
                     now[0] += pauses[-1]
             cache.request([90])
@@ -304,7 +306,7 @@ class TestKeeper(DirectoryTest):
         self.assertEqual(1, len(logs.records))
         self.assertEqual([1.0, 2.0, 4.0], pauses)
         self.assertEqual(
-            (3, 3), (cache.keeper.counts["full"], cache.keeper.counts["chunks_refused"])
+            (3, 3), (cache.capacity.counts["full"], cache.capacity.counts["chunks_refused"])
         )
         self.assertEqual([], list(self.root.rglob(".tmp-*")))
 
@@ -319,8 +321,8 @@ class TestKeeper(DirectoryTest):
             cache = Cache(disk, 10_000)
             for number in range(200):
                 cache.request([number, number])
-            self.assertGreater(cache.keeper.counts["full"], 0)
-            self.assertEqual(0, cache.keeper.counts["chunks_refused"])
+            self.assertGreater(cache.capacity.counts["full"], 0)
+            self.assertEqual(0, cache.capacity.counts["chunks_refused"])
             self.assertEqual(2, cache.store.lookup(KeyChain(token_ids([199, 199]), 1)))
             self.assertEqual([], list(disk.rglob(".tmp-*")))
         finally:
@@ -328,7 +330,8 @@ class TestKeeper(DirectoryTest):
             subprocess.run(["umount", str(disk)], check=True)
 
     @staticmethod
-    def full(code: int, times: int) -> Any:
+    @contextmanager
+    def full(code: int, times: int) -> Iterator[None]:
         """Let writing a file fail, as on a full disk, so many times."""
         left, real = [times], os.replace
 
@@ -338,7 +341,8 @@ class TestKeeper(DirectoryTest):
                 raise OSError(code, os.strerror(code))
             real(*args, **options)
 
-        return mock.patch("os.replace", replace)
+        with mock.patch("os.replace", replace), mock.patch.dict(os.environ, VUA_NATIVE="off"):
+            yield
 
     def test_late_parent(self) -> None:
         """A chunk stored before its parent is kept if that comes, and deleted if it does not."""
@@ -346,8 +350,8 @@ class TestKeeper(DirectoryTest):
         keys = KeyChain(token_ids([1, 2, 3]), 1)
         lone = KeyChain(token_ids([8, 9]), 1)
         for key in (keys[0], keys[2], keys[1], lone[1]):
-            cache.keeper.publish(key, LAYOUT.full, cache.iovecs)
-        cache.keeper.close()
+            cache.saver.save(key)
+        cache.capacity.close()
         self.assertEqual(3, cache.store.lookup(keys))
         self.assertFalse(cache.store.holds(lone[1], [LAYOUT.full]))
 
@@ -402,7 +406,7 @@ class TestKeeper(DirectoryTest):
         """A `bounds.json` that nobody can read is told once; the process's own bounds hold."""
         (self.root / "bounds.json").write_text(json.dumps({"format": "other"}))
         cache = Cache(self.root, 5)
-        with self.assertLogs("vua.capacity.room", "WARNING") as logs:
+        with self.assertLogs("vua.capacity.reclaim", "WARNING") as logs:
             for number in range(20):
                 cache.request([number])
         self.assertEqual(1, len(logs.records))

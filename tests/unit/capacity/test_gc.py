@@ -31,7 +31,7 @@ from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.security.keyring import write_key
 from vua.security.settings import Security
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 HOUR_NS = 3600 * 10**9
 CONFIG = VUAConfig(split_factor=4, max_bytes="1G", min_free_bytes=0)
@@ -109,7 +109,7 @@ class TestCollect(GcTest):
         """A chunk with an image in mid-prompt is no orphan, and becomes one with its prefix."""
         layout = KVLayout(layers=1, kv_heads=1, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=4)
         identity = Identity(model="image", kv_dtype="F32", chunk_tokens=4)
-        store = create_store(self.root, identity, layout)
+        store = Namespace.create(self.root, identity, [layout]).stores[0]
         keys = KeyChain(token_ids(list(range(16))), 4, {2: [("multimodal", b"picture")]})
         memory = Memory(layout, layout.full, 4).fill(model_arrays(layout, 4)).map()
         for place in range(4):
@@ -178,7 +178,7 @@ class TestCollect(GcTest):
         """Of a salt that has too much the oldest goes; others are not touched."""
         layout = KVLayout(layers=1, kv_heads=1, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=4)
         identity = Identity(model="salted", kv_dtype="F32", chunk_tokens=4)
-        store = create_store(self.root, identity, layout)
+        store = Namespace.create(self.root, identity, [layout]).stores[0]
         memory = Memory(layout, layout.full, 6).fill(model_arrays(layout, 6)).map()
         salts: dict[bytes, KeyChain] = {}
         for salt, chunks in ((b"a", 6), (b"b", 2)):

@@ -9,16 +9,16 @@ from helpers import DirectoryTest, noise
 from vua.capacity import ttl
 from vua.capacity.evictor import Evictor
 from vua.capacity.gc import collect
-from vua.capacity.keeper import Keeper
 from vua.capacity.limits import Bounds, Limits
 from vua.capacity.lru import server_now_ns, set_stamp, touch
 from vua.capacity.prefix_tree import pin
+from vua.capacity.reservation import Capacity
 from vua.capacity.scan import Space
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 LAYOUT = KVLayout(1, 1, 4, 4, "F32", 1)
 IDENTITY = Identity(model="m", chunk_tokens=1)
@@ -27,13 +27,13 @@ SECOND_NS = 10**9
 
 class HintsTest(DirectoryTest):
     def setUp(self) -> None:
-        """Open a store with a keeper, for chunks of one token."""
+        """Open a store with a capacity, for chunks of one token."""
         super().setUp()
-        self.store = create_store(self.root, IDENTITY, LAYOUT, bounds=Bounds())
+        self.store = Namespace.create(self.root, IDENTITY, [LAYOUT], bounds=Bounds()).stores[0]
         self.addCleanup(self.store.close)
-        assert self.store.keeper is not None
-        self.keeper: Keeper = self.store.keeper
-        self.space: Space = self.keeper.space
+        assert self.store.capacity is not None
+        self.capacity: Capacity = self.store.capacity
+        self.space: Space = self.capacity.space
         slab = Slab(LAYOUT, LAYOUT.full, 1)
         slab.bytes[:] = noise(slab.bytes.size // 4).numpy().view("u1")
         self.memory = slab.memory
@@ -76,7 +76,7 @@ class HintsTest(DirectoryTest):
                     self.age(names, 500)
                 if how == "writer":
                     with closing(
-                        create_store(self.root, IDENTITY, LAYOUT, bounds=Bounds())
+                        Namespace.create(self.root, IDENTITY, [LAYOUT], bounds=Bounds()).stores[0]
                     ) as other:
                         other.saver(self.memory).save(KeyChain(token_ids([8]), 1)[0])
                 else:

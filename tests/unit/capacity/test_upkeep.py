@@ -263,7 +263,7 @@ class TestClocks(UpkeepTest):
         with VUA(config(3 * self.one), self.root) as vua:
             for number in range(1, 5):
                 put(vua, number)
-            evictor = vua._writer.keeper.room._evictor  # type: ignore[union-attr]
+            evictor = vua._writing.stores[0].capacity.reclaiming.reclaim._evictor  # type: ignore[union-attr]
             with spaces(self.root) as found:
                 space = next(iter(found))
                 fresh = eviction.oldest([space], 1 << 16).oldest
@@ -416,7 +416,7 @@ class TestNumbers(UpkeepTest):
             self.assertFalse(ttl.any_in(space))
             ttl.settle(space, "b" * 64, "", 1.0)
             ttl.forget(space, "b" * 64)
-            room = vua._store_to_read().keeper.room  # type: ignore[union-attr]
+            room = vua._namespace_to_read().stores[0].capacity.reclaiming.reclaim  # type: ignore[union-attr]
             self.assertFalse(room._has_hints())
             self.assertFalse(ttl.any_in(space))
 

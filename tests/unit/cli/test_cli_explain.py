@@ -21,7 +21,7 @@ from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity, config_digest, weights_fingerprint
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
-from vua.store.namespace import create_stores
+from vua.store.namespace import Namespace
 
 TOKENS = list(range(500, 514))  # three chunks of 4, and two more
 CONFIG = {"model_type": "llama", "hidden_size": 8, "torch_dtype": "bfloat16", "use_cache": True}
@@ -153,7 +153,7 @@ class TestPrefix(ExplainTest):
         """A salted prompt is found with its salt; without, that there are salted ones is said."""
         identity = Identity(model="llama", name="llama", chunk_tokens=4)
         layout = KVLayout(2, 2, 8, 8, "F32", 4)
-        (store,) = create_stores(self.cache, identity, [layout])
+        (store,) = Namespace.create(self.cache, identity, [layout]).stores
         self.addCleanup(store.close)
         keys = KeyChain(token_ids(TOKENS), 4, {0: [("salt", b"s")]})
         memory = Memory(layout, layout.full, 3).fill(model_arrays(layout, 3)).map()
@@ -169,7 +169,9 @@ class TestPrefix(ExplainTest):
         """Windowed layers are reported by themselves, and need only their window."""
         full = KVLayout(2, 2, 8, 8, "F32", 4)
         window = KVLayout(3, 2, 8, 8, "F32", 4, "w6")
-        stores = create_stores(self.cache, Identity(model="m", chunk_tokens=4), [full, window])
+        stores = Namespace.create(
+            self.cache, Identity(model="m", chunk_tokens=4), [full, window]
+        ).stores
         self.addCleanup(stores[0].close)
         keys = keys_of(TOKENS, 4)
         for store, places in zip(stores, ((0, 1, 2), (0, 1)), strict=True):
@@ -192,7 +194,9 @@ class TestPrefix(ExplainTest):
     def test_shards(self) -> None:
         """Files that do not cover the model are named, and are not enough."""
         layout = KVLayout(2, 2, 8, 8, "F32", 4)
-        (store,) = create_stores(self.cache, Identity(model="m", chunk_tokens=4), [layout])
+        (store,) = Namespace.create(
+            self.cache, Identity(model="m", chunk_tokens=4), [layout]
+        ).stores
         self.addCleanup(store.close)
         halves = [Shard(0, 2, head, head + 1) for head in (0, 1)]
         for half in halves:
@@ -228,7 +232,7 @@ class TestModel(ExplainTest):
         identity = Identity(**{**{n: v for n, v in self.identity.describe().items()
                                   if n not in ("version", "namespace")}, **fields})  # fmt: skip
         layout = KVLayout(2, 2, 8, 8, "BF16", identity.chunk_tokens)
-        create_stores(self.cache, identity, [layout])[0].close()
+        Namespace.create(self.cache, identity, [layout]).stores[0].close()
         return identity.namespace
 
     def test_expected(self) -> None:

@@ -21,7 +21,7 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 
 class TestVerify(KeysTest):
@@ -276,7 +276,7 @@ class TestTransfer(KeysTest):
             found = {path.name for path in there.glob("*/??/*")}
             self.assertLessEqual({keys[place].name for place in range(CHUNKS)}, found)
             identity = Identity(model=str(WIDE), chunk_tokens=WIDE.chunk_tokens)
-            taken = create_store(there, identity, WIDE, security=security)
+            taken = Namespace.create(there, identity, [WIDE], security=security).stores[0]
             self.addCleanup(taken.close)
             self.assertEqual(CHUNKS, self.load(taken, keys, model).chunks)
             for other in ((), ("--key-file", self.wrong)):

@@ -24,7 +24,7 @@ from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 TRUNK, BRANCH = list(range(16)), [*range(8), *range(40, 52)]
 CONFIG = VUAConfig(split_factor=4, model="one")
@@ -136,14 +136,14 @@ class TestRoundTrip(TransferTest):
         """A chunk with an image in mid-prompt knows its prefix on the other side too."""
         layout = KVLayout(layers=1, kv_heads=1, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=4)
         identity = Identity(model="image", kv_dtype="F32", chunk_tokens=4)
-        store = create_store(self.here, identity, layout)
+        store = Namespace.create(self.here, identity, [layout]).stores[0]
         keys = KeyChain(token_ids(list(range(16))), 4, {2: [("multimodal", b"picture")]})
         memory = Memory(layout, layout.full, 4).fill(model_arrays(layout, 4)).map()
         for place in range(4):
             store.save(keys[place], memory, place=place)
         self.assertEqual(0, run("export", self.here, self.file, keys[3].name)[0])
         self.assertEqual(0, run("import", self.there, self.file)[0])
-        taken = create_store(self.there, identity, layout)
+        taken = Namespace.create(self.there, identity, [layout]).stores[0]
         self.assertEqual(4, taken.lookup(keys))
         fd = taken.storage.fileno()  # type: ignore[attr-defined]
         found = list(ancestors(Space(identity.namespace, fd), keys[3].name))

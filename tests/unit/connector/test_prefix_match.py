@@ -15,7 +15,7 @@ from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.namespace import create_stores
+from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
 
@@ -63,7 +63,9 @@ class PrefixTest(DirectoryTest):
                 model = self.model(FULL, WINDOWED, block=block)
                 root = self.root / f"{number}-{trial}"
                 root.mkdir()
-                full, windowed = stores = create_stores(root, model.identity, [FULL, WINDOWED])
+                full, windowed = stores = Namespace.create(
+                    root, model.identity, [FULL, WINDOWED]
+                ).stores
                 stored = int(rng.integers(0, CHUNKS + 1))
                 share = rng.choice([0.3, 0.8, 1.0])
                 there = {chunk for chunk in range(CHUNKS) if rng.random() < share}
@@ -91,7 +93,9 @@ class PrefixTest(DirectoryTest):
         from vua.connector.prefix_match import find
 
         model, keys = self.model(FULL, WINDOWED), self.keys(CHUNKS * SIZE)
-        full, windowed = stores = create_stores(self.root, model.identity, [FULL, WINDOWED])
+        full, windowed = stores = Namespace.create(
+            self.root, model.identity, [FULL, WINDOWED]
+        ).stores
         last = {8, 9, 10, 11}
 
         def wanted(every: int = NEVER) -> Any:
@@ -122,7 +126,9 @@ class PrefixTest(DirectoryTest):
                 root.mkdir()
                 model, tokens = self.model(FULL, WINDOWED, block=block), CHUNKS * SIZE + ragged
                 keys = self.keys(tokens)
-                full, windowed = stores = create_stores(root, model.identity, [FULL, WINDOWED])
+                full, windowed = stores = Namespace.create(
+                    root, model.identity, [FULL, WINDOWED]
+                ).stores
                 found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
                 self.store(full, keys, range(CHUNKS))
                 self.store(windowed, keys, found.windows[1])
@@ -136,7 +142,9 @@ class PrefixTest(DirectoryTest):
         from vua.connector.prefix_match import find
 
         model, keys = self.model(FULL, WINDOWED), self.keys(400 * SIZE)
-        full, windowed = stores = create_stores(self.root, model.identity, [FULL, WINDOWED])
+        full, windowed = stores = Namespace.create(
+            self.root, model.identity, [FULL, WINDOWED]
+        ).stores
         self.store(full, keys, range(400))
         asked = []
         holds = windowed.holds

@@ -34,10 +34,10 @@ def asking(name: str, **options: Any) -> Any:
 
 def store(side: Any, first: int, stop: int) -> None:
     """Store these chunks of the request."""
-    layout = side._stores[0].layout
+    layout = side._namespace.stores[0].layout
     memory = Slab(layout, layout.full, 1).memory
     for key in keys_of(range(64), 16)[first:stop]:
-        side._stores[0].save(key, memory)
+        side._namespace.stores[0].save(key, memory)
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
@@ -81,7 +81,7 @@ class SchedulerTest(unittest.TestCase):
         keys = Path(self.enterContext(tempfile.TemporaryDirectory()))
         write_key(keys / f"{tenant_of(b'alice')}.key")
         side = self.side(tenant_keys=str(keys))
-        store = side._stores[0]
+        store = side._namespace.stores[0]
         chain = KeyChain(
             token_ids(range(64)), 16, {0: [("salt", b"alice")]}, store.keyring.naming(b"alice")
         )
@@ -147,14 +147,14 @@ class SchedulerTest(unittest.TestCase):
 
         side, asked, go = self.side(lookup_timeout_s=0.05), [], threading.Event()
         self.addCleanup(go.set)
-        look_up = side._stores[0].lookup
+        look_up = side._namespace.stores[0].lookup
 
         def hanging(*args: Any) -> int:
             asked.append(1)
             go.wait()
             return look_up(*args)
 
-        side._stores[0].lookup = hanging  # type: ignore[method-assign]
+        side._namespace.stores[0].lookup = hanging  # type: ignore[method-assign]
         with self.assertLogs("vllm.vua.storage", "WARNING"):
             for at in range(3):
                 self.assertEqual((0, False), answer(side, request_of(f"late {at}")))
@@ -229,10 +229,10 @@ class SchedulerTest(unittest.TestCase):
         """A client's word counts for a prompt that others stored, unless it wants none stored."""
         side = self.side(allow_pins=True)
         store(side, 0, 3)
-        space = side._stores[0].keeper.space
+        space = side._namespace.stores[0].capacity.space
         names = [key.name for key in keys_of(range(64), 16)[:3]]
         settle(space, names[2], "", 10)
-        root = side._stores[0].storage.directory
+        root = side._namespace.stores[0].storage.directory
 
         answer(side, asking("not", store=False, ttl_s=60, pin=True))
         self.assertEqual([10, 0], [ttl_s_of(space, names[2]), len([*root.rglob("pin-*")])])

@@ -20,7 +20,8 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.format.states import state_layout, state_nbytes
-from vua.store.namespace import create_stores, namespaces
+from vua.storage.description import descriptions
+from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
 
@@ -53,8 +54,8 @@ class FormTest(DirectoryTest):
     def test_described(self) -> None:
         """The namespace's description tells who comes later what the files hold."""
         identity = Identity(model="m", chunk_tokens=SIZE)
-        create_stores(self.root, identity, [FULL, STATE])
-        (found,) = namespaces(self.root)
+        Namespace.create(self.root, identity, [FULL, STATE])
+        (found,) = descriptions(self.root)
         self.assertEqual((FULL, STATE), found.layouts)
 
 
@@ -155,7 +156,7 @@ class RulesTest(DirectoryTest):
             for trial in range(5):
                 root = self.root / f"{number}-{trial}"
                 root.mkdir()
-                full, states = stores = create_stores(root, model.identity, [FULL, STATE])
+                full, states = stores = Namespace.create(root, model.identity, [FULL, STATE]).stores
                 stored = int(rng.integers(0, CHUNKS + 1))
                 there = {chunk for chunk in range(CHUNKS) if rng.random() < 0.4}
                 self.store(full, keys, range(stored))
@@ -176,7 +177,7 @@ class RulesTest(DirectoryTest):
 
         tokens = CHUNKS * SIZE + 3
         model, keys = self.model(), self.keys(tokens)
-        full, states = stores = create_stores(self.root, model.identity, [FULL, STATE])
+        full, states = stores = Namespace.create(self.root, model.identity, [FULL, STATE]).stores
 
         def wanted() -> Any:
             found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
@@ -199,7 +200,7 @@ class RulesTest(DirectoryTest):
 
         tokens = 6 * SIZE + 3
         model, keys = self.model(), self.keys(tokens)
-        stores = create_stores(self.root, model.identity, [FULL, STATE])
+        stores = Namespace.create(self.root, model.identity, [FULL, STATE]).stores
         found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
         table = there.get("table", [1, 2, 3])
         step = Step(range(computed // SIZE, complete // SIZE), computed, complete, [[], table])
@@ -227,9 +228,9 @@ class RulesTest(DirectoryTest):
             model = replace(model, groups=(model.groups[0], replace(model.groups[1], layout=kind)))
             root = self.root / kind.group
             root.mkdir()
-            stores = create_stores(
+            stores = Namespace.create(
                 root, Identity(model=kind.group, chunk_tokens=SIZE), [FULL, kind]
-            )
+            ).stores
             found = find(model, stores, keys, 6 * SIZE + 3, window_every_tokens=NEVER)
             for table, reused, expected in (
                 ([0, 2, 3, 4], range(6), [2, 3, 4, 5] if kind is not STATE else [5]),

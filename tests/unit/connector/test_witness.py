@@ -17,7 +17,7 @@ from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
 
@@ -68,7 +68,7 @@ class WitnessTest(unittest.TestCase):
 
     def store(self) -> None:
         """Store one chunk."""
-        store = create_store(self.root, IDENTITY, LAYOUT)
+        store = Namespace.create(self.root, IDENTITY, [LAYOUT]).stores[0]
         memory = Slab(LAYOUT, LAYOUT.full, 1).memory
         store.save(KeyChain(token_ids(range(SIZE)), SIZE)[0], memory)
         store.close()
@@ -212,7 +212,7 @@ class WitnessTest(unittest.TestCase):
         self.root = self.root.with_name("empty")
         found = found_of(4)
         first = self.witness()
-        create_store(self.root, IDENTITY, LAYOUT).close()
+        Namespace.create(self.root, IDENTITY, [LAYOUT]).stores[0].close()
         first = self.witness()
         self.assertEqual(0, first.limit(request_of("a"), found, 0))  # somebody was quicker
         self.assertEqual(0, self.witness().limit(request_of("b"), found, 0))  # it stored nothing

@@ -25,7 +25,7 @@ from vua.device.slab import Slab
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NEEDS_CUDA = unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
@@ -303,7 +303,9 @@ class DirectReaderTest(DirectoryTest):
     def setUp(self) -> None:
         """Store five chunks of random bytes."""
         super().setUp()
-        self.store = create_store(self.root, Identity(model="m", chunk_tokens=16), self.layout)
+        self.store = Namespace.create(
+            self.root, Identity(model="m", chunk_tokens=16), [self.layout]
+        ).stores[0]
         self.keys = keys_of(range(80), 16)
         self.slab = Slab(self.layout, self.layout.full, 5)
         self.slab.bytes[:] = content(len(self.slab.bytes)).numpy()

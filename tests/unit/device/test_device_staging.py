@@ -12,7 +12,7 @@ from vua.device import Fence, PagedCache, Staging, slots_of
 from vua.errors import InputError, LayoutError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 LAYOUT = KVLayout(layers=3, kv_heads=4, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=8)
 SHARD = Shard(0, 3, 1, 3)
@@ -35,7 +35,7 @@ class StagingTest(DirectoryTest):
         """Open a store, and name four chunks of a prompt."""
         super().setUp()
         label = Identity(model="staging", kv_dtype="BF16", chunk_tokens=8)
-        self.store = create_store(self.root, label, LAYOUT)
+        self.store = Namespace.create(self.root, label, [LAYOUT]).stores[0]
         self.keys = keys_of(range(32), 8)
 
     def staging(self, paged: PagedCache, *, chunks: int = 2, limit: int = 2) -> Staging:

@@ -23,7 +23,7 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import MemoryMap
 from vua.storage.mark import MARK
-from vua.store.namespace import open_store
+from vua.store.namespace import Namespace
 
 GOLDEN = make_golden.GOLDEN
 FORMAT_PAGE = ROOT / "docs" / "format.md"
@@ -186,8 +186,7 @@ class TestGolden(DirectoryTest):
         """This version of VUA loads what the first one wrote."""
         for model, layout, _, extras in make_golden.CASES:
             identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=4)
-            store = open_store(self.copy, identity)
-            self.assertIsNotNone(store)
+            (store,) = Namespace.open(self.copy / identity.namespace).stores
             self.assertEqual(layout, store.layout)
             chain = KeyChain(token_ids(make_golden.TOKENS), 4, extras)
             memory: MemoryMap = make_golden.memory_of(layout, layout.full)

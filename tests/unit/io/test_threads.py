@@ -179,12 +179,13 @@ class TestForks(DirectoryTest):
     def test_locks_held(self) -> None:
         """Also when another thread held every lock there is."""
         vua: Any = self.vua
-        store = vua._writer
-        keeper = store.keeper
+        store = vua._writing.stores[0]
+        capacity = store.capacity
         locks = [
             *(vua._lock, vua._buffers._lock, vua._threads._shared.lock, store.misses._lock),
-            *(store.storage._lock, store.storage.first_reads._lock, keeper._touch_lock),
-            *(keeper._in_flight._changed, keeper._recent._lock, keeper.room._changed),
+            *(store.storage._lock, store.storage.first_reads._lock, capacity.touches._lock),
+            *(capacity.pending._changed, capacity.touches._recent._lock),
+            capacity.reclaiming._changed,
         ]
         held, free = threading.Event(), threading.Event()
 

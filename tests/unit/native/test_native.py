@@ -140,7 +140,7 @@ class TestLoad(DirectoryTest):
                 uids=whose,
                 direct=self.direct,
             )
-        tables = into.headers[:, plan.table_offset :].view("<u8")[:, : LAYOUT_UNITS]
+        tables = into.headers[:, plan.table_offset :].view("<u8")[:, :LAYOUT_UNITS]
         tables = tables[:, plan.block_place.astype(int)]
         same = (tables == into.digests).all(axis=1)[:done]
         return done if same.all() else int(np.argmin(same))

@@ -20,7 +20,7 @@ from helpers import DirectoryTest, contents
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.mark import MARK
-from vua.store.namespace import open_store
+from vua.store.namespace import Namespace
 
 FRAME = struct.Struct("<Q")
 
@@ -134,8 +134,8 @@ class TestGoldenSealed(DirectoryTest):
         for model, layout, encrypt, extras in make_golden.SEALED_CASES:
             identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=4)
             settings = make_golden.security(self.root / "key", encrypt=encrypt)
-            store = open_store(make_golden.SEALED, identity, security=settings)
-            self.assertIsNotNone(store)
+            path = make_golden.SEALED / identity.namespace
+            (store,) = Namespace.open(path, security=settings).stores
             naming = store.keyring.naming()
             chain = KeyChain(token_ids(make_golden.TOKENS), 4, extras, naming)
             memory = make_golden.memory_of(layout, layout.full)

@@ -143,6 +143,18 @@ class TestNames(SealTest):
         self.assertEqual(chain.first(4), longer.first(4))
         self.assertEqual({"t"}, {key.tenant for key in longer.first(5)})
 
+    def test_pins(self) -> None:
+        """Pins of the library hold what is stored under secret names, and only with the key."""
+        tokens, kv = list(range(8)), caches_of(layers=1, heads=1, tokens=8, dim=8)
+        config = VUAConfig(split_factor=4, security=self.security())
+        with VUA(config, self.root / "cache") as vua:
+            self.assertEqual(2, vua.put(tokens, kv))
+            self.assertEqual([8], vua.pin(tokens))
+        with VUA(VUAConfig(split_factor=4), self.root / "cache") as vua:
+            self.assertEqual([0], vua.unpin(tokens))
+        with VUA(config, self.root / "cache") as vua:
+            self.assertEqual([8], vua.unpin(tokens))
+
     def test_repr(self) -> None:
         """Nothing that is printed holds a secret."""
         keyring = Keyring(NAMESPACE, self.security())

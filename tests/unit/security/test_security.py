@@ -18,13 +18,13 @@ import torch
 
 from helpers import ROOT, TESTS, DirectoryTest, caches_of, has_native, kv_bits
 from scorecard.attacks import FOREIGN_UID, PLANTS, clear, foreign_uid, hostile_names
-from vua.storage.base import entry_name
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError, StorageError, UntrustedError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.security.settings import Security
+from vua.storage.base import entry_name
 from vua.storage.local import LocalStorage
 from vua.storage.mark import MARK, claim
 
@@ -180,7 +180,7 @@ class TestForeign(SecurityTest):
         """A load that meets another user's file calls it foreign, not a failure of the storage."""
         self.put()
         with self.open() as vua:
-            store = vua._store_to_read()
+            store = vua._namespace_to_read().stores[0]
             keys = KeyChain(token_ids(TOKENS), 8).first(3)
             with foreign_uid(self.chunks()[0]):
                 with self.assertRaises(UntrustedError):
@@ -277,7 +277,7 @@ class TestPlanted(SecurityTest):
             with self.subTest(name), self.open() as vua:
                 middle.unlink()
                 vua.put(TOKENS[:8], [[t[:, :, :8] for t in pair] for pair in CACHE])
-                storage = vua._store_to_read().storage
+                storage = vua._namespace_to_read().stores[0].storage
                 assert isinstance(storage, LocalStorage)
                 planted = middle.with_name(f".tmp-{storage._tag}-{os.getpid()}-0")
                 plant(planted, self.victim)

@@ -18,7 +18,7 @@ from vua.io import posix
 from vua.io.posix import Iovecs
 from vua.storage.direct import FirstReads, write_through_cache
 from vua.storage.local import LocalStorage
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 
 PAGE = 4096
 
@@ -92,7 +92,7 @@ class TestDirectReads(DirectoryTest):
         for before, colds in ((False, (5, 0, 0)), (True, (0, 0, 0))):
             root = self.root / str(before)
             identity = Identity(model="m", chunk_tokens=48)
-            store = create_store(root, identity, layout)
+            store = Namespace.create(root, identity, [layout]).stores[0]
             for place, key in enumerate(keys):
                 store.save(key, wanted.map(), place=place)
             paths = list(root.rglob("*.safetensors"))
@@ -121,7 +121,9 @@ class TestDirectReads(DirectoryTest):
         layout = KVLayout(layers=5, kv_heads=2, k_dim=64, v_dim=32, dtype="BF16", chunk_tokens=64)
         [key], arrays = keys_of(range(64), 64), model_arrays(layout, 1)
         source, draw = Memory(layout, layout.full, 1).fill(arrays).map(), random.Random(3)
-        store = create_store(self.root, Identity(model="m", chunk_tokens=64), layout)
+        store = Namespace.create(self.root, Identity(model="m", chunk_tokens=64), [layout]).stores[
+            0
+        ]
         outcomes = []
         for turn in range(150):
             self.assertTrue(store.save(key, source))

@@ -85,11 +85,11 @@ class TestLabels(DirectoryTest):
             with self.subTest(settings):
                 vua = self.open(model=str(settings))
                 vua.put(TOKENS, self.caches(**settings))
-                store = vua._writer
+                store = vua._writing.stores[0]
                 if store is None:
                     self.fail("there is no store")
                 last = Shard(store.layout.layers - 1, store.layout.layers, 0, 1)
-                key = vua._keys(token_ids(TOKENS))[1]
+                key = vua._writing.keys(token_ids(TOKENS))[1]
                 seen, verified = (read(store, key, last) for read in (unverified_rows, stored_rows))
                 self.assertEqual(len(store.layout.dims), len(seen or []))
                 for one, other in zip(seen or [], verified or [], strict=True):

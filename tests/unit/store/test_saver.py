@@ -26,7 +26,7 @@ from vua.format.layout import KVLayout
 from vua.security.settings import Security
 from vua.storage.local import TEMPORARY, LocalStorage
 from vua.store import writer as module
-from vua.store.namespace import create_store
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=4)
@@ -68,7 +68,7 @@ class TestSaveAll(DirectoryTest):
         """A store with room for so many bytes."""
         identity = Identity(model="saver", chunk_tokens=4)
         bounds = Bounds() if max_bytes is None else Bounds(max_bytes=max_bytes)
-        store = create_store(self.root, identity, LAYOUT, bounds=bounds)
+        store = Namespace.create(self.root, identity, [LAYOUT], bounds=bounds).stores[0]
         self.addCleanup(store.close)
         return store
 
@@ -106,7 +106,7 @@ class TestSaveAll(DirectoryTest):
 
     def test_no_more_threads(self) -> None:
         """Where no thread can be started the caller's saves everything."""
-        storage = LocalStorage(self.root)  # without a keeper, which needs a thread of its own
+        storage = LocalStorage(self.root)  # without a capacity, which needs a thread of its own
         self.addCleanup(storage.close)
         store = Store(storage, "ab" * 32, LAYOUT)
         with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more")):
@@ -124,8 +124,9 @@ class TestSaveAll(DirectoryTest):
         self.assertTrue(saver.refused)
         self.assertLessEqual(store.counts["chunks_refused"], 2)
         store.close()  # the last one may have been stored without the one before it
-        self.assertEqual(0, store.keeper.counts["chunks_evicted"] if store.keeper else None)
-        self.check(store, saved - (0 if store.keeper is None else store.keeper.counts["orphans"]))
+        assert store.capacity is not None
+        self.assertEqual(0, store.capacity.counts["chunks_evicted"])
+        self.check(store, saved - store.capacity.counts["orphans"])
 
     def test_errors(self) -> None:
         """An error of either thread reaches the caller once both have stopped."""
@@ -167,7 +168,7 @@ class TestRuns(DirectoryTest):
         """A store of its own directory."""
         identity = Identity(model="runs", chunk_tokens=layout.chunk_tokens)
         (self.root / name).mkdir(exist_ok=True)
-        store = create_store(self.root / name, identity, layout, **settings)
+        store = Namespace.create(self.root / name, identity, [layout], **settings).stores[0]
         self.addCleanup(store.close)
         return store
 
@@ -334,8 +335,8 @@ class TestRuns(DirectoryTest):
         saver = store.saver(memory.map())
         saver.ttl_s = 100.0
         self.assertEqual(5, saver.save_all(keys[:5]))
-        assert store.keeper is not None
-        space = store.keeper.space
+        assert store.capacity is not None
+        space = store.capacity.space
         self.assertEqual(100, ttl.ttl_s_of(space, keys[4].name))
         saver.ttl_s = None
         self.assertEqual(CHUNKS - 5, saver.save_all(keys))

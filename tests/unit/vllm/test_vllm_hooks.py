@@ -124,7 +124,7 @@ class HooksTest(unittest.TestCase):
             prompt_embeds=None, lora_request=None, cache_salt=None, mm_features=[],
             kv_transfer_params=None,
         )  # fmt: skip
-        store, half = side._stores[0], tokens // 2
+        store, half = side._namespace.stores[0], tokens // 2
         memory = Slab(store.layout, store.layout.full, 1).memory
         state = side._state(request)
         assert state is not None

@@ -356,7 +356,7 @@ class RequestFieldsTest(DirectoryTest):
         """Store chunks of these names."""
         slab = Slab(LAYOUT, LAYOUT.full, 1)
         for key in keys:
-            self.side._stores[0].save(key, slab.memory)
+            self.side._namespace.stores[0].save(key, slab.memory)
 
     def test_fields(self) -> None:
         """Each kind of request finds its own chunks and no other kind's."""

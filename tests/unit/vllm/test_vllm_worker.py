@@ -7,10 +7,12 @@ import time
 import unittest
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from helpers import DirectoryTest, bits, keys_of, noise
 from vua.errors import StorageError
@@ -24,8 +26,10 @@ if find_spec("vllm"):
     from vua.connector.cache_spec import Group, Model
     from vua.connector.config import ConnectorConfig
     from vua.connector.group_transfer import Rank
+    from vua.connector.memory import Memory
     from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
     from vua.connector.request import SaveHints
+    from vua.connector.weights_watch import WeightsWatch
     from vua.connector.worker import WorkerSide
     from vua.vllm import page_layout
 
@@ -102,18 +106,16 @@ class HangingTest(DirectoryTest):
         store = self.side._groups[0].store
         self.storage = Hanging(store.storage)
         store.storage = self.storage  # type: ignore[assignment]
-        assert store.keeper is not None
-        store.keeper._storage = self.storage  # type: ignore[assignment]
         self.addCleanup(self.storage.go.set)
 
-    def worker(self, **settings: Any) -> WorkerSide:
-        """A worker on this test's directory."""
+    def worker(self, memory: Any = None, **settings: Any) -> WorkerSide:
+        """A worker on this test's directory, which computes with ``memory``."""
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
         config = ConnectorConfig(
             shared_storage_path=str(self.root), chunk_tokens=16, load_threads=1, **settings
         )
-        return WorkerSide(model, config, Rank(0, 0))
+        return WorkerSide(model, config, Rank(0, 0), memory=memory)
 
     def save(self, keys: list[Any]) -> None:
         """Store chunks from the blocks 1, 2, 3."""
@@ -169,6 +171,43 @@ class HangingTest(DirectoryTest):
         self.assertEqual({"good"}, self.received())
         self.assertEqual(set(), self.side.take_failed_blocks())
         self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
+
+    def test_changed_while_loading(self) -> None:
+        """A load during which the namespace or the weights change fills no block that counts."""
+        engine = SimpleNamespace(model=torch.nn.Linear(8, 8), calls=0, last_call="update")
+        other = Identity(model="other", chunk_tokens=16)
+
+        def follow_another_namespace() -> None:
+            save = SaveOrder([[1, 2, 3]], [(0, self.keys)])
+            self.side.save(ConnectorMetadata(saves=[save], identity=other))
+
+        def call_into_the_worker() -> None:
+            engine.calls += 1
+            self.side.start_loads(ConnectorMetadata())  # the next step sees it
+
+        changes: list[tuple[Callable[[], object], bool]] = [
+            (lambda: None, False),
+            (follow_another_namespace, True),
+            (call_into_the_worker, True),
+            (lambda: engine.model.weight.data.add_(1), True),
+        ]
+        for change, fails in changes:
+            with self.subTest(change=change):
+                self.side = self.worker(Memory(WeightsWatch(engine)), io_timeout_s=60.0)
+                layer_of = {name: at for at, name in enumerate(self.layers)}
+                tables = dict.fromkeys(self.layers, 0)
+                self.side.register(self.layers, layer_of, tables, page_layout)
+                store = self.side._groups[0].store
+                store.storage = storage = Hanging(store.storage)  # type: ignore[assignment]
+                self.load("during", [5, 6, 7])
+                soon(lambda storage=storage: storage.calls)
+                change()
+                storage.go.set()
+
+                self.assertEqual({"during"}, self.received())
+                self.assertEqual({5, 6, 7} if fails else set(), self.side.take_failed_blocks())
+                stops = {"reset": 1} if fails else {}
+                self.assertEqual(stops, self.counted("vua_load_stops_total"))
 
     def test_loads_behind_a_hanging_one(self) -> None:
         """They are given up with it; after a few more, loads are refused at once, then resumed."""
@@ -226,7 +265,6 @@ class HangingTest(DirectoryTest):
             page_layout,
         )
         side._groups[0].store.storage = self.storage  # type: ignore[assignment]
-        side._groups[0].store.keeper._storage = self.storage  # type: ignore[assignment,union-attr]
         room = room_of(side._groups[0].save_slabs)
         keys = keys_of(range(1000, 1000 + 16 * (room + 5)), 16)
         order = ConnectorMetadata(saves=[SaveOrder([[1] * (len(keys) + 63)], [(0, keys)])])

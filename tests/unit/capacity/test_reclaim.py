@@ -1,4 +1,4 @@
-"""Mirrors `room` and `estimate`: eviction on a thread of its own, ahead of need."""
+"""Mirrors `reclaim`, `reclaim_thread` and `estimate`: eviction ahead of need."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from vua.format.keys import ChunkKey, KeyChain, token_ids
 LARGE = 1 << 20
 LAYOUT_FILE = f"{LAYOUT.full.name}.safetensors"
 OLD_NS = 86_400 * 10**9
-THREAD = "vua-room"
+THREAD = "vua-reclaim"
 
 
-class TestRoom(DirectoryTest):
+class TestReclaim(DirectoryTest):
     """A cache of small new files beside large old ones, which have no bytes but a size."""
 
     def occupied(self) -> int:
@@ -41,10 +41,10 @@ class TestRoom(DirectoryTest):
         fd = cache.store.storage.fileno()
         now = server_now_ns(fd)
         for number in range(chunks):
-            cache.keeper.publish(self.key(number), LAYOUT.full, cache.iovecs)
+            cache.saver.save(self.key(number))
             os.truncate(self.path(cache, number), LARGE)  # without bytes
             set_stamp(fd, self.key(number).name, now - OLD_NS + number * 1000)
-        cache.keeper.close()
+        cache.capacity.close()
         return Cache(self.root, most * LARGE // NBYTES)
 
     @staticmethod
@@ -57,13 +57,13 @@ class TestRoom(DirectoryTest):
         name = self.key(number).name
         return self.root / cache.store.namespace / name[:2] / name / LAYOUT_FILE
 
-    def publish(self, cache: Cache, number: int) -> bool:
+    def save(self, cache: Cache, number: int) -> bool:
         """Store a small chunk."""
-        return cache.keeper.publish(self.key(number), LAYOUT.full, cache.iovecs)
+        return cache.saver.save(self.key(number))
 
     @contextmanager
     def hanging(self) -> Iterator[threading.Event]:
-        """Let each listing of the room's thread hang until the event that is given is set."""
+        """Let each listing of the reclaiming thread hang until the event that is given is set."""
         answer, real = threading.Event(), os.scandir
 
         def scandir(*args: Any) -> Any:
@@ -80,41 +80,41 @@ class TestRoom(DirectoryTest):
     def test_search_ahead(self) -> None:
         """Near the limit victims are looked for while writers go on, however long that takes."""
         cache = self.fill(97, 100)
-        self.assertTrue(self.publish(cache, 1000))  # which measures
+        self.assertTrue(self.save(cache, 1000))  # which measures
         with self.hanging():
             began = time.monotonic()
-            written = [self.publish(cache, 1001 + number) for number in range(20)]
+            written = [self.save(cache, 1001 + number) for number in range(20)]
             took = time.monotonic() - began
             searching = [one for one in threading.enumerate() if one.name == THREAD]
         self.assertEqual([True] * 20, written)
         self.assertEqual(1, len(searching))
         self.assertLess(took, 20)  # each listing hangs for 30
-        self.assertEqual(0, cache.keeper.counts["chunks_evicted"])
+        self.assertEqual(0, cache.capacity.counts["chunks_evicted"])
 
     def test_behind(self) -> None:
         """Whoever would exceed the limit waits a little, then nothing is stored, then it is."""
         cache = self.fill(100, 100)
-        with self.hanging() as answer, mock.patch("vua.capacity.room._WAIT_S", 0.2):
-            with self.assertLogs("vua.capacity.room", "WARNING") as logs:
-                self.assertFalse(self.publish(cache, 1000))
-            with mock.patch("vua.capacity.room._WAIT_S", 30):  # the second does not wait at all
+        with self.hanging() as answer, mock.patch("vua.capacity.reclaim_thread._WAIT_S", 0.2):
+            with self.assertLogs("vua.capacity.reclaim", "WARNING") as logs:
+                self.assertFalse(self.save(cache, 1000))
+            with mock.patch("vua.capacity.reclaim_thread._WAIT_S", 30):  # no wait now
                 began = time.monotonic()
-                self.assertFalse(self.publish(cache, 1001))
+                self.assertFalse(self.save(cache, 1001))
                 self.assertLess(time.monotonic() - began, 20)
             self.assertEqual(100 * LARGE, self.occupied())
             answer.set()
             end = time.monotonic() + 20
-            while not self.publish(cache, 1002):
+            while not self.save(cache, 1002):
                 self.assertLess(time.monotonic(), end)
                 time.sleep(0.02)
         self.assertIn("slow", logs.output[0])
         self.assertLessEqual(self.occupied(), 100 * LARGE)
-        self.assertEqual(2, cache.keeper.counts["chunks_refused"] - self.tries(cache))
+        self.assertEqual(2, cache.capacity.counts["chunks_refused"] - self.tries(cache))
 
     @staticmethod
     def tries(cache: Cache) -> int:
         """Refusals after the first two."""
-        return max(0, cache.keeper.counts["chunks_refused"] - 2)
+        return max(0, cache.capacity.counts["chunks_refused"] - 2)
 
     def test_who_deletes(self) -> None:
         """Not a single chunk is deleted by the thread that writes."""
@@ -126,8 +126,8 @@ class TestRoom(DirectoryTest):
 
         with mock.patch("os.rename", rename):
             for number in range(80):
-                self.publish(cache, number)
-        self.assertGreaterEqual(cache.keeper.counts["chunks_evicted"], 30)
+                self.save(cache, number)
+        self.assertGreaterEqual(cache.capacity.counts["chunks_evicted"], 30)
         self.assertEqual({THREAD}, names)
         self.assertLessEqual(self.occupied(), 50 * NBYTES)
 
@@ -136,13 +136,13 @@ class TestRoom(DirectoryTest):
         cache = self.fill(100, 100)
         os.truncate(self.path(cache, 50), LARGE - 40 * NBYTES)
         for number in range(20):
-            self.assertTrue(self.publish(cache, 1000 + number))
+            self.assertTrue(self.save(cache, 1000 + number))
         end = time.monotonic() + 20  # the thread may have been slow to start, and closing ends it
-        while not cache.keeper.counts["chunks_evicted"]:
+        while not cache.capacity.counts["chunks_evicted"]:
             self.assertLess(time.monotonic(), end)
             time.sleep(0.02)
-        cache.keeper.close()
-        self.assertEqual(1, cache.keeper.counts["chunks_evicted"])
+        cache.capacity.close()
+        self.assertEqual(1, cache.capacity.counts["chunks_evicted"])
         self.assertEqual((99 * LARGE - 20 * NBYTES), self.occupied())
 
     @pytest.mark.thorough
@@ -173,7 +173,7 @@ class TestRoom(DirectoryTest):
             return cache.store.holds(key, [LAYOUT.full])
 
         for key in [*keys[:30], *keys[31:]]:  # the one between was refused
-            cache.keeper.publish(key, LAYOUT.full, cache.iovecs)
+            cache.saver.save(key)
         self.assertEqual(30, sum(map(stored, keys[:30])))
         self.assertEqual(40, sum(map(stored, keys)))
         self.assertLess(
@@ -220,10 +220,10 @@ class TestRoom(DirectoryTest):
         """With nothing to do, and after the end, there is no thread."""
         cache = Cache(self.root, 20)
         for number in range(40):
-            self.publish(cache, number)
+            self.save(cache, number)
         self.wait_for_end()
-        cache.keeper.close()
-        self.assertFalse(self.publish(cache, 50))
+        cache.capacity.close()
+        self.assertFalse(self.save(cache, 50))
         self.wait_for_end()
 
     def wait_for_end(self) -> None:
@@ -236,11 +236,11 @@ class TestRoom(DirectoryTest):
     def test_close_does_not_hang(self) -> None:
         """A search that hangs does not keep anybody from ending."""
         cache = self.fill(97, 100)
-        self.publish(cache, 1000)
-        with self.hanging(), mock.patch("vua.capacity.room._CLOSE_S", 0.1):
-            self.publish(cache, 1001)
+        self.save(cache, 1000)
+        with self.hanging(), mock.patch("vua.capacity.reclaim_thread._CLOSE_WAIT_S", 0.1):
+            self.save(cache, 1001)
             began = time.monotonic()
-            cache.keeper.close()
+            cache.capacity.close()
             self.assertLess(time.monotonic() - began, 20)
         self.wait_for_end()
 

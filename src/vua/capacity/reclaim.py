@@ -1,0 +1,307 @@
+"""What is evicted when: on demand for a writer that waits, and ahead of need.
+
+Near the limit victims are looked for, and evicted, before anybody has to wait for that. Nothing
+here starts a thread or waits for one: :mod:`vua.capacity.reclaim_thread` calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from vua.capacity import ttl
+from vua.capacity.estimate import UsageEstimate
+from vua.capacity.evictor import NOTHING, PINNED_SHARE, Evictor, Freed
+from vua.capacity.lease import Lease, lease, upkeep_directory
+from vua.capacity.limits import Bounds
+from vua.capacity.lru import server_now_ns
+from vua.capacity.scan import Candidate, spaces
+from vua.errors import ConfigError
+from vua.storage.mark import MARK, is_marked
+
+__all__ = ["Reclaim", "StoppedError"]
+
+log = logging.getLogger(__name__)
+
+_BURST_SHARE: Final = 1 / 200
+"""Share of the limit that is freed at once. What is freed early is missed: on traces of requests
+1 % less space costs up to 1.4 % of the hits."""
+_BURST_FILES: Final = (8, 512)
+"""Files freed at once, at least and at most. Each burst takes the lease and asks for the time, so
+it is worth 8 files (but never a hundredth of the limit); ext4 creates files slowly after tens of
+thousands of deletes."""
+_SEARCH_SHARE: Final = 0.95
+"""From this share of the limit on victims are looked for, so that they are known when needed."""
+_FEW_VICTIMS: Final = 4096
+"""With fewer victims known than these the search for more begins."""
+_AHEAD_AGE_NS: Final = 10**9
+"""Eviction ahead of need takes only chunks at least 1 s older than those being written, so a prompt
+never evicts its own prefix."""
+_NO_PARENT_NS: Final = 1 << 62
+_TTL_INTERVAL_S: Final = 60.0
+"""How often chunks are looked for whose own time to live (:mod:`vua.capacity.ttl`) is over."""
+_COSTLY_S: Final = 0.25
+"""A search for space that took longer, in vain, is not repeated for ten times as long."""
+_NO_SPACE: Final = (
+    "what is stored was used more recently, is pinned, or others fill the disk; raise max_bytes, "
+    "lower min_free_bytes, or see `vua du`"
+)
+
+
+class StoppedError(Exception):
+    """The eviction under way is to end: see :attr:`Reclaim.stopped`."""
+
+
+class Reclaim:
+    """Evicts from one cache directory within its limits. All state is guarded by :attr:`lock`.
+
+    What reads or changes the directory (:meth:`make_space`, :meth:`work_ahead`) is for one thread
+    at a time, which does not hold the lock. Everything else is arithmetic, for who holds it.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], bounds: Bounds, counts: Counter[str]) -> None:
+        """Prepare for ``root``; add events to ``counts``. Reads nothing yet."""
+        self._root, self._bounds, self._counts = Path(root), bounds, counts
+        self._warned: set[str] = set()
+        self._on_evicted: Callable[[Candidate], None] = lambda _: None
+        self.reset()
+
+    def reset(self) -> None:
+        """Know nothing, with a free lock: at first, and after a fork."""
+        self.lock = threading.RLock()
+        self.estimate = UsageEstimate(self._root, self._bounds, self.lock)
+        self._evictor = Evictor(self._root)
+        self._evictor.evicted = self._on_evicted
+        self.stopped = False
+        """Set to end an eviction or a search that is under way."""
+        self.paused_until_s = 0.0
+        """Nothing is to be written before this, by the monotonic clock."""
+        self._largest_bytes = 0  # of the files asked for
+        self._writing_ns = self._latest_ns = _NO_PARENT_NS
+        """mtime of the oldest parent of what was written since the last eviction; the latest."""
+        self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
+        self._someone_evicts = False
+
+    def on_evicted(self, tell: Callable[[Candidate], None]) -> None:
+        """Call ``tell`` with each chunk that is evicted here, on the thread that evicts."""
+        self._on_evicted = self._evictor.evicted = tell
+
+    def warn_once(self, cause: str, text: str) -> None:
+        """Log a warning, the first time for each ``cause``."""
+        if cause not in self._warned:
+            self._warned.add(cause)
+            log.warning("%s", text)
+
+    # -- arithmetic, for who holds the lock ---------------------------------------------------
+
+    def note_request(self, nbytes: int, before_ns: int | None, files: int) -> None:
+        """Note what is to be written: ``files`` of ``nbytes`` in all, parent's mtime if any."""
+        self.estimate.count_request(nbytes)
+        self._largest_bytes = max(self._largest_bytes, nbytes // files)
+        self._latest_ns = _NO_PARENT_NS if before_ns is None else before_ns
+        self._writing_ns = min(self._writing_ns, self._latest_ns)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether :meth:`work_ahead` has something to do."""
+        now_s = time.monotonic()
+        if now_s >= self._expire_from_s or self.estimate.is_ageing:
+            return True
+        is_low = self.estimate.missing(self._burst_bytes() // 2) > 0
+        return (is_low and now_s >= self._ahead_from_s) or self._is_search_due(now_s)
+
+    @property
+    def knows_victims(self) -> bool:
+        """Whether something can be evicted without a search."""
+        return bool(self._evictor.left)
+
+    def _is_search_due(self, now_s: float) -> bool:
+        limits = self.estimate.limits
+        if limits is None or self._evictor.left >= _FEW_VICTIMS or now_s < self._search_from_s:
+            return False
+        return self.estimate.missing(int(limits.max_bytes * (1 - _SEARCH_SHARE))) > 0
+
+    def _burst_bytes(self) -> int:
+        """Bytes to free beside what is needed."""
+        limits, (few, most) = self.estimate.limits, _BURST_FILES
+        if limits is None:
+            return most * self._largest_bytes
+        files = limits.max_bytes // max(1, self._largest_bytes)
+        return min(max(int(files * _BURST_SHARE), few), files // 100, most) * self._largest_bytes
+
+    # -- what reads and changes the directory ---------------------------------------------------
+
+    def make_space(self, nbytes: int, before_ns: int | None, *, full: bool) -> bool:
+        """Return whether there is space for ``nbytes``, after evicting what it takes.
+
+        Args:
+            nbytes: what is to be written.
+            before_ns: only what has an older mtime may be evicted for it; None: everything.
+            full: the disk was found full, whatever is estimated. The answer is then True also when
+                nothing could be evicted: another process may have.
+        """
+        began_s, estimate = time.monotonic(), self.estimate
+        if estimate.is_stale:
+            self._measure()
+        if full:
+            self._evict(nbytes + self._burst_bytes(), before_ns)
+            return True
+        limits = estimate.limits
+        if limits is None:
+            # Where nothing can be measured the storage itself decides; not where this process had
+            # no descriptors to measure with.
+            return not estimate.is_unknown
+        if nbytes > limits.max_bytes:
+            text = f"chunks of {nbytes:,} bytes, the whole cache may have {limits.max_bytes:,}"
+            self.warn_once("size", f"{self._root}: nothing can be stored: {text}")
+            return False
+        need = estimate.missing(nbytes)
+        if need <= 0 or self._evict(need + self._burst_bytes(), before_ns).nbytes >= need:
+            return True
+        if self._someone_evicts and estimate.is_tolerable(nbytes):
+            return True
+        estimate.doubt()
+        self.warn_once("refused", f"{self._root}: no room for a chunk: {_NO_SPACE}")
+        cost_s = time.monotonic() - began_s
+        if cost_s > _COSTLY_S:
+            self.paused_until_s = began_s + 10 * cost_s
+        return False
+
+    def work_ahead(self, between: Callable[[], None]) -> None:
+        """Measure, look for victims and evict before anybody has to wait for that.
+
+        ``between`` is called between two steps of the search, some hundred times; it may call
+        :meth:`make_space` where that needs no search.
+        """
+        if self.estimate.is_ageing:
+            self._measure()
+        self._expire()
+        if self._is_search_due(time.monotonic()):
+            self._search(between)
+        began_s, need = time.monotonic(), self.estimate.missing(self._burst_bytes() // 2)
+        if need > 0 and began_s >= self._ahead_from_s:
+            wanted = need + self._burst_bytes() // 2
+            if self._evict(wanted, ahead=True).nbytes < need:  # do not try all the time
+                cost_s = time.monotonic() - began_s
+                self._ahead_from_s = began_s + max(0.1, 11 * cost_s)
+
+    def _search(self, between: Callable[[], None]) -> None:
+        began_s = time.monotonic()
+        if not self._may_delete():
+            self._search_from_s = began_s + _TTL_INTERVAL_S
+            return
+        try:
+            directory = upkeep_directory(self._root)
+            try:
+                now_ns = server_now_ns(directory)
+            finally:
+                os.close(directory)
+            self._evictor.prepare(now_ns, between)
+        except OSError as problem:
+            self._cannot_evict(problem)
+        self._search_from_s = began_s + max(1.0, 21 * (time.monotonic() - began_s))
+
+    def _measure(self) -> None:
+        self.estimate.measure(self.warn_once)
+        self._expire()
+
+    def _expire(self) -> None:
+        """Delete what was not used for its time to live: every eighth of that, or each minute."""
+        limits, now_s = self.estimate.limits, time.monotonic()
+        if limits is None or now_s < self._expire_from_s:
+            return
+        ttl_s = limits.ttl_s
+        pause_s = _TTL_INTERVAL_S if ttl_s is None else min(max(1.0, ttl_s / 8), _TTL_INTERVAL_S)
+        self._expire_from_s = now_s + pause_s
+        if ttl_s is not None or self._has_hints():
+            self._evict(0, ttl_s=ttl_s, hinted=True)
+
+    def _has_hints(self) -> bool:
+        try:
+            with spaces(self._root) as found:
+                return self._may_delete() and ttl.tidy(found)
+        except OSError:
+            return False
+
+    def _may_delete(self) -> bool:
+        """Whether the directory has the mark, without which nothing in it is deleted."""
+        try:
+            if is_marked(self._root):
+                return True
+            text = f"{self._root} has no {MARK}, so nothing is deleted there: it fills up to its"
+            self.warn_once(
+                "mark", f"{text} bounds; `vua adopt {self._root}` looks at it and makes one"
+            )
+        except (OSError, ConfigError) as problem:
+            self.warn_once("mark", f"{self._root}: nothing is deleted there: {problem}")
+        return False
+
+    def _evict(
+        self,
+        nbytes: int,
+        before_ns: int | None = None,
+        *,
+        ttl_s: float | None = None,
+        hinted: bool = False,
+        ahead: bool = False,
+    ) -> Freed:
+        """Evict unless another process does so now. What fails brings one warning."""
+        self._someone_evicts = False
+        if not self._may_delete():
+            return NOTHING
+        limits = self.estimate.limits
+        try:
+            directory = upkeep_directory(self._root)
+            try:
+                with lease(directory) as held:
+                    if held is None:
+                        self._someone_evicts = True
+                        return NOTHING
+                    now_ns = server_now_ns(directory)
+                    if ahead:
+                        before_ns = self._ahead_before_ns(now_ns)
+                    freed = self._evictor.evict(
+                        nbytes,
+                        now_ns,
+                        before_ns=before_ns,
+                        expired_ns=0 if ttl_s is None else now_ns - int(ttl_s * 1e9),
+                        hinted=hinted,
+                        pins_nbytes=None
+                        if limits is None
+                        else int(limits.max_bytes * PINNED_SHARE),
+                        pulse=lambda _: self._pulse(held),
+                    )
+            finally:
+                os.close(directory)
+        except OSError as problem:
+            self._cannot_evict(problem)
+            return NOTHING
+        with self.lock:
+            self.estimate.freed(freed.nbytes)
+            self._counts["chunks_evicted"] += freed.chunks
+            self._counts["bytes_evicted"] += freed.nbytes
+        return freed
+
+    def _ahead_before_ns(self, now_ns: int) -> int:
+        """Below which mtime to evict ahead of need: nothing of a prompt that is being written.
+
+        Asked when the lease is held: writes go on while this process waits for it.
+        """
+        with self.lock:
+            before_ns = min(self._writing_ns, now_ns) - _AHEAD_AGE_NS
+            self._writing_ns = self._latest_ns
+        return before_ns
+
+    def _cannot_evict(self, problem: OSError) -> None:
+        self.warn_once("evict", f"nothing can be evicted from {self._root}: {problem}")
+
+    def _pulse(self, held: Lease) -> None:
+        held.renew()
+        if self.stopped:
+            raise StoppedError

@@ -1,0 +1,272 @@
+"""Keeps a cache directory within its limits, from inside the processes that use it.
+
+Whoever writes chunks reserves space first::
+
+    with capacity.reserve(keys, nbytes) as room:
+        if room.granted:
+            room.commit(storage.write(batch))
+
+:mod:`vua.capacity.reclaim_thread` grants it, and evicts. Every use of a prefix is told to
+:meth:`Capacity.used`, which touches it in the background. Reserving does not belong on an engine's
+own path: it may wait some seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from vua.capacity import prefix_tree, ttl
+from vua.capacity.evictor import bury
+from vua.capacity.limits import Bounds
+from vua.capacity.lru import STEP_NS, inherit, set_stamp, stamp_ns
+from vua.capacity.pending import Pending
+from vua.capacity.reclaim_thread import ReclaimThread
+from vua.capacity.scan import AFTER, Candidate, Space, mark
+from vua.capacity.touches import TOUCH_INTERVAL_S, Touches
+from vua.errors import StorageFullError
+from vua.format.keys import ChunkKey, Keys
+from vua.io.forks import watch
+from vua.native import LEFT, WRITTEN
+from vua.storage.local import LocalStorage
+
+__all__ = ["Capacity", "Reservation"]
+
+_ADOPT_WAIT_S: Final = 5.0
+"""A chunk that was stored before its parent, or whose parent vanished, is looked at after this."""
+_ORPHAN_MTIME_NS: Final = 10**18
+"""mtime (in 2001) of a chunk whose parent is missing. With 'now' it would look recently used and
+evict the front of its own prompt."""
+_BATCH_SHARE: Final = 1 / 256
+"""Share of the limit that one reservation may ask for: several processes do so at a time, without
+knowing of each other."""
+
+
+class Capacity:
+    """The limits of one cache, seen from one namespace that is written. Safe for threads."""
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        storage: LocalStorage,
+        bounds: Bounds | None = None,
+        *,
+        touch_interval_s: float = TOUCH_INTERVAL_S,
+    ) -> None:
+        """Watch over ``storage``, a namespace of ``root``. Starts nothing until it is needed."""
+        self._root, self.storage = Path(root), storage
+        self.counts: Counter[str] = Counter()
+        """Events so far: chunks_evicted, bytes_evicted, chunks_refused, orphans, full."""
+        self.reclaiming = ReclaimThread(root, Bounds() if bounds is None else bounds, self.counts)
+        self.pending = Pending(_ADOPT_WAIT_S)
+        self.touches = Touches(storage, touch_interval_s)
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Leave to the parent what it has begun; see :mod:`vua.io.forks`."""
+        self._orphans: deque[tuple[float, str, str]] = deque()
+
+    def close(self) -> None:
+        """Finish what is to be touched, and release the threads. A second call does nothing."""
+        self.touches.close()
+        self._adopt(time.monotonic() + _ADOPT_WAIT_S)
+        self.reclaiming.close()
+
+    @property
+    def space(self) -> Space:
+        """The namespace."""
+        return Space(self.storage.directory.name, self.storage.fileno())
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def reserve(
+        self, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None = None
+    ) -> Reservation:
+        """Return space for chunks that follow each other in a prompt; enter it to have it.
+
+        Entering waits some seconds at most for eviction. Threads that write chunks of one prompt
+        enter in the order of the prompt: a child then gets its mtime after its parent.
+
+        Args:
+            keys: the chunks, in order.
+            nbytes: size of each one's file.
+            ttl_s: they may be deleted when not used for so long, see :mod:`vua.capacity.ttl`.
+        """
+        return Reservation(self, keys, nbytes, ttl_s)
+
+    @property
+    def batch_bytes(self) -> int:
+        """How many bytes one reservation should have at most; what is larger goes alone."""
+        limits = self.reclaiming.reclaim.estimate.limits
+        return 0 if limits is None else int(limits.max_bytes * _BATCH_SHARE)
+
+    def add_orphan(self, chunk: str, parent: str) -> None:
+        """Note a new chunk whose parent is not there: it may come soon."""
+        self._orphans.append((time.monotonic(), chunk, parent))
+        with contextlib.suppress(OSError):
+            set_stamp(self.storage.fileno(), chunk, _ORPHAN_MTIME_NS)
+
+    def adopt_orphans(self) -> None:
+        """Give orphans their mtimes, or delete them, when their parents had time to come."""
+        self._adopt(time.monotonic())
+
+    def _adopt(self, now_s: float) -> None:
+        while self._orphans and now_s - self._orphans[0][0] >= _ADOPT_WAIT_S:
+            try:
+                _, chunk, parent = self._orphans.popleft()
+            except IndexError:  # another thread took it
+                return
+            fd = self.storage.fileno()
+            with contextlib.suppress(OSError):
+                if not inherit(fd, chunk, parent) and bury(self.space, chunk) is not None:
+                    self.counts["orphans"] += 1  # nobody would ever find it
+
+    # -- use ------------------------------------------------------------------------------------
+
+    def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
+        """Note that the first ``chunks`` chunks of ``keys`` were used: at most once a minute.
+
+        Returns at once and touches them in the background; ``wait`` does so here and now. Never
+        raises for the state of the storage.
+        """
+        if chunks and (self.touches.wants(keys[chunks - 1].name) or wait):
+            names = [keys[place].name for place in range(chunks)]
+            self.touches.touch(names, wait=wait)
+
+    def pin(self, chunk: str) -> bool:
+        """Keep a chunk and its prefix from eviction; returns whether any is held.
+
+        Reads one header per chunk of the prefix; never raises for the state of the storage.
+        """
+        try:
+            return bool(prefix_tree.pin(self.space, chunk))
+        except OSError as problem:
+            text = f"{self._root}: nothing can be pinned: {problem}"
+            self.reclaiming.reclaim.warn_once("pin", text)
+            return False
+
+    def on_evicted(self, tell: Callable[[str], None]) -> None:
+        """Call ``tell`` with the name of each chunk of this namespace that is evicted here."""
+
+        def evicted(victim: Candidate) -> None:
+            if victim.space == self.space.name:
+                tell(victim.chunk)
+
+        self.reclaiming.reclaim.on_evicted(evicted)
+
+
+class Reservation:
+    """Space for some chunks, inside a ``with``. What is not committed at its end is given back.
+
+    For one thread.
+    """
+
+    granted = False
+    """Whether there is space. If not, write nothing: everything stored was used more recently than
+    the prefix of these chunks, eviction is behind, or the disk was found full a moment ago."""
+
+    def __init__(
+        self, capacity: Capacity, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None
+    ) -> None:
+        """See :meth:`Capacity.reserve`."""
+        self._capacity, self._keys, self._ttl_s = capacity, keys, ttl_s
+        self._fd = capacity.storage.fileno()
+        self._nbytes = nbytes
+        self._reserved_bytes = 0
+        self._pending: list[str] = []
+
+    def __enter__(self) -> Reservation:  # noqa: PYI034 - Self is in typing from 3.11 on
+        """Ask for the space; :attr:`granted` tells."""
+        capacity, keys = self._capacity, self._keys
+        self._pending = capacity.pending.enter([key.name for key in keys])
+        try:
+            self._before_ns = self._mtime_before_ns()
+            if self._before_ns is not None and len(keys) == 1:  # of more, some may be there already
+                capacity.pending.expect(keys[0].name, self._before_ns - STEP_NS)
+            whole = self._nbytes * len(keys)
+            self.granted = capacity.reclaiming.reserve(whole, self._before_ns, len(keys))
+        except BaseException:
+            capacity.pending.leave(self._pending)
+            raise
+        if self.granted:
+            self._reserved_bytes = whole
+        elif len(keys) == 1:  # several are then asked for one by one
+            capacity.counts["chunks_refused"] += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give back what was not committed; pause all writing if the disk is full for good."""
+        self._settle(0)
+        self._capacity.pending.leave(self._pending)
+        if isinstance(problem, StorageFullError):
+            self._capacity.reclaiming.pause(str(problem))
+
+    def relieve_full_disk(self) -> None:
+        """Evict because the disk was found full, whatever is estimated; then write once more."""
+        nbytes = max(1, self._reserved_bytes)
+        self._capacity.reclaiming.relieve_full_disk(nbytes, self._before_ns)
+
+    def commit(self, statuses: Sequence[int]) -> None:
+        """Note what became of each chunk: those WRITTEN get their mtimes and their time to live.
+
+        A crash, or another process's look, before this finds new chunks newer than their parents.
+        """
+        capacity = self._capacity
+        self._settle(self._nbytes * list(statuses).count(WRITTEN))
+        self._set_mtimes(statuses)
+        if self._ttl_s is not None or ttl.any_in(capacity.space):
+            for key, status in zip(self._keys, statuses, strict=False):
+                if status == WRITTEN:
+                    ttl.settle(capacity.space, key.name, key.before.hex(), self._ttl_s)
+        capacity.adopt_orphans()
+
+    def _settle(self, written_bytes: int) -> None:
+        reserved, self._reserved_bytes = self._reserved_bytes, 0
+        if reserved:
+            self._capacity.reclaiming.settle(reserved, written_bytes)
+
+    def _mtime_before_ns(self) -> int | None:
+        """The mtime that the first chunk's parent has, or will have; what is older may go for it.
+
+        0 without the parent: nothing goes for a chunk that nobody would find. None for the first
+        chunk of a prompt.
+        """
+        parent = self._keys[0].before.hex()
+        if not parent:
+            return None
+        mtime_ns = self._capacity.pending.mtime_ns_of(parent)
+        return stamp_ns(self._fd, parent) or 0 if mtime_ns is None else mtime_ns
+
+    def _set_mtimes(self, statuses: Sequence[int]) -> None:
+        """Give new chunks their parents' mtimes less a microsecond, front to back."""
+        mtime_ns: int | None = None  # of the chunk before, where it is known
+        for key, status in zip(self._keys, statuses, strict=False):
+            if status == WRITTEN:
+                if key.previous:
+                    mark(self._fd, key.name, AFTER + key.before.hex())
+                if mtime_ns is not None and not key.previous:
+                    with contextlib.suppress(OSError):
+                        mtime_ns -= STEP_NS
+                        set_stamp(self._fd, key.name, mtime_ns)
+                        continue
+                self._inherit(key)
+            mtime_ns = None if status == LEFT else stamp_ns(self._fd, key.name)
+
+    def _inherit(self, key: ChunkKey) -> None:
+        parent = key.before.hex()
+        if parent not in self._pending:
+            self._capacity.pending.wait_for(parent)
+        if parent and not inherit(self._fd, key.name, parent):
+            self._capacity.add_orphan(key.name, parent)
