@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from e2e.damage import chunk_files, flip, stored
+from e2e.damage import stored
 from e2e.harness import PROMPT, RESET, RESET_ALL, Batch, EngineTest, tokens
 from vua.storage.description import descriptions
 
@@ -29,54 +27,6 @@ class ResetTest(EngineTest):
         epochs = [found.identity.epoch for found in descriptions(self.root) if found.identity]
         self.assertEqual(3, len(set(epochs)))
         self.assertEqual(30, len(stored(self.root)))
-
-
-class InStepTest(EngineTest):
-    extra: dict[str, Any] = {"load_in_step_mib": 64}  # noqa: RUF012 - shared on purpose
-
-    def test_warm(self) -> None:
-        """Several prompts at once, with and without vLLM's prefix cache: the usual tokens."""
-        batch = Batch([PROMPT, PROMPT[:400] + tokens(150, seed=2), PROMPT[:100]])
-        for caching in (False, True):
-            with self.subTest(prefix_caching=caching):
-                engine = {"enable_prefix_caching": caching}
-                expected = self.fill(batch, engine=engine, extra={"epoch": str(caching)})
-
-                warm = self.serve(batch, engine=engine, extra=self.extra | {"epoch": str(caching)})
-
-                self.assertEqual(expected, warm.tokens)
-                self.assertEqual([640, 512, 96 if caching else 64], warm.cached)
-
-    def test_small_loads_only(self) -> None:
-        """A load that is larger than allowed is done beside the step as ever."""
-        expected = self.fill(BATCH)
-        warm = self.serve(BATCH, extra={"load_in_step_mib": 1})
-        self.assertEqual([expected, [640]], [warm.tokens, warm.cached])
-
-    def test_damage(self) -> None:
-        """A load that fails within a step spoils nothing: not the request, no other, no file."""
-        engine = {"enable_prefix_caching": True}
-        batch = Batch([PROMPT, PROMPT[:500] + tokens(100, seed=3)])
-        expected = self.fill(batch, engine=engine)
-        for chunk in (3, 0):
-            (path,) = chunk_files(self.root, PROMPT, chunk)
-            flip(path)
-
-            hurt = self.serve(batch, engine=engine, extra=self.extra)
-            healed = self.serve(batch, engine=engine)
-
-            self.assertEqual(expected, hurt.tokens)
-            self.assertGreaterEqual(hurt.counts["corrupt"], 1)
-            self.assertEqual(expected, healed.tokens)
-            self.assertNotIn("corrupt", healed.counts)
-
-    def test_every_file_strikes(self) -> None:
-        """All files are damaged between lookup and load."""
-        expected = self.fill(BATCH)
-        hurt = self.serve(BATCH, extra=self.extra, strike="blank")
-        self.assertEqual(expected, hurt.tokens)
-        healed = self.serve(BATCH)
-        self.assertEqual(expected, healed.tokens)
 
 
 class GeneratedTest(EngineTest):

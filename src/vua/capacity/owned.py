@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from typing import Final
 
-from vua.capacity.scan import AFTER, HINTS, PIN, TRASH, Space, chunks_of, fans_of, listed
+from vua.capacity.scan import AFTER, HINTS, PIN, TRASH, Space, chunks_of, fans_of, is_fan, listed
 from vua.format.layout import Shard
 from vua.storage.description import DESCRIPTION, is_described, is_namespace_name
 from vua.storage.local import QUARANTINE, SUFFIX
@@ -34,7 +34,6 @@ __all__ = [
     "trash_in",
 ]
 
-_FAN: Final = re.compile(r"[0-9a-f]{2}")
 _TRASH: Final = re.compile(rf"{TRASH}[0-9a-f]{{16}}")
 _WRITING: Final = re.compile(r"\.tmp-.+-[0-9a-f]{8}-\d+-\d+(?:-\d+)?")
 """A chunk's file until it is whole: host, process, number."""
@@ -83,7 +82,7 @@ def is_ours(space: Space) -> bool:
 def is_all_ours(space: Space) -> bool:
     """Whether nothing lies in a namespace that VUA did not put there. Lists every chunk."""
     with listed(space.fd, ".") as entries:
-        beside = [one for one in entries if not _FAN.fullmatch(one.name)]
+        beside = [one for one in entries if not is_fan(one.name)]
         folders = {HINTS: re.compile(r"[0-9a-f]{64}"), QUARANTINE: _QUARANTINED}
     for one in beside:
         pattern = folders.get(one.name)
@@ -167,7 +166,7 @@ def delete_namespace(parent: int, name: str) -> int:
 
 def _delete_part(fd: int, name: str) -> int:
     """Delete one of the things that a namespace's directory holds, or what of it is of VUA."""
-    if _FAN.fullmatch(name):
+    if is_fan(name):
         with listed(fd, name) as entries:
             chunks = [one.name for one in entries if _is_chunk(one, name)]
         nbytes = sum(delete_chunk(fd, f"{name}/{chunk}") for chunk in chunks)
@@ -240,7 +239,7 @@ def _is_all_ours(parent: int, name: str, *, namespace: bool) -> bool:
             return all(is_chunk_file(one) for one in entries)
         folders = (HINTS, QUARANTINE)
         return all(
-            (_FAN.fullmatch(one.name) or one.name in folders or is_trash(one.name))
+            (is_fan(one.name) or one.name in folders or is_trash(one.name))
             if one.is_dir(follow_symlinks=False)
             else one.name == DESCRIPTION or _DESCRIBING.fullmatch(one.name)
             for one in entries
@@ -267,7 +266,7 @@ def drop_empty(parent: int, name: str, before_ns: int, now_ns: int) -> bool:
         folders = []
         with os.scandir(fd) as entries:
             for one in entries:
-                empty = _FAN.fullmatch(one.name) or one.name in (HINTS, QUARANTINE)
+                empty = is_fan(one.name) or one.name in (HINTS, QUARANTINE)
                 if one.name != DESCRIPTION and not (empty and one.is_dir(follow_symlinks=False)):
                     return False
                 folders += [one.name] if empty else []

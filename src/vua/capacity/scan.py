@@ -34,6 +34,7 @@ __all__ = [
     "chunks_of",
     "fans_of",
     "files_nbytes",
+    "is_fan",
     "listed",
     "mark",
     "oldest",
@@ -162,16 +163,21 @@ def spaces(root: str | os.PathLike[str]) -> Iterator[list[Space]]:
 
 
 @contextlib.contextmanager
-def listed(parent: int, path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+def listed(
+    parent: int, path: str, refused: Callable[[OSError], None] | None = None
+) -> Iterator[Iterator[os.DirEntry[str]]]:
     """List a directory below ``parent``; an absent or unreadable one is empty.
 
-    Raises OSError where this process has no more descriptors or memory: then nothing is known.
+    ``refused`` is told why one that is there cannot be read. Raises OSError where this process has
+    no more descriptors or memory: then nothing is known.
     """
     try:
         fd = os.open(path, _DIRECTORY, dir_fd=parent)
     except OSError as problem:
         if problem.errno in EXHAUSTED:
             raise
+        if refused is not None and problem.errno not in GONE:
+            refused(problem)
         yield iter(())
         return
     try:
@@ -181,10 +187,15 @@ def listed(parent: int, path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
         os.close(fd)
 
 
+def is_fan(name: str) -> bool:
+    """Whether a fan-out directory has such a name: two hex digits."""
+    return _FAN.fullmatch(name) is not None
+
+
 def fans_of(space: Space) -> list[str]:
     """Return the names of a namespace's fan-out directories, in order."""
     with listed(space.fd, ".") as entries:
-        return sorted(entry.name for entry in entries if _FAN.fullmatch(entry.name))
+        return sorted(entry.name for entry in entries if is_fan(entry.name))
 
 
 def chunks_of(space: Space, fan: str) -> Iterator[tuple[str, int]]:

@@ -15,14 +15,14 @@ files in the ustar form are read: no links, no devices, no extended headers, not
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import BinaryIO, Final
+from typing import IO, BinaryIO, Final, NamedTuple
 
 from vua.errors import InputError
 from vua.format.entry import EntryCodec
@@ -95,12 +95,24 @@ class Writer:
         self._stream.flush()
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """What stands before a file in an archive."""
 
     name: str
     nbytes: int
+
+
+class _PlainFile(tarfile.TarInfo):
+    """A member's header; refuses whatever is not a plain file before anything is done with it."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _PlainFile:
+        """Read a header. Raises InputError, and what `tarfile` raises for what is none."""
+        info = super().frombuf(buf, encoding, errors)
+        if info.type != tarfile.REGTYPE or info.size < 0:
+            msg = f"{info.name!r:.100} in the archive is no plain file"
+            raise InputError(msg)
+        return info
 
 
 class Reader:
@@ -108,13 +120,18 @@ class Reader:
 
     def __init__(self, stream: BinaryIO) -> None:
         """Read the first member. Raises InputError unless it is one of ours, OSError."""
-        self._stream, self._digest, self._members = stream, hashlib.sha256(), 0
-        self._left = 0
+        self._digest, self._members, self._left = hashlib.sha256(), 0, 0
+        self._file: IO[bytes] | None = None
+        with _damage_told("no archive of `vua export`"):
+            self._tar = tarfile.open(  # noqa: SIM115 - it has nothing to close
+                fileobj=stream, mode="r|", tarinfo=_PlainFile, encoding="ascii", errors="strict",
+                bufsize=_COPIED_NBYTES,
+            )  # fmt: skip
         first = self._next()
         if first is None or first.name != _START or first.nbytes > _MAX_END_NBYTES:
             msg = f"no archive of `vua export`: it does not begin with {_START}"
             raise InputError(msg)
-        said = _fields(self.read(first))
+        said = _fields(self.read())
         if said.get("format") != FORMAT:
             msg = f"format {said.get('format')!r:.40}, expected {FORMAT!r}: of another version?"
             raise InputError(msg)
@@ -129,65 +146,58 @@ class Reader:
                 self._finish(member)
                 return
             yield member
-            self.skip(member)
+            for _ in self._blocks():  # unless it was read
+                pass
         msg = f"the archive ends without {_END}: it was cut short"
         raise InputError(msg)
 
     def _next(self) -> Member | None:
-        block = self._exactly(_BLOCK)
-        if block == bytes(_BLOCK):
-            return None
-        try:
-            info = tarfile.TarInfo.frombuf(block, "ascii", "strict")
-        except (tarfile.HeaderError, ValueError) as problem:
-            msg = f"member {self._members} has no sound header: {problem}"
-            raise InputError(msg) from problem
-        if info.type != tarfile.REGTYPE or info.size < 0:
-            msg = f"member {self._members} ({info.name!r:.100}) is no plain file"
-            raise InputError(msg)
-        self._left = info.size
+        with _damage_told(f"member {self._members} has no sound header"):
+            info = self._tar.next()
+            self._tar.members.clear()  # type: ignore[attr-defined] # it would remember them all
+            if info is None:
+                return None
+            self._left, self._file = info.size, self._tar.extractfile(info)
         if info.name != _END:
             self._digest.update(b"%s\0%d\0" % (info.name.encode(), info.size))
             self._members += 1
         return Member(info.name, info.size)
 
-    def read(self, member: Member) -> bytearray:
+    def read(self) -> bytearray:
         """Return the bytes of the member that came last, as many as it says: look at that before.
 
         Raises InputError where the archive ends before.
         """
         data = bytearray()
-        while len(data) < member.nbytes:  # allocates what is really there, not what is claimed
-            data += self._exactly(min(1 << 20, member.nbytes - len(data)))
-        self._digest.update(data)
-        self._exactly(-member.nbytes % _BLOCK)
-        self._left = 0
+        for block in self._blocks():  # allocates what is really there, not what is claimed
+            data += block
         return data
 
-    def skip(self, member: Member) -> None:
-        """Pass over the member that came last, unless it was read."""
-        if self._left:
-            while self._left:
-                data = self._exactly(min(1 << 20, self._left))
-                self._digest.update(data)
-                self._left -= len(data)
-            self._exactly(-member.nbytes % _BLOCK)
-
-    def _exactly(self, nbytes: int) -> bytes:
-        data = self._stream.read(nbytes) if nbytes else b""
-        while len(data) < nbytes:
-            more = self._stream.read(nbytes - len(data))
-            if not more:
-                msg = f"the archive ends within member {self._members}: it was cut short"
-                raise InputError(msg)
-            data += more
-        return data
+    def _blocks(self) -> Iterator[bytes]:
+        while self._left and self._file is not None:
+            with _damage_told(f"the archive ends within member {self._members}"):
+                data = self._file.read(min(_COPIED_NBYTES, self._left))
+                if not data:
+                    raise tarfile.ReadError(f"{self._left} bytes are missing")
+            self._digest.update(data)
+            self._left -= len(data)
+            yield data
 
     def _finish(self, member: Member) -> None:
         expected = {"members": self._members, "sha256": self._digest.hexdigest()}
-        if member.nbytes > _MAX_END_NBYTES or _fields(self.read(member)) != expected:
+        if member.nbytes > _MAX_END_NBYTES or _fields(self.read()) != expected:
             msg = "the archive is not what its end says: something in it was changed or is missing"
             raise InputError(msg)
+
+
+@contextlib.contextmanager
+def _damage_told(what: str) -> Iterator[None]:
+    """Turn what `tarfile` raises for damage into InputError."""
+    try:
+        yield
+    except (tarfile.TarError, UnicodeDecodeError) as problem:
+        msg = f"{what}: {problem}; was it cut short?"
+        raise InputError(msg) from problem
 
 
 def _fields(data: bytearray) -> dict[str, object]:

@@ -23,7 +23,6 @@ from vua import native
 from vua.capacity.limits import Limits, read_bounds
 from vua.capacity.usage import measure
 from vua.cli.probes import PROBES, Finding, Ground, Level, mount_of
-from vua.cli.quota import quota
 from vua.cli.text import DAMAGED, SOUND, Write, plain, size
 from vua.errors import ConfigError
 from vua.io import posix
@@ -54,7 +53,7 @@ def doctor(directory: str, *, trusted_uids: str = "", write: Write | None) -> in
     """
     root = check_root(directory, create=False)
     security = Security(trusted_uids=_uids(trusted_uids))
-    findings = [_owner(root, security), *_tried(root), _space(root), quota(root), _native(), _gds()]
+    findings = [_owner(root, security), *_tried(root), _space(root), _native(), _gds()]
     if write is not None:
         write({"directory": directory, "findings": [asdict(one) for one in findings]})
     else:

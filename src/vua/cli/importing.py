@@ -159,7 +159,7 @@ class _Taker:
         if member.nbytes > MAX_DESCRIPTION_NBYTES:
             msg = f"{member.nbytes} bytes are too long for a description"
             raise ConfigError(msg)
-        identity, layouts = parse_description(bytes(self._reader.read(member)))
+        identity, layouts = parse_description(bytes(self._reader.read()))
         if identity.namespace != namespace:
             msg = f"it describes namespace {identity.namespace[:SHORT]}"
             raise ConfigError(msg)
@@ -180,7 +180,7 @@ class _Taker:
         if member.nbytes not in sizes:
             msg = f"{member.nbytes} bytes long, expected {' or '.join(map(str, sizes))}"
             raise ConfigError(msg)
-        data = self._reader.read(member)
+        data = self._reader.read()
         check = self._checker.check_bytes(
             memoryview(data), Place(namespace, chunk, shard, store.layout)
         )

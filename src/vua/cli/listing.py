@@ -7,12 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
-from vua.capacity.scan import Space
-from vua.cli.spread import is_large, spread
+from vua.capacity.scan import Space, fans_of
+from vua.cli.spread import over_fans
 from vua.cli.text import SHORT, SOUND, Write, bar, plain, progress, size, table, when
-from vua.cli.walk import Found, described, fans, open_root, walk_fan
+from vua.cli.walk import Found, described, open_root, walk
 from vua.storage.description import Description
 
 __all__ = ["ls"]
@@ -92,26 +91,24 @@ def _content(namespace: Description, show: Callable[[str], None], *, long: bool)
     content = _Content(namespace)
     fd = os.open(namespace.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        large = is_large(Space(namespace.name, fd))
+        space = Space(namespace.name, fd)
+        names = fans_of(space)
+        parts = over_fans(partial(_part, space, long=long), space, names)
+        for number, (chunks, files, nbytes, newest_s, entries) in enumerate(parts, 1):
+            content.chunks += chunks
+            content.files += files
+            content.nbytes += nbytes
+            content.newest_s = max(filter(None, (content.newest_s, newest_s)), default=None)
+            content.entries += entries
+            show(bar(number, len(names), f"{namespace.name[:SHORT]}, {content.chunks} chunks"))
     finally:
         os.close(fd)
-    names = fans(namespace.path)
-    work = partial(_part, namespace.path, long=long)
-    for number, (chunks, files, nbytes, newest_s, entries) in enumerate(
-        spread(work, names, large=large), 1
-    ):
-        content.chunks += chunks
-        content.files += files
-        content.nbytes += nbytes
-        content.newest_s = max(filter(None, (content.newest_s, newest_s)), default=None)
-        content.entries += entries
-        show(bar(number, len(names), f"{namespace.name[:SHORT]}, {content.chunks} chunks"))
     return content
 
 
-def _part(path: Path, fan: str, *, long: bool) -> tuple[int, int, int, float | None, list[Found]]:
+def _part(space: Space, fan: str, *, long: bool) -> tuple[int, int, int, float | None, list[Found]]:
     """One fan-out directory: chunks, files, bytes, the newest file's time, and the files."""
-    files = [one for one in walk_fan(path, fan) if one.kind == "entry" and one.regular]
+    files = [one for one in walk(space, fan) if one.kind == "entry" and one.regular]
     newest_s = max((file.modified_s for file in files), default=None)
     nbytes = sum(file.nbytes for file in files)
     chunks = len({file.chunk for file in files})

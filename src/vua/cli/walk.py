@@ -6,29 +6,29 @@ Others may write and delete meanwhile: what vanishes is skipped. Symbolic links 
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from vua.capacity.owned import is_trash
-from vua.capacity.scan import AFTER, PIN
+from vua.capacity.scan import AFTER, PIN, Space, is_fan, listed
 from vua.errors import StorageError
 from vua.format.layout import Shard
-from vua.storage.description import DESCRIPTION, Description, descriptions
+from vua.storage.description import (
+    DESCRIPTION,
+    Description,
+    descriptions,
+    is_namespace_name,
+)
 from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP
 from vua.storage.problems import explained
 from vua.store.namespace import check_root
 
-__all__ = ["Found", "Kind", "described", "fans", "open_root", "walk_beside", "walk_fan"]
+__all__ = ["Found", "Kind", "described", "open_root", "walk"]
 
 Kind = Literal["entry", "temporary", "quarantined", "mark", "stray", "unreadable"]
-
-_FAN: Final = re.compile(r"[0-9a-f]{2}")
-_CHUNK: Final = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,53 +75,41 @@ def described(namespace: Description) -> str:
     return "damaged" if os.path.lexists(namespace.path / DESCRIPTION) else "missing"
 
 
-def fans(namespace: Path) -> list[str]:
-    """Return the names of a namespace's fan-out directories, in order."""
-    items = (item for item in _items(namespace, "") if not isinstance(item, Found))
-    return [item.name for item in items if _FAN.fullmatch(item.name) and _is_directory(item)]
-
-
-def walk_beside(namespace: Path) -> Iterator[Found]:
-    """Yield what lies in a namespace directory beside the fan-out directories."""
-    for item in _items(namespace, ""):
+def walk(space: Space, fan: str) -> Iterator[Found]:
+    """Yield what lies in one fan-out directory, in order of name; for "" what lies beside them."""
+    for item in _items(space, fan):
         if isinstance(item, Found):
             yield item
-        elif item.name == QUARANTINE and _is_directory(item):
-            yield from _all(namespace, QUARANTINE, "quarantined")
-        elif is_trash(item.name) and _is_directory(item):
-            yield from _all(namespace, item.name, "temporary")
-        elif item.name != DESCRIPTION and not (_FAN.fullmatch(item.name) and _is_directory(item)):
+            continue
+        name, is_directory = item.name, _is_directory(item)
+        if fan:
+            if is_directory and is_namespace_name(name) and name[:2] == fan:
+                yield from _all(space, f"{fan}/{name}", "stray", chunk=name)
+            else:
+                yield from _file(item, fan, "stray")
+        elif is_directory and name == QUARANTINE:
+            yield from _all(space, QUARANTINE, "quarantined")
+        elif is_directory and is_trash(name):
+            yield from _all(space, name, "temporary")
+        elif name != DESCRIPTION and not (is_directory and is_fan(name)):
             yield from _file(item, "", "stray")
 
 
-def walk_fan(namespace: Path, fan: str) -> Iterator[Found]:
-    """Yield what lies in one fan-out directory, in order of name."""
-    for item in _items(namespace, fan):
-        if isinstance(item, Found):
-            yield item
-        elif _CHUNK.fullmatch(item.name) and item.name[:2] == fan and _is_directory(item):
-            yield from _all(namespace, f"{fan}/{item.name}", "stray", chunk=item.name)
-        else:
-            yield from _file(item, fan, "stray")
-
-
-def _all(namespace: Path, below: str, kind: Kind, chunk: str = "") -> Iterator[Found]:
-    for item in _items(namespace, below):
+def _all(space: Space, below: str, kind: Kind, chunk: str = "") -> Iterator[Found]:
+    for item in _items(space, below):
         if isinstance(item, Found):
             yield item
         else:
             yield from _file(item, below, kind, chunk)
 
 
-def _items(namespace: Path, below: str) -> list[os.DirEntry[str]] | list[Found]:
+def _items(space: Space, below: str) -> Iterator[os.DirEntry[str] | Found]:
     """What a directory holds; nothing when it vanished, the problem when it cannot be read."""
-    try:
-        with os.scandir(namespace / below) as listed:
-            return sorted(listed, key=lambda item: item.name)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as problem:
-        return [Found(below or ".", "unreadable", problem=str(problem.strerror))]
+    problems: list[OSError] = []
+    with listed(space.fd, below or ".", problems.append) as entries:
+        yield from sorted(entries, key=lambda entry: entry.name)
+    for problem in problems:
+        yield Found(below or ".", "unreadable", problem=str(problem.strerror))
 
 
 def _is_directory(item: os.DirEntry[str]) -> bool:

@@ -100,14 +100,6 @@ class Model:
         return replace(self, identity=replace(self.identity, epoch=epoch))
 
     @property
-    def token_nbytes(self) -> int:
-        """Bytes of K and V of one token, all workers together."""
-        return sum(
-            group.layout.full.payload_nbytes(group.layout) // group.layout.chunk_tokens
-            for group in self.groups
-        )
-
-    @property
     def workers(self) -> int:
         """Number of workers that each hold a part of it."""
         return sum(len(row) for row in self.groups[0].shards)

@@ -16,11 +16,11 @@ __all__ = ["ConnectorConfig"]
 
 log = logging.getLogger("vllm.vua")
 
-_MAY_BE_ZERO = frozenset({"load_in_step_mib", "witness_every"})
+_MAY_BE_ZERO = frozenset({"witness_every"})
 _MOST = 1e18
 _LOAD_POLICIES = ("faster", "always")
 _GDS_MODES = ("disabled", "auto", "required")
-_REMOVED = frozenset({"direct_reads", "direct_writes"})
+_REMOVED = frozenset({"direct_reads", "direct_writes", "load_in_step_mib"})
 _ALIASES = {"path": "shared_storage_path", "split_factor": "chunk_tokens"}
 
 
@@ -59,10 +59,6 @@ class ConnectorConfig:
     """After this long without an answer from the storage a request counts as a miss."""
     io_timeout_s: float = 10.0
     """A load or save that makes no progress for so long is given up; its tokens are recomputed."""
-    load_in_step_mib: int = 0
-    """Loads up to this size are done within the engine's step, which waits for them, instead of
-    beside it: sooner for a request alone, at the cost of all others. 0: none. One worker only, and
-    not with vLLM's asynchronous scheduling or sliding windows."""
     save_generated: bool = False
     """Store the chunks of generated tokens too, not only those of prompts."""
     allow_inexact_continuation: bool = False

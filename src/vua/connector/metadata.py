@@ -42,8 +42,6 @@ class LoadOrder:
     block_ids: list[list[int]]
     """The request's block table from its first token on, per vLLM cache group."""
     parts: list[GroupLoad]
-    in_step: bool = False
-    """To be done before this step's forward pass, which reads it; not reported when it ends."""
     adapter: Adapter | None = None
     """The request's LoRA adapter, which the worker must hold."""
 

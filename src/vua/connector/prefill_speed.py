@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from vua.connector.regression import Line
+from vua.connector.regression import Regression
 
 __all__ = ["PrefillSpeed", "prompt_work"]
 
@@ -44,7 +44,7 @@ class PrefillSpeed:
     engine may schedule ahead), to its own end. Steps with fewer than ``least_tokens`` of prompts do
     not count: there the time is not spent on them.
 
-    The model: seconds per token = p + q * (tokens before it), the second for attention; a median
+    The model: seconds per token = p + q * (tokens before it), the second for attention; a
     line through the steps, each weighing as its tokens do (see `vua.connector.regression`). It is
     not continued to longer prefixes than were measured. Limits: what a step takes anyway, and the
     tokens that it generates for other requests, are counted in, so a prefill seems slower, and a
@@ -55,7 +55,7 @@ class PrefillSpeed:
         """Measure steps of at least ``least_tokens`` tokens; ``clock`` gives seconds."""
         self._least, self._clock = least_tokens, clock
         self._open: deque[tuple[float, int, float]] = deque(maxlen=_IN_FLIGHT)
-        self._token_s = Line(_WINDOW, proportional=False)
+        self._token_s = Regression(_WINDOW, proportional=False)
         self._last_end = 0.0
 
     def __len__(self) -> int:

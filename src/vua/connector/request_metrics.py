@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vua.connector.load_policy import NOTHING_STORED, Choice, LoadOrCompute
+from vua.connector.load_policy import NOTHING_STORED, LoadDecision, LoadPolicy
 from vua.connector.metrics import Recorder
 
 __all__ = ["RequestMetrics"]
@@ -27,7 +27,7 @@ class _Account:
     prompt_tokens: int
     outcome: str = "not asked"
     lookup_s: float = 0.0
-    choice: Choice = NOTHING_STORED
+    decision: LoadDecision = NOTHING_STORED
     """What was decided about the tokens found."""
     ordered_s: float | None = None
     """When the running load was ordered."""
@@ -47,12 +47,12 @@ class RequestMetrics:
     def __init__(
         self,
         stats: Recorder,
-        choices: LoadOrCompute,
+        policy: LoadPolicy,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Record into ``stats``; what happens to loads is passed on to ``choices``."""
-        self._stats, self._choices, self._clock = stats, choices, clock
+        """Record into ``stats``; what happens to loads is passed on to ``policy``."""
+        self._stats, self._policy, self._clock = stats, policy, clock
         self._saved = {"predicted": 0.0, "measured": 0.0}
         self._accounts: dict[str, _Account] = {}
 
@@ -79,24 +79,22 @@ class RequestMetrics:
         self._stats.add("vua_queried_tokens_total", prompt_tokens - local_tokens)
         self._stats.observe("vua_lookup_seconds", seconds)
 
-    def computing(self, request: Any, start: int, choice: Choice) -> None:  # noqa: ANN401
+    def computing(self, request: Any, start: int, decision: LoadDecision) -> None:  # noqa: ANN401
         """Note that vLLM's ``request`` is computed, behind ``start`` tokens or what was loaded."""
-        self._choices.admitted(max(start, request.num_computed_tokens), request.num_tokens)
-        if choice.left_out:
-            self._chosen(request.request_id, choice)
+        self._policy.admitted(max(start, request.num_computed_tokens), request.num_tokens)
+        if decision.left_out:
+            self._chosen(request.request_id, decision)
 
-    def _chosen(self, request_id: str, choice: Choice) -> None:
-        self._stats.add("vua_load_decisions_total", label=choice.why)
+    def _chosen(self, request_id: str, decision: LoadDecision) -> None:
+        self._stats.add("vua_load_decisions_total", label=decision.reason)
         account = self._accounts.get(request_id)
         if account is not None:
-            account.choice = choice
+            account.decision = decision
 
-    def load_ordered(
-        self, request_id: str, start: int, stop: int, choice: Choice, *, in_step: bool = False
-    ) -> None:
+    def load_ordered(self, request_id: str, start: int, stop: int, decision: LoadDecision) -> None:
         """Note that the load of tokens [start, stop) was ordered, and why."""
-        self._choices.ordered(request_id, start, stop, choice, in_step=in_step)
-        self._chosen(request_id, choice)
+        self._policy.ordered(request_id, start, stop, decision)
+        self._chosen(request_id, decision)
         account = self._accounts.get(request_id)
         if account is not None:
             account.ordered_s, account.start = self._clock(), start
@@ -104,14 +102,14 @@ class RequestMetrics:
 
     def load_failed(self, request_id: str, good_tokens: int) -> None:
         """Note that no more than ``good_tokens`` of the running load came."""
-        self._choices.failed(request_id)
+        self._policy.failed(request_id)
         account = self._accounts.get(request_id)
         if account is not None:
             account.limit = min(account.limit, good_tokens)
 
     def load_ended(self, request_id: str) -> None:
         """Note that all ranks have ended the load."""
-        self._choices.ended(request_id)
+        self._policy.ended(request_id)
         account = self._accounts.get(request_id)
         if account is None or account.ordered_s is None:
             return
@@ -122,16 +120,16 @@ class RequestMetrics:
         outcome = "complete" if complete else "partial" if account.limit else "failed"
         self._stats.add("vua_loads_total", label=outcome)
         self._stats.observe("vua_load_seconds", seconds)
-        avoided_s = self._choices.prefill.seconds(account.limit, account.start)
+        avoided_s = self._policy.prefill.seconds(account.limit, account.start)
         if account.limit:
             self._stats.add("vua_loaded_tokens_total", account.limit)
             if avoided_s is not None:
                 self._stats.add("vua_saved_prefill_seconds_total", avoided_s)
         if avoided_s is not None:
             self._save("measured", avoided_s - seconds)
-        choice = account.choice
-        if choice.load_s is not None and choice.compute_s is not None:
-            self._save("predicted", choice.compute_s - choice.load_s)
+        decision = account.decision
+        if decision.load_s is not None and decision.compute_s is not None:
+            self._save("predicted", decision.compute_s - decision.load_s)
 
     def _save(self, basis: str, seconds: float) -> None:
         self._saved[basis] += seconds
@@ -145,7 +143,7 @@ class RequestMetrics:
 
     def finished(self, request_id: str) -> None:
         """Close a request's account, with one line at DEBUG."""
-        self._choices.forgotten(request_id)
+        self._policy.forgotten(request_id)
         account = self._accounts.pop(request_id, None)
         if account is not None:
             log.debug(
@@ -155,7 +153,7 @@ class RequestMetrics:
                 account.prompt_tokens,
                 account.outcome,
                 1000 * account.lookup_s,
-                account.choice,
+                account.decision,
                 account.loaded,
                 1000 * account.load_s,
                 account.saves,
@@ -165,8 +163,8 @@ class RequestMetrics:
 
     def step_scheduled(self, tokens: int, attended: float) -> None:
         """Note that a step was scheduled; what of it are prompts: see `prefill_speed`."""
-        self._choices.prefill.scheduled(tokens, attended)
+        self._policy.prefill.scheduled(tokens, attended)
 
     def step_ended(self) -> None:
         """Note that the oldest running step has ended."""
-        self._choices.prefill.ended()
+        self._policy.prefill.ended()

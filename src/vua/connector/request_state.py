@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vua.connector.adapters import Adapter
-from vua.connector.load_policy import NOTHING_STORED, Choice
+from vua.connector.load_policy import NOTHING_STORED, LoadDecision
 from vua.connector.lookup import Lookup
 from vua.connector.request import RequestOptions
 
@@ -26,7 +26,7 @@ class RequestState:
     """Its LoRA adapter, as the workers held it when it was first asked about."""
     local_tokens: int = 0
     """vLLM's own prefix-cache hit when it last asked."""
-    choice: Choice = NOTHING_STORED
+    decision: LoadDecision = NOTHING_STORED
     """What was decided then."""
     admitted: bool = False
     """It has blocks: it computes, or loads."""

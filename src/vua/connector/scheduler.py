@@ -18,7 +18,7 @@ from vua.connector.adapters import Adapter, AdapterBook
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
-from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadOrCompute
+from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.lookup import Lookup, Lookups, unasked
 from vua.connector.media import Media
 from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder, Verdict
@@ -67,7 +67,6 @@ class SchedulerSide:
         *,
         loads: bool,
         saves: bool,
-        loads_in_step: bool = True,
         events: KVEventPublisher | None = None,
         identification: Identification | None = None,
         setup: str = "",
@@ -79,7 +78,6 @@ class SchedulerSide:
             config: the connector's settings.
             loads: whether the engine's role permits it to load.
             saves: likewise to save.
-            loads_in_step: whether the engine can wait for a load within a step.
             events: announces what is stored; None: nobody wants to know.
             identification: the search for the weights of a model that is not `Model.identified`.
             setup: the engine's, see `vua.connector.proved`; empty: nothing is remembered.
@@ -104,9 +102,8 @@ class SchedulerSide:
         self._loads: list[LoadOrder] = []
         self._patience_s: float | None = None
         """How long lookups may still be waited for in this step; None before the first."""
-        self._in_step_nbytes = config.load_in_step_mib << 20 if loads_in_step else 0
-        self.choices = LoadOrCompute(model, config)
-        self.accounts = RequestMetrics(self.stats, self.choices)
+        self.policy = LoadPolicy(model, config)
+        self.accounts = RequestMetrics(self.stats, self.policy)
 
     def _use_what_is_known(self) -> None:
         """Use the namespace that was opened meanwhile."""
@@ -185,7 +182,7 @@ class SchedulerSide:
         if state.block_ids:  # it ran before and was preempted: more of it may be stored by now
             state.block_ids, state.next_save = [], None
             state.lookup = self._ask(request, state.options, state.adapter)
-        state.local_tokens, state.choice = num_computed_tokens, NOTHING_STORED
+        state.local_tokens, state.decision = num_computed_tokens, NOTHING_STORED
         loads = self._may_load and state.options.load and not state.failed
         if state.outdated or not (loads or (self._may_save and state.options.store)):
             return 0, False
@@ -226,15 +223,11 @@ class SchedulerSide:
         if limit is None:
             self._pause()
             return None, False
-        state.choice = TO_COMPARE
+        state.decision = TO_COMPARE
         if limit > start:
-            state.choice = self.choices.choose(start, limit, asked=state.options.wait_s > 0)
-        tokens = state.choice.tokens
-        return tokens, tokens > 0 and not self._in_step(tokens)
-
-    def _in_step(self, tokens: int) -> bool:
-        """Whether so small a load is done within the step."""
-        return tokens * self._model.token_nbytes <= self._in_step_nbytes
+            state.decision = self.policy.decide(start, limit, asked=state.options.wait_s > 0)
+        tokens = state.decision.tokens
+        return tokens, tokens > 0
 
     @staticmethod
     def _stop_at_state(request: Any, found: PrefixMatch, computed: int) -> None:  # noqa: ANN401
@@ -318,7 +311,7 @@ class SchedulerSide:
             known.admitted = True
         if num_external_tokens == 0:
             if known is not None:
-                self.accounts.computing(request, known.local_tokens, known.choice)
+                self.accounts.computing(request, known.local_tokens, known.decision)
             return
         state = self._states[request.request_id]
         found = state.lookup.answer.result()
@@ -330,10 +323,9 @@ class SchedulerSide:
         if self._model.plain:
             block, (table,) = self._model.align, tables
             state.loading = table[start // block : -(-stop // block)]
-        in_step = self._in_step(num_external_tokens)
-        self._loads.append(LoadOrder(request.request_id, tables, parts, in_step, state.adapter))
+        self._loads.append(LoadOrder(request.request_id, tables, parts, state.adapter))
         self._origins.begins(tables, start, self._origin(state))
-        self.accounts.load_ordered(request.request_id, start, stop, state.choice, in_step=in_step)
+        self.accounts.load_ordered(request.request_id, start, stop, state.decision)
         self.witness.loaded(request, found)
 
     def _part(
@@ -390,7 +382,7 @@ class SchedulerSide:
         """Return the loads ordered since the last step. vLLM waits for each: none may get lost."""
         loads, self._loads = self._loads, []
         self._patience_s = None
-        self.choices.step_begins()
+        self.policy.step_begins()
         return loads
 
     def take_stats(self) -> Series | None:
@@ -477,7 +469,7 @@ class SchedulerSide:
         if state.next_save is not None or self._model.plain:
             return range(0), found.stored if state.next_save is None else state.next_save
         # windows before it may be missing, and come by now
-        loaded = found.tokens if state.choice.left_out else computed
+        loaded = found.tokens if state.decision.left_out else computed
         first = min(found.stored, loaded // self._model.chunk_tokens)
         # vLLM's own prefix cache may have more than is stored
         return range(first if computed > found.tokens else 0), first

@@ -93,12 +93,11 @@ class WorkerSide:
         self._saves = WriteQueue(config, self._rank, self.stats, watch, self._memory)
         self._comparisons = Comparisons(config, quantised=model.quantised)
         self._lock = threading.Condition()
-        self._running = self._in_step = 0
+        self._running = 0
         self._received: set[str] = set()
         self._took = LoadTimes()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._spoilt: set[int] = set()
         """Blocks that this step computes with although a load did not fill them: nothing that
         depends on them is stored."""
         self._registered = False
@@ -195,11 +194,10 @@ class WorkerSide:
     # -- loads --------------------------------------------------------------------------------
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
-        """Begin this step's loads; waits only for those that belong into the step itself.
+        """Begin this step's loads; returns before they have ended.
 
         vLLM waits for each other one: whatever happens, it is reported when it has ended.
         """
-        self._spoilt = set()
         self._wanted = orders.adapters
         current = self._is_current(orders.epoch)
         if not orders.loads:
@@ -207,7 +205,6 @@ class WorkerSide:
         self._memory.look()
         with self._lock:
             self._running += len(orders.loads)
-            self._in_step += sum(order.in_step for order in orders.loads)
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
         after = self._groups[0].mark()  # all groups lie on one device
         for order in orders.loads:
@@ -222,10 +219,6 @@ class WorkerSide:
             except Exception:
                 log.exception("load of request %s could not begin", order.request_id)
                 self._report(order, order.parts[0].start, "error")
-        while self._in_step:  # until each is reported: what it spoilt is known then
-            self._give_up_loads()
-            with self._lock:
-                self._lock.wait_for(lambda: not self._in_step, _IDLE_WAIT_S)
 
     def _load(self, attempt: Attempt[LoadOrder], *, after: Fence) -> None:
         order, identity, began = attempt.what, self._identity, time.monotonic()
@@ -271,10 +264,7 @@ class WorkerSide:
                 self._fail(order, short)
             if seconds is not None:
                 self._took.seconds[order.request_id] = seconds
-            if order.in_step:
-                self._in_step -= 1
-            else:
-                self._received.add(order.request_id)
+            self._received.add(order.request_id)
             self._running -= 1
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
             self._lock.notify()
@@ -283,10 +273,7 @@ class WorkerSide:
         """Note what was not loaded: blocks from a token on, or the request as a whole."""
         if self._model.plain:
             (part,), (table,), block = order.parts, order.block_ids, self._model.align
-            bad = table[reached // block : -(-part.stop // block)]
-            self._failed_blocks.update(bad)
-            if order.in_step:
-                self._spoilt.update(bad)
+            self._failed_blocks.update(table[reached // block : -(-part.stop // block)])
         else:  # what lies before a gap is of no use: the windows there are not in any block
             self._failed.add(order.request_id)
 
@@ -337,7 +324,7 @@ class WorkerSide:
         self._saves.give_up()
         current = self._is_current(orders.epoch)
         for asked in orders.witnesses:
-            if self._registered and current and self._spoilt.isdisjoint(asked.block_ids[0]):
+            if self._registered and current:
                 self._follow(orders.identity)
                 self._comparisons.begin(asked, self._groups)
             else:
@@ -349,8 +336,6 @@ class WorkerSide:
         try:
             for order in orders.saves:
                 if not self._memory.holds(order.adapter):  # it was replaced
-                    continue
-                if self._spoilt and not self._spoilt.isdisjoint(order.block_ids[0]):
                     continue
                 for number, keys in order.parts:
                     self._saves.copy_out(self._groups[number], keys, order)

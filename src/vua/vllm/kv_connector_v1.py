@@ -114,7 +114,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                     self._config,
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
-                    loads_in_step=self._loads_in_step(vllm_config, model),
                     events=self._events,
                     setup=setup_of(vllm_config),
                     identification=Identification(partial(find_weights, vllm_config)),
@@ -152,21 +151,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 'request. Set kv_load_failure_policy="recompute" in --kv-transfer-config',
                 transfer.kv_load_failure_policy,
             )
-
-    def _loads_in_step(self, vllm_config: VllmConfig, model: Model) -> bool:
-        """Whether loads within a step are safe: if one fails nothing of that step may count.
-
-        A worker does not know in time that another one's load has failed, and with asynchronous
-        scheduling the next step is under way already.
-        """
-        safe = model.plain and model.workers == 1
-        safe = safe and not vllm_config.scheduler_config.async_scheduling
-        if self._config.load_in_step_mib and not safe:
-            log.warning(
-                "VUA: load_in_step_mib has no effect with several workers, asynchronous scheduling "
-                "or sliding windows"
-            )
-        return safe
 
     def _make_worker(
         self,
@@ -274,7 +258,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         blocks = connector_output.invalid_block_ids or set()
         notes = getattr(connector_output, "kv_connector_worker_meta", None)
         if side is not None and isinstance(notes, WorkerOutput):  # before the ends of these loads
-            self._guarded(lambda: side.choices.measured(notes.times.seconds), None)
+            self._guarded(lambda: side.policy.measured(notes.times.seconds), None)
             self._guarded(lambda: side.learn(notes), None)
             self._guarded(lambda: side.judge(notes.verdicts), None)
         if side is not None and (received or failed or blocks):  # not always in one step

@@ -16,7 +16,7 @@ from unittest import mock
 from commands import run, run_json
 from helpers import DirectoryTest, read_only
 from vua.capacity.limits import Bounds, write_bounds
-from vua.cli import probes, quota
+from vua.cli import probes
 from vua.cli.probes import PROBES, Finding, Ground, Mount, mount_of
 from vua.errors import ConfigError
 from vua.io import posix
@@ -26,7 +26,7 @@ from vua.store.namespace import check_root
 NAMES = [
     "owner", "file system", "publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT",
     "cachestat", "permissions", "time stamps", "clock", "visibility", "hard links", "speed",
-    "space", "quota", "native loop", "GDS",
+    "space", "native loop", "GDS",
 ]  # fmt: skip
 MOUNTS = r"""
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -75,31 +75,6 @@ class TestDoctor(DirectoryTest):
         code, _, err = run("doctor", self.root, "--trusted-uids", "me")
         self.assertEqual(2, code)
         self.assertIn("user ids between commas", err)
-
-    def test_quota(self) -> None:
-        """A user's limit is told, near its end it is bad; what the kernel answers is understood."""
-        asked = []
-
-        def answering(*values: int) -> Callable[..., bytes | None]:
-            def ask(fd: int, kind: int, who: int) -> bytes | None:
-                asked.append((kind, who))
-                return None if kind else quota._DQBLK.pack(*values, 0, 0, 63)
-
-            return ask
-
-        for values, level, text in (
-            ((1 << 20, 0, 5 << 20, 0, 0, 3), "note", "5.0 MiB of 1.0 GiB; full before"),
-            ((1 << 40, 0, 5 << 20, 0, 0, 3), "ok", "of 1.0 PiB"),
-            ((1 << 30, 1 << 10, 1 << 20, 0, 0, 3), "bad", "1.0 MiB of 1.0 MiB; used up"),
-            ((0, 0, 5, 1000, 950, 940), "bad", "940 files of 950; used up"),
-            ((0, 0, 5, 0, 0, 940), "ok", "none that the kernel knows"),
-        ):
-            with mock.patch("vua.cli.quota._ask", answering(*values)):
-                finding = quota.quota(self.root)
-            self.assertEqual(level, finding.level, values)
-            self.assertIn(text, finding.text)
-        self.assertEqual({(0, os.geteuid()), (1, os.getegid())}, set(asked))
-        self.assertIsInstance(quota.quotas(0), list)  # the real call, whatever it says
 
     def test_text(self) -> None:
         """For people there is a line for each."""

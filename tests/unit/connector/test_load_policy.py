@@ -18,7 +18,7 @@ pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
     from vua.connector.cache_spec import Group, Model
-    from vua.connector.load_policy import Choice, LoadCost, LoadOrCompute
+    from vua.connector.load_policy import LoadCost, LoadDecision, LoadPolicy
 
 CHUNK = 64
 TOKEN_NBYTES = 16
@@ -69,37 +69,37 @@ class DecisionTest(unittest.TestCase):
         """An engine that has computed some prompts, and a storage ten times as fast."""
         self.now = 1000.0
         self.storage = Storage()
-        self.choices = self.make()
+        self.policy = self.make()
 
-    def make(self, *, computed: bool = True, made_of: Any = None, **settings: Any) -> LoadOrCompute:
+    def make(self, *, computed: bool = True, made_of: Any = None, **settings: Any) -> LoadPolicy:
         """Decisions of an engine that has computed a prompt, or not."""
         config = ConnectorConfig(
             shared_storage_path="/kv", **{"load_threads": 1, "load_margin": 1.5} | settings
         )
-        choices = LoadOrCompute(made_of or model(), config, clock=lambda: self.now)
+        policy = LoadPolicy(made_of or model(), config, clock=lambda: self.now)
         for _ in range(3 if computed else 0):
-            choices.prefill.scheduled(1000, 500_000)
+            policy.prefill.scheduled(1000, 500_000)
             self.now += 1000 * TOKEN_S
-            choices.prefill.ended()
-        return choices
+            policy.prefill.ended()
+        return policy
 
-    def request(self, tokens: int = 640, name: str = "r", idle_s: float = 0.5) -> Choice:
+    def request(self, tokens: int = 640, name: str = "r", idle_s: float = 0.5) -> LoadDecision:
         """One request of which all is stored, from its lookup to its end; and a pause."""
-        choices = self.choices
-        choices.step_begins()
-        choice = choices.choose(0, tokens)
-        if choice.tokens:
-            choices.ordered(name, 0, choice.tokens, choice, in_step=False)
-            took = self.storage.fixed_s + choice.tokens * self.storage.token_s
+        policy = self.policy
+        policy.step_begins()
+        decision = policy.decide(0, tokens)
+        if decision.tokens:
+            policy.ordered(name, 0, decision.tokens, decision)
+            took = self.storage.fixed_s + decision.tokens * self.storage.token_s
             self.now += took
-            choices.measured({name: took})
-            choices.ended(name)
-        self.now += (tokens - choice.tokens) * TOKEN_S + idle_s
-        return choice
+            policy.measured({name: took})
+            policy.ended(name)
+        self.now += (tokens - decision.tokens) * TOKEN_S + idle_s
+        return decision
 
     def requests(self, count: int, *sizes: int) -> list[str]:
         """What becomes of so many requests."""
-        return [self.request(sizes[n % len(sizes)] if sizes else 640).why for n in range(count)]
+        return [self.request(sizes[n % len(sizes)] if sizes else 640).reason for n in range(count)]
 
     def test_stops_and_resumes(self) -> None:
         """A storage that becomes slow is left alone after a few loads, and used when it is fast."""
@@ -122,54 +122,54 @@ class DecisionTest(unittest.TestCase):
         self.storage.token_s = 0.1
         self.assertEqual(["unmeasured"] * 3 + ["compute"], self.requests(4))
 
-        self.choices = self.make()
+        self.policy = self.make()
         self.requests(1)
         self.storage.token_s = 1e-4
         self.assertEqual(["unmeasured"] * 2 + ["faster"] * 10, self.requests(12))
 
     def test_always(self) -> None:
         """With load_policy "always" it goes on loading, and so it does for who asked for it."""
-        asked = self.choices
-        self.choices = self.make(load_policy="always")
+        asked = self.policy
+        self.policy = self.make(load_policy="always")
         self.storage.token_s = 0.1
         self.assertEqual({"asked"}, set(self.requests(5)))
 
-        self.choices = asked
+        self.policy = asked
         self.assertEqual("compute", self.requests(4)[-1])
-        self.assertEqual((640, "asked"), self.shape(asked.choose(0, 640, asked=True)))
+        self.assertEqual((640, "asked"), self.shape(asked.decide(0, 640, asked=True)))
 
     @staticmethod
-    def shape(choice: Choice) -> tuple[int, str]:
+    def shape(decision: LoadDecision) -> tuple[int, str]:
         """What is loaded, and why."""
-        return choice.tokens, choice.why
+        return decision.tokens, decision.reason
 
     def test_unmeasured_prefill(self) -> None:
         """An engine that has everything stored computes ends of prompts to know what that takes."""
-        self.choices = self.make(computed=False)
+        self.policy = self.make(computed=False)
         self.storage.token_s = 0.1
         loaded = []
         for _ in range(7):
-            choice = self.request()
-            loaded.append(choice.tokens)
-            self.assertTrue(choice.left_out or choice.why == "unmeasured")
-            if (left := 640 - choice.tokens) >= CHUNK:
-                self.choices.prefill.scheduled(left, left * (choice.tokens + left / 2))
+            decision = self.request()
+            loaded.append(decision.tokens)
+            self.assertTrue(decision.left_out or decision.reason == "unmeasured")
+            if (left := 640 - decision.tokens) >= CHUNK:
+                self.policy.prefill.scheduled(left, left * (decision.tokens + left / 2))
                 self.now += left * TOKEN_S
-                self.choices.prefill.ended()
+                self.policy.prefill.ended()
         self.assertEqual([640] * 3 + [320] * 3 + [0], loaded)
         short = self.make(computed=False)
-        short._cost = self.choices._cost
-        self.assertEqual(64, short.choose(0, 64).tokens)
+        short._cost = self.policy._cost
+        self.assertEqual(64, short.decide(0, 64).tokens)
         windowed = self.make(computed=False, made_of=model(window=100))
-        windowed._cost = self.choices._cost
-        self.assertEqual(640, windowed.choose(0, 640).tokens, "only the whole is of use")
+        windowed._cost = self.policy._cost
+        self.assertEqual(640, windowed.decide(0, 640).tokens, "only the whole is of use")
 
     def test_one_outlier(self) -> None:
         """One load in five that takes thirty times as long changes no decision."""
         self.requests(5)
         for _ in range(20):
             self.storage.token_s *= 300
-            self.assertEqual("faster", self.request().why)
+            self.assertEqual("faster", self.request().reason)
             self.storage.token_s /= 300
             self.assertEqual({"faster"}, set(self.requests(4)))
 
@@ -178,12 +178,12 @@ class DecisionTest(unittest.TestCase):
         for ratio in (0.9, 1.0, 1.2, 1.4, 1.5, 1.6):
             for seed in range(3):
                 chance = random.Random(seed)
-                self.choices = self.make()
+                self.policy = self.make()
                 whys = []
                 for _ in range(100):
                     self.storage.fixed_s = 0.0
                     self.storage.token_s = ratio * TOKEN_S * chance.uniform(0.8, 1.2)
-                    whys.append(self.request().why)
+                    whys.append(self.request().reason)
                 settled = [why == "compute" for why in whys if why != "probe"]
                 changes = sum(a != b for a, b in pairwise(settled))
                 self.assertLessEqual(changes, 4, f"ratio {ratio}, seed {seed}: {whys}")
@@ -204,13 +204,13 @@ class DecisionTest(unittest.TestCase):
         """What counts is what vLLM does not have itself: a short rest is not worth a load."""
         self.storage.fixed_s = 0.5
         self.requests(12, 640, 2560)
-        self.assertEqual((2560, "faster"), self.shape(self.choices.choose(0, 2560)))
-        self.assertEqual((0, "compute"), self.shape(self.choices.choose(2432, 2560)))
+        self.assertEqual((2560, "faster"), self.shape(self.policy.decide(0, 2560)))
+        self.assertEqual((0, "compute"), self.shape(self.policy.decide(2432, 2560)))
 
     def test_margin(self) -> None:
         """The border is where the setting says."""
         for margin, expected in ((0.5, "compute"), (0.9, "compute"), (1.3, "faster")):
-            self.choices = self.make(load_margin=margin)
+            self.policy = self.make(load_margin=margin)
             self.storage.fixed_s, self.storage.token_s = 0.0, TOKEN_S
             self.assertEqual(expected, self.requests(4)[-1])
 
@@ -218,15 +218,15 @@ class DecisionTest(unittest.TestCase):
         """Of many requests at once the storage gets as many as it can bring in time."""
         self.storage.token_s = TOKEN_S / 2
         self.requests(5)
-        choices, whys = self.choices, []
-        choices.step_begins()
+        policy, whys = self.policy, []
+        policy.step_begins()
         for at in range(12):
-            choice = choices.choose(0, 640)
-            whys.append(choice.why)
-            if choice.tokens:
-                choices.ordered(str(at), 0, 640, choice, in_step=False)
+            decision = policy.decide(0, 640)
+            whys.append(decision.reason)
+            if decision.tokens:
+                policy.ordered(str(at), 0, 640, decision)
             else:
-                choices.admitted(0, 640)
+                policy.admitted(0, 640)
         self.assertEqual(["faster"] * 2, whys[:2])
         self.assertIn("compute", whys)
         # twice as fast and worth 1.5 times the wait: at most three of four
@@ -236,50 +236,50 @@ class DecisionTest(unittest.TestCase):
     def test_hanging_load(self) -> None:
         """While a load hangs, the longer the worse, nobody queues behind it; nor for the first."""
         for loads_before in (0, 5):
-            self.choices = self.make()
+            self.policy = self.make()
             self.requests(loads_before)
-            choice = self.choices.choose(0, 640)
-            self.choices.ordered("hangs", 0, 640, choice, in_step=False)
+            decision = self.policy.decide(0, 640)
+            self.policy.ordered("hangs", 0, 640, decision)
             self.now += 30.0
 
-            self.assertTrue(self.choices.choose(0, 640).left_out)
-            self.choices.failed("hangs")
-            self.choices.ended("hangs")
-            self.assertFalse(self.choices.choose(0, 640).left_out, "a failure is not slowness")
+            self.assertTrue(self.policy.decide(0, 640).left_out)
+            self.policy.failed("hangs")
+            self.policy.ended("hangs")
+            self.assertFalse(self.policy.decide(0, 640).left_out, "a failure is not slowness")
 
     def test_probes_are_short(self) -> None:
         """A probe brings no more than is computed in the same time, and ends with a chunk."""
         self.storage.token_s = 0.1
         self.requests(5, 6400)
         self.now += 1.0
-        self.assertEqual((CHUNK, "probe"), self.shape(self.choices.choose(0, 6400)))
-        self.assertEqual((CHUNK - 32, "probe"), self.shape(self.choices.choose(32, 6400)))
+        self.assertEqual((CHUNK, "probe"), self.shape(self.policy.decide(0, 6400)))
+        self.assertEqual((CHUNK - 32, "probe"), self.shape(self.policy.decide(32, 6400)))
         odd = self.make(load_margin=0.1)
         odd._cost = LoadCost()
         for _ in range(3):
             odd._cost.add(1000, 0.01)
-        self.assertEqual("compute", odd.choose(32, 6400).why)
+        self.assertEqual("compute", odd.decide(32, 6400).reason)
         self.now += 1.0
-        self.assertEqual("probe", odd.choose(32, 6400).why)
+        self.assertEqual("probe", odd.decide(32, 6400).reason)
 
         self.storage.token_s = TOKEN_S * 3
-        self.choices = self.make()
+        self.policy = self.make()
         self.requests(5, 6400)
         self.now += 1.0
-        choice = self.choices.choose(0, 6400)
-        self.assertEqual("probe", choice.why)
-        self.assertEqual(0, choice.tokens % CHUNK)
-        self.assertLessEqual(CHUNK * 2, choice.tokens)
-        self.assertLessEqual(choice.load_s or 0, 6400 * TOKEN_S)
+        decision = self.policy.decide(0, 6400)
+        self.assertEqual("probe", decision.reason)
+        self.assertEqual(0, decision.tokens % CHUNK)
+        self.assertLessEqual(CHUNK * 2, decision.tokens)
+        self.assertLessEqual(decision.load_s or 0, 6400 * TOKEN_S)
 
     def test_probes_with_windows(self) -> None:
         """Where only the whole of a hit is of use, a probe is that long."""
-        self.choices = self.make(made_of=model(window=100))
+        self.policy = self.make(made_of=model(window=100))
         self.storage.token_s = 0.1
         self.requests(5, 6400)
         self.now += 10.0
-        self.assertEqual((6400, "probe"), self.shape(self.choices.choose(0, 6400)))
-        self.assertEqual(2 * CHUNK * TOKEN_NBYTES, self.choices.nbytes(0, 6400))
+        self.assertEqual((6400, "probe"), self.shape(self.policy.decide(0, 6400)))
+        self.assertEqual(2 * CHUNK * TOKEN_NBYTES, self.policy.nbytes(0, 6400))
 
     def test_asking_again(self) -> None:
         """VLLM may ask as often as it likes: a probe is only begun when it is ordered."""
@@ -287,26 +287,22 @@ class DecisionTest(unittest.TestCase):
         self.requests(4)
         self.now += 1.0
         for _ in range(5):
-            choice = self.choices.choose(0, 640)
-            self.assertEqual("probe", choice.why)
-        self.choices.ordered("probe", 0, choice.tokens, choice, in_step=False)
-        self.assertEqual("compute", self.choices.choose(0, 640).why)
-        self.choices.forgotten("probe")
-        self.assertEqual("probe", self.choices.choose(0, 640).why)
+            decision = self.policy.decide(0, 640)
+            self.assertEqual("probe", decision.reason)
+        self.policy.ordered("probe", 0, decision.tokens, decision)
+        self.assertEqual("compute", self.policy.decide(0, 640).reason)
+        self.policy.forgotten("probe")
+        self.assertEqual("probe", self.policy.decide(0, 640).reason)
 
     def test_slowest_worker(self) -> None:
-        """Of several workers the slowest counts; one in a step ends with its measurement."""
-        choice = self.choices.choose(0, 640)
+        """Of several workers the slowest counts."""
+        decision = self.policy.decide(0, 640)
         for _ in range(3):
-            self.choices.ordered("r", 0, 640, choice, in_step=False)
+            self.policy.ordered("r", 0, 640, decision)
             for took in (0.1, 7.0, 0.2):
-                self.choices.measured({"r": took, "unknown": 1.0})
-            self.choices.ended("r")
-        self.assertEqual(7.0, self.choices.choose(0, 640).load_s)
-
-        self.choices.ordered("in step", 0, 640, choice, in_step=True)
-        self.choices.measured({"in step": 1.0})
-        self.assertEqual({}, self.choices._running)
+                self.policy.measured({"r": took, "unknown": 1.0})
+            self.policy.ended("r")
+        self.assertEqual(7.0, self.policy.decide(0, 640).load_s)
 
     def test_never_much_worse_than_the_better_one(self) -> None:
         """Over storages that come and go it costs little more than knowing, less than either."""

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vllm
 if find_spec("vllm"):
     from vua.connector.cache_spec import Group, Model
     from vua.connector.config import ConnectorConfig
-    from vua.connector.load_policy import Choice, LoadOrCompute
+    from vua.connector.load_policy import LoadDecision, LoadPolicy
     from vua.connector.metrics import Recorder
     from vua.connector.request_metrics import RequestMetrics
 
@@ -32,8 +32,8 @@ class AccountsTest(unittest.TestCase):
         group = Group(layout, (0,), ((layout.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=64), (group,), (64,), latent=False)
         config = ConnectorConfig(shared_storage_path="/kv")
-        choices = LoadOrCompute(model, config, clock=lambda: self.now)
-        self.accounts = RequestMetrics(self.stats, choices, clock=lambda: self.now)
+        policy = LoadPolicy(model, config, clock=lambda: self.now)
+        self.accounts = RequestMetrics(self.stats, policy, clock=lambda: self.now)
 
     def counted(self) -> dict[str, dict[str, Any]]:
         """What was recorded since the last call."""
@@ -44,7 +44,7 @@ class AccountsTest(unittest.TestCase):
 
         ``seconds``: what it was predicted to take, and computing the tokens.
         """
-        self.accounts.load_ordered("a", 0, 640, Choice(640, "faster", *seconds))
+        self.accounts.load_ordered("a", 0, 640, LoadDecision(640, "faster", *seconds))
         self.now += 0.5
         if good is not None:
             self.accounts.load_failed("a", good)
@@ -119,10 +119,10 @@ class AccountsTest(unittest.TestCase):
         request = SimpleNamespace(request_id="a", num_tokens=700, num_computed_tokens=0)
         self.accounts.answered("a", "hit", 700, 0.25)
         self.counted()
-        self.accounts.computing(request, 0, Choice(0, "nothing"))
+        self.accounts.computing(request, 0, LoadDecision(0, "nothing"))
         self.assertEqual({}, self.counted())
 
-        self.accounts.computing(request, 0, Choice(0, "compute", 3.0, 0.5))
+        self.accounts.computing(request, 0, LoadDecision(0, "compute", 3.0, 0.5))
 
         self.assertEqual({"vua_load_decisions_total": {"compute": 1}}, self.counted())
         with self.assertLogs("vllm.vua.requests", "DEBUG") as logged:
