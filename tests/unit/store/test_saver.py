@@ -18,8 +18,8 @@ import numpy as np
 from helpers import DirectoryTest, Memory, has_native, keys_of, model_arrays
 from vua import native
 from vua.capacity import ttl
-from vua.capacity.limits import Bounds
-from vua.capacity.lru import stamp_ns
+from vua.capacity.limits import Limits
+from vua.capacity.lru import mtime_ns_of
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
@@ -67,7 +67,7 @@ class TestSaveAll(DirectoryTest):
     def open(self, max_bytes: int | None = None) -> Store:
         """A store with room for so many bytes."""
         identity = Identity(model="saver", chunk_tokens=4)
-        bounds = Bounds() if max_bytes is None else Bounds(max_bytes=max_bytes)
+        bounds = Limits() if max_bytes is None else Limits(max_bytes=max_bytes)
         store = Namespace.create(self.root, identity, [LAYOUT], bounds=bounds).stores[0]
         self.addCleanup(store.close)
         return store
@@ -93,7 +93,7 @@ class TestSaveAll(DirectoryTest):
         for at, name in enumerate(self.published):
             self.assertLessEqual(abs(names.index(name) - at), 1)
         self.check(store, CHUNKS)
-        stamps = [stamp_ns(store.storage.fileno(), name) or 0 for name in names]
+        stamps = [mtime_ns_of(store.storage.fileno(), name) or 0 for name in names]
         self.assertEqual(sorted(set(stamps), reverse=True), stamps)  # the tail would go first
         self.assertEqual(0, saver.save_all(self.keys))
         self.assertEqual(CHUNKS, len(self.published))
@@ -192,7 +192,7 @@ class TestRuns(DirectoryTest):
 
     def check_stamps(self, store: Store, keys: Any) -> None:
         """Each chunk is older than the one before it: the tail would go first."""
-        stamps = [stamp_ns(store.storage.fileno(), key.name) for key in keys]
+        stamps = [mtime_ns_of(store.storage.fileno(), key.name) for key in keys]
         self.assertNotIn(None, stamps)
         self.assertEqual(sorted(set(stamps), reverse=True), stamps)
 
@@ -322,7 +322,7 @@ class TestRuns(DirectoryTest):
     def test_no_room(self) -> None:
         """A prompt longer than the cache ends where there is no more room, and keeps its front."""
         nbytes = self.open().codec(LAYOUT.full).file_nbytes
-        store = self.open("b", bounds=Bounds(max_bytes=10 * nbytes))
+        store = self.open("b", bounds=Limits(max_bytes=10 * nbytes))
         keys, saver = self.keys(), store.saver(self.memory().map())
         self.assertEqual(10, saver.save_all(keys))
         self.assertTrue(saver.refused)
