@@ -18,6 +18,7 @@ from helpers import DirectoryTest, bits, keys_of, noise
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.storage.base import Batch
 
 pytestmark = pytest.mark.vllm
 
@@ -55,16 +56,10 @@ class Hanging:
         if self.problem is not None:
             raise self.problem
 
-    def read_files(self, *args: Any) -> int:
-        """Read many files by few calls, when it pleases."""
+    def read(self, batch: Batch) -> Any:
+        """Read files, when it pleases."""
         self._wait()
-        many: int = self._storage.read_files(*args)
-        return many
-
-    def open(self, *args: Any) -> Any:
-        """Open a file, when it pleases."""
-        self._wait()
-        return self._storage.open(*args)
+        return self._storage.read(batch)
 
     def publish(self, *args: Any) -> None:
         """Write a file, when it pleases."""
