@@ -1,4 +1,4 @@
-"""Mirrors `vua.store.writer`: chunks saved many at a time, by two threads or by the native loop."""
+"""Mirrors `vua.store.entry_writer`: chunks written many at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHUNKS = 40
 
 
 class TestSaveAll(DirectoryTest):
-    """`Saver.save_all` in Python, of small chunks, as if they were worth a second thread."""
+    """`EntryWriter.save_all` in Python, of small chunks, as if they were worth a second thread."""
 
     def setUp(self) -> None:
         """Note which thread publishes what, in which order."""
@@ -86,7 +86,7 @@ class TestSaveAll(DirectoryTest):
     def test_two_threads(self) -> None:
         """All of it is stored, front to back but for one chunk, the work being shared."""
         store, self.meeting = self.open(), threading.Barrier(2)
-        saver = store.saver(self.memory.map())
+        saver = store.writer(self.memory.map())
         self.assertEqual(CHUNKS, saver.save_all(self.keys))
         self.assertEqual(2, len(self.threads))
         names = [key.name for key in self.keys]
@@ -110,15 +110,15 @@ class TestSaveAll(DirectoryTest):
         self.addCleanup(storage.close)
         store = Store(storage, "ab" * 32, LAYOUT)
         with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more")):
-            self.assertEqual(0, store.saver(self.memory.map()).save_all([]))
-            self.assertEqual(CHUNKS, store.saver(self.memory.map()).save_all(self.keys))
+            self.assertEqual(0, store.writer(self.memory.map()).save_all([]))
+            self.assertEqual(CHUNKS, store.writer(self.memory.map()).save_all(self.keys))
         self.check(store, CHUNKS)
 
     def test_no_room(self) -> None:
         """A prompt longer than the cache ends where there is no more room, and keeps its front."""
         nbytes = self.open().codec(LAYOUT.full).file_nbytes
         store = self.open(10 * nbytes)
-        saver = store.saver(self.memory.map())
+        saver = store.writer(self.memory.map())
         saved = saver.save_all(self.keys)
         self.assertIn(saved, (9, 10))  # the tenth is refused while the one behind it holds its room
         self.assertTrue(saver.refused)
@@ -136,7 +136,7 @@ class TestSaveAll(DirectoryTest):
                 keys = keys_of(range(1000 * number + 1, 1000 * number + 1 + 4 * CHUNKS), 4)
                 store = self.open()
                 with self.assertRaisesRegex(StorageError, "as the test wants it"):
-                    store.saver(self.memory.map()).save_all(keys)
+                    store.writer(self.memory.map()).save_all(keys)
                 done = len(self.published)
                 self.assertLessEqual(done, self.fails_at + 1)
                 self.assertEqual(done - 1, sum(store.holds(key, [LAYOUT.full]) for key in keys))
@@ -150,7 +150,7 @@ LARGE = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_t
 
 @unittest.skipUnless(has_native(), "native code is not built: python3 dev.py build")
 class TestRuns(DirectoryTest):
-    """`Saver.save_all` by the native loop, against what the Python path does."""
+    """`EntryWriter.save_all` by the native loop, against what the Python path does."""
 
     def setUp(self) -> None:
         """Note what the Python path writes: what the loop leaves to it."""
@@ -215,7 +215,7 @@ class TestRuns(DirectoryTest):
                     self.published.clear()
                     with mock.patch.dict(os.environ, {"VUA_NATIVE": wish}):
                         store = self.open(wish, layout)
-                        self.assertEqual(chunks, store.saver(memory.map()).save_all(keys))
+                        self.assertEqual(chunks, store.writer(memory.map()).save_all(keys))
                     self.assertEqual(chunks if wish == "off" else 0, len(self.published))
                     self.assertEqual(chunks, store.counts["chunks_saved"])
                     self.check_stamps(store, keys)
@@ -228,7 +228,7 @@ class TestRuns(DirectoryTest):
     def test_present(self) -> None:
         """What is stored already is left as it is, and what follows it is older than it."""
         store, keys, memory = self.open(), self.keys(), self.memory()
-        saver = store.saver(memory.map())
+        saver = store.writer(memory.map())
         for place in (0, 1, 7, 8, 20, CHUNKS - 1):
             self.assertTrue(saver.save(keys[place], place=place))
         before = self.files(store)
@@ -255,7 +255,7 @@ class TestRuns(DirectoryTest):
         target = self.root / "elsewhere"
         target.write_bytes(b"kept")
         (odd[30] / name).symlink_to(target)
-        self.assertEqual(CHUNKS, store.saver(memory.map()).save_all(keys))
+        self.assertEqual(CHUNKS, store.writer(memory.map()).save_all(keys))
         self.assertLessEqual({keys[at].name for at in odd}, set(self.published))
         self.assertLess(len(self.published), 10)
         self.assertEqual(CHUNKS, store.lookup(keys))
@@ -279,7 +279,7 @@ class TestRuns(DirectoryTest):
                     fan.mkdir(mode=0o700)
                     (fan / keys[5].name).symlink_to(outside)
                 with self.assertRaises(StorageError):
-                    store.saver(memory.map()).save_all(keys)
+                    store.writer(memory.map()).save_all(keys)
                 self.assertEqual([], list(outside.iterdir()))
                 self.assertTrue(store.holds(keys[4], [LAYOUT.full]))
 
@@ -292,7 +292,7 @@ class TestRuns(DirectoryTest):
             store = self.open(name, security=security)
             os.umask(mask)
             try:
-                self.assertEqual(CHUNKS, store.saver(memory.map()).save_all(keys))
+                self.assertEqual(CHUNKS, store.writer(memory.map()).save_all(keys))
             finally:
                 os.umask(before)
             self.assertEqual([], self.published)
@@ -306,24 +306,24 @@ class TestRuns(DirectoryTest):
         keys, memory = self.keys(LARGE, 10), self.memory(LARGE, 10)
         store = self.open(layout=LARGE)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        self.assertEqual(2, store.saver(memory.map()).save_all(keys[:2]))
+        self.assertEqual(2, store.writer(memory.map()).save_all(keys[:2]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, hard))
         try:
             with self.assertRaises(StorageError):
-                store.saver(memory.map()).save_all(keys)
+                store.writer(memory.map()).save_all(keys)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         self.assertEqual(2, len(self.files(store)))
         left = [path for path in self.root.rglob(f"{TEMPORARY}*") if path.is_file()]
         self.assertEqual([], left)
-        self.assertEqual(8, store.saver(memory.map()).save_all(keys))
+        self.assertEqual(8, store.writer(memory.map()).save_all(keys))
         self.check_stamps(store, keys)
 
     def test_no_room(self) -> None:
         """A prompt longer than the cache ends where there is no more room, and keeps its front."""
         nbytes = self.open().codec(LAYOUT.full).file_nbytes
         store = self.open("b", bounds=Bounds(max_bytes=10 * nbytes))
-        keys, saver = self.keys(), store.saver(self.memory().map())
+        keys, saver = self.keys(), store.writer(self.memory().map())
         self.assertEqual(10, saver.save_all(keys))
         self.assertTrue(saver.refused)
         store.close()
@@ -332,7 +332,7 @@ class TestRuns(DirectoryTest):
     def test_hints(self) -> None:
         """Where chunks have hints of their own, each is settled as it is stored."""
         store, keys, memory = self.open(), self.keys(), self.memory()
-        saver = store.saver(memory.map())
+        saver = store.writer(memory.map())
         saver.ttl_s = 100.0
         self.assertEqual(5, saver.save_all(keys[:5]))
         assert store.capacity is not None
@@ -355,13 +355,13 @@ class TestRuns(DirectoryTest):
             with self.subTest(name):
                 self.published.clear()
                 store, memory = self.open(name, **settings), self.memory()
-                self.assertEqual(CHUNKS, store.saver(memory.map()).save_all(self.keys()))
+                self.assertEqual(CHUNKS, store.writer(memory.map()).save_all(self.keys()))
                 self.assertEqual(CHUNKS, len(self.published))
 
     def test_deleted_namespace(self) -> None:
         """A namespace that was deleted under the process is made anew."""
         store, keys, memory = self.open(), self.keys(), self.memory()
-        saver = store.saver(memory.map())
+        saver = store.writer(memory.map())
         self.assertEqual(CHUNKS, saver.save_all(keys))
         shutil.rmtree(self.root / "a" / store.namespace)
         self.assertEqual(CHUNKS, saver.save_all(keys))
@@ -371,7 +371,7 @@ class TestRuns(DirectoryTest):
         """Small runs are written by the caller's thread, in the same way."""
         store, memory = self.open(), self.memory()
         with mock.patch.object(native.batches, "THREADS", 1):
-            self.assertEqual(CHUNKS, store.saver(memory.map()).save_all(self.keys()))
+            self.assertEqual(CHUNKS, store.writer(memory.map()).save_all(self.keys()))
         self.assertEqual([], self.published)
         self.check_stamps(store, self.keys())
 
