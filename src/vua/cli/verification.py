@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from vua.capacity.scan import Space
+from vua.capacity.scan import Space, fans_of
 from vua.cli.check import Check, Checker, Outcome, Place
 from vua.cli.keys import NO_KEYS
 from vua.cli.owner import to_change
 from vua.cli.spread import is_large, spread
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size, table
-from vua.cli.walk import Found, described, fans, open_root, walk_beside, walk_fan
+from vua.cli.walk import Found, described, open_root, walk
 from vua.errors import VUAError
 from vua.io import posix
 from vua.io.plain import is_plain
@@ -167,11 +167,11 @@ def _verify(
         result.problems.append((DESCRIPTION, "corrupt", reason))
     try:
         with closing(LocalStorage(namespace.path, security=_ANYBODY)) as storage:
-            large = is_large(Space(namespace.name, storage.fileno()))
+            space = Space(namespace.name, storage.fileno())
+            large, names = is_large(space), ["", *fans_of(space)]
     except OSError as problem:
         result.add(".", Check("error", (problem.strerror or str(problem),), 0))
         return result
-    names = ["", *fans(namespace.path)]
     parts = spread(partial(_part, namespace, keys, repair=repair), names, large=large)
     for number, part in enumerate(parts, 1):
         result.join(part)
@@ -187,7 +187,7 @@ def _part(namespace: Description, keys: KnownKeys, fan: str, *, repair: bool) ->
     result, checker = _Result(namespace, ""), Checker(keys)
     try:
         with closing(LocalStorage(namespace.path, security=_ANYBODY)) as storage:
-            for found in walk_fan(namespace.path, fan) if fan else walk_beside(namespace.path):
+            for found in walk(Space(namespace.name, storage.fileno()), fan):
                 if found.kind == "unreadable":
                     result.add(found.path, Check("error", (found.problem,), 0))
                 elif found.kind != "entry":

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from vua.capacity.reservation import Capacity, Reservation, Unlimited
 from vua.errors import StorageFullError
 from vua.format.entry import EntryCodec
-from vua.format.header import ENCRYPTED
+from vua.format.header import ENCRYPTED, PLAIN
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import KVLayout, MemoryMap, Shard, payload_map
 from vua.io.posix import page_aligned
@@ -78,14 +78,15 @@ class EntryWriter:
         comes behind it would not be found. Returns how many were written. Raises as
         :meth:`save` does, after what is being written has come to its end.
         """
-        written, place, most = 0, 0, self._batch_chunks()
+        written, place, one_by_one = 0, 0, False
         while place < len(keys) and self.wanted():
+            most = 1 if one_by_one else self._batch_chunks()
             run = [keys[at] for at in range(place, min(place + most, len(keys)))]
             statuses = self._write(run, place)
             if self.refused:
                 if len(run) == 1:
                     break
-                most = 1  # there may be space for some of them
+                one_by_one = True  # there may be space for some of them
             written += statuses.count(WRITTEN)
             place += statuses.index(FAILED) if FAILED in statuses else len(statuses)
         return written

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from vua.format.layout import Shard
-from vua.io.posix import Iovecs
-from vua.native import Transfer
-from vua.storage.base import Batch, Capabilities, Entry, Storage, Filled, Written
+from vua.storage.base import FAILED, Batch, Capabilities, Entry, Filled, Storage, Written
+from vua.storage.problems import explained
 
 __all__ = ["FaultyStorage"]
 
@@ -23,11 +21,6 @@ class FaultyStorage:
     def __init__(self, inner: Storage, fail: Mapping[str, OSError]) -> None:
         """Stand in front of ``inner``."""
         self.inner, self.fail = inner, dict(fail)
-
-    def _raise(self, verb: str) -> None:
-        problem = self.fail.get(verb)
-        if problem is not None:
-            raise problem
 
     @property
     def capabilities(self) -> Capabilities:
@@ -53,10 +46,6 @@ class FaultyStorage:
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List."""
         return self.inner.list(prefix)
-
-    def write(self, batch: Batch) -> Written:
-        """Write."""
-        return self.inner.write(batch)
 
     def touch(self, names: Sequence[str]) -> None:
         """Note."""
