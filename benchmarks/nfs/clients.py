@@ -22,7 +22,7 @@ import numpy as np
 from scorecard.stores import layout_of, make_vua, memory_of
 from scorecard.subject import Key, Subject, noise
 from vua.capacity.gc import collect
-from vua.capacity.limits import Bounds, Limits
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
@@ -138,7 +138,7 @@ def across(a: Path, b: Path) -> None:
     seconds = time.monotonic() - began
     must("and a hit when a puts it again", found == "hit", f"{seconds:.1f} s later")
 
-    limits = Limits.of(a, Bounds(max_bytes=10 * 70000, min_free_bytes=0))
+    limits = ResolvedLimits.of(a, Limits(max_bytes=10 * 70000, min_free_bytes=0))
     evicted = collect(a, limits).evicted.chunks
     after = Counter(look(two, key) for key in keys)
     must("what a evicts is a miss for b, the rest is right", not after["WRONG"], (evicted, after))
@@ -194,7 +194,7 @@ def prompt(number: int, chunks: int) -> list[ChunkKey]:
 def opened(mount: Path, nbytes: int) -> Store:
     """The cache as a process that has just started sees it."""
     identity = Identity(model=f"nfs {nbytes}", kv_dtype="uint8", chunk_tokens=4, name="nfs")
-    bounds = Bounds(max_bytes="1T", min_free_bytes=0)
+    bounds = Limits(max_bytes="1T", min_free_bytes=0)
     return Namespace.create(mount, identity, [layout_of(nbytes)], bounds=bounds).stores[0]
 
 

@@ -28,7 +28,7 @@ from suite.prompts import (
     noise,
     staged,
 )
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.cli.bench_files import Buffer, RawFile, direct_works, expect, in_buffer
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
@@ -41,7 +41,7 @@ _COPIES = "the copies alone"
 _CALL_NBYTES = 1 << 20
 """What a raw write gives to one call: as fast as whole files, and steadier. For a larger call the
 system takes larger pieces of memory, and those it may have given back to its host before."""
-_WIDE = Bounds(max_bytes=1 << 60, min_free_bytes=0)
+_WIDE = Limits(max_bytes=1 << 60, min_free_bytes=0)
 """So that nothing is counted meanwhile: nobody tells VUA of what is emptied here."""
 
 
@@ -201,7 +201,8 @@ def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> dict[str, Arm]:
     """
     import torch
 
-    from vua.device import PagedCache, gather, slots_of
+    from vua.device.copy import gather
+    from vua.device.paged import PagedCache, slots_of
 
     layout, chunks = saving.case.layout, saving.case.chunks
     buffers = [staged(layout, 1) for _ in range(chunks)]

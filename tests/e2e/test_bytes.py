@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from e2e.architectures import deepseek
 from e2e.damage import CHUNK
 from e2e.harness import PROMPT, Batch, EngineTest
-from e2e.test_models import deepseek
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import entry_name

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from e2e.architectures import gpt_oss
 from e2e.controls import store_noise
 from e2e.harness import PROMPT, RESET, Batch, EngineTest, Phase, Served, run, tokens
-from e2e.test_models import gpt_oss
 from helpers import soak
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]

@@ -23,7 +23,7 @@ import numpy as np
 import vua
 from scorecard.subject import Key, NotApplicableError, Subject
 from vua.capacity.gc import GRACE_S, collect
-from vua.capacity.limits import Bounds, Limits
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
@@ -194,9 +194,9 @@ class VuaSubject(StoreSubject):
         """Open the cache in ``root``."""
         super().__init__(f"VUA {vua.__version__}", self._no_storage, root, nbytes)
         self._bounds = (
-            Bounds() if max_bytes is None else Bounds(max_bytes=max_bytes, min_free_bytes=0)
+            Limits() if max_bytes is None else Limits(max_bytes=max_bytes, min_free_bytes=0)
         )
-        self.floor = Limits.of(root, self._bounds).min_free_bytes
+        self.floor = ResolvedLimits.of(root, self._bounds).min_free_bytes
         self._durable, self._security = durable, security
 
     @staticmethod
@@ -224,7 +224,7 @@ class VuaSubject(StoreSubject):
                 if name.startswith(TEMPORARY):
                     with contextlib.suppress(FileNotFoundError):  # stored or deleted by now
                         os.utime(f"{directory}/{name}", (old_s, old_s))
-        collect(self.root, Limits.of(self.root, self._bounds))
+        collect(self.root, ResolvedLimits.of(self.root, self._bounds))
 
 
 def make_vua(

@@ -15,7 +15,7 @@ from scorecard.faults.world import World, WrongBytesError, layout_of
 from scorecard.runner import Plan, run_test
 from scorecard.subject import Key, NotApplicableError, Subject
 from scorecard.trial import TESTS
-from vua.capacity.lru import stamp_ns
+from vua.capacity.lru import mtime_ns_of
 from vua.io import posix
 from vua.storage.base import entry_name
 from vua.storage.local import TEMPORARY, LocalStorage
@@ -70,11 +70,11 @@ class WorldTest(DirectoryTest):
         self.world.age()
         space = os.open(chunk.parents[1], os.O_RDONLY)
         self.addCleanup(os.close, space)
-        before = stamp_ns(space, chunk.name)
+        before = mtime_ns_of(space, chunk.name)
         self.world.collect()
 
         self.assertFalse((chunk / f"{TEMPORARY}x-01234567-1-2").exists())
-        self.assertEqual(before, stamp_ns(space, chunk.name))
+        self.assertEqual(before, mtime_ns_of(space, chunk.name))
 
     def test_stale_while_asking(self) -> None:
         """A file whose size cannot be asked for any more is absent; no descriptor is left open."""
@@ -120,8 +120,8 @@ class TestWhoHoldsTheInterpreter(DirectoryTest):
         world = World(self.root, layout_of(NBYTES))
         world.heal()
         calls = ("openat2_cached", "close_cached", "preadv_cached")
-        kept = {name: posix._calls.pop(name) for name in calls if name in posix._calls}
-        self.addCleanup(posix._calls.update, kept)
+        kept = {name: posix.calls.pop(name) for name in calls if name in posix.calls}
+        self.addCleanup(posix.calls.update, kept)
         store = world.writer()
         self.addCleanup(store.close)
         self.assertIsInstance(store.storage, LocalStorage)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from vua.capacity.prefix_tree import Chain
+from vua.capacity.prefix_tree import PrefixTree
 from vua.cli.keys import SealedAs
 from vua.errors import CorruptEntryError, EntryError, ForeignEntryError
 from vua.format.entry import parse_entry
@@ -192,15 +192,15 @@ class Continuations:
     """Of other first chunks those with extras: a salt, a LoRA adapter, an image."""
 
 
-def continuations(chain: Chain, gap: ChunkKey, before: str) -> Continuations:
+def continuations(tree: PrefixTree, gap: ChunkKey, before: str) -> Continuations:
     """Return what follows chunk ``before`` ("": what begins prompts) in place of ``gap``."""
-    count = len(chain.names)
+    count = len(tree.names)
     own = np.arange(count)
     if before:
-        above = np.flatnonzero(chain.names == np.frombuffer(bytes.fromhex(before), "V32"))
+        above = np.flatnonzero(tree.names == np.frombuffer(bytes.fromhex(before), "V32"))
         place = int(above[0]) if len(above) else -1
-        follows = np.flatnonzero((chain.parent == place) & (chain.parent != own))
+        follows = np.flatnonzero((tree.parent == place) & (tree.parent != own))
     else:
-        follows = np.flatnonzero(chain.parent == own)
-    others = [int(one) for one in follows if chain.name(int(one)) != gap.name]
-    return Continuations(len(others), sum(one in chain.salts for one in others))
+        follows = np.flatnonzero(tree.parent == own)
+    others = [int(one) for one in follows if tree.name(int(one)) != gap.name]
+    return Continuations(len(others), sum(one in tree.salts for one in others))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.errors import ConfigError
 from vua.security.settings import Security
 
@@ -133,9 +133,9 @@ class ConnectorConfig:
         _ = self.bounds, self.security  # raise for unusable ones
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> Limits:
         """What the settings say about the directory's size."""
-        return Bounds(
+        return Limits(
             max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
         )
 

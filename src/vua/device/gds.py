@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vua.device.copies import synchronize
+from vua.device.copy import synchronize
 from vua.device.movers import Mover
 from vua.device.xxh3 import checksums, on_host
 from vua.errors import ConfigError, EntryError, UntrustedError

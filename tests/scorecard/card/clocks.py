@@ -15,7 +15,7 @@ from scorecard.stores import VuaSubject
 from scorecard.subject import Key
 from scorecard.trial import NotRunError, Trial, scored
 from vua.capacity.gc import GRACE_S, collect
-from vua.capacity.limits import Bounds, Limits
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.scan import TRASH
 from vua.storage.base import entry_name
 from vua.storage.local import TEMPORARY, LocalStorage
@@ -121,7 +121,7 @@ def _disorder(trial: Trial, library: str, root: Path) -> int:
     for number in (1, 3, 5):
         store = subject.store()
         store.used([subject.chunk(Key(number))], 1, wait=True)
-    collect(root, Limits.of(root, Bounds(max_bytes=4 * skewed.NBYTES, min_free_bytes=0)))
+    collect(root, ResolvedLimits.of(root, Limits(max_bytes=4 * skewed.NBYTES, min_free_bytes=0)))
     found = [trial.look(subject, Key(number)) for number in range(6)]
     subject.close()
     return int(found != ["miss", "hit"] * 3)

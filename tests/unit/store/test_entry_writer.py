@@ -15,8 +15,8 @@ import numpy as np
 
 from helpers import DirectoryTest, Memory, keys_of, model_arrays
 from vua.capacity import ttl
-from vua.capacity.limits import Bounds
-from vua.capacity.lru import stamp_ns
+from vua.capacity.limits import Limits
+from vua.capacity.lru import mtime_ns_of
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
@@ -72,7 +72,7 @@ class WriterTest(DirectoryTest):
 
     def check_stamps(self, store: Store, keys: Any) -> None:
         """Each chunk is older than the one before it: the tail would go first."""
-        stamps = [stamp_ns(store.storage.fileno(), key.name) for key in keys]
+        stamps = [mtime_ns_of(store.storage.fileno(), key.name) for key in keys]
         self.assertNotIn(None, stamps)
         self.assertEqual(sorted(set(stamps), reverse=True), stamps)
 
@@ -195,7 +195,7 @@ class WriterTest(DirectoryTest):
     def test_no_room(self) -> None:
         """A prompt longer than the cache ends where there is no more room, and keeps its front."""
         nbytes = self.open().codec(LAYOUT.full).file_nbytes
-        store = self.open("b", bounds=Bounds(max_bytes=10 * nbytes))
+        store = self.open("b", bounds=Limits(max_bytes=10 * nbytes))
         keys, saver = self.keys(), store.writer(self.memory().map())
         self.assertEqual(10, saver.save_all(keys))
         self.assertTrue(saver.refused)
@@ -251,6 +251,15 @@ class WriterTest(DirectoryTest):
                 self.assertEqual(CHUNKS, store.load(self.keys(), loaded.map()).chunks)
                 for want, got in zip(memory.buffers, loaded.buffers, strict=True):
                     np.testing.assert_array_equal(want, got)
+
+    def test_unlimited(self) -> None:
+        """A storage that nothing bounds takes all of it."""
+        storage = LocalStorage(self.root)
+        self.addCleanup(storage.close)
+        store, writer_of = Store(storage, "ab" * 32, LAYOUT), self.memory().map()
+        self.assertEqual(0, store.writer(writer_of).save_all([]))
+        self.assertEqual(CHUNKS, store.writer(writer_of).save_all(self.keys()))
+        self.assertEqual(CHUNKS, store.lookup(self.keys()))
 
     def test_deleted_namespace(self) -> None:
         """A namespace that was deleted under the process is made anew."""

@@ -646,9 +646,9 @@ class TestWays(StoreTest):
 
     def test_without_cached_calls(self) -> None:
         """On a kernel that cannot say whether a read would block."""
-        calls = {name: call for name, call in posix._calls.items() if name not in CACHED_CALLS}
+        calls = {name: call for name, call in posix.calls.items() if name not in CACHED_CALLS}
         with (
-            mock.patch.dict(posix._calls, calls, clear=True),
+            mock.patch.dict(posix.calls, calls, clear=True),
             mock.patch.object(posix, "_HAS_OPENAT2", new=False),
         ):
             self.use()
@@ -660,7 +660,7 @@ class TestWays(StoreTest):
             "statx": lambda *_: -1,
         }
         with (
-            mock.patch.dict(posix._calls, refuse),
+            mock.patch.dict(posix.calls, refuse),
             mock.patch.object(posix, "open_cached", return_value=None),
         ):
             self.use()
@@ -668,7 +668,7 @@ class TestWays(StoreTest):
     def test_portable(self) -> None:
         """On a system that is not Linux."""
         with (
-            mock.patch.dict(posix._calls, clear=True),
+            mock.patch.dict(posix.calls, clear=True),
             mock.patch.object(posix, "_HAS_OPENAT2", new=False),
         ):
             self.use()
