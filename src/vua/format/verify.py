@@ -22,8 +22,8 @@ def check_payload(
     shard: Shard,
     expected: npt.NDArray[np.uint64] | Sequence[int],
     found: npt.NDArray[np.uint64] | Sequence[int],
-    *,
     blocks: npt.NDArray[np.uint64] | None = None,
+    *,
     what: str = "checksums",
 ) -> None:
     """Compare what the header says of blocks with what was found.

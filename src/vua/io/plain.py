@@ -72,7 +72,7 @@ def close_plain(fd: int, *, local: bool) -> None:
 
 def is_plain(status: FileStatus, uids: npt.NDArray[np.uint32] | None) -> bool:
     """Whether it is a regular file with one name, and of one of these users."""
-    whose = uids is None or status.uid in uids
+    whose = uids is None or status.uid in uids.tolist()
     return stat.S_ISREG(status.mode) and status.links <= 1 and whose
 
 

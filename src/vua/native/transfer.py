@@ -60,6 +60,8 @@ class Headers(NamedTuple):
 
     def rest(self, first: int) -> Headers:
         """Return the rows from ``first`` on."""
+        if first == 0:
+            return self
         discard = None if self.discard is None else self.discard[first:]
         return Headers(self.headers[first:], self.digests[first:], self.inodes[first:], discard)
 

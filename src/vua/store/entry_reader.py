@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from vua.errors import EntryError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
@@ -107,22 +105,15 @@ class EntryReader:
     ) -> tuple[int, EntryError | None]:
         """Return how many entries are good, and what is the matter with the one behind them."""
         codec, plan = self._codec, self._transfer.plan
-        key_id = "" if seal is None else seal.key_id
-        stop = codec.table_offset + 8 * codec.units
-        tables = batch.headers[: len(keys), codec.table_offset : stop].view("<u8")
-        if plan.blocks != codec.units:
-            tables = tables[:, plan.block_place.astype(np.intp)]
-        digests = batch.digests[: len(keys)]
-        same = (tables == digests).all(axis=1).tolist()
+        key_id, whole = "" if seal is None else seal.key_id, plan.blocks == codec.units
         for index, key in enumerate(keys):
             header = memoryview(batch.headers[index].data)
             try:
-                codec.check_header(header, key, key_id)
-                if not same[index]:
-                    check_payload(
-                        *(codec.layout, codec.shard, tables[index], digests[index]),
-                        blocks=plan.block_place,
-                    )
+                table = codec.check_header(header, key, key_id)
+                table = table if whole else table[plan.block_place]
+                digests = batch.digests[index]
+                if table.tobytes() != digests.tobytes():
+                    check_payload(codec.layout, codec.shard, table, digests, plan.block_place)
                 if seal is not None:
                     seal.open(codec, key, header, batch.blocks(index), plan.block_place.tolist())
             except EntryError as problem:
