@@ -13,6 +13,7 @@ from e2e.damage import CHUNK
 from e2e.harness import PROMPT, Batch, EngineTest
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
+from vua.storage.base import entry_name
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
 
@@ -67,7 +68,7 @@ class LatentBytesTest(EngineTest):
         noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
         slab.bytes[:] = noise.view(np.uint8)
         key = KeyChain(token_ids(PROMPT), CHUNK)[chunk]
-        store.storage.remove(key.name, store.layout.full)
+        store.storage.delete(entry_name(key.name, store.layout.full))
         store.save(key, slab.memory)
 
 

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,8 @@ from sim.engine import Engine, Settings
 from sim.stored import Inventory, take_inventory
 from sim.truth import MODELS, STATE, VOCABULARY, Chain, make_shape
 from sim.worker import Wrong
-from vua.storage.local import FileReader, LocalStorage
+from vua.storage.base import Batch, Filled
+from vua.storage.local import LocalStorage
 
 STUCK_STEPS = 3_000
 """Steps without progress after which an engine hangs. Waiting ones take a millisecond or two."""
@@ -283,15 +284,14 @@ def slow_storage(case: Case) -> Iterator[None]:
         if longest_s:
             time.sleep(random.uniform(0.0, longest_s))
 
-    class SlowReader(FileReader):
-        def read_into(self, *arguments: int) -> int:
-            pause(case.read_s)
-            return super().read_into(*arguments)
-
     class SlowStorage(LocalStorage):
-        def exists(self, chunk: str, shard: Any, nbytes: int | None = None) -> bool:
+        def read(self, batch: Batch) -> Filled:
+            pause(case.read_s)
+            return super().read(batch)
+
+        def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
             pause(case.lookup_s if nbytes is None else 0)
-            return super().exists(chunk, shard, nbytes)
+            return super().exists(names, nbytes)
 
         def publish(self, *arguments: Any) -> None:
             pause(case.write_s)
@@ -306,7 +306,6 @@ def slow_storage(case: Case) -> Iterator[None]:
             patches.enter_context(
                 mock.patch.object(vua.store.namespace, "LocalStorage", SlowStorage)
             )
-            patches.enter_context(mock.patch("vua.storage.local.FileReader", SlowReader))
         yield
 
 

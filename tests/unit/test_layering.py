@@ -126,7 +126,8 @@ def import_faults(importer: str, name: str, modules: set[str]) -> list[str]:
     if root in ENGINES and not any(within(importer, p) for p in (f"vua.{root}", TESTING)):
         return [f"{importer} imports {root}: only vua.{root} and {TESTING} may"]
     if root != "vua":
-        return []
+        here = program(TESTS, root)
+        return [f"{importer} imports {root}: that is not installed"] if here else []
     imported = existing(name, modules)
     if may_import(importer, imported):
         return []
@@ -298,6 +299,8 @@ class TestLayering(unittest.TestCase):
             ("vua.core", "x = eval('1')"): "eval",
             ("vua.core", "x = torch.load(f)"): "unpickles",
             ("vua.core", "assert x"): "-O",
+            ("vua.testing.models", "from scorecard import X"): "not installed",
+            ("vua.cli", "from suite.measure import X"): "not installed",
             ("vua.helpers", ""): "no place",
         }
         for (module, source), expected in broken.items():

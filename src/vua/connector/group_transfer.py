@@ -17,9 +17,11 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.connector.metrics import Recorder
-from vua.device import Fence, Gds, PagedCache
 from vua.device.cpu_pages import PagedKV
+from vua.device.gds import Gds
+from vua.device.paged import PagedCache
 from vua.device.slab import Slab, SlabPool
+from vua.device.staging import Fence
 from vua.device.state_pages import StatePages
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard

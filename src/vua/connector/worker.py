@@ -31,7 +31,8 @@ from vua.connector.metrics import Recorder, Series
 from vua.connector.opening import open_namespace
 from vua.connector.worker_output import WorkerOutput
 from vua.connector.write_queue import WriteQueue
-from vua.device import Fence, Gds
+from vua.device.gds import Gds
+from vua.device.staging import Fence
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.io.workers import Attempt, Workers

@@ -267,7 +267,7 @@ class SchedulerTest(unittest.TestCase):
 
         side._lookups._look_up = slowly
         both = [request_of(name, num_computed_tokens=0) for name in ("one", "other")]
-        with mock.patch("vua.connector.scheduler._IDLE_STEP_WAIT_S", 30):
+        with mock.patch("vua.connector.lookup._IDLE_STEP_WAIT_S", 30):
             for request in both:
                 self.assertEqual((0, False), side.matched_tokens(request, 0))
                 side.allocated(request, None, 0)

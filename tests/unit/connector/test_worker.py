@@ -16,10 +16,11 @@ import torch
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, keys_of, noise
-from vua.device import Staging
+from vua.device.staging import Staging
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.storage.base import Batch
 
 pytestmark = pytest.mark.vllm
 
@@ -58,16 +59,10 @@ class Hanging:
         if self.problem is not None:
             raise self.problem
 
-    def read_files(self, *args: Any) -> int:
-        """Read many files by few calls, when it pleases."""
+    def read(self, batch: Batch) -> Any:
+        """Read files, when it pleases."""
         self._wait()
-        many: int = self._storage.read_files(*args)
-        return many
-
-    def open(self, *args: Any) -> Any:
-        """Open a file, when it pleases."""
-        self._wait()
-        return self._storage.open(*args)
+        return self._storage.read(batch)
 
     def publish(self, *args: Any) -> None:
         """Write a file, when it pleases."""
