@@ -44,7 +44,6 @@ import numpy as np
 
 from engines import (
     CHUNK,
-    ENVIRONMENT,
     EXAMPLE,
     STEP_TOKENS,
     Engine,
@@ -288,7 +287,9 @@ def main() -> int:
     kinds = ("float32", "bfloat16")
     parser.add_argument("--dtype", choices=kinds, default=kinds[0], help="of weights, K and V")
     arguments, began_s = parser.parse_args(), time.monotonic()
-    os.environ.update(ENVIRONMENT)
+    from vua.testing.models import ENGINE_ENVIRONMENT, make_demo_model, make_model
+
+    os.environ.update(ENGINE_ENVIRONMENT)
     import vllm.entrypoints.llm
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # once, for all engines
@@ -297,7 +298,6 @@ def main() -> int:
     gc.unfreeze = lambda: None  # which vLLM calls at its end, and collects for seconds
 
     from vua import __version__
-    from vua.testing.models import make_demo_model, make_model
 
     size = QUICK if arguments.quick else FULL
     if arguments.shape:

@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from vua.capacity.limits import Bounds
-from vua.capacity.prefix_tree import chain_of
+from vua.capacity.limits import Limits
+from vua.capacity.prefix_tree import read_prefix_tree
 from vua.capacity.scan import spaces
 from vua.capacity.usage import measure
 from vua.cli import main as vua
@@ -104,10 +104,10 @@ class Serving:
     def __init__(self, root: Path, chunks: int) -> None:
         """Open it."""
         self.root, self.prompts = root, chunks // PROMPT_CHUNKS
-        bounds = Bounds(max_bytes=1 << 50, min_free_bytes=0)
+        bounds = Limits(max_bytes=1 << 50, min_free_bytes=0)
         self.store = Namespace.create(root, IDENTITY, [LAYOUT], bounds=bounds).stores[0]
         self.slab = Slab(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
-        self.saver = self.store.saver(self.slab.memory)
+        self.saver = self.store.writer(self.slab.memory)
         self.loader = self.store.loader(self.slab.memory)
 
     def turn(self, prompt: int, new: int, times: dict[str, list[float]], told: str) -> None:
@@ -165,10 +165,10 @@ def work(root: Path, kind: str, seed: int, seconds: float, most: int, prompts: i
     """Write or read prompts for a while; a process of the campaign. Prints what it did."""
     chance = random.Random(seed)
     store = Namespace.create(
-        root, IDENTITY, [LAYOUT], bounds=Bounds(max_bytes=most, min_free_bytes=0)
+        root, IDENTITY, [LAYOUT], bounds=Limits(max_bytes=most, min_free_bytes=0)
     ).stores[0]
     slab = Slab(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
-    saver, loader = store.saver(slab.memory), store.loader(slab.memory)
+    saver, loader = store.writer(slab.memory), store.loader(slab.memory)
     bytes_ = slab.bytes.reshape(PROMPT_CHUNKS, -1)
     done = wrong = refused = 0
     slowest_s = 0.0
@@ -235,7 +235,7 @@ def campaign(root: Path, seconds: float, report: dict[str, Any]) -> None:
             one.kill()
             one.wait()
     with spaces(root) as found:
-        chains = [chain_of(space) for space in found]
+        chains = [read_prefix_tree(space) for space in found]
     orphans = sum(int((one.parent == len(one.names)).sum()) for one in chains)
     nbytes = sum(int(one.nbytes.sum()) for one in chains)
     report["campaign"] = {

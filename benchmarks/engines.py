@@ -22,17 +22,6 @@ STEP_TOKENS = 4096
 and stops the engine (0.32: shape mismatch) when it loads a longer one: it is not asked to."""
 EXAMPLE = "ExampleConnector"
 """vLLM's own connector that stores whole prompts in a directory, for comparison."""
-ENVIRONMENT = {
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 class Engine:

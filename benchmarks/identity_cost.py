@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from vua.testing.models import ENGINE_ENVIRONMENT, make_model
 from vua.weights import checkpoint_files, identify_weights
 
 _TENSOR_NBYTES: Final = 256 << 20
@@ -150,8 +151,6 @@ def make_engine_model(folder: Path, nbytes: int) -> Path:
     """
     from safetensors.torch import load_file
 
-    from vua.testing.models import make_model
-
     small = make_model(
         folder, hidden_size=4096, intermediate_size=14336, heads=32, kv_heads=8, head_dim=128,
         dtype="bfloat16", tie=True, layers=1, initializer_range=0.02,
@@ -216,14 +215,7 @@ def measure_engines(folder: Path, nbytes: int, rounds: int) -> list[dict[str, An
     """Start engines without VUA, with a cold and with a warm cache of digests, by turns."""
     model = make_engine_model(folder / "model", nbytes)
     time.sleep(2.5)
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_CI_ENV": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "XDG_CACHE_HOME": str(folder / "cache"),
-    }
+    environment = os.environ | ENGINE_ENVIRONMENT | {"XDG_CACHE_HOME": str(folder / "cache")}
     found = []
     for number in range(rounds):
         row: dict[str, Any] = {}

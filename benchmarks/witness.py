@@ -36,18 +36,9 @@ from vua.serdes import DTYPES
 from vua.storage.description import descriptions
 from vua.store.agreement import compare
 from vua.store.namespace import Namespace
-from vua.testing.models import make_model
+from vua.testing.models import ENGINE_ENVIRONMENT, make_model
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+ENVIRONMENT = ENGINE_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
 CHUNK = 64
 Prompts = list[list[int]]
 

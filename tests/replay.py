@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.device.slab import Slab
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
@@ -69,9 +69,9 @@ class Cache:
         """Open ``root`` for ``capacity`` chunks."""
         identity = Identity(model=model, kv_dtype=LAYOUT.dtype, chunk_tokens=1, name=model)
         most = None if capacity is None else capacity * NBYTES
-        bounds = Bounds(max_bytes=most, min_free_bytes=0)
+        bounds = Limits(max_bytes=most, min_free_bytes=0)
         self.store = Namespace.create(root, identity, [LAYOUT], bounds=bounds).stores[0]
-        self.saver = self.store.saver(Slab(LAYOUT, LAYOUT.full, 1).memory)
+        self.saver = self.store.writer(Slab(LAYOUT, LAYOUT.full, 1).memory)
         if self.store.capacity is None:
             raise AssertionError
         self.capacity = self.store.capacity

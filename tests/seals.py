@@ -14,7 +14,7 @@ from helpers import (
     model_arrays,
     rectangle,
 )
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
@@ -60,7 +60,7 @@ class SealTest(DirectoryTest):
     ) -> Store:
         """The store of one model."""
         identity = Identity(model=str(layout), chunk_tokens=layout.chunk_tokens)
-        bounds = Bounds(max_bytes=limit, min_free_bytes=0)
+        bounds = Limits(max_bytes=limit, min_free_bytes=0)
         cache = self.root / "cache"
         cache.mkdir(exist_ok=True)
         store = Namespace.create(

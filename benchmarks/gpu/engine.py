@@ -28,13 +28,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from vua.testing.models import ENGINE_ENVIRONMENT, make_model
+
 CHUNK = 64
-ENVIRONMENT = {
-    "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_CI_ENV": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}  # fmt: skip
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -46,7 +42,7 @@ LLAMA_8B = {
 
 def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     """An engine's process: answers (prompts, forget) until it is told to end."""
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENGINE_ENVIRONMENT)
     from vllm import LLM, SamplingParams
 
     llm = LLM(**settings)
@@ -112,7 +108,7 @@ class Comparison:
             self.settings |= {**sizes, "load_format": "auto", "kv_cache_memory_bytes": 64 << 20}
         else:
             self.settings |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.4}
-        extra = {"shared_storage_path": str(self.store), "max_pending_save_mib": 4096}
+        extra = {"shared_storage_path": str(self.store), "worker": {"max_pending_save_mib": 4096}}
         extra["witness_every"] = 0  # what is measured are loads
         self.transfer = {
             "kv_connector": "VUAStorageConnector_V1", "kv_role": "kv_both",
@@ -126,8 +122,6 @@ class Comparison:
     def model(self, root: Path) -> Path:
         """A checkpoint's directory, without weights unless it is tiny."""
         if self.tiny:
-            from vua.testing.models import make_model
-
             return make_model(root / "model", vocab_size=1024)
         (root / "model").mkdir()
         (root / "model" / "config.json").write_text(json.dumps(LLAMA_8B))
@@ -215,7 +209,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true", help="only see whether it works")
     arguments = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENGINE_ENVIRONMENT)
     if arguments.tiny:  # once, for both engines
         import vllm.entrypoints.llm
         import vllm.v1.engine.core

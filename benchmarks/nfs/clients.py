@@ -22,10 +22,11 @@ import numpy as np
 from scorecard.stores import layout_of, make_vua, memory_of
 from scorecard.subject import Key, Subject, noise
 from vua.capacity.gc import collect
-from vua.capacity.limits import Bounds, Limits
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
+from vua.storage.base import entry_name
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
@@ -110,15 +111,14 @@ def across(a: Path, b: Path) -> None:
     must("after a miss, b sees what a puts", (seen, found) == ("miss", "hit"), f"{seconds:.1f} s")
 
     (path,) = one.files(keys[1])
-    reader = two.store().storage.open(two.chunk(keys[1]).name, two.layout.full)  # type: ignore[attr-defined]
+    name = entry_name(two.chunk(keys[1]).name, two.layout.full)  # type: ignore[attr-defined]
+    fd, _ = two.store().storage.open_file(name)  # type: ignore[attr-defined]
     path.unlink()
-    into = np.zeros(65536, dtype=np.uint8)
-    iovecs = np.array([[into.ctypes.data, into.nbytes]], dtype=np.uint64)
     try:
-        text = f"{reader.read_into(iovecs.ctypes.data, 1, into.nbytes, 0)} bytes"
+        text = f"{len(os.pread(fd, 65536, 0))} bytes"
     except OSError as problem:
         text = f"{type(problem).__name__}: {problem.strerror}"
-    reader.close()
+    os.close(fd)
     report(what="b reads on in a file that a has deleted", found=text)
     must("what a deletes is a miss for b", look(two, keys[1]) == "miss")
 
@@ -138,7 +138,7 @@ def across(a: Path, b: Path) -> None:
     seconds = time.monotonic() - began
     must("and a hit when a puts it again", found == "hit", f"{seconds:.1f} s later")
 
-    limits = Limits.of(a, Bounds(max_bytes=10 * 70000, min_free_bytes=0))
+    limits = ResolvedLimits.of(a, Limits(max_bytes=10 * 70000, min_free_bytes=0))
     evicted = collect(a, limits).evicted.chunks
     after = Counter(look(two, key) for key in keys)
     must("what a evicts is a miss for b, the rest is right", not after["WRONG"], (evicted, after))
@@ -194,7 +194,7 @@ def prompt(number: int, chunks: int) -> list[ChunkKey]:
 def opened(mount: Path, nbytes: int) -> Store:
     """The cache as a process that has just started sees it."""
     identity = Identity(model=f"nfs {nbytes}", kv_dtype="uint8", chunk_tokens=4, name="nfs")
-    bounds = Bounds(max_bytes="1T", min_free_bytes=0)
+    bounds = Limits(max_bytes="1T", min_free_bytes=0)
     return Namespace.create(mount, identity, [layout_of(nbytes)], bounds=bounds).stores[0]
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from suite.context import Bench
 from suite.measure import Arm, Row, busy_process, measure
 from suite.prompts import Case, file_path, keys_of, make, staged
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.cli.bench_files import expect
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
@@ -116,7 +116,7 @@ def _probes(store: Store, prompt: Ids) -> int:
     """Return how many times a lookup asks the storage for a file."""
     asked, exists = itertools.count(), store.storage.exists
 
-    def counted(*arguments: object) -> bool:
+    def counted(*arguments: object) -> Sequence[bool]:
         next(asked)
         return exists(*arguments)  # type: ignore[arg-type]
 
@@ -241,7 +241,7 @@ def _loads(root: Path, case: Case) -> Callable[[int], None]:
 
 def _saves(root: Path, case: Case) -> Callable[[int], None]:
     load = _loads(root, case)
-    bounds = Bounds(max_bytes=1 << 60, min_free_bytes=0)  # counts nothing meanwhile
+    bounds = Limits(max_bytes=1 << 60, min_free_bytes=0)  # counts nothing meanwhile
     store = Namespace.create(
         root / "saves", Identity(model="save"), [case.layout], bounds=bounds
     ).stores[0]
@@ -253,7 +253,7 @@ def _saves(root: Path, case: Case) -> Callable[[int], None]:
             load(0)
             return
         keys = keys_of(case.layout, case.chunks, next(seeds))
-        expect("save", holds=store.saver(memory.map).save_all(keys) == case.chunks)
+        expect("save", holds=store.writer(memory.map).save_all(keys) == case.chunks)
         for key in keys:
             os.truncate(file_path(home, store, key), 0)
 

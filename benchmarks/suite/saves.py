@@ -28,7 +28,7 @@ from suite.prompts import (
     noise,
     staged,
 )
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.cli.bench_files import Buffer, RawFile, direct_works, expect, in_buffer
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
@@ -41,7 +41,7 @@ _COPIES = "the copies alone"
 _CALL_NBYTES = 1 << 20
 """What a raw write gives to one call: as fast as whole files, and steadier. For a larger call the
 system takes larger pieces of memory, and those it may have given back to its host before."""
-_WIDE = Bounds(max_bytes=1 << 60, min_free_bytes=0)
+_WIDE = Limits(max_bytes=1 << 60, min_free_bytes=0)
 """So that nothing is counted meanwhile: nobody tells VUA of what is emptied here."""
 
 
@@ -62,7 +62,7 @@ class Saving:
             self.store.save(key, source.map, place=place)
         for memory in (self.staged, self.paged):
             expect("load", holds=self.store.load(first, memory.map).chunks == case.chunks)
-        self._savers = {m.place: self.store.saver(m.map) for m in (self.staged, self.paged)}
+        self._savers = {m.place: self.store.writer(m.map) for m in (self.staged, self.paged)}
         rows, headers = file_rows(self.store, self.staged.map, case.chunks)
         owner = (self.staged, headers)
         self._files = [RawFile("", row, owner, _CALL_NBYTES) for row in rows]
@@ -201,11 +201,12 @@ def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> dict[str, Arm]:
     """
     import torch
 
-    from vua.device import PagedCache, gather, slots_of
+    from vua.device.copy import gather
+    from vua.device.paged import PagedCache, slots_of
 
     layout, chunks = saving.case.layout, saving.case.chunks
     buffers = [staged(layout, 1) for _ in range(chunks)]
-    savers = [saving.store.saver(buffer.map) for buffer in buffers]
+    savers = [saving.store.writer(buffer.map) for buffer in buffers]
     paged, size = saving.paged, saving.paged.map.piece_tokens
     words = torch.from_numpy(paged.words.view(np.int16))  # [array, layer, block, head, token, dim]
     cache = PagedCache.of(list(zip(words[0], words[1], strict=True)), "BHND")

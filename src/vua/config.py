@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vua.capacity.limits import Bounds, nbytes_of
+from vua.capacity.limits import Limits, nbytes_of
 from vua.errors import ConfigError
 from vua.security.settings import Security
 
@@ -82,9 +82,9 @@ class VUAConfig:
         _ = self.bounds  # raises for unusable ones
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> Limits:
         """What the settings say about the directory's size."""
-        return Bounds(
+        return Limits(
             max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
         )
 

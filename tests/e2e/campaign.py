@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from e2e.adapters import strong_adapter
 from e2e.checkpoints import copied, edit, rewritten, scaled
 from e2e.damage import CHUNK, stored
 from e2e.harness import Batch, Phase, Served, llama, make_llava, models, run, tokens
 from e2e.pictures import IMAGE_TOKEN
-from e2e.test_lora import make_adapter
 from vua.testing.models import make_model
 
 TEXT = tokens(330, seed=1)
@@ -172,7 +172,7 @@ def _adapter_changes() -> dict[str, Change]:
     def adapted(seed: int, **more: Any) -> Change:
         def change(setup: Setup, at: Path) -> Setup:
             engine = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, **more}
-            return replace(setup.set(**engine), adapter=str(make_adapter(at, seed=seed)))
+            return replace(setup.set(**engine), adapter=str(strong_adapter(at, seed=seed)))
 
         return change
 

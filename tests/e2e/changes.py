@@ -1,10 +1,20 @@
 """Weights and adapters that change under a running engine. Called in the engine's process."""
 
+# ruff: noqa: SLF001 - another project's name, which has no public form
+
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+def adapter(path: str | None) -> Any:
+    """What vLLM asks for the LoRA adapter in a directory by."""
+    from vllm.lora.request import LoRARequest
+
+    return path and LoRARequest(Path(path).name, 1 + zlib.crc32(path.encode()), path)
 
 
 def change_memory(llm: Any, how: str, source: str) -> None:
@@ -47,8 +57,6 @@ def _write(model: Any, source: Path) -> None:
 
 def _add(llm: Any, source: Path) -> None:
     """Load an adapter under the number and name that its directory has, anew if it is there."""
-    from e2e.engine import adapter
-
     request = adapter(str(source))
     request.load_inplace = True
     llm.llm_engine.add_lora(request)

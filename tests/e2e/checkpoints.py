@@ -1,4 +1,4 @@
-"""Copies of checkpoints with something changed: tensors, files, or words in their configuration."""
+"""Sizes of small models; copies of checkpoints with other tensors, files or configurations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,21 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+SIZES: dict[str, Any] = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 128,
+    "initializer_range": 0.25,
+    "intermediate_size": 256,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "pad_token_id": 3,
+    "tie_word_embeddings": False,
+    "vocab_size": 512,
+}
+"""Of the small models that are made from a configuration of transformers."""
 
 _WHOLE = "model.safetensors"
 _EMBEDDING = "embed_tokens.weight"

@@ -6,6 +6,8 @@ that importing vLLM takes. Answers are lines on stdout that start with `MARK`; w
 into the answer's "log". Ends when stdin does.
 """
 
+# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
+
 from __future__ import annotations
 
 import ctypes
@@ -21,7 +23,6 @@ import sys
 import tempfile
 import time
 import traceback
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,24 +31,15 @@ from unittest import mock
 
 from e2e.aborts import generate_and_abort
 from e2e.ahead import running_ahead
-from e2e.changes import change_memory
+from e2e.changes import adapter, change_memory
 from e2e.damage import strike
 from e2e.pictures import make_llava, picture, stand_in_for_torchvision
 from e2e.snapshots import snapshots
 from e2e.trouble import trouble
+from vua.testing.models import ENGINE_ENVIRONMENT
 
 MARK = "VUA-ANSWER "
-ENVIRONMENT = {
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+ENVIRONMENT = ENGINE_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 MODULES = (
     "vllm.entrypoints.llm",
     "vllm.model_executor.layers.quantization.online.base",
@@ -324,13 +316,6 @@ def throttle(bytes_per_s: float | None, pause_s: float) -> None:
             store.storage = ThrottledStorage(store.storage)
         store.storage.throttle(bytes_per_s)
     time.sleep(pause_s)
-
-
-def adapter(path: str | None) -> Any:
-    """What vLLM asks for the LoRA adapter in a directory by."""
-    from vllm.lora.request import LoRARequest
-
-    return path and LoRARequest(Path(path).name, 1 + zlib.crc32(path.encode()), path)
 
 
 @contextmanager

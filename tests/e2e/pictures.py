@@ -1,5 +1,7 @@
 """A tiny model that sees (LLaVA), and its pictures. Runs where torchvision is missing."""
 
+# ruff: noqa: SLF001 - another project's name, which has no public form
+
 from __future__ import annotations
 
 import sys
@@ -50,6 +52,8 @@ def make_llava(target: Path, seed: int, **changes: Any) -> None:
     import transformers
     from safetensors.torch import load_file, save_file
 
+    from e2e.checkpoints import SIZES
+
     vision = transformers.CLIPVisionConfig(
         hidden_size=64,
         image_size=SIDE_PIXELS,
@@ -61,18 +65,7 @@ def make_llava(target: Path, seed: int, **changes: Any) -> None:
         patch_size=8,
         projection_dim=64,
     )
-    text = transformers.LlamaConfig(
-        head_dim=32,
-        hidden_size=128,
-        initializer_range=0.25,
-        intermediate_size=256,
-        max_position_embeddings=4096,
-        num_attention_heads=4,
-        num_hidden_layers=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        vocab_size=512,
-    )
+    text = transformers.LlamaConfig(head_dim=32, num_key_value_heads=2, **SIZES)
     settings = {
         "image_seq_length": IMAGE_TOKENS,
         "image_token_id": IMAGE_TOKEN,

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from e2e.adapters import ENGINE as WITH_ADAPTERS
+from e2e.adapters import strong_adapter
 from e2e.checkpoints import copied, edit, rewritten
 from e2e.harness import (
     PROMPT,
@@ -30,8 +32,6 @@ from e2e.harness import (
     tokens,
 )
 from e2e.pictures import IMAGE_TOKEN
-from e2e.test_lora import ENGINE as WITH_ADAPTERS
-from e2e.test_lora import make_adapter
 from vua.testing.models import make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
@@ -128,7 +128,7 @@ class AdapterTest(IdentityTest):
     def adapter(self, name: str, seed: int) -> Path:
         """An adapter in a directory of this test."""
         self.root.parent.mkdir(exist_ok=True)
-        return make_adapter(self.root.with_name(name), seed=seed)
+        return strong_adapter(self.root.with_name(name), seed=seed)
 
     def test_files_replaced(self) -> None:
         """An adapter is what the engine loaded, whatever has become of its files."""

@@ -2,55 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
+from e2e.adapters import ENGINE, strong_adapter
 from e2e.damage import stored
 from e2e.harness import PROMPT, RESET, Batch, Change, EngineTest, Exchange, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
-
-RANK = 8
-LAYERS, HIDDEN = 2, 128
-WIDTHS = {"q_proj": 128, "v_proj": 64}
-ENGINE: dict[str, Any] = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 2}
-
-
-def make_adapter(at: Path, seed: int) -> Path:
-    """Make an adapter of the usual model as PEFT writes it, strong enough to change tokens."""
-    at.mkdir(exist_ok=True)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "llama",
-        "bias": "none",
-        "lora_alpha": RANK,
-        "lora_dropout": 0.0,
-        "r": RANK,
-        "target_modules": sorted(WIDTHS),
-    }
-    (at / "adapter_config.json").write_text(json.dumps(config))
-    rng = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(LAYERS):
-        for name, width in WIDTHS.items():
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{prefix}.lora_A.weight"] = 0.2 * torch.randn(RANK, HIDDEN, generator=rng)
-            weights[f"{prefix}.lora_B.weight"] = 0.2 * torch.randn(width, RANK, generator=rng)
-    save_file(weights, at / "adapter_model.safetensors")
-    return at
 
 
 class LoraTest(EngineTest):
     def setUp(self) -> None:
         """Make two adapters."""
         super().setUp()
-        self.paths = [str(make_adapter(self.root.with_name(f"a{n}"), seed=n)) for n in (1, 2)]
+        self.paths = [str(strong_adapter(self.root.with_name(f"a{n}"), seed=n)) for n in (1, 2)]
 
     def ask(self, *adapters: str | None) -> Batch:
         """The same prompt with each of the adapters; None: without."""
@@ -84,9 +51,9 @@ class LoraTest(EngineTest):
         one, _ = self.paths
         expected = self.fill(self.ask(one), engine=ENGINE)
 
-        copy = make_adapter(self.root.with_name("elsewhere"), seed=1)
+        copy = strong_adapter(self.root.with_name("elsewhere"), seed=1)
         moved = self.warm(self.ask(str(copy)))
-        make_adapter(Path(one), seed=3)
+        strong_adapter(Path(one), seed=3)
         changed = self.warm(self.ask(one))
 
         self.assertEqual([expected, [640]], [moved.tokens, moved.cached])

@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
+from e2e.architectures import gemma3, gpt_oss
 from e2e.controls import store_noise
 from e2e.harness import PROMPT, RESET, Batch, EngineTest, llama, models, tokens
-from e2e.test_models import gemma3, gpt_oss
 from helpers import soak
 from vua.testing.models import make_model
 

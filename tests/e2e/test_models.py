@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import unittest
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from e2e.architectures import deepseek, gemma3, gemma3n, gpt_oss
 from e2e.damage import CHUNK, chunk_files, flip, stored
 from e2e.harness import (
     PROMPT,
@@ -17,13 +17,13 @@ from e2e.harness import (
     Batch,
     EngineTest,
     llama,
-    make,
     models,
     needs_windows,
     tokens,
 )
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
+from vua.storage.base import entry_name
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
 from vua.testing.models import make_model
@@ -34,99 +34,6 @@ AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 BATCH = Batch([PROMPT])
 WINDOW_CHUNKS = 2  # of 64 tokens, for a window of 128
 UNCACHED = "served without a stored KV cache"
-
-
-@cache
-def deepseek() -> Path:
-    """A DeepSeek-V2: one latent of 576 elements for each token and layer (MLA)."""
-    return make(
-        models() / "deepseek",
-        "DeepseekV2Config",
-        **_sizes(),
-        num_key_value_heads=4,
-        first_k_dense_replace=1,
-        kv_lora_rank=512,
-        moe_intermediate_size=64,
-        n_group=1,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        q_lora_rank=None,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=64,
-        topk_group=1,
-        v_head_dim=64,
-    )
-
-
-@cache
-def gemma3() -> Path:
-    """A Gemma 3: layers with a sliding window, and one without."""
-    return make(
-        models() / "gemma3",
-        "Gemma3TextConfig",
-        # small tied embeddings: larger ones outweigh all attention, and repeat the last token
-        **_sizes()
-        | {"num_hidden_layers": 3, "tie_word_embeddings": True, "initializer_range": 0.03},
-        num_key_value_heads=2,
-        head_dim=32,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-        query_pre_attn_scalar=32,
-        sliding_window=128,
-    )
-
-
-@cache
-def gemma3n(*kinds: str) -> Path:
-    """A Gemma 3n of four layers, of which the last two use the caches of the first two."""
-    return make(
-        models() / f"gemma3n-{len(set(kinds))}",
-        "Gemma3nTextConfig",
-        **_sizes()
-        | {"num_hidden_layers": 4, "tie_word_embeddings": True, "initializer_range": 0.03},
-        activation_sparsity_pattern=[0.0] * 4,
-        altup_num_inputs=2,
-        head_dim=32,
-        hidden_size_per_layer_input=16,
-        laurel_rank=8,
-        layer_types=list(kinds),
-        num_key_value_heads=2,
-        num_kv_shared_layers=2,
-        sliding_window=128,
-        vocab_size_per_layer_input=512,
-    )
-
-
-@cache
-def gpt_oss() -> Path:
-    """A gpt-oss: layers with a window of 128 and without one take turns, with attention sinks."""
-    return make(
-        models() / "gpt-oss",
-        "GptOssConfig",
-        **_sizes() | {"num_hidden_layers": 4},
-        num_key_value_heads=2,
-        head_dim=32,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        num_experts_per_tok=2,
-        num_local_experts=4,
-        sliding_window=128,
-    )
-
-
-def _sizes() -> dict[str, Any]:
-    return {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_size": 128,
-        "initializer_range": 0.25,
-        "intermediate_size": 256,
-        "max_position_embeddings": 4096,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "pad_token_id": 3,
-        "tie_word_embeddings": False,
-        "vocab_size": 512,
-    }
 
 
 class CachedModelsTest(EngineTest):
@@ -247,7 +154,7 @@ class WindowedModelsTest(EngineTest):
         noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
         slab.bytes[:] = noise.view(np.uint8)
         for key in KeyChain(token_ids(PROMPT), CHUNK).first(10):
-            windowed.storage.remove(key.name, layout.full)
+            windowed.storage.delete(entry_name(key.name, layout.full))
             windowed.save(key, slab.memory)
 
         warm = self.serve(BATCH, engine=engine)

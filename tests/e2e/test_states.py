@@ -8,27 +8,26 @@ tokens depend there on how vLLM cuts a prompt into steps, so it is compared with
 from __future__ import annotations
 
 import unittest
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from e2e.architectures import lfm2, qwen3_next
 from e2e.damage import CHUNK, chunk_files, flip, stored
 from e2e.harness import (
     PROMPT,
     WINDOWS_ARE_CACHED,
     Batch,
     EngineTest,
-    make,
-    models,
     tokens,
 )
 from helpers import soak
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import Shard
+from vua.storage.base import entry_name
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
 
@@ -39,62 +38,6 @@ BATCH = Batch([PROMPT[:642]])
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 ASYNC: dict[str, Any] = {"async_scheduling": True}
 UNCACHED = "served without a stored KV cache"
-
-
-@cache
-def lfm2() -> Path:
-    """An LFM2: layers with a short convolution, whose state is its last tokens, and attention."""
-    return make(
-        models() / "lfm2",
-        "Lfm2Config",
-        **_sizes(),
-        block_auto_adjust_ff_dim=False,
-        block_dim=128,
-        block_ff_dim=256,
-        conv_L_cache=3,
-        conv_bias=False,
-        conv_dim=128,
-        layer_types=["conv", "full_attention"] * 2,
-        num_key_value_heads=2,
-    )
-
-
-@cache
-def qwen3_next() -> Path:
-    """A Qwen3-Next: layers with a gated delta net, and attention; its blocks have 160 tokens."""
-    return make(
-        models() / "qwen3-next",
-        "Qwen3NextConfig",
-        **_sizes(),
-        head_dim=64,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        linear_key_head_dim=128,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_value_head_dim=128,
-        mlp_only_layers=[],
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_key_value_heads=4,
-        shared_expert_intermediate_size=64,
-    )
-
-
-def _sizes() -> dict[str, Any]:
-    return {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_size": 128,
-        "initializer_range": 0.25,
-        "intermediate_size": 256,
-        "max_position_embeddings": 4096,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 4,
-        "pad_token_id": 3,
-        "tie_word_embeddings": False,
-        "vocab_size": 512,
-    }
 
 
 def engine(**settings: Any) -> dict[str, Any]:
@@ -147,7 +90,7 @@ class StatesTest(EngineTest):
             slab = Slab(states.layout, shard, 1)
             noise = torch.randn(len(slab.bytes) // 2, generator=chance) * 8
             slab.bytes[:] = noise.bfloat16().view(torch.uint8).numpy()  # as float32 finite as well
-            states.storage.remove(key.name, shard)
+            states.storage.delete(entry_name(key.name, shard))
             self.assertTrue(states.save(key, slab.memory, shard=shard))
 
         warm = self.serve(BATCH, engine=settings)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from e2e.architectures import gpt_oss
 from e2e.controls import store_noise
 from e2e.harness import PROMPT, RESET, Batch, EngineTest, Phase, Served, run, tokens
-from e2e.test_models import gpt_oss
 from helpers import soak
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
@@ -157,7 +157,7 @@ class SlowStorageTest(EngineTest):
         slow = {"slow": {"lookup_s": 0.5}}
 
         late, warm = run(
-            self.phase(batch, extra={"lookup_timeout_s": 0.1}, trouble=slow),
+            self.phase(batch, extra={"timeouts": {"lookup_s": 0.1}}, trouble=slow),
             Phase([batch], root=self.root),
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from e2e.architectures import gemma3
 from e2e.damage import stored
 from e2e.harness import (
     OTHER_VLLM,
@@ -21,7 +22,6 @@ from e2e.harness import (
     run,
     vllm_version,
 )
-from e2e.test_models import gemma3
 
 pytestmark = pytest.mark.vllm
 

@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,14 +23,13 @@ import numpy as np
 import vua
 from scorecard.subject import Key, NotApplicableError, Subject
 from vua.capacity.gc import GRACE_S, collect
-from vua.capacity.limits import Bounds, Limits
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
-from vua.format.layout import KVLayout, MemoryMap, Shard
-from vua.io.posix import Iovecs
+from vua.format.layout import KVLayout, MemoryMap
 from vua.security.settings import Security
-from vua.storage.base import Reader, Storage
+from vua.storage.base import Batch, Entry, Filled, Storage, Written
 from vua.storage.local import TEMPORARY
 from vua.store.namespace import Namespace
 from vua.store.store import Store
@@ -69,22 +69,22 @@ class _ShortNames(FaultyStorage):
         self._digits = bits // 4
 
     def _short(self, chunk: str) -> str:
-        return chunk[: self._digits] + "0" * (len(chunk) - self._digits)
+        return chunk[: self._digits] + "0" * (64 - self._digits) + chunk[64:]
 
-    def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
-        self.inner.publish(self._short(chunk), shard, iovecs)
+    def write(self, batch: Batch) -> Written:
+        return self.inner.write(dataclasses.replace(batch, names=[*map(self._short, batch.names)]))
 
-    def open(self, chunk: str, shard: Shard) -> Reader:
-        return self.inner.open(self._short(chunk), shard)
+    def read(self, batch: Batch) -> Filled:
+        return self.inner.read(dataclasses.replace(batch, names=[*map(self._short, batch.names)]))
 
-    def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
-        return self.inner.exists(self._short(chunk), shard, nbytes)
+    def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
+        return self.inner.exists([*map(self._short, names)], nbytes)
 
-    def shards(self, chunk: str) -> Sequence[Shard]:
-        return self.inner.shards(self._short(chunk))
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        return self.inner.list(self._short(prefix))
 
-    def remove(self, chunk: str, shard: Shard, reader: Reader | None = None) -> bool:
-        return self.inner.remove(self._short(chunk), shard, reader)
+    def delete(self, name: str, if_version: bytes | None = None) -> bool:
+        return self.inner.delete(self._short(name), if_version)
 
 
 class StoreSubject(Subject):
@@ -194,9 +194,9 @@ class VuaSubject(StoreSubject):
         """Open the cache in ``root``."""
         super().__init__(f"VUA {vua.__version__}", self._no_storage, root, nbytes)
         self._bounds = (
-            Bounds() if max_bytes is None else Bounds(max_bytes=max_bytes, min_free_bytes=0)
+            Limits() if max_bytes is None else Limits(max_bytes=max_bytes, min_free_bytes=0)
         )
-        self.floor = Limits.of(root, self._bounds).min_free_bytes
+        self.floor = ResolvedLimits.of(root, self._bounds).min_free_bytes
         self._durable, self._security = durable, security
 
     @staticmethod
@@ -224,7 +224,7 @@ class VuaSubject(StoreSubject):
                 if name.startswith(TEMPORARY):
                     with contextlib.suppress(FileNotFoundError):  # stored or deleted by now
                         os.utime(f"{directory}/{name}", (old_s, old_s))
-        collect(self.root, Limits.of(self.root, self._bounds))
+        collect(self.root, ResolvedLimits.of(self.root, self._bounds))
 
 
 def make_vua(

@@ -1,5 +1,7 @@
 """What the fault campaigns have found, and that they find what they are for."""
 
+# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+
 from __future__ import annotations
 
 import os
@@ -15,8 +17,9 @@ from scorecard.faults.world import World, WrongBytesError, layout_of
 from scorecard.runner import Plan, run_test
 from scorecard.subject import Key, NotApplicableError, Subject
 from scorecard.trial import TESTS
-from vua.capacity.lru import stamp_ns
+from vua.capacity.lru import mtime_ns_of
 from vua.io import posix
+from vua.storage.base import entry_name
 from vua.storage.local import TEMPORARY, LocalStorage
 
 NBYTES = 16 << 10
@@ -69,18 +72,18 @@ class WorldTest(DirectoryTest):
         self.world.age()
         space = os.open(chunk.parents[1], os.O_RDONLY)
         self.addCleanup(os.close, space)
-        before = stamp_ns(space, chunk.name)
+        before = mtime_ns_of(space, chunk.name)
         self.world.collect()
 
         self.assertFalse((chunk / f"{TEMPORARY}x-01234567-1-2").exists())
-        self.assertEqual(before, stamp_ns(space, chunk.name))
+        self.assertEqual(before, mtime_ns_of(space, chunk.name))
 
     def test_stale_while_asking(self) -> None:
         """A file whose size cannot be asked for any more is absent; no descriptor is left open."""
         reason = syscalls.why_not()
         if reason:
             self.skipTest(reason)
-        key, shard = self.world.keys[0][0], self.world.layout.full
+        name = entry_name(self.world.keys[0][0].name, self.world.layout.full)
         store = self.world.writer()
         storage = store.storage
         self.addCleanup(store.close)
@@ -88,14 +91,14 @@ class WorldTest(DirectoryTest):
         def ask() -> None:
             free = os.dup(0)
             os.close(free)
-            found = [storage.exists(key.name, shard, 1) for _ in range(5)]
+            found = [storage.exists([name], 1)[0] for _ in range(5)]
             for _ in range(5):
                 with self.assertRaises(OSError):
-                    storage.open(key.name, shard)
+                    storage.open_file(name)
             self.assertEqual([False] * 5, found)
             self.assertEqual(free, os.dup(0))
 
-        self.assertTrue(storage.exists(key.name, shard))
+        self.assertTrue(storage.exists([name])[0])
         self.assertEqual(
             "done",
             syscalls.run_tampered(ask, "statx,newfstatat,fstat:error=ESTALE").text,
@@ -119,16 +122,16 @@ class TestWhoHoldsTheInterpreter(DirectoryTest):
         world = World(self.root, layout_of(NBYTES))
         world.heal()
         calls = ("openat2_cached", "close_cached", "preadv_cached")
-        kept = {name: posix._calls.pop(name) for name in calls if name in posix._calls}
-        self.addCleanup(posix._calls.update, kept)
+        kept = {name: posix.calls.pop(name) for name in calls if name in posix.calls}
+        self.addCleanup(posix.calls.update, kept)
         store = world.writer()
         self.addCleanup(store.close)
         self.assertIsInstance(store.storage, LocalStorage)
         store.storage._local = False  # type: ignore[attr-defined]
 
         self.assertEqual([3, 3, 3], [world.get(number, store) for number in world.prompts])
-        self.assertFalse(store.storage.exists("0" * 64, world.layout.full))
-        self.assertTrue(store.storage.exists(world.keys[0][0].name, world.layout.full))
+        self.assertFalse(store.shards("0" * 64))
+        self.assertTrue(store.shards(world.keys[0][0].name))
 
 
 class InPlace(Subject):

@@ -9,6 +9,7 @@ import unittest
 from importlib import metadata
 
 import vua
+from helpers import ROOT
 
 ERRORS = [
     "ConfigError",
@@ -43,6 +44,10 @@ EXPECTED = {
         "VLLMPagedMemGPUConnector",
         "VLLMPagedMemGPUConnectorV2",
     ],
+    "vua.testing.faulty": ["FaultyStorage"],
+    "vua.testing.models": ["ENGINE_ENVIRONMENT", "Family", "make_demo_model", "make_model"],
+    "vua.testing.real_model": ["NAME", "real_model", "wheel_file"],
+    "vua.testing.throttle": ["ThrottledStorage"],
     "vua.serdes": ["bytes_to_tensor", "tensor_to_bytes"],
 }
 TREE = {
@@ -72,6 +77,18 @@ class TestExports(unittest.TestCase):
                 self.assertEqual(sorted(expected), sorted(module.__all__))
                 for exported in expected:
                     self.assertTrue(hasattr(module, exported), exported)
+
+    def test_wheel(self) -> None:
+        """Users get the package, and of what tests use only what is meant for theirs, too."""
+        project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        tools = {path.stem for path in (ROOT / "src/vua/testing").glob("[!_]*")}
+
+        self.assertIn('[tool.hatch.build.targets.wheel]\npackages = ["src/vua"]\n', project)
+        self.assertEqual(["vua"], [path.name for path in (ROOT / "src").iterdir()])
+        self.assertLessEqual(tools, {"conformance", "faulty", "models", "real_model", "throttle"})
+        self.assertLessEqual(
+            {name.rpartition(".")[2] for name in EXPECTED if "testing" in name}, tools
+        )
 
     def test_error_tree(self) -> None:
         """Each error can be caught by the names that its place in the tree promises."""

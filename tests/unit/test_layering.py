@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import unittest
+from functools import cache
 from pathlib import Path
 
 import vua
-from helpers import TESTS
+from helpers import ROOT, TESTS
 from properties import settings
 
 SOURCE = Path(vua.__file__).parent
@@ -36,6 +37,10 @@ FACES = ("lmcache", "transformers", "vllm")
 """Of the engines: only what tests them imports them."""
 TESTING = "vua.testing"
 ENGINES = ("lmcache", "sglang", "transformers", "vllm")
+
+PROGRAMS = (TESTS, ROOT / "benchmarks")
+"""From where tests and benchmarks import; besides, each finds what lies beside it."""
+IMPORT_IN_TEXT = re.compile(r"^ *(?:from|import) +([a-z0-9_.]+)", re.MULTILINE)
 
 UNSAFE_MODULES = ("cloudpickle", "dill", "marshal", "pickle", "shelve")
 UNSAFE_CALLS = ("eval", "exec")
@@ -121,7 +126,8 @@ def import_faults(importer: str, name: str, modules: set[str]) -> list[str]:
     if root in ENGINES and not any(within(importer, p) for p in (f"vua.{root}", TESTING)):
         return [f"{importer} imports {root}: only vua.{root} and {TESTING} may"]
     if root != "vua":
-        return []
+        here = program(TESTS, root)
+        return [f"{importer} imports {root}: that is not installed"] if here else []
     imported = existing(name, modules)
     if may_import(importer, imported):
         return []
@@ -155,6 +161,40 @@ def sources() -> dict[str, str]:
     return found
 
 
+def programs() -> list[Path]:
+    """Every module of the tests and benchmarks."""
+    return [path for root in PROGRAMS for path in sorted(root.rglob("*.py"))]
+
+
+@cache
+def program(beside: Path, name: str) -> Path | None:
+    """The module of the tests or benchmarks that an import means; None if it means another one."""
+    for folder in (beside, *PROGRAMS):
+        place = folder.joinpath(*name.split("."))
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.is_file():
+                return path
+    package = name.rpartition(".")[0]
+    return program(beside, package) if package else None
+
+
+def imported_programs(importer: Path, source: str) -> set[Path]:
+    """The modules of the tests and benchmarks that a source imports, or a program in its text."""
+    tree = ast.parse(source)
+    names = imported_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names += IMPORT_IN_TEXT.findall(node.value)
+    found = {program(importer.parent, name) for name in names}
+    return {path for path in found if path is not None}
+
+
+@cache
+def programs_imported(path: Path) -> set[Path]:
+    """The modules of the tests and benchmarks that one of them imports."""
+    return imported_programs(path, path.read_text(encoding="utf-8"))
+
+
 class TestLayering(unittest.TestCase):
     """The rules, and that they are really checked."""
 
@@ -185,6 +225,46 @@ class TestLayering(unittest.TestCase):
         }
 
         self.assertEqual([], circle(imports))
+
+    def test_no_circles_beside_the_package(self) -> None:
+        """Nor do the modules of tests and benchmarks."""
+        imports = {
+            str(path.relative_to(ROOT)): {
+                str(one.relative_to(ROOT)) for one in programs_imported(path) if one != path
+            }
+            for path in programs()
+        }
+
+        self.assertIn("tests/helpers.py", imports["tests/commands.py"])
+        self.assertIn("benchmarks/peers/stores.py", imports["benchmarks/peers/worker.py"])
+        self.assertEqual([], circle(imports))
+
+    def test_tests_stand_alone(self) -> None:
+        """What tests share lies in modules that are none."""
+        found = [
+            f"{path.relative_to(ROOT)} imports {one.name}: a test"
+            for path in programs()
+            for one in programs_imported(path)
+            if one.name.startswith("test_")
+        ]
+
+        self.assertEqual([], found)
+
+    def test_imported_tests_are_found(self) -> None:
+        """Beside a test, in its package, and in a program's text."""
+        here = TESTS / "unit" / "store" / "test_x.py"
+        for source, test in (
+            ("from {} import X", "test_store"),
+            ("import {}", "test_store"),
+            ("from e2e import {}", "test_lora"),
+            ("from {} import X", "e2e.test_lora"),
+            ("def f():\n    import {}", "scorecard.test_attacks"),
+            ("run('import sys\\nfrom {} import X')", "test_store"),
+        ):
+            with self.subTest(source):
+                found = imported_programs(here, source.format(test))
+                self.assertIn(f"{test.rpartition('.')[2]}.py", {path.name for path in found})
+        self.assertEqual(set(), imported_programs(here, "import os\nfrom vua.core import VUA"))
 
     def test_circles_are_found(self) -> None:
         """Short ones, long ones, and those behind others; a diamond is none."""
@@ -219,6 +299,8 @@ class TestLayering(unittest.TestCase):
             ("vua.core", "x = eval('1')"): "eval",
             ("vua.core", "x = torch.load(f)"): "unpickles",
             ("vua.core", "assert x"): "-O",
+            ("vua.testing.models", "from scorecard import X"): "not installed",
+            ("vua.cli", "from suite.measure import X"): "not installed",
             ("vua.helpers", ""): "no place",
         }
         for (module, source), expected in broken.items():

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from vua.capacity.limits import Bounds, Limits
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.scan import EXHAUSTED
 from vua.capacity.usage import measure
 from vua.errors import ConfigError
@@ -38,10 +38,10 @@ class UsageEstimate:
     Everything else is arithmetic, for callers that hold ``lock``.
     """
 
-    def __init__(self, root: str | os.PathLike[str], bounds: Bounds, lock: threading.RLock) -> None:
+    def __init__(self, root: str | os.PathLike[str], bounds: Limits, lock: threading.RLock) -> None:
         """Know nothing yet of ``root``."""
         self._root, self._bounds, self._lock = root, bounds, lock
-        self.limits: Limits | None = None
+        self.limits: ResolvedLimits | None = None
         """None until the first measurement, and where nothing can be measured."""
         self.is_unknown = False
         """Whether this process lacked the descriptors to measure, the last time."""
@@ -123,11 +123,11 @@ class UsageEstimate:
             self._measured_at_s = time.monotonic()
             self._cost_s = self._measured_at_s - began_s
 
-    def _read_limits(self, warn: Callable[[str, str], None]) -> Limits:
+    def _read_limits(self, warn: Callable[[str, str], None]) -> ResolvedLimits:
         try:
-            return Limits.of(
+            return ResolvedLimits.of(
                 self._root, self._bounds, refused=lambda text: warn(f"bounds.json: {text}", text)
             )
         except ConfigError as problem:
             warn("bounds.json", str(problem))
-            return self.limits or Limits.of(self._root, self._bounds, file=False)
+            return self.limits or ResolvedLimits.of(self._root, self._bounds, file=False)

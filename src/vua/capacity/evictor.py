@@ -2,8 +2,8 @@
 
 Why not the oldest of a small random sample, as Redis does it (its documentation on key eviction)?
 Chunks depend on each other, and a victim in the middle of a chain leaves all that follows out of
-reach. Stamps (:mod:`vua.capacity.lru`) order a chain only if *the* oldest chunk goes first. So one
-pass over all stamps gathers the oldest, and these are evicted in order over many bursts, each
+reach. Mtimes (:mod:`vua.capacity.lru`) order a chain only if *the* oldest chunk goes first. So one
+pass over all mtimes gathers the oldest, and these are evicted in order over many bursts, each
 looked at again first; `docs/decisions/0004-bounds.md` has the measurements.
 
 A chunk leaves by one rename of its directory and is then deleted file by file: it is out of sight
@@ -24,23 +24,23 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from vua.capacity import ttl
-from vua.capacity.lru import STEP_NS, set_stamp, stamp_ns
+from vua.capacity.lru import MTIME_STEP_NS, mtime_ns_of, set_mtime
 from vua.capacity.owned import delete_chunk, drop_empty, is_chunk_file, strip_chunk
 from vua.capacity.scan import PIN, TRASH, Candidate, Space, chunk_nbytes, listed, oldest, spaces
 from vua.storage.local import chunk_path
 
-__all__ = ["GRACE_S", "NOTHING", "PINNED_SHARE", "Evictor", "Freed", "bury"]
+__all__ = ["GRACE_S", "NOTHING", "PINNED_SHARE", "Evictor", "Freed", "evict_chunk"]
 
 log = logging.getLogger(__name__)
 
 _POOL: Final = 1 << 16
-"""Chunks gathered by one pass over all stamps. A million chunks take a pass of some 5 seconds per
+"""Chunks gathered by one pass over all mtimes. A million chunks take a pass of some 5 seconds per
 65,536 evicted, which make room for half a terabyte."""
 _SETTLED_NS: Final = 60 * 10**9
 """A chain that is still being stored gains chunks that a pass did not see. So what was used this
 short before a pass is evicted right after it or not at all, and not remembered."""
 _FUTURE_NS: Final = 10 * 10**9
-"""Stamps of the server's that are later than its own clock by more: that was set back."""
+"""Mtimes of the server's that are later than its own clock by more: that was set back."""
 GRACE_S: Final = 3600.0
 """No writer takes longer for a file: what is temporary and older was left behind by a crash."""
 PINNED_SHARE: Final = 0.5
@@ -64,7 +64,7 @@ class Freed(NamedTuple):
 NOTHING: Final = Freed(0, 0)
 
 
-def bury(space: Space, chunk: str, *, pinned: bool = False) -> int | None:
+def evict_chunk(space: Space, chunk: str, *, pinned: bool = False) -> int | None:
     """Take a chunk out of sight as a whole and delete it; return the bytes that were freed.
 
     None: it is gone already, or pinned (``pinned`` deletes it all the same). Of several at once one
@@ -79,7 +79,7 @@ def bury(space: Space, chunk: str, *, pinned: bool = False) -> int | None:
     if foreign:
         nbytes = strip_chunk(space.fd, path)
         if nbytes:
-            ttl.forget(space, chunk)
+            ttl.remove_ttl(space, chunk)
         return nbytes or None
     try:
         os.rename(path, trash, src_dir_fd=space.fd, dst_dir_fd=space.fd)
@@ -89,7 +89,7 @@ def bury(space: Space, chunk: str, *, pinned: bool = False) -> int | None:
         with contextlib.suppress(OSError):
             os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
             return None
-    ttl.forget(space, chunk)
+    ttl.remove_ttl(space, chunk)
     return delete_chunk(space.fd, trash)
 
 
@@ -103,39 +103,40 @@ def _look(space: Space, path: str) -> tuple[bool, bool]:
     return held, foreign
 
 
-def pull_back(
+def move_future_mtimes(
     ahead: Sequence[Candidate], by_name: Mapping[str, Space], now_ns: int, latest_ns: int
 ) -> int | None:
-    """Set stamps after ``latest_ns`` to just before ``now_ns``, without changing their order.
+    """Set mtimes after ``latest_ns`` to just before ``now_ns``, without changing their order.
 
-    Returns the first of the new stamps; None where none was to be changed, or could be.
+    Returns the first of the new mtimes; None where none was to be changed, or could be.
     """
     first = None
     for place, one in enumerate(ahead):
         fd = by_name[one.space].fd
-        if one.stamp > latest_ns and stamp_ns(fd, one.chunk) == one.stamp:
-            stamp = now_ns - (len(ahead) - place) * STEP_NS
+        if one.mtime_ns > latest_ns and mtime_ns_of(fd, one.chunk) == one.mtime_ns:
+            mtime_ns = now_ns - (len(ahead) - place) * MTIME_STEP_NS
             with contextlib.suppress(OSError):
-                set_stamp(fd, one.chunk, stamp)
-                first = stamp if first is None else first
+                set_mtime(fd, one.chunk, mtime_ns)
+                first = mtime_ns if first is None else first
     return first
 
 
-_bury: Final = bury
+_evict_chunk: Final = evict_chunk
 
 
 class Evictor:
     """Evicts from one cache directory, remembering what it saw. For one thread at a time."""
 
     def __init__(
-        self, root: str | os.PathLike[str], bury: Callable[..., int | None] = bury
+        self, root: str | os.PathLike[str], evict_chunk: Callable[..., int | None] = evict_chunk
     ) -> None:
         """Prepare for ``root``; reads nothing yet.
 
-        Chunks are deleted by ``bury``; with another one than this module's nothing else is changed.
+        Chunks are deleted by ``evict_chunk``. With another one than this module's, nothing else is
+        changed: a rehearsal.
         """
-        self._root, self._bury = os.fspath(root), bury
-        self._is_real = bury is _bury
+        self._root, self._evict_chunk = os.fspath(root), evict_chunk
+        self._is_real = evict_chunk is _evict_chunk
         self._pool: list[Candidate] = []
         """The oldest chunks at the last pass, oldest last."""
         self._held: deque[tuple[Candidate, int]] = deque()
@@ -160,7 +161,7 @@ class Evictor:
         """
         with spaces(self._root) as found:
             fresh = oldest(found, _POOL, pulse).oldest
-        self._fill([one for one in fresh if one.stamp <= now_ns - _SETTLED_NS])
+        self._fill([one for one in fresh if one.mtime_ns <= now_ns - _SETTLED_NS])
 
     def evict(
         self,
@@ -169,46 +170,47 @@ class Evictor:
         *,
         before_ns: int | None = None,
         expired_ns: int = 0,
-        hinted: bool = False,
+        own_ttls: bool = False,
         pins_nbytes: int | None = None,
         pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
     ) -> Freed:
         """Delete the chunks that were not used for longest until ``nbytes`` bytes are free.
 
-        Stamps from the future (the server's clock was set back) are first set to now, in their
+        Mtimes from the future (the server's clock was set back) are first set to now, in their
         order: what has them counts as used when that happened.
 
         Args:
             nbytes: how much to free; less is freed when no more may be deleted.
             now_ns: the server's time, as :func:`vua.capacity.lru.server_now_ns` gives it.
-            before_ns: stop at a chunk with this stamp or a younger one.
-            expired_ns: delete all chunks with stamps before this, whatever ``nbytes``.
-            hinted: likewise all that their own hints (:mod:`vua.capacity.ttl`) let go.
+            before_ns: stop at a chunk with this mtime or a younger one.
+            expired_ns: delete all chunks with mtimes before this, whatever ``nbytes``.
+            own_ttls: delete likewise the chunks whose own time to live (:mod:`vua.capacity.ttl`) is
+                over.
             pins_nbytes: pinned chunks stay up to so many bytes, those used last; None: all.
             pulse: called every few chunks, and while it searches, with what is freed so far.
 
         Raises OSError where the directory cannot be listed or written to.
         """
         try:
-            freed = self._expire(now_ns, pulse) if hinted else NOTHING
+            freed = self._expire(now_ns, pulse) if own_ttls else NOTHING
             if nbytes <= 0 and not expired_ns:
-                return freed  # without a pass over all stamps
+                return freed  # without a pass over all mtimes
             run = _Run(nbytes, now_ns, before_ns, expired_ns, pins_nbytes, pulse)
             return freed + self._run(run)
         finally:
             young = now_ns - _SETTLED_NS
-            if self._pool and self._pool[0].stamp > young:
-                self._pool = [one for one in self._pool if one.stamp <= young]
+            if self._pool and self._pool[0].mtime_ns > young:
+                self._pool = [one for one in self._pool if one.mtime_ns <= young]
 
     def _expire(self, now_ns: int, pulse: Callable[[Freed], None]) -> Freed:
-        """Delete the chunks whose own hints have run out."""
+        """Delete the chunks whose own time to live is over."""
         freed = NOTHING
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}
             latest_ns = now_ns + _FUTURE_NS
             over, ahead = ttl.expired(found, now_ns, latest_ns, tidies=self._is_real)
             if self._is_real:
-                pull_back(ahead, by_name, now_ns, latest_ns)
+                move_future_mtimes(ahead, by_name, now_ns, latest_ns)
             for victim in over:
                 freed += self._evict(victim, by_name, None)
                 if freed.chunks % _PULSE == 0:
@@ -217,7 +219,7 @@ class Evictor:
 
     def _run(self, run: _Run) -> Freed:
         freed, brought, seen, room = NOTHING, -1, 0, _POOL
-        if self._pool and self._pool[0].stamp > run.now_ns + _FUTURE_NS:
+        if self._pool and self._pool[0].mtime_ns > run.now_ns + _FUTURE_NS:
             self._fill([])  # the clock was set back since
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}
@@ -232,9 +234,9 @@ class Evictor:
                     if not self._pool:
                         return freed
                 victim = self._pool[-1]
-                if freed.nbytes >= run.nbytes and victim.stamp >= run.expired_ns:
+                if freed.nbytes >= run.nbytes and victim.mtime_ns >= run.expired_ns:
                     return freed
-                if run.before_ns is not None and victim.stamp >= run.before_ns:
+                if run.before_ns is not None and victim.mtime_ns >= run.before_ns:
                     return freed
                 self._pool.pop()
                 freed += self._evict(victim, by_name, run.pins_nbytes)
@@ -249,13 +251,13 @@ class Evictor:
         run: _Run,
         freed: Freed,
     ) -> int:
-        """Look at all stamps for the next victims; return how many were found."""
+        """Look at all mtimes for the next victims; return how many were found."""
         began_s, latest_ns = time.monotonic(), run.now_ns + _FUTURE_NS
         pulse = partial(run.pulse, freed)
         seen = oldest(found, room, pulse, latest_ns=latest_ns)
         if seen.ahead and self._is_real:
             now_ns = run.now_ns + int((time.monotonic() - began_s) * 1e9)
-            first_ns = pull_back(seen.ahead, by_name, now_ns, now_ns + _FUTURE_NS)
+            first_ns = move_future_mtimes(seen.ahead, by_name, now_ns, now_ns + _FUTURE_NS)
             if first_ns is not None:
                 log.warning("the clock of %s was set back; its chunks' times follow", self._root)
                 if run.before_ns is not None and run.before_ns > latest_ns:
@@ -285,9 +287,9 @@ class Evictor:
         self, victim: Candidate, by_name: Mapping[str, Space], pins_nbytes: int | None
     ) -> Freed:
         space = by_name.get(victim.space)
-        if space is None or stamp_ns(space.fd, victim.chunk) != victim.stamp:
+        if space is None or mtime_ns_of(space.fd, victim.chunk) != victim.mtime_ns:
             return NOTHING  # used since, or gone
-        nbytes = self._bury(space, victim.chunk)
+        nbytes = self._evict_chunk(space, victim.chunk)
         if nbytes is None:
             return self._hold(space, victim, by_name, pins_nbytes)
         self._tell(victim)
@@ -315,9 +317,9 @@ class Evictor:
             first, nbytes = self._held.popleft()
             self._held_nbytes -= nbytes
             space = by_name[first.space]
-            if stamp_ns(space.fd, first.chunk) != first.stamp:
+            if mtime_ns_of(space.fd, first.chunk) != first.mtime_ns:
                 continue
-            gone = self._bury(space, first.chunk, pinned=True)
+            gone = self._evict_chunk(space, first.chunk, pinned=True)
             if gone is not None:
                 self._tell(first)
                 freed += Freed(1, gone)

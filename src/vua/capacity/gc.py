@@ -23,13 +23,13 @@ from vua.capacity import ttl
 from vua.capacity.estimate import TOLERANCE
 from vua.capacity.evictor import GRACE_S, NOTHING, PINNED_SHARE, Evictor, Freed
 from vua.capacity.lease import lease, upkeep_directory
-from vua.capacity.limits import Bounds, Limits
-from vua.capacity.lru import server_now_ns, set_stamp, stamp_ns
+from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
 from vua.capacity.owned import is_ours, is_temporary, trash_in
-from vua.capacity.prefix_tree import Chain, Spread, chain_of, link_of, one_by_one
+from vua.capacity.prefix_tree import PrefixTree, Spread, in_turn, read_node, read_prefix_tree
 from vua.capacity.removal import Remover
 from vua.capacity.scan import Space, listed, spaces
-from vua.capacity.unreadable import bury_lost
+from vua.capacity.unreadable import evict_unreadable
 from vua.capacity.usage import Usage, measure
 from vua.storage.local import chunk_path
 from vua.storage.mark import UPKEEP, claim
@@ -44,7 +44,7 @@ _LEASE_WAIT_S: Final = 60.0
 class Report:
     """What a full pass did and found."""
 
-    limits: Limits
+    limits: ResolvedLimits
     usage: Usage = field(default=Usage(0, 0, exact=True))
     lost_keys: Freed = field(default=NOTHING)
     """Deleted because the key that sealed it is gone."""
@@ -78,13 +78,13 @@ class Report:
 
 def collect(
     root: str | os.PathLike[str],
-    limits: Limits,
+    limits: ResolvedLimits,
     *,
     quick: bool = False,
     rehearse: bool = False,
     known: Callable[[], frozenset[str]] | None = None,
     show: Callable[[str], None] = lambda line: None,  # noqa: ARG005
-    spread: Spread = one_by_one,
+    spread: Spread = in_turn,
 ) -> Report:
     """Bring ``root`` within ``limits`` and sweep what nobody needs.
 
@@ -103,7 +103,7 @@ def collect(
     began_s, report = time.monotonic(), Report(limits=limits)
     claim(root, tool=True)
     remover = Remover(rehearse=rehearse)
-    standing = Limits.of(root, Bounds(), refused=lambda _: None)
+    standing = ResolvedLimits.of(root, Limits(), refused=lambda _: None)
     report.pins_most = int(PINNED_SHARE * max(limits.max_bytes, standing.max_bytes))
     directory = None if rehearse else upkeep_directory(root)
     try:
@@ -113,15 +113,16 @@ def collect(
             report.leftovers = _sweep(root, mine, now_ns, remover)
             if known is not None:
                 for space in mine:
-                    _bury_lost(space, known, report, show, spread, remover)
+                    _evict_unreadable(space, known, report, show, spread, remover)
             for space in [] if quick else mine:
-                chain = chain_of(space, show, spread)
-                report.leftovers += _settle(space, chain, now_ns, remover)
-                report.orphans += _bury_orphans(space, chain, remover)
+                tree = read_prefix_tree(space, show, spread)
+                report.leftovers += _settle(space, tree, now_ns, remover)
+                report.orphans += _evict_orphans(space, tree, remover)
                 if limits.max_bytes_per_salt is not None:
                     most = limits.max_bytes_per_salt
-                    report.over_quota += _keep_quota(space, chain, most, remover)
-                _weigh_pins(report, int(chain.nbytes[chain.pinned].sum()))
+                    report.over_quota += _keep_quota(space, tree, most, remover)
+                pinned_nbytes = int(tree.nbytes[tree.pinned].sum())
+                report.pinned_nbytes = (report.pinned_nbytes or 0) + pinned_nbytes
         show("measuring")
         if directory is None:
             _rehearse_eviction(root, now_ns, limits, report, remover)
@@ -136,9 +137,9 @@ def collect(
     return report
 
 
-def _is_old(stamp: int, now_ns: int) -> bool:
+def _is_old(mtime_ns: int, now_ns: int) -> bool:
     """Whether nobody is at work there. A time far ahead is of before the clock was set back."""
-    return abs(now_ns - stamp) > GRACE_S * 1e9
+    return abs(now_ns - mtime_ns) > GRACE_S * 1e9
 
 
 def _sweep(
@@ -147,20 +148,20 @@ def _sweep(
     """Delete temporary files and half-deleted directories that are old enough."""
     freed = NOTHING
     for space in found:
-        for name, stamp in list(trash_in(space.fd, roots=False)):
-            if _is_old(stamp, now_ns):
+        for name, mtime_ns in list(trash_in(space.fd, roots=False)):
+            if _is_old(mtime_ns, now_ns):
                 freed += remover.leftover(space.fd, name)
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for name, stamp in list(trash_in(fd, roots=True)):
-            if _is_old(stamp, now_ns):
+        for name, mtime_ns in list(trash_in(fd, roots=True)):
+            if _is_old(mtime_ns, now_ns):
                 freed += remover.leftover(fd, name)
     finally:
         os.close(fd)
     return freed
 
 
-def _bury_lost(
+def _evict_unreadable(
     space: Space,
     known: Callable[[], frozenset[str]],
     report: Report,
@@ -168,7 +169,9 @@ def _bury_lost(
     spread: Spread,
     remover: Remover,
 ) -> None:
-    freed, pinned = bury_lost(space, known, show=show, spread=spread, bury=remover.bury)
+    freed, pinned = evict_unreadable(
+        space, known, show=show, spread=spread, evict_chunk=remover.evict_chunk
+    )
     report.lost_keys += freed
     if pinned:
         report.problems.append(
@@ -177,11 +180,11 @@ def _bury_lost(
         )
 
 
-def _settle(space: Space, chain: Chain, now_ns: int, remover: Remover) -> Freed:
+def _settle(space: Space, tree: PrefixTree, now_ns: int, remover: Remover) -> Freed:
     """Delete temporary files in chunks, and chunks without any file, that are old enough."""
     freed = NOTHING
-    for chunk in chain.unsettled:
-        path, stamp = chunk_path(chunk), stamp_ns(space.fd, chunk)
+    for chunk in tree.unsettled:
+        path, mtime_ns = chunk_path(chunk), mtime_ns_of(space.fd, chunk)
         with listed(space.fd, path) as entries:
             names = [one.name for one in entries if is_temporary(one.name) and one.is_file()]
         for name in names:
@@ -189,60 +192,56 @@ def _settle(space: Space, chain: Chain, now_ns: int, remover: Remover) -> Freed:
                 status = os.stat(f"{path}/{name}", dir_fd=space.fd, follow_symlinks=False)
                 if _is_old(status.st_mtime_ns, now_ns):
                     freed += remover.file(space.fd, f"{path}/{name}")
-                    if stamp is not None and not remover.rehearse:
-                        set_stamp(space.fd, chunk, stamp)  # it was not used, only tidied up
-        if stamp is None or _is_old(stamp, now_ns):
+                    if mtime_ns is not None and not remover.rehearse:
+                        set_mtime(space.fd, chunk, mtime_ns)  # it was not used, only tidied up
+        if mtime_ns is None or _is_old(mtime_ns, now_ns):
             remover.empty(space.fd, path)
     return freed
 
 
-def _bury_orphans(space: Space, chain: Chain, remover: Remover) -> Freed:
+def _evict_orphans(space: Space, tree: PrefixTree, remover: Remover) -> Freed:
     """Delete chunks that no lookup can reach, those nearest to the gap first.
 
     Each one's parent is looked for again: it may have been stored since. So what is deleted is
     only what is unreachable now, whatever happened while the headers were read.
     """
-    freed, todo = NOTHING, np.flatnonzero(chain.parent == len(chain.names))
-    lost = np.flatnonzero(chain.first == len(chain.names))
+    freed, todo = NOTHING, np.flatnonzero(tree.parent == len(tree.names))
+    lost = np.flatnonzero(tree.first == len(tree.names))
     children: dict[int, list[int]] = {}
     for index in lost.tolist():
-        children.setdefault(int(chain.parent[index]), []).append(index)
+        children.setdefault(int(tree.parent[index]), []).append(index)
     stack = todo.tolist()
     while stack:
         index = stack.pop()
-        name = chain.name(index)
-        before = link_of(space, name).before
+        name = tree.name(index)
+        before = read_node(space, name).before
         if not before or remover.is_there(space, before):
             continue
-        nbytes = remover.bury(space, name)
+        nbytes = remover.evict_chunk(space, name)
         if nbytes is not None:
             freed += Freed(1, nbytes)
             stack += children.get(index, [])
     return freed
 
 
-def _keep_quota(space: Space, chain: Chain, most: int, remover: Remover) -> Freed:
+def _keep_quota(space: Space, tree: PrefixTree, most: int, remover: Remover) -> Freed:
     """Evict the oldest of every salt that occupies more than ``most`` bytes."""
-    freed, first = NOTHING, chain.first
+    freed, first = NOTHING, tree.first
     families: dict[bytes, list[int]] = {}
-    for index, digest in chain.salts.items():
+    for index, digest in tree.salts.items():
         families.setdefault(digest, []).append(index)
     for roots in families.values():
         mine = np.flatnonzero(np.isin(first, roots))
-        excess = int(chain.nbytes[mine].sum()) - most
-        for index in mine[np.argsort(chain.stamps[mine], kind="stable")].tolist():
+        excess = int(tree.nbytes[mine].sum()) - most
+        for index in mine[np.argsort(tree.mtimes_ns[mine], kind="stable")].tolist():
             if excess <= 0:
                 break
-            name = chain.name(index)
-            if stamp_ns(space.fd, name) == chain.stamps[index]:
-                nbytes = remover.bury(space, name)
+            name = tree.name(index)
+            if mtime_ns_of(space.fd, name) == tree.mtimes_ns[index]:
+                nbytes = remover.evict_chunk(space, name)
                 freed += NOTHING if nbytes is None else Freed(1, nbytes)
                 excess -= nbytes or 0
     return freed
-
-
-def _weigh_pins(report: Report, nbytes: int) -> None:
-    report.pinned_nbytes = (report.pinned_nbytes or 0) + nbytes
 
 
 def _judge_pins(report: Report) -> None:
@@ -255,10 +254,14 @@ def _judge_pins(report: Report) -> None:
 
 
 def _rehearse_eviction(
-    root: str | os.PathLike[str], now_ns: int, limits: Limits, report: Report, remover: Remover
+    root: str | os.PathLike[str],
+    now_ns: int,
+    limits: ResolvedLimits,
+    report: Report,
+    remover: Remover,
 ) -> None:
     """Note what would be too old, or too much, when the rest has gone."""
-    evictor = Evictor(root, remover.bury)
+    evictor = Evictor(root, remover.evict_chunk)
     report.expired = _expire(evictor, now_ns, limits)
     gone = sum(
         freed.nbytes
@@ -275,17 +278,17 @@ def _rehearse_eviction(
 def _expire(
     evictor: Evictor,
     now_ns: int,
-    limits: Limits,
+    limits: ResolvedLimits,
     pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
 ) -> Freed:
     expired_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
-    return evictor.evict(0, now_ns, expired_ns=expired_ns, hinted=True, pulse=pulse)
+    return evictor.evict(0, now_ns, expired_ns=expired_ns, own_ttls=True, pulse=pulse)
 
 
 def _evict(
     root: str | os.PathLike[str],
     directory: int,
-    limits: Limits,
+    limits: ResolvedLimits,
     report: Report,
     show: Callable[[str], None],
 ) -> None:
@@ -321,14 +324,14 @@ def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> 
     try:
         with spaces(root) as found:
             if not remover.rehearse:
-                ttl.tidy(found)
+                ttl.remove_empty_folders(found)
             names = [space.name for space in found]
         return sum(remover.namespace(fd, name, now_ns) for name in names)
     finally:
         os.close(fd)
 
 
-def _look(root: str | os.PathLike[str], limits: Limits, report: Report) -> int:
+def _look(root: str | os.PathLike[str], limits: ResolvedLimits, report: Report) -> int:
     """Note what is occupied and free; return the bytes that must go."""
     report.usage = measure(root, counted=_EVERY_NAME)
     status = os.statvfs(root)

@@ -19,7 +19,7 @@ from vua.errors import ConfigError
 from vua.io.atomic import atomic_write
 from vua.storage.mark import LIMITS_FILE
 
-__all__ = ["Bounds", "Limits", "nbytes_of", "read_bounds", "write_bounds"]
+__all__ = ["Limits", "ResolvedLimits", "nbytes_of", "read_bounds", "write_bounds"]
 
 FORMAT: Final = "vua.bounds.v1"
 
@@ -65,7 +65,7 @@ def nbytes_of(value: int | str, whole: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class Limits:
     """What somebody says about a cache's size; None: nothing."""
 
     max_bytes: int | str | None = None
@@ -98,7 +98,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ResolvedLimits:
     """What the settings come to."""
 
     max_bytes: int
@@ -110,10 +110,10 @@ class Limits:
     def of(
         cls,
         root: str | os.PathLike[str],
-        *said: Bounds,
+        *said: Limits,
         file: bool = True,
         refused: Callable[[str], None] | None = None,
-    ) -> Limits:
+    ) -> ResolvedLimits:
         """Combine what was said with ``bounds.json`` of ``root``, for its file system as it is now.
 
         Args:
@@ -145,7 +145,7 @@ class Limits:
 
 def read_bounds(
     root: str | os.PathLike[str], refused: Callable[[str], None] | None = None
-) -> Bounds:
+) -> Limits:
     """Return what ``bounds.json`` says; nothing where there is none.
 
     Raises ConfigError for an unusable file, and for an unusable value: but with ``refused`` that is
@@ -159,12 +159,12 @@ def read_bounds(
         if not isinstance(said, Mapping) or said.get("format") != FORMAT:
             msg = f"expected an object of format {FORMAT!r}"
             raise ConfigError(msg)
-        known = {field.name for field in fields(Bounds)}
+        known = {field.name for field in fields(Limits)}
         if unknown := said.keys() - known - {"format"}:
             msg = f"unknown settings {sorted(unknown)}, known are {sorted(known)}"
             raise ConfigError(msg)
     except FileNotFoundError:
-        return Bounds()
+        return Limits()
     except (OSError, ValueError, TypeError, RecursionError) as problem:
         raise _unusable(path, problem) from problem
     sound: dict[str, Any] = {}
@@ -172,14 +172,14 @@ def read_bounds(
         if name == "format":
             continue
         try:
-            Bounds(**{name: value})
+            Limits(**{name: value})
         except ConfigError as problem:
             if refused is None:
                 raise _unusable(path, problem) from problem
             refused(f"{path}: {problem}; this setting is ignored")
         else:
             sound[name] = value
-    return Bounds(**sound)
+    return Limits(**sound)
 
 
 def _unusable(path: Path, problem: Exception) -> ConfigError:
@@ -188,7 +188,7 @@ def _unusable(path: Path, problem: Exception) -> ConfigError:
     )
 
 
-def write_bounds(root: str | os.PathLike[str], bounds: Bounds) -> None:
+def write_bounds(root: str | os.PathLike[str], bounds: Limits) -> None:
     """Replace ``bounds.json``, all or nothing. Raises OSError."""
     said = {name: value for name, value in asdict(bounds).items() if value is not None}
     text = json.dumps({"format": FORMAT, **said}, indent=1).encode() + b"\n"

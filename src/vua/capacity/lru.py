@@ -1,16 +1,16 @@
 """When a chunk was last used: the modification time of its directory, which only a server sets.
 
-No index says what was used when. A chunk's directory carries the *stamp*: publishing sets it, and
+No index says what was used when. A chunk's directory carries the *mtime*: publishing sets it, and
 readers and writers set it again (``utimensat``). Access times are never used, so `relatime`,
 `noatime` and network file systems make no difference; and no host's own clock is ever written or
 compared, only times that came from the file system. (The directory and not the file: a network
 client that sees a file's time change drops its cached pages.)
 
-**A child's stamp is always older than its parent's**: a chain is stamped from the front, chunk i
-one microsecond before chunk i - 1, and a new chunk gets its parent's stamp less a microsecond. So
-whoever deletes in order of stamps deletes leaves before their prefixes without knowing either, and
+**A child's mtime is always older than its parent's**: a chain is touched from the front, chunk i
+one microsecond before chunk i - 1, and a new chunk gets its parent's mtime less a microsecond. So
+whoever deletes in order of mtimes deletes leaves before their prefixes without knowing either, and
 a crash at any moment leaves that true. (An LRU list in memory reaches the same by touching the tail
-first.) Where a file system keeps whole seconds only, equal stamps have no order.
+first.) Where a file system keeps whole seconds only, equal mtimes have no order.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import threading
-import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
-from vua.io.forks import watch
 from vua.storage.local import chunk_path
 
-__all__ = ["STEP_NS", "Recent", "inherit", "server_now_ns", "set_stamp", "stamp_ns", "touch"]
+__all__ = [
+    "MTIME_STEP_NS",
+    "inherit",
+    "mtime_ns_of",
+    "server_now_ns",
+    "set_mtime",
+    "touch",
+]
 
-STEP_NS: Final = 1000
-"""Between a parent's stamp and its child's: what all common file systems can tell apart."""
+MTIME_STEP_NS: Final = 1000
+"""Between a parent's mtime and its child's: what all common file systems can tell apart."""
 
 CLOCK: Final = "clock"
 
 
-def stamp_ns(directory: int, chunk: str) -> int | None:
-    """Return a chunk's stamp in ns since 1970 (server clock), or None where it is not stored.
+def mtime_ns_of(directory: int, chunk: str) -> int | None:
+    """Return a chunk's mtime in ns since 1970 (server clock), or None where it is not stored.
 
     Args:
         directory: descriptor of the namespace directory.
@@ -48,17 +51,17 @@ def stamp_ns(directory: int, chunk: str) -> int | None:
         return None
 
 
-def set_stamp(directory: int, chunk: str, stamp: int) -> None:
-    """Give a chunk a stamp that came from this file system. Raises OSError."""
+def set_mtime(directory: int, chunk: str, mtime_ns: int) -> None:
+    """Give a chunk a mtime that came from this file system. Raises OSError."""
     path = chunk_path(chunk)
-    os.utime(path, ns=(stamp, stamp), dir_fd=directory, follow_symlinks=False)
+    os.utime(path, ns=(mtime_ns, mtime_ns), dir_fd=directory, follow_symlinks=False)
 
 
 def touch(directory: int, chunks: Sequence[str]) -> int:
     """Stamp a prefix as used now: the names of its chunks from the first one on.
 
-    Returns how many were stamped: it stops at one that is not there or not ours. Safe beside
-    anybody else; of two that touch the same chunk at once either stamp stays.
+    Returns how many were touched: it stops at one that is not there or not ours. Safe beside
+    anybody else; of two that touch the same chunk at once either mtime stays.
     """
     done = 0
     try:
@@ -67,7 +70,7 @@ def touch(directory: int, chunks: Sequence[str]) -> int:
                 os.utime(chunk_path(chunk), dir_fd=directory, follow_symlinks=False)  # server's now
                 now = os.stat(chunk_path(chunk), dir_fd=directory).st_mtime_ns
             else:
-                set_stamp(directory, chunk, now - done * STEP_NS)
+                set_mtime(directory, chunk, now - done * MTIME_STEP_NS)
             done += 1
     except OSError:
         pass  # gone, or a directory that others own: recency is a help, not a duty
@@ -76,13 +79,13 @@ def touch(directory: int, chunks: Sequence[str]) -> int:
 
 def inherit(directory: int, chunk: str, parent: str) -> bool:
     """Stamp a chunk that was just stored as its parent's child; False when the parent is gone."""
-    stamp = stamp_ns(directory, parent)
-    if stamp is None:
+    mtime_ns = mtime_ns_of(directory, parent)
+    if mtime_ns is None:
         return False
     try:
-        set_stamp(directory, chunk, stamp - STEP_NS)
+        set_mtime(directory, chunk, mtime_ns - MTIME_STEP_NS)
     except OSError:
-        return stamp_ns(directory, chunk) is None or stamp_ns(directory, parent) is not None
+        return mtime_ns_of(directory, chunk) is None or mtime_ns_of(directory, parent) is not None
     return True
 
 
@@ -115,34 +118,3 @@ def _time_of_new_file(directory: int, flags: int) -> int:
     finally:
         os.close(fd)
         os.unlink(name, dir_fd=directory)
-
-
-class Recent:
-    """Remembers what this process touched lately, so that it does not touch it again. Threadsafe.
-
-    Uses this process's monotonic clock only for its own intervals.
-    """
-
-    def __init__(self, interval_s: float, room: int = 1 << 16) -> None:
-        """Let the same name pass once per ``interval_s``; remember ``room`` names at most."""
-        self._interval_s, self._room = interval_s, room
-        self._seen: OrderedDict[str, float] = OrderedDict()
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """Begin with free locks; see :mod:`vua.io.forks`."""
-        self._lock = threading.Lock()
-
-    def passes(self, name: str) -> bool:
-        """Whether ``name`` was not let pass for the interval; it counts as passed then."""
-        now = time.monotonic()
-        with self._lock:
-            last = self._seen.get(name)
-            if last is not None and now - last < self._interval_s:
-                return False
-            self._seen[name] = now
-            self._seen.move_to_end(name)
-            if len(self._seen) > self._room:
-                self._seen.popitem(last=False)
-        return True

@@ -14,7 +14,17 @@ import stat
 from collections.abc import Iterator
 from typing import Final
 
-from vua.capacity.scan import AFTER, HINTS, PIN, TRASH, Space, chunks_of, fans_of, is_fan, listed
+from vua.capacity.scan import (
+    AFTER,
+    PIN,
+    TRASH,
+    TTL_FOLDER,
+    Space,
+    chunks_of,
+    fans_of,
+    is_fan,
+    listed,
+)
 from vua.format.layout import Shard
 from vua.storage.description import DESCRIPTION, is_described, is_namespace_name
 from vua.storage.local import QUARANTINE, SUFFIX
@@ -83,7 +93,7 @@ def is_all_ours(space: Space) -> bool:
     """Whether nothing lies in a namespace that VUA did not put there. Lists every chunk."""
     with listed(space.fd, ".") as entries:
         beside = [one for one in entries if not is_fan(one.name)]
-        folders = {HINTS: re.compile(r"[0-9a-f]{64}"), QUARANTINE: _QUARANTINED}
+        folders = {TTL_FOLDER: re.compile(r"[0-9a-f]{64}"), QUARANTINE: _QUARANTINED}
     for one in beside:
         pattern = folders.get(one.name)
         if pattern is not None:
@@ -170,7 +180,7 @@ def _delete_part(fd: int, name: str) -> int:
         with listed(fd, name) as entries:
             chunks = [one.name for one in entries if _is_chunk(one, name)]
         nbytes = sum(delete_chunk(fd, f"{name}/{chunk}") for chunk in chunks)
-    elif name == HINTS:
+    elif name == TTL_FOLDER:
         nbytes = _delete_all(fd, name, re.compile(r"[0-9a-f]{64}"))
     elif name == QUARANTINE:
         nbytes = _delete_all(fd, name, _QUARANTINED)
@@ -215,7 +225,7 @@ def is_leftover(parent: int, name: str) -> bool:
 
 
 def trash_in(parent: int, *, roots: bool) -> Iterator[tuple[str, int]]:
-    """Yield (name, stamp) of what crashes left in a namespace's directory, or (``roots``) a root's.
+    """Yield (name, mtime) of what crashes left in a namespace's directory, or (``roots``) a root's.
 
     Half-deleted directories with nothing of others in them, and beginnings of small files.
     """
@@ -237,7 +247,7 @@ def _is_all_ours(parent: int, name: str, *, namespace: bool) -> bool:
     with listed(parent, name) as entries:
         if not namespace:
             return all(is_chunk_file(one) for one in entries)
-        folders = (HINTS, QUARANTINE)
+        folders = (TTL_FOLDER, QUARANTINE)
         return all(
             (is_fan(one.name) or one.name in folders or is_trash(one.name))
             if one.is_dir(follow_symlinks=False)
@@ -259,14 +269,14 @@ def drop_empty(parent: int, name: str, before_ns: int, now_ns: int) -> bool:
     except OSError:
         return False
     try:
-        stamp = os.fstat(fd).st_mtime_ns  # changes with every chunk that is evicted
-        is_young = abs(now_ns - stamp) <= now_ns - before_ns
+        mtime_ns = os.fstat(fd).st_mtime_ns  # changes with every chunk that is evicted
+        is_young = abs(now_ns - mtime_ns) <= now_ns - before_ns
         if is_young or not is_described(fd, name):
             return False
         folders = []
         with os.scandir(fd) as entries:
             for one in entries:
-                empty = is_fan(one.name) or one.name in (HINTS, QUARANTINE)
+                empty = is_fan(one.name) or one.name in (TTL_FOLDER, QUARANTINE)
                 if one.name != DESCRIPTION and not (empty and one.is_dir(follow_symlinks=False)):
                     return False
                 folders += [one.name] if empty else []

@@ -18,22 +18,21 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity.lru import set_stamp, stamp_ns
-from vua.capacity.scan import AFTER, PIN, Space, chunks_of, fans_of, listed, mark
-from vua.io.posix import open_beneath
+from vua.capacity.lru import mtime_ns_of, set_mtime
+from vua.capacity.scan import AFTER, PIN, Space, chunks_of, fans_of, listed, mark, unmark
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 
 __all__ = [
-    "Chain",
-    "Link",
-    "Links",
+    "ChunkNode",
+    "ChunkNodes",
+    "PrefixTree",
     "Spread",
     "ancestors",
-    "chain_of",
-    "link_of",
-    "one_by_one",
+    "in_turn",
     "pin",
     "pin_prefix",
+    "read_node",
+    "read_prefix_tree",
     "unpin",
     "unpin_prefix",
 ]
@@ -46,7 +45,7 @@ _PARENT: Final = b'","parent":"'
 _TOKENS: Final = b'","tokens":"'
 
 
-class Link(NamedTuple):
+class ChunkNode(NamedTuple):
     """What one chunk's directory says."""
 
     before: str
@@ -63,12 +62,12 @@ class Link(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class PrefixTree:
     """Who follows whom in a namespace. Arrays over its chunks, in no order."""
 
     names: npt.NDArray[np.void]
     """Prefix hashes, 32 bytes each."""
-    stamps: npt.NDArray[np.int64]
+    mtimes_ns: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.int64]
     pinned: npt.NDArray[np.bool_]
     parent: npt.NDArray[np.int64]
@@ -93,10 +92,7 @@ class Chain:
 
     def descendants(self, chunk: str) -> list[str]:
         """Return a chunk and all that follow it, parents before children; [] if it is not there."""
-        children: dict[int, list[int]] = {}
-        for index, before in enumerate(self.parent.tolist()):
-            if before != index:
-                children.setdefault(before, []).append(index)
+        children = self._children()
         start = np.flatnonzero(self.names == np.frombuffer(bytes.fromhex(chunk), "V32"))
         found = start.tolist()
         for index in found:  # grows meanwhile, not for ever where it leads in a circle
@@ -105,23 +101,25 @@ class Chain:
 
     def in_order(self) -> list[str]:
         """Return all chunks that have their whole prefix, parents before children."""
-        children: dict[int, list[int]] = {}
-        found = []
-        for index, before in enumerate(self.parent.tolist()):
-            if before == index:
-                found.append(index)
-            else:
-                children.setdefault(before, []).append(index)
+        children = self._children()
+        found = np.flatnonzero(self.parent == np.arange(len(self.names))).tolist()
         for index in found:  # grows meanwhile
             found += children.get(index, [])
         return [self.name(index) for index in found]
+
+    def _children(self) -> dict[int, list[int]]:
+        children: dict[int, list[int]] = {}
+        for index, before in enumerate(self.parent.tolist()):
+            if before != index:
+                children.setdefault(before, []).append(index)
+        return children
 
     def name(self, index: int) -> str:
         """Return the name of a chunk."""
         return bytes(self.names[index]).hex()
 
 
-def link_of(space: Space, chunk: str) -> Link:
+def read_node(space: Space, chunk: str) -> ChunkNode:
     """Read a chunk's directory and one header of it; what cannot be read says nothing."""
     before, salt, nbytes, files, temporary = "", b"", 0, 0, False
     pinned, known = [], False
@@ -142,7 +140,7 @@ def link_of(space: Space, chunk: str) -> Link:
                     found = _read_parent(space, f"{chunk_path(chunk)}/{name}")
                     if found is not None:
                         (before, salt), known = found, True
-    return Link(before, salt, nbytes, files, temporary, tuple(pinned))
+    return ChunkNode(before, salt, nbytes, files, temporary, tuple(pinned))
 
 
 def _read_parent(space: Space, path: str) -> tuple[str, bytes] | None:
@@ -164,10 +162,10 @@ def _read_parent(space: Space, path: str) -> tuple[str, bytes] | None:
 def ancestors(space: Space, chunk: str) -> Iterator[str]:
     """Yield a chunk and what comes before it, up to the first one or a gap."""
     seen = set()
-    while chunk and chunk not in seen and stamp_ns(space.fd, chunk) is not None:
+    while chunk and chunk not in seen and mtime_ns_of(space.fd, chunk) is not None:
         yield chunk
         seen.add(chunk)
-        chunk = link_of(space, chunk).before
+        chunk = read_node(space, chunk).before
 
 
 def pin(space: Space, chunk: str) -> list[str]:
@@ -181,7 +179,7 @@ def pin(space: Space, chunk: str) -> list[str]:
 
 def unpin(space: Space, chunk: str) -> list[str]:
     """Undo :func:`pin`; what other pins hold stays held. Returns the chunks that were released."""
-    return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, _unmark)]
+    return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, unmark)]
 
 
 def pin_prefix(space: Space, names: Sequence[str]) -> int:
@@ -204,36 +202,24 @@ def _is_pin(space: Space, chunk: str) -> bool:
     return True
 
 
-def _unmark(directory: int, chunk: str, name: str) -> bool:
-    try:
-        inside = open_beneath(directory, chunk_path(chunk))
-        try:
-            os.unlink(name, dir_fd=inside)
-        finally:
-            os.close(inside)
-    except OSError:
-        return False
-    return True
-
-
 def _quietly(
     space: Space, chunk: str, pinned: str, change: Callable[[int, str, str], bool]
 ) -> bool:
     """Change something in a chunk's directory without making it look used."""
-    stamp = stamp_ns(space.fd, chunk)
+    mtime_ns = mtime_ns_of(space.fd, chunk)
     done = change(space.fd, chunk, PIN + pinned)
-    if stamp is not None:
+    if mtime_ns is not None:
         with contextlib.suppress(OSError):
-            set_stamp(space.fd, chunk, stamp)
+            set_mtime(space.fd, chunk, mtime_ns)
     return done
 
 
-class Links(NamedTuple):
+class ChunkNodes(NamedTuple):
     """What the chunks of one fan-out directory say, item by item."""
 
     names: list[bytes]
     befores: list[bytes]
-    stamps: list[int]
+    mtimes_ns: list[int]
     nbytes: list[int]
     pinned: list[bool]
     salts: dict[int, bytes]
@@ -248,7 +234,7 @@ class Spread(Protocol):
         ...
 
 
-def one_by_one(
+def in_turn(
     work: Callable[[str], R],
     space: Space,  # noqa: ARG001
     fans: list[str],
@@ -257,11 +243,11 @@ def one_by_one(
     return map(work, fans)
 
 
-def chain_of(
-    space: Space, show: Callable[[str], None] | None = None, spread: Spread = one_by_one
-) -> Chain:
+def read_prefix_tree(
+    space: Space, show: Callable[[str], None] | None = None, spread: Spread = in_turn
+) -> PrefixTree:
     """Read who follows whom, some 30 us a chunk. Others may write and delete meanwhile."""
-    whole = Links([], [], [], [], [], {}, [])
+    whole = ChunkNodes([], [], [], [], [], {}, [])
     fans = fans_of(space)
     for done, links in enumerate(spread(partial(_links_in, space), space, fans), 1):
         whole.salts.update({len(whole.names) + at: salt for at, salt in links.salts.items()})
@@ -270,9 +256,9 @@ def chain_of(
                 mine.extend(found)
         if show is not None:
             show(f"{space.name[:12]}: {done} of {len(fans)} parts, {len(whole.names)} chunks")
-    return Chain(
+    return PrefixTree(
         _digests(whole.names),
-        np.array(whole.stamps, dtype=np.int64),
+        np.array(whole.mtimes_ns, dtype=np.int64),
         np.array(whole.nbytes, dtype=np.int64),
         np.array(whole.pinned, dtype=np.bool_),
         _indices(_digests(whole.names), _digests(whole.befores)),
@@ -281,10 +267,10 @@ def chain_of(
     )
 
 
-def _links_in(space: Space, fan: str) -> Links:
-    found = Links([], [], [], [], [], {}, [])
-    for chunk, stamp in chunks_of(space, fan):
-        link = link_of(space, chunk)
+def _links_in(space: Space, fan: str) -> ChunkNodes:
+    found = ChunkNodes([], [], [], [], [], {}, [])
+    for chunk, mtime_ns in chunks_of(space, fan):
+        link = read_node(space, chunk)
         try:
             name, before = bytes.fromhex(chunk), bytes.fromhex(link.before)
         except ValueError:
@@ -294,7 +280,7 @@ def _links_in(space: Space, fan: str) -> Links:
         if link.temporary or not link.files:
             found.unsettled.append(chunk)
         found.names.append(name)
-        found.stamps.append(stamp)
+        found.mtimes_ns.append(mtime_ns)
         found.nbytes.append(link.nbytes)
         found.pinned.append(bool(link.pinned))
         found.befores.append(before if len(before) == len(name) else name)

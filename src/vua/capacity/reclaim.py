@@ -19,7 +19,7 @@ from vua.capacity import ttl
 from vua.capacity.estimate import UsageEstimate
 from vua.capacity.evictor import NOTHING, PINNED_SHARE, Evictor, Freed
 from vua.capacity.lease import Lease, lease, upkeep_directory
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.capacity.lru import server_now_ns
 from vua.capacity.scan import Candidate, spaces
 from vua.errors import ConfigError
@@ -65,7 +65,7 @@ class Reclaim:
     at a time, which does not hold the lock. Everything else is arithmetic, for who holds it.
     """
 
-    def __init__(self, root: str | os.PathLike[str], bounds: Bounds, counts: Counter[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], bounds: Limits, counts: Counter[str]) -> None:
         """Prepare for ``root``; add events to ``counts``. Reads nothing yet."""
         self._root, self._bounds, self._counts = Path(root), bounds, counts
         self._warned: set[str] = set()
@@ -219,13 +219,13 @@ class Reclaim:
         ttl_s = limits.ttl_s
         pause_s = _TTL_INTERVAL_S if ttl_s is None else min(max(1.0, ttl_s / 8), _TTL_INTERVAL_S)
         self._expire_from_s = now_s + pause_s
-        if ttl_s is not None or self._has_hints():
-            self._evict(0, ttl_s=ttl_s, hinted=True)
+        if ttl_s is not None or self._has_own_ttls():
+            self._evict(0, ttl_s=ttl_s, own_ttls=True)
 
-    def _has_hints(self) -> bool:
+    def _has_own_ttls(self) -> bool:
         try:
             with spaces(self._root) as found:
-                return self._may_delete() and ttl.tidy(found)
+                return self._may_delete() and ttl.remove_empty_folders(found)
         except OSError:
             return False
 
@@ -248,7 +248,7 @@ class Reclaim:
         before_ns: int | None = None,
         *,
         ttl_s: float | None = None,
-        hinted: bool = False,
+        own_ttls: bool = False,
         ahead: bool = False,
     ) -> Freed:
         """Evict unless another process does so now. What fails brings one warning."""
@@ -271,7 +271,7 @@ class Reclaim:
                         now_ns,
                         before_ns=before_ns,
                         expired_ns=0 if ttl_s is None else now_ns - int(ttl_s * 1e9),
-                        hinted=hinted,
+                        own_ttls=own_ttls,
                         pins_nbytes=None
                         if limits is None
                         else int(limits.max_bytes * PINNED_SHARE),

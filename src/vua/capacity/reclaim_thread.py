@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.capacity.reclaim import Reclaim, StoppedError
 from vua.io.forks import watch
 
@@ -49,7 +49,7 @@ class _Request:
 class ReclaimThread:
     """Reserves space for the writers of one process. Safe for threads."""
 
-    def __init__(self, root: str | os.PathLike[str], bounds: Bounds, counts: Counter[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], bounds: Limits, counts: Counter[str]) -> None:
         """Reserve space in ``root``; add events to ``counts``. Starts nothing until needed."""
         self._root, self._counts = Path(root), counts
         self.reclaim = Reclaim(root, bounds, counts)

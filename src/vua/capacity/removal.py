@@ -7,8 +7,8 @@ import os
 import stat
 import time
 
-from vua.capacity.evictor import GRACE_S, Freed, bury
-from vua.capacity.lru import server_now_ns, stamp_ns
+from vua.capacity.evictor import GRACE_S, Freed, evict_chunk
+from vua.capacity.lru import mtime_ns_of, server_now_ns
 from vua.capacity.owned import delete_chunk, delete_file, delete_namespace, drop_empty
 from vua.capacity.scan import PIN, Space, chunk_nbytes, listed
 from vua.storage.local import chunk_path
@@ -28,10 +28,10 @@ class Remover:
         """Return the server's time; to be had for a write, so a rehearsal takes this host's."""
         return time.time_ns() if directory is None else server_now_ns(directory)
 
-    def bury(self, space: Space, chunk: str, *, pinned: bool = False) -> int | None:
-        """Delete a chunk, as :func:`vua.capacity.evictor.bury` does."""
+    def evict_chunk(self, space: Space, chunk: str, *, pinned: bool = False) -> int | None:
+        """Delete a chunk, as :func:`vua.capacity.evictor.evict_chunk` does."""
         if not self.rehearse:
-            return bury(space, chunk, pinned=pinned)
+            return evict_chunk(space, chunk, pinned=pinned)
         if not self.is_there(space, chunk):
             return None
         path = chunk_path(chunk)
@@ -44,7 +44,7 @@ class Remover:
     def is_there(self, space: Space, chunk: str) -> bool:
         """Whether a chunk is there, and would not have gone."""
         known = (space.name, chunk) in self._gone
-        return not known and stamp_ns(space.fd, chunk) is not None
+        return not known and mtime_ns_of(space.fd, chunk) is not None
 
     def leftover(self, parent: int, name: str) -> Freed:
         """Delete what a crash left behind, in a namespace or beside them."""

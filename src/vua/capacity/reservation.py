@@ -23,20 +23,21 @@ from types import TracebackType
 from typing import Final
 
 from vua.capacity import prefix_tree, ttl
-from vua.capacity.evictor import bury
-from vua.capacity.limits import Bounds
-from vua.capacity.lru import STEP_NS, inherit, set_stamp, stamp_ns
+from vua.capacity.evictor import evict_chunk
+from vua.capacity.limits import Limits
+from vua.capacity.lru import MTIME_STEP_NS, inherit, mtime_ns_of, set_mtime
 from vua.capacity.pending import Pending
+from vua.capacity.policy import LRU, Policy
 from vua.capacity.reclaim_thread import ReclaimThread
 from vua.capacity.scan import AFTER, Candidate, Space, mark
-from vua.capacity.touches import TOUCH_INTERVAL_S, Touches
+from vua.capacity.touches import Touches
 from vua.errors import StorageFullError
 from vua.format.keys import ChunkKey, Keys
 from vua.io.forks import watch
-from vua.native import LEFT, WRITTEN
+from vua.native import FAILED, WRITTEN
 from vua.storage.local import LocalStorage
 
-__all__ = ["Capacity", "Reservation"]
+__all__ = ["Capacity", "Reservation", "Unlimited"]
 
 _ADOPT_WAIT_S: Final = 5.0
 """A chunk that was stored before its parent, or whose parent vanished, is looked at after this."""
@@ -55,17 +56,23 @@ class Capacity:
         self,
         root: str | os.PathLike[str],
         storage: LocalStorage,
-        bounds: Bounds | None = None,
-        *,
-        touch_interval_s: float = TOUCH_INTERVAL_S,
+        bounds: Limits | None = None,
+        policy: Policy | None = None,
     ) -> None:
-        """Watch over ``storage``, a namespace of ``root``. Starts nothing until it is needed."""
+        """Watch over ``storage``, a namespace of ``root``. Starts nothing until it is needed.
+
+        Args:
+            root: directory of the cache.
+            storage: a namespace of it.
+            bounds: what this process says of its size.
+            policy: what a use does to the order of eviction; least recently used by default.
+        """
         self._root, self.storage = Path(root), storage
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_evicted, bytes_evicted, chunks_refused, orphans, full."""
-        self.reclaiming = ReclaimThread(root, Bounds() if bounds is None else bounds, self.counts)
+        self.reclaiming = ReclaimThread(root, Limits() if bounds is None else bounds, self.counts)
         self.pending = Pending(_ADOPT_WAIT_S)
-        self.touches = Touches(storage, touch_interval_s)
+        self.touches = Touches(storage, policy or LRU())
         self.after_fork()
         watch(self)
 
@@ -111,7 +118,7 @@ class Capacity:
         """Note a new chunk whose parent is not there: it may come soon."""
         self._orphans.append((time.monotonic(), chunk, parent))
         with contextlib.suppress(OSError):
-            set_stamp(self.storage.fileno(), chunk, _ORPHAN_MTIME_NS)
+            set_mtime(self.storage.fileno(), chunk, _ORPHAN_MTIME_NS)
 
     def adopt_orphans(self) -> None:
         """Give orphans their mtimes, or delete them, when their parents had time to come."""
@@ -125,7 +132,7 @@ class Capacity:
                 return
             fd = self.storage.fileno()
             with contextlib.suppress(OSError):
-                if not inherit(fd, chunk, parent) and bury(self.space, chunk) is not None:
+                if not inherit(fd, chunk, parent) and evict_chunk(self.space, chunk) is not None:
                     self.counts["orphans"] += 1  # nobody would ever find it
 
     # -- use ------------------------------------------------------------------------------------
@@ -162,6 +169,25 @@ class Capacity:
         self.reclaiming.reclaim.on_evicted(evicted)
 
 
+class Unlimited:
+    """What a :class:`Reservation` is where nothing bounds the storage."""
+
+    granted = True
+
+    def __enter__(self) -> Unlimited:  # noqa: PYI034 - Self is in typing from 3.11 on
+        """Have all the space there is."""
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        """Do nothing."""
+
+    def relieve_full_disk(self) -> None:
+        """Do nothing: there is nothing to evict."""
+
+    def commit(self, statuses: Sequence[int]) -> None:
+        """Do nothing."""
+
+
 class Reservation:
     """Space for some chunks, inside a ``with``. What is not committed at its end is given back.
 
@@ -189,7 +215,7 @@ class Reservation:
         try:
             self._before_ns = self._mtime_before_ns()
             if self._before_ns is not None and len(keys) == 1:  # of more, some may be there already
-                capacity.pending.expect(keys[0].name, self._before_ns - STEP_NS)
+                capacity.pending.expect(keys[0].name, self._before_ns - MTIME_STEP_NS)
             whole = self._nbytes * len(keys)
             self.granted = capacity.reclaiming.reserve(whole, self._before_ns, len(keys))
         except BaseException:
@@ -226,7 +252,7 @@ class Reservation:
         capacity = self._capacity
         self._settle(self._nbytes * list(statuses).count(WRITTEN))
         self._set_mtimes(statuses)
-        if self._ttl_s is not None or ttl.any_in(capacity.space):
+        if self._ttl_s is not None or ttl.has_ttls(capacity.space):
             for key, status in zip(self._keys, statuses, strict=False):
                 if status == WRITTEN:
                     ttl.settle(capacity.space, key.name, key.before.hex(), self._ttl_s)
@@ -247,7 +273,7 @@ class Reservation:
         if not parent:
             return None
         mtime_ns = self._capacity.pending.mtime_ns_of(parent)
-        return stamp_ns(self._fd, parent) or 0 if mtime_ns is None else mtime_ns
+        return mtime_ns_of(self._fd, parent) or 0 if mtime_ns is None else mtime_ns
 
     def _set_mtimes(self, statuses: Sequence[int]) -> None:
         """Give new chunks their parents' mtimes less a microsecond, front to back."""
@@ -258,11 +284,11 @@ class Reservation:
                     mark(self._fd, key.name, AFTER + key.before.hex())
                 if mtime_ns is not None and not key.previous:
                     with contextlib.suppress(OSError):
-                        mtime_ns -= STEP_NS
-                        set_stamp(self._fd, key.name, mtime_ns)
+                        mtime_ns -= MTIME_STEP_NS
+                        set_mtime(self._fd, key.name, mtime_ns)
                         continue
                 self._inherit(key)
-            mtime_ns = None if status == LEFT else stamp_ns(self._fd, key.name)
+            mtime_ns = None if status == FAILED else mtime_ns_of(self._fd, key.name)
 
     def _inherit(self, key: ChunkKey) -> None:
         parent = key.before.hex()

@@ -24,11 +24,11 @@ __all__ = [
     "AFTER",
     "EXHAUSTED",
     "GONE",
-    "HINTS",
     "PIN",
     "TRASH",
+    "TTL_FOLDER",
     "Candidate",
-    "Seen",
+    "Scan",
     "Space",
     "chunk_nbytes",
     "chunks_of",
@@ -39,6 +39,7 @@ __all__ = [
     "mark",
     "oldest",
     "spaces",
+    "unmark",
 ]
 
 PIN: Final = "pin-"
@@ -48,8 +49,8 @@ AFTER: Final = "after-"
 TRASH: Final = "trash-"
 """A directory of such a name is being deleted."""
 
-HINTS: Final = "ttl"
-"""The directory of a namespace's hints, see :mod:`vua.capacity.ttl`."""
+TTL_FOLDER: Final = "ttl"
+"""The folder of chunks' own times to live, in a namespace; see :mod:`vua.capacity.ttl`."""
 
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{64}")
 _FAN: Final = re.compile(r"[0-9a-f]{2}")
@@ -137,7 +138,7 @@ class _Pool:
 class Candidate(NamedTuple):
     """A chunk and when it was last used; these sort by age."""
 
-    stamp: int
+    mtime_ns: int
     """See :mod:`vua.capacity.lru`: ns since 1970 by the server's clock."""
     space: str
     chunk: str
@@ -199,7 +200,7 @@ def fans_of(space: Space) -> list[str]:
 
 
 def chunks_of(space: Space, fan: str) -> Iterator[tuple[str, int]]:
-    """Yield (name, stamp) of the chunks in one fan-out directory."""
+    """Yield (name, mtime) of the chunks in one fan-out directory."""
     with listed(space.fd, fan) as entries:
         for entry in entries:
             if len(entry.name) == 64:
@@ -230,24 +231,34 @@ def files_nbytes(entries: Iterable[os.DirEntry[str]]) -> int:
 def mark(directory: int, chunk: str, name: str) -> bool:
     """Put an empty file into a chunk's directory; False when that is not there (any more)."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    return _inside(directory, chunk, lambda fd: os.close(os.open(name, flags, 0o600, dir_fd=fd)))
+
+
+def unmark(directory: int, chunk: str, name: str) -> bool:
+    """Undo `mark`; False when there was nothing to undo."""
+    return _inside(directory, chunk, lambda fd: os.unlink(name, dir_fd=fd))
+
+
+def _inside(directory: int, chunk: str, work: Callable[[int], None]) -> bool:
+    """Do something with a chunk's directory, given open; whether that went well."""
     try:
-        inside = open_beneath(directory, chunk_path(chunk))
+        fd = open_beneath(directory, chunk_path(chunk))
         try:
-            os.close(os.open(name, flags, 0o600, dir_fd=inside))
+            work(fd)
         finally:
-            os.close(inside)
+            os.close(fd)
     except OSError:
         return False
     return True
 
 
-class Seen(NamedTuple):
-    """What a pass over all stamps found."""
+class Scan(NamedTuple):
+    """What a pass over all mtimes found."""
 
     oldest: list[Candidate]
     """In order of age."""
     ahead: list[Candidate]
-    """Those with stamps from the future, the first of them in order."""
+    """Those with mtimes from the future, the first of them in order."""
     empty: list[str]
     """Namespaces without a chunk."""
 
@@ -258,12 +269,12 @@ def oldest(
     pulse: Callable[[], None] = lambda: None,
     *,
     latest_ns: int | None = None,
-) -> Seen:
+) -> Scan:
     """Find the chunks of ``found`` that were not used for longest.
 
-    Looks at every chunk's stamp (3 us each where names are cached), keeps only what is below the
+    Looks at every chunk's mtime (3 us each where names are cached), keeps only what is below the
     ``room``-th one as estimated from a sample, and so returns about ``room`` of them: the exact
-    oldest, in order. Calls ``pulse`` after every 256th of a namespace. A stamp after ``latest_ns``
+    oldest, in order. Calls ``pulse`` after every 256th of a namespace. A mtime after ``latest_ns``
     is from the future.
     """
     limit = _quantile(found, room, pulse)
@@ -274,24 +285,24 @@ def oldest(
         chunks = 0
         for fan in fans_of(space):
             pulse()
-            for chunk, stamp in chunks_of(space, fan):
+            for chunk, mtime_ns in chunks_of(space, fan):
                 chunks += 1
-                if limit is None or stamp <= limit:
-                    kept.append(Candidate(stamp, space.name, chunk))
-                if latest_ns is not None and stamp > latest_ns:
-                    ahead.append(Candidate(stamp, space.name, chunk))
+                if limit is None or mtime_ns <= limit:
+                    kept.append(Candidate(mtime_ns, space.name, chunk))
+                if latest_ns is not None and mtime_ns > latest_ns:
+                    ahead.append(Candidate(mtime_ns, space.name, chunk))
             if len(ahead) > 2 * room:
                 ahead = sorted(ahead)[:room]
         if not chunks and not space.is_hidden:
             empty.append(space.name)
     kept.sort()
     ahead.sort()
-    return Seen(kept, ahead, empty)
+    return Scan(kept, ahead, empty)
 
 
 def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None]) -> int | None:
-    """The stamp that about ``room`` chunks are not younger than; None for all there are."""
-    stamps: list[tuple[int, float]] = []  # (stamp, chunks it stands for)
+    """The mtime that about ``room`` chunks are not younger than; None for all there are."""
+    mtimes_ns: list[tuple[int, float]] = []  # (mtime, chunks it stands for)
     total = 0.0
     for space in found:
         fans = fans_of(space)
@@ -299,13 +310,13 @@ def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None]) -> i
         mine: list[int] = []
         for fan in picked:
             pulse()
-            mine += [stamp for _, stamp in chunks_of(space, fan)]
+            mine += [mtime_ns for _, mtime_ns in chunks_of(space, fan)]
         weight = len(fans) / len(picked) if picked else 0.0
-        stamps += [(stamp, weight) for stamp in mine]
+        mtimes_ns += [(mtime_ns, weight) for mtime_ns in mine]
         total += weight * len(mine)
     if total <= room:
         return None
-    stamps.sort()
-    below = itertools.accumulate(weight for _, weight in stamps)
-    pairs = zip(stamps, below, strict=True)
-    return next((stamp for (stamp, _), reached in pairs if reached >= room), None)
+    mtimes_ns.sort()
+    below = itertools.accumulate(weight for _, weight in mtimes_ns)
+    pairs = zip(mtimes_ns, below, strict=True)
+    return next((mtime_ns for (mtime_ns, _), reached in pairs if reached >= room), None)

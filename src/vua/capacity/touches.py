@@ -1,21 +1,23 @@
-"""Sets the mtimes of prefixes that were used, in the background and not too often."""
+"""Tells the eviction policy of prefixes that were used, in the background and not too often."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
-from vua.capacity.lru import Recent, touch
+from vua.capacity.policy import Policy
 from vua.io.forks import watch
 from vua.io.threads import Call, Threads
 from vua.storage.local import LocalStorage
 
-__all__ = ["TOUCH_INTERVAL_S", "Touches"]
+__all__ = ["Recent", "Touches"]
 
-TOUCH_INTERVAL_S: Final = 60.0
+_INTERVAL_S: Final = 60.0
 """A process touches the same prefix once in this time: 1000 hits a minute cost one touch."""
 _QUEUED_MAX: Final = 256
 
@@ -23,9 +25,10 @@ _QUEUED_MAX: Final = 256
 class Touches:
     """Touches chunks of one namespace on a thread of its own. Safe for threads."""
 
-    def __init__(self, storage: LocalStorage, interval_s: float) -> None:
-        """Touch a prefix of ``storage`` at most once per ``interval_s``."""
-        self._storage, self._recent = storage, Recent(interval_s)
+    def __init__(self, storage: LocalStorage, policy: Policy) -> None:
+        """Tell ``policy`` of the uses of ``storage``, of each prefix at most once a minute."""
+        self._storage, self._policy = storage, policy
+        self._recent = Recent(_INTERVAL_S)
         self.after_fork()
         watch(self)
 
@@ -49,7 +52,7 @@ class Touches:
     def touch(self, chunks: Sequence[str], *, wait: bool = False) -> None:
         """Touch these chunks, a prefix from its first one on: in the background, or (wait) now."""
         if wait:
-            touch(self._storage.fileno(), chunks)
+            self._policy.used(self._storage.fileno(), chunks)
             return
         with self._lock:
             if self._queued >= _QUEUED_MAX:
@@ -62,7 +65,38 @@ class Touches:
 
     def _touch(self, chunks: Sequence[str], _: Call[None]) -> None:
         try:
-            touch(self._storage.fileno(), chunks)
+            self._policy.used(self._storage.fileno(), chunks)
         finally:
             with self._lock:
                 self._queued -= 1
+
+
+class Recent:
+    """Remembers what this process touched lately, so that it does not touch it again. Threadsafe.
+
+    Uses this process's monotonic clock only for its own intervals.
+    """
+
+    def __init__(self, interval_s: float, room: int = 1 << 16) -> None:
+        """Let the same name pass once per ``interval_s``; remember ``room`` names at most."""
+        self._interval_s, self._room = interval_s, room
+        self._seen: OrderedDict[str, float] = OrderedDict()
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with free locks; see :mod:`vua.io.forks`."""
+        self._lock = threading.Lock()
+
+    def passes(self, name: str) -> bool:
+        """Whether ``name`` was not let pass for the interval; it counts as passed then."""
+        now = time.monotonic()
+        with self._lock:
+            last = self._seen.get(name)
+            if last is not None and now - last < self._interval_s:
+                return False
+            self._seen[name] = now
+            self._seen.move_to_end(name)
+            if len(self._seen) > self._room:
+                self._seen.popitem(last=False)
+        return True

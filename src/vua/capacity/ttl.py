@@ -5,7 +5,7 @@ long. A chunk without such a mark lives by the directory's own time to live, whi
 lengthen. Marks stand beside the chunks and not in them, so that one listing finds all there are.
 
 Of several hints for a chunk the longest holds, and a chunk never has a shorter one than what
-follows it (none counts as the longest): prefixes go last, as with stamps (`vua.capacity.lru`).
+follows it (none counts as the longest): prefixes go last, as with mtimes (`vua.capacity.lru`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,21 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from vua.capacity.lru import stamp_ns
+from vua.capacity.lru import mtime_ns_of
 from vua.capacity.owned import is_ours
-from vua.capacity.prefix_tree import link_of
-from vua.capacity.scan import HINTS, Candidate, Space, listed
+from vua.capacity.prefix_tree import read_node
+from vua.capacity.scan import TTL_FOLDER, Candidate, Space, listed
 
-__all__ = ["any_in", "count", "expired", "forget", "lift", "settle", "tidy", "ttl_s_of"]
+__all__ = [
+    "count",
+    "expired",
+    "has_ttls",
+    "raise_ttls",
+    "remove_empty_folders",
+    "remove_ttl",
+    "settle",
+    "ttl_s_of",
+]
 
 _DIGITS: Final = 10
 _MOST: Final = 10**_DIGITS - 1
@@ -45,10 +54,10 @@ def settle(space: Space, chunk: str, before: str, ttl_s: float | None) -> None:
     """
     if ttl_s is not None:
         _write(space, chunk, ttl_s)
-    lift(space, before, ttl_s)
+    raise_ttls(space, before, ttl_s)
 
 
-def lift(space: Space, chunk: str, ttl_s: float | None) -> None:
+def raise_ttls(space: Space, chunk: str, ttl_s: float | None) -> None:
     """See to it that the marks of a chunk and its prefix are not below ``ttl_s`` (None: be none).
 
     Never raises for the state of the storage.
@@ -58,12 +67,12 @@ def lift(space: Space, chunk: str, ttl_s: float | None) -> None:
         while chunk not in seen and (now_s := ttl_s_of(space, chunk)) is not None:
             seen.add(chunk)
             if ttl_s is None:
-                forget(space, chunk)
+                remove_ttl(space, chunk)
             elif now_s >= ttl_s:
                 return
             else:
                 _write(space, chunk, ttl_s)
-            chunk = link_of(space, chunk).before
+            chunk = read_node(space, chunk).before
 
 
 def _write(space: Space, chunk: str, ttl_s: float) -> None:
@@ -79,12 +88,12 @@ def _write(space: Space, chunk: str, ttl_s: float) -> None:
 
 
 def _open_mark(space: Space, chunk: str) -> int:
-    path, flags = f"{HINTS}/{chunk}", os.O_WRONLY | os.O_CREAT | _FLAGS
+    path, flags = f"{TTL_FOLDER}/{chunk}", os.O_WRONLY | os.O_CREAT | _FLAGS
     for _ in range(_TRIES):
         with contextlib.suppress(FileNotFoundError):
             return os.open(path, flags, 0o600, dir_fd=space.fd)
         with contextlib.suppress(FileExistsError):
-            os.mkdir(HINTS, 0o700, dir_fd=space.fd)
+            os.mkdir(TTL_FOLDER, 0o700, dir_fd=space.fd)
     return os.open(path, flags, 0o600, dir_fd=space.fd)
 
 
@@ -93,7 +102,7 @@ def ttl_s_of(space: Space, chunk: str) -> int | None:
     if not chunk:
         return None
     try:
-        fd = os.open(f"{HINTS}/{chunk}", os.O_RDONLY | _FLAGS, dir_fd=space.fd)
+        fd = os.open(f"{TTL_FOLDER}/{chunk}", os.O_RDONLY | _FLAGS, dir_fd=space.fd)
         try:
             text = os.read(fd, _DIGITS + 1)
         finally:
@@ -103,23 +112,23 @@ def ttl_s_of(space: Space, chunk: str) -> int | None:
     return int(text) if len(text) == _DIGITS and text.isdigit() else None
 
 
-def forget(space: Space, chunk: str) -> None:
+def remove_ttl(space: Space, chunk: str) -> None:
     """Remove a chunk's mark, if it has one."""
     with contextlib.suppress(OSError):
-        os.unlink(f"{HINTS}/{chunk}", dir_fd=space.fd)
+        os.unlink(f"{TTL_FOLDER}/{chunk}", dir_fd=space.fd)
 
 
 def _marked(space: Space) -> Iterator[str]:
-    with listed(space.fd, HINTS) as entries:
+    with listed(space.fd, TTL_FOLDER) as entries:
         for entry in entries:
             if _NAME.fullmatch(entry.name):
                 yield entry.name
 
 
-def any_in(space: Space) -> bool:
+def has_ttls(space: Space) -> bool:
     """Whether any chunk has, or lately had, a mark there. Costs one look."""
     try:
-        os.stat(HINTS, dir_fd=space.fd, follow_symlinks=False)
+        os.stat(TTL_FOLDER, dir_fd=space.fd, follow_symlinks=False)
     except OSError:
         return False
     return True
@@ -130,13 +139,13 @@ def count(found: Sequence[Space]) -> int:
     return sum(1 for space in found for _ in _marked(space))
 
 
-def tidy(found: Sequence[Space]) -> bool:
+def remove_empty_folders(found: Sequence[Space]) -> bool:
     """Remove the directories of marks that are empty; whether any mark is left."""
     left = False
     for space in found:
-        if any_in(space) and is_ours(space):
+        if has_ttls(space) and is_ours(space):
             try:
-                os.rmdir(HINTS, dir_fd=space.fd)
+                os.rmdir(TTL_FOLDER, dir_fd=space.fd)
             except OSError:
                 left = True
     return left
@@ -152,22 +161,22 @@ def expired(
     Args:
         found: namespaces.
         now_ns: the server's time, as :func:`vua.capacity.lru.server_now_ns` gives it.
-        latest_ns: stamps after this are from the future; none by default.
+        latest_ns: mtimes after this are from the future; none by default.
         tidies: whether to remove the marks of chunks that are gone.
 
-    Returns those, and the chunks with marks whose stamps are from the future, in order too.
+    Returns those, and the chunks with marks whose mtimes are from the future, in order too.
     """
     over, ahead = [], []
     for space in found:
         for chunk in list(_marked(space)):
-            stamp, ttl_s = stamp_ns(space.fd, chunk), ttl_s_of(space, chunk)
+            mtime_ns, ttl_s = mtime_ns_of(space.fd, chunk), ttl_s_of(space, chunk)
             if ttl_s is None:
                 continue  # it says nothing, and is perhaps somebody else's
-            if stamp is None:
+            if mtime_ns is None:
                 if tidies:
-                    forget(space, chunk)
-            elif latest_ns is not None and stamp > latest_ns:
-                ahead.append(Candidate(stamp, space.name, chunk))
-            elif stamp + ttl_s * 10**9 < now_ns:
-                over.append(Candidate(stamp, space.name, chunk))
+                    remove_ttl(space, chunk)
+            elif latest_ns is not None and mtime_ns > latest_ns:
+                ahead.append(Candidate(mtime_ns, space.name, chunk))
+            elif mtime_ns + ttl_s * 10**9 < now_ns:
+                over.append(Candidate(mtime_ns, space.name, chunk))
     return sorted(over), sorted(ahead)

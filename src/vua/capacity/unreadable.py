@@ -14,8 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from vua.capacity.evictor import NOTHING, Freed, bury
-from vua.capacity.prefix_tree import Spread, link_of, one_by_one
+from vua.capacity.evictor import NOTHING, Freed, evict_chunk
+from vua.capacity.prefix_tree import Spread, in_turn, read_node
 from vua.capacity.scan import Space, chunks_of, fans_of, listed
 from vua.errors import CorruptEntryError
 from vua.format.entry import EntryInfo, parse_entry
@@ -23,7 +23,7 @@ from vua.format.header import MAX_HEADER_NBYTES, SEALED
 from vua.io.posix import open_beneath
 from vua.storage.local import SUFFIX, chunk_path
 
-__all__ = ["bury_lost"]
+__all__ = ["evict_unreadable"]
 
 _HEAD_NBYTES: Final = 1024
 """Enough of a header to hold the key's name."""
@@ -34,13 +34,13 @@ _Lost = tuple[int, str]
 """A chunk, behind the position of its first token."""
 
 
-def bury_lost(
+def evict_unreadable(
     space: Space,
     known: Callable[[], frozenset[str]],
     *,
     show: Callable[[str], None] = lambda line: None,  # noqa: ARG005
-    spread: Spread = one_by_one,
-    bury: Callable[[Space, str], int | None] = bury,
+    spread: Spread = in_turn,
+    evict_chunk: Callable[[Space, str], int | None] = evict_chunk,
 ) -> tuple[Freed, int]:
     """Delete the sealed chunks of a namespace whose key is not known, children before parents.
 
@@ -54,7 +54,7 @@ def bury_lost(
             raised here before anything is deleted.
         show: told what is going on, often.
         spread: how to go through the fan-out directories, by default one by one.
-        bury: deletes a chunk.
+        evict_chunk: deletes a chunk.
 
     Returns what was deleted, and how many chunks stay because they are pinned. Raises OSError
     where the directory may not be written to.
@@ -70,10 +70,10 @@ def bury_lost(
     for _, chunk in sorted(found, reverse=True):
         if _start(space, chunk, ids) is None:
             continue
-        nbytes = bury(space, chunk)
+        nbytes = evict_chunk(space, chunk)
         if nbytes is not None:
             freed += Freed(1, nbytes)
-        elif link_of(space, chunk).pinned:
+        elif read_node(space, chunk).pinned:
             pinned += 1
     return freed, pinned
 

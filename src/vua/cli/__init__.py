@@ -20,7 +20,7 @@ from dataclasses import fields
 from typing import Final
 
 from vua import __version__, native
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.cli.adopting import adopt
 from vua.cli.arguments import VARIABLE, Parser, parsed
 from vua.cli.bench import add_arguments, bench
@@ -229,7 +229,7 @@ def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
         return adopt(where, yes=options.yes, write=write)
     if options.command == "pin":
         return pins(where, options.names, remove=options.remove, write=write)
-    said = Bounds(
+    said = Limits(
         max_bytes=options.max_bytes,
         min_free_bytes=options.min_free,
         ttl_s=options.ttl,

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.cli.bench_files import expect
 from vua.device.slab import Slab
 from vua.errors import InputError
@@ -181,13 +181,13 @@ class _Session:
 
     def __init__(self, root: Path, max_bytes: int | str | None) -> None:
         self._bounded = max_bytes is not None
-        bounds = Bounds(max_bytes=max_bytes if self._bounded else "100%", min_free_bytes=0)
+        bounds = Limits(max_bytes=max_bytes if self._bounded else "100%", min_free_bytes=0)
         identity = Identity(model="replay", chunk_tokens=BLOCK_TOKENS)
         self.namespace = Namespace.create(root, identity, [_LAYOUT], bounds=bounds)
         (self.store,) = self.namespace.stores
         self._id, one = _staged(1)
         self._ids, many = _staged(_ROOM)
-        self._saver, self._loader = self.store.saver(one.memory), self.store.loader(many.memory)
+        self._saver, self._loader = self.store.writer(one.memory), self.store.loader(many.memory)
 
     def load(self, request: Request, chain: KeyChain, found: int) -> int:
         """Note the use of the blocks that were found, load and compare them; return how many."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vua.capacity.evictor import Freed
 from vua.capacity.gc import Report, collect
-from vua.capacity.limits import Bounds, Limits, read_bounds, write_bounds
+from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
 from vua.capacity.owned import trash_in
 from vua.capacity.scan import PIN, Space, chunk_nbytes, chunks_of, fans_of, listed, spaces
 from vua.capacity.ttl import count
@@ -30,16 +30,16 @@ from vua.store.namespace import check_root
 __all__ = ["du", "gc", "ttl"]
 
 
-def _limits(root: Path, said: Bounds) -> Limits:
+def _limits(root: Path, said: Limits) -> ResolvedLimits:
     try:
-        return Limits.of(root, said)
+        return ResolvedLimits.of(root, said)
     except OSError as problem:
         raise explained(problem, str(root)) from problem
 
 
 def gc(  # noqa: PLR0913 - the options of a command
     directory: str,
-    said: Bounds,
+    said: Limits,
     *,
     keep: bool,
     quick: bool,
@@ -86,7 +86,7 @@ def gc(  # noqa: PLR0913 - the options of a command
     return SOUND if report.within and not report.problems else DAMAGED
 
 
-def _ask(directory: str, limits: Limits, *, yes: bool) -> None:
+def _ask(directory: str, limits: ResolvedLimits, *, yes: bool) -> None:
     usage = measure(directory)
     if usage.nbytes > limits.max_bytes:
         now, then = size(usage.nbytes), size(limits.max_bytes)
@@ -135,7 +135,7 @@ def _print(directory: str, report: Report, *, dry_run: bool) -> None:
         print(problem)
 
 
-def _keep(root: Path, said: Bounds) -> None:
+def _keep(root: Path, said: Limits) -> None:
     """Put what is said into ``bounds.json``, beside what stands there."""
     news = {name: value for name, value in asdict(said).items() if value is not None}
     try:
@@ -151,7 +151,7 @@ def ttl(directory: str, seconds: float | None, *, off: bool, write: Write | None
     if off:
         write_bounds(root, replace(read_bounds(root, lambda _: None), ttl_s=None))
     elif seconds is not None:
-        _keep(root, Bounds(ttl_s=seconds))
+        _keep(root, Limits(ttl_s=seconds))
     now = read_bounds(root).ttl_s
     with spaces(root) as found:
         own = count(found)
@@ -180,7 +180,7 @@ def du(directory: str, *, quick: bool, write: Write | None) -> int:
         status = os.statvfs(root)
     except OSError as problem:
         raise explained(problem, directory) from problem
-    limits = _limits(root, Bounds())
+    limits = _limits(root, Limits())
     free = status.f_bavail * status.f_frsize
     if write is not None:
         whole = {"nbytes": usage.nbytes, "chunks": usage.chunks, "exact": usage.exact}
@@ -212,12 +212,12 @@ def _short(name: str, value: object) -> object:
 
 def _occupied(space: Space, show: Callable[[str], None]) -> dict[str, object]:
     chunks = nbytes = pinned = 0
-    stamps: list[int] = []
+    mtimes_ns: list[int] = []
     fans = fans_of(space)
     parts = over_fans(partial(_part, space), space, fans)
     for number, (some, size_, held, times) in enumerate(parts, 1):
         chunks, nbytes, pinned = chunks + some, nbytes + size_, pinned + held
-        stamps += times
+        mtimes_ns += times
         text = f"{space.name[:SHORT]}, {chunks} chunks, {size(nbytes)}"
         show(bar(number, len(fans), text))
     quarantine = chunk_nbytes(space, QUARANTINE)
@@ -228,8 +228,8 @@ def _occupied(space: Space, show: Callable[[str], None]) -> dict[str, object]:
         "pinned": pinned,
         "quarantine": quarantine,
         "leftovers": _leftover_nbytes(space),
-        "oldest_ns": min(stamps, default=None),
-        "newest_ns": max(stamps, default=None),
+        "oldest_ns": min(mtimes_ns, default=None),
+        "newest_ns": max(mtimes_ns, default=None),
     }
 
 
@@ -246,15 +246,15 @@ def _size_of(space: Space, name: str) -> int:
 
 
 def _part(space: Space, fan: str) -> tuple[int, int, int, list[int]]:
-    """One fan-out directory: chunks, bytes, pinned chunks, and the oldest and newest stamp."""
+    """One fan-out directory: chunks, bytes, pinned chunks, and the oldest and newest mtime."""
     chunks = nbytes = pinned = 0
-    stamps = []
-    for chunk, stamp in chunks_of(space, fan):
+    mtimes_ns = []
+    for chunk, mtime_ns in chunks_of(space, fan):
         chunks += 1
         with listed(space.fd, f"{fan}/{chunk}") as entries:
             found = list(entries)
             with contextlib.suppress(OSError):
                 nbytes += sum(one.stat(follow_symlinks=False).st_size for one in found)
         pinned += any(one.name.startswith(PIN) for one in found)
-        stamps.append(stamp)
-    return chunks, nbytes, pinned, [min(stamps), max(stamps)] if stamps else []
+        mtimes_ns.append(mtime_ns)
+    return chunks, nbytes, pinned, [min(mtimes_ns), max(mtimes_ns)] if mtimes_ns else []

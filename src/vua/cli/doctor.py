@@ -20,7 +20,7 @@ from typing import Final, Literal
 import numpy as np
 
 from vua import native
-from vua.capacity.limits import Limits, read_bounds
+from vua.capacity.limits import ResolvedLimits, read_bounds
 from vua.capacity.usage import measure
 from vua.cli.probes import PROBES, Finding, Ground, Level, mount_of
 from vua.cli.text import DAMAGED, SOUND, Write, plain, size
@@ -203,7 +203,7 @@ def _space(root: Path) -> Finding:
     """Free space against the bounds."""
     name = "space"
     try:
-        said, limits = read_bounds(root), Limits.of(root)
+        said, limits = read_bounds(root), ResolvedLimits.of(root)
         usage, status = measure(root), os.statvfs(root)
     except ConfigError as problem:
         return Finding(name, "bad", str(problem))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from vua.capacity.prefix_tree import chain_of
+from vua.capacity.prefix_tree import read_prefix_tree
 from vua.cli.answer import BLOCKS, Answer, verdict
 from vua.cli.identify import Difference, Expected, compare, expect, nearest
 from vua.cli.keys import NO_KEYS, prompt_keys
@@ -156,8 +156,8 @@ def _answer(
         return answer
     before = keys[gap.index - 1].name if gap.index else ""
     with progress() as show:
-        chain = chain_of(namespace.capacity.space, show, over_fans)
-    return replace(answer, others=continuations(chain, gap.key, before))
+        tree = read_prefix_tree(namespace.capacity.space, show, over_fans)
+    return replace(answer, others=continuations(tree, gap.key, before))
 
 
 # -- for programs -----------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from vua.capacity.lru import stamp_ns
-from vua.capacity.prefix_tree import ancestors, chain_of
+from vua.capacity.lru import mtime_ns_of
+from vua.capacity.prefix_tree import ancestors, read_prefix_tree
 from vua.capacity.scan import AFTER, Space, listed, spaces
 from vua.cli.archive import Writer, file_sizes
 from vua.cli.check import Checker, Place
@@ -138,19 +138,21 @@ def _wanted(
     for space, chunk in targets:
         chunks = wanted.setdefault(space, {})
         if not chunk:
-            chunks.update(dict.fromkeys(chain_of(space, show, over_fans).in_order()))
+            chunks.update(dict.fromkeys(read_prefix_tree(space, show, over_fans).in_order()))
             continue
         prefix = [*ancestors(space, chunk)][::-1]
         chunks.update(dict.fromkeys(prefix))
         if choice.following:
-            chunks.update(dict.fromkeys(chain_of(space, show, over_fans).descendants(chunk)))
+            chunks.update(
+                dict.fromkeys(read_prefix_tree(space, show, over_fans).descendants(chunk))
+            )
     return {space: list(chunks) for space, chunks in wanted.items()}
 
 
 def _leading(space: Space, keys: KeyChain) -> Iterator[str]:
     for place in range(len(keys)):
         name = keys[place].name
-        if stamp_ns(space.fd, name) is None:
+        if mtime_ns_of(space.fd, name) is None:
             return
         yield name
 

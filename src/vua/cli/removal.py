@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vua.capacity.evictor import NOTHING, PINNED_SHARE, Freed
-from vua.capacity.limits import Bounds, Limits
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.owned import delete_namespace, is_all_ours, is_ours
-from vua.capacity.prefix_tree import ancestors, chain_of, link_of, pin, unpin
+from vua.capacity.prefix_tree import ancestors, pin, read_node, read_prefix_tree, unpin
 from vua.capacity.removal import Remover
 from vua.capacity.scan import TRASH, Space, chunk_nbytes, chunks_of, fans_of, spaces
 from vua.capacity.usage import measure
@@ -87,22 +87,22 @@ def _remove(
     if not target.chunk and not is_ours(space):
         msg = f"{space.name} is no namespace of VUA, it stays untouched"
         raise ConfigError(msg)
-    chain = chain_of(space, show, over_fans)
-    whole = not target.chunk and (force or not chain.pinned.any())
+    tree = read_prefix_tree(space, show, over_fans)
+    whole = not target.chunk and (force or not tree.pinned.any())
     if whole and not remover.rehearse and is_all_ours(space):
         trash = f"{TRASH}{secrets.token_hex(8)}"
         (root / space.name).rename(root / trash)
-        return Freed(len(chain.names), _delete(root, trash)), 0
-    every = range(len(chain.names))
+        return Freed(len(tree.names), _delete(root, trash)), 0
+    every = range(len(tree.names))
     doomed = (
-        chain.descendants(target.chunk) if target.chunk else [chain.name(index) for index in every]
+        tree.descendants(target.chunk) if target.chunk else [tree.name(index) for index in every]
     )
     kept = 0
     for name in reversed(doomed):  # leaves first
-        nbytes = remover.bury(space, name, pinned=force)
+        nbytes = remover.evict_chunk(space, name, pinned=force)
         if nbytes is not None:
             freed += Freed(1, nbytes)
-        elif link_of(space, name).pinned:
+        elif read_node(space, name).pinned:
             kept += 1
     if whole and not remover.rehearse:
         _delete(root, space.name)
@@ -136,7 +136,7 @@ def pins(directory: str, targets: list[str], *, remove: bool, write: Write | Non
             if not targets:
                 report = [one for space in found for one in _pinned(space)]
             nbytes = 0 if remove else _weigh(found, report, listing=not targets)
-            limits = Limits.of(root, Bounds(), refused=lambda _: None)
+            limits = ResolvedLimits.of(root, Limits(), refused=lambda _: None)
     except OSError as problem:
         if isinstance(problem, StorageError):
             raise
@@ -170,7 +170,7 @@ def _pinned(space: Space) -> list[dict[str, object]]:
     held: dict[str, int] = {}
     for fan in fans_of(space):
         for chunk, _ in chunks_of(space, fan):
-            for one in link_of(space, chunk).pinned:
+            for one in read_node(space, chunk).pinned:
                 held[one] = held.get(one, 0) + 1
     return [
         {"namespace": space.name, "chunk": chunk, "chunks": count}
@@ -187,7 +187,7 @@ def _weigh(found: list[Space], report: list[dict[str, object]], *, listing: bool
             for space in found
             for fan in fans_of(space)
             for chunk, _ in chunks_of(space, fan)
-            if (link := link_of(space, chunk)).pinned
+            if (link := read_node(space, chunk)).pinned
         )
     held = {
         (space.name, name)

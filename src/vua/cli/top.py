@@ -1,7 +1,7 @@
 """`vua top`: what goes on in a directory that is in use, from names and times alone.
 
-It looks at every chunk's stamp (:mod:`vua.capacity.lru`) once per interval: a chunk with a younger
-stamp than at the look before was used (or is new), one that is gone was evicted. A process stamps a
+It looks at every chunk's mtime (:mod:`vua.capacity.lru`) once per interval: a chunk with a younger
+mtime than at the look before was used (or is new), one that is gone was evicted. A process mtimes a
 prefix once a minute at most, so `used` counts chunks in use, not requests. At a million chunks a
 look takes seconds: the interval is what lies between the end of one and the start of the next.
 """
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vua.capacity.limits import Bounds, Limits
-from vua.capacity.prefix_tree import link_of
+from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.prefix_tree import read_node
 from vua.capacity.scan import Space, chunk_nbytes, chunks_of, fans_of, spaces
 from vua.capacity.usage import measure
 from vua.cli.text import SHORT, SOUND, Write, clear_screen, size, table
@@ -40,7 +40,7 @@ class _Look:
 
     name: str
     model: str
-    stamps: dict[bytes, int]
+    mtimes_ns: dict[bytes, int]
     """When each chunk was last used, ns by the server's clock."""
     chunk_nbytes: float
     salts: Counter[str]
@@ -85,32 +85,32 @@ def _look(root: Path) -> dict[str, _Look]:
 
 def _look_at(root: Path, space: Space) -> _Look:
     identity = read_description(root / space.name).identity
-    stamps = {bytes.fromhex(chunk): stamp for chunk, stamp in _chunks(space)}
+    mtimes_ns = {bytes.fromhex(chunk): mtime_ns for chunk, mtime_ns in _chunks(space)}
     salts: Counter[str] = Counter()
-    if len(stamps) <= _SALTS_FROM:
-        links = (link_of(space, name.hex()) for name in stamps)
+    if len(mtimes_ns) <= _SALTS_FROM:
+        links = (read_node(space, name.hex()) for name in mtimes_ns)
         salts = Counter(one.salt.hex()[:SHORT] or "-" for one in links if not one.before)
-    sampled = [f"{name.hex()[:2]}/{name.hex()}" for name in list(stamps)[:64]]
+    sampled = [f"{name.hex()[:2]}/{name.hex()}" for name in list(mtimes_ns)[:64]]
     mean = sum(chunk_nbytes(space, path) for path in sampled) / max(1, len(sampled))
     model = "" if identity is None else identity.name or identity.model
-    return _Look(space.name, model, stamps, mean, salts)
+    return _Look(space.name, model, mtimes_ns, mean, salts)
 
 
 def _chunks(space: Space) -> Iterator[tuple[str, int]]:
     for fan in fans_of(space):
-        for chunk, stamp in chunks_of(space, fan):
+        for chunk, mtime_ns in chunks_of(space, fan):
             if not chunk.strip("0123456789abcdef"):
-                yield chunk, stamp
+                yield chunk, mtime_ns
 
 
 def _compared(
     root: Path, before: dict[str, _Look], now: dict[str, _Look], took_s: float
 ) -> dict[str, object]:
-    usage, status, limits = measure(root), os.statvfs(root), Limits.of(root, Bounds())
-    newest = max((max(one.stamps.values(), default=0) for one in now.values()), default=0)
+    usage, status, limits = measure(root), os.statvfs(root), ResolvedLimits.of(root, Limits())
+    newest = max((max(one.mtimes_ns.values(), default=0) for one in now.values()), default=0)
     return {
         "nbytes": usage.nbytes,
-        "chunks": sum(len(one.stamps) for one in now.values()),
+        "chunks": sum(len(one.mtimes_ns) for one in now.values()),
         "max_bytes": limits.max_bytes,
         "free_nbytes": status.f_bavail * status.f_frsize,
         "seconds": round(took_s, 3),
@@ -121,21 +121,23 @@ def _compared(
 
 
 def _row(before: _Look | None, now: _Look, newest_ns: int, took_s: float) -> dict[str, object]:
-    old = {} if before is None else before.stamps
-    new = sum(name not in old for name in now.stamps)
-    gone = sum(name not in now.stamps for name in old)
-    used = sum(stamp > old.get(name, stamp) for name, stamp in now.stamps.items())
+    old = {} if before is None else before.mtimes_ns
+    new = sum(name not in old for name in now.mtimes_ns)
+    gone = sum(name not in now.mtimes_ns for name in old)
+    used = sum(mtime_ns > old.get(name, mtime_ns) for name, mtime_ns in now.mtimes_ns.items())
     return {
         "namespace": now.name,
         "model": now.model,
-        "chunks": len(now.stamps),
-        "nbytes": round(now.chunk_nbytes * len(now.stamps)),
+        "chunks": len(now.mtimes_ns),
+        "nbytes": round(now.chunk_nbytes * len(now.mtimes_ns)),
         "new_per_s": round(new / took_s, 3),
         "new_nbytes_per_s": round(new * now.chunk_nbytes / took_s),
         "used_per_s": round(used / took_s, 3),
         "gone_per_s": round(gone / took_s, 3),
         "used_within": {
-            str(window): sum(newest_ns - stamp <= window * 10**9 for stamp in now.stamps.values())
+            str(window): sum(
+                newest_ns - mtime_ns <= window * 10**9 for mtime_ns in now.mtimes_ns.values()
+            )
             for window in _WINDOWS_S
         },
         "salts": dict(now.salts.most_common(10)),

@@ -32,22 +32,14 @@ from vua.connector.cache_spec import UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import LOAD_SLAB_NBYTES, GroupTransfer, PageLayouts, Tables
 from vua.connector.metadata import GroupLoad, LoadOrder
-from vua.device import (
-    CuFileMover,
-    DirectReader,
-    Fence,
-    Gds,
-    Mover,
-    PagedCache,
-    PosixMover,
-    StagedSlab,
-    Staging,
-    slots_of,
-)
+from vua.device.gds import DirectReader, Gds
+from vua.device.movers import CuFileMover, Mover, PosixMover
+from vua.device.paged import PagedCache, slots_of
+from vua.device.staging import Fence, StagedSlab, Staging
 from vua.errors import LayoutError
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt
-from vua.store.store import Loaded, Loader, Saver, Store
+from vua.store.store import EntryWriter, Loaded, Loader, Store
 
 __all__ = ["STAGED_DEVICES", "DeviceGroupTransfer", "lies_on_device", "mover_for", "open_gds"]
 
@@ -240,11 +232,11 @@ class DeviceGroupTransfer(GroupTransfer):
 
     # -- saves --------------------------------------------------------------------------------
 
-    def saver(self, slab: StagedSlab) -> Saver:
+    def saver(self, slab: StagedSlab) -> EntryWriter:
         """See :meth:`GroupTransfer.saver`."""
         saver = self._saver_of.get(slab)
         if saver is None:
-            saver = self.store.saver(slab.slab.memory, shard=self.shard)
+            saver = self.store.writer(slab.slab.memory, shard=self.shard)
             self._saver_of[slab] = saver
         return saver
 

@@ -17,15 +17,17 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.connector.metrics import Recorder
-from vua.device import Fence, Gds, PagedCache
 from vua.device.cpu_pages import PagedKV
+from vua.device.gds import Gds
+from vua.device.paged import PagedCache
 from vua.device.slab import Slab, SlabPool
+from vua.device.staging import Fence
 from vua.device.state_pages import StatePages
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
 from vua.io.workers import Attempt
 from vua.serdes import DTYPES
-from vua.store.store import Loader, Saver, Store
+from vua.store.store import EntryWriter, Loader, Store
 
 __all__ = ["GroupTransfer", "PageLayouts", "Rank", "Tables"]
 
@@ -84,15 +86,15 @@ class GroupTransfer:
         row = self.group.shards[rank.pp]
         self.writes = row.index(self.shard) == rank.tp  # of the ranks that hold it, the first
         layout, payload = self.group.layout, self.shard.payload_nbytes(self.group.layout)
-        chunks, self.load_threads = max(1, LOAD_SLAB_NBYTES // payload), config.load_threads
+        chunks, self.load_threads = max(1, LOAD_SLAB_NBYTES // payload), config.worker.load_threads
         self.load_slabs: Any = SlabPool(
-            layout, self.shard, chunks=chunks, limit=config.load_threads
+            layout, self.shard, chunks=chunks, limit=config.worker.load_threads
         )
-        room = (config.max_pending_save_mib << 20) // len(model.groups)
+        room = (config.worker.max_pending_save_mib << 20) // len(model.groups)
         self.save_limit = max(1, room // payload)
         self.save_slabs: Any = SlabPool(layout, self.shard, chunks=1, limit=self.save_limit)
         self._loader_of: dict[Any, Loader] = {}
-        self._saver_of: dict[Any, Saver] = {}
+        self._saver_of: dict[Any, EntryWriter] = {}
         self._places: list[tuple[int, slice, PagedKV | StatePages]] = []
         """Where layers lie: (vLLM cache group, which of this rank's layers, the pages)."""
 
@@ -212,11 +214,11 @@ class GroupTransfer:
         if self.watch is not None and reason != "error":  # then it may be there all the same
             self.watch.gone(key.prefix_hash, self.shard)
 
-    def saver(self, slab: Any) -> Saver:  # noqa: ANN401
+    def saver(self, slab: Any) -> EntryWriter:  # noqa: ANN401
         """Return what saves this rank's shard from a slab; for who holds the slab."""
         saver = self._saver_of.get(slab)
         if saver is None:
-            saver = self._saver_of[slab] = self.store.saver(slab.memory, shard=self.shard)
+            saver = self._saver_of[slab] = self.store.writer(slab.memory, shard=self.shard)
         return saver
 
     def gather(self, slab: Any, key: ChunkKey, block_ids: Sequence[Sequence[int]]) -> None:  # noqa: ANN401

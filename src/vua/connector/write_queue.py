@@ -22,11 +22,14 @@ from vua.connector.metrics import Recorder
 from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt, Workers
-from vua.store.store import Saver
+from vua.store.store import EntryWriter
 
 __all__ = ["WriteQueue"]
 
 log = logging.getLogger("vllm.vua.worker")
+
+_THREADS = 1
+"""Native code writes the files of one save with threads of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class _Save:
     """One chunk on its way to storage."""
 
     group: GroupTransfer
-    saver: Saver
+    saver: EntryWriter
     """Taken when it is copied: after a reset it must not get into the new epoch."""
     key: ChunkKey
     slab: Any
@@ -64,7 +67,7 @@ class WriteQueue:
         self._memory = memory
         self._stats, self._rank, self._watch = stats, rank, watch
         self._threads: Workers[_Save] = Workers(
-            config.save_threads, timeout_s=config.io_timeout_s, name="vua-save"
+            _THREADS, timeout_s=config.timeouts.io_s, name="vua-save"
         )
         self._guard = StorageGuard("saves")
         self._lock = threading.Lock()

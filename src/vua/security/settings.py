@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from vua.errors import ConfigError, StorageError
 
-__all__ = ["Security", "check_owner", "make_directory", "open_directory"]
+__all__ = ["Security", "check_owner", "open_directory"]
 
 _ROOT: Final = 0
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -37,11 +37,12 @@ class Security:
     """Let the directory's group read what is stored: files 0640, directories 2750. Readers of that
     group name the writer in their ``trusted_uids``."""
     key_file: str | None = None
-    """A file with a secret: names of chunks tell nothing to whom does not have it, and only files
-    written with it are read. See :mod:`vua.security.keyring`."""
+    """A file with a secret (`vua key FILE` makes one). Only files written with it are read, and
+    names of chunks tell nothing to those who do not have it."""
     tenant_keys: str | None = None
-    """A directory of keys, one per cache salt: requests with a salt use its key and are encrypted,
-    or not cached where there is none."""
+    """A directory of keys, one per cache salt (`vua key DIR --salt S`). Requests with a salt are
+    encrypted with its key, or not cached where there is none. Deleting a key makes everything
+    stored with it unreadable."""
     encrypt: bool = False
     """Encrypt with the key of ``key_file``, too."""
 
@@ -131,20 +132,3 @@ def open_directory(path: Path, security: Security) -> int:
         "trusted_uids if that user is to be believed"
     )
     raise StorageError(errno.EPERM, msg)
-
-
-def make_directory(parent: int, name: str, security: Security) -> int:
-    """Open a directory below the descriptor ``parent``, making it where it is missing.
-
-    A link is not followed. Raises OSError.
-    """
-    try:
-        os.mkdir(name, 0o700, dir_fd=parent)
-    except FileExistsError:
-        pass
-    else:
-        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        wanted = security.directory_mode
-        if stat.S_IMODE(status.st_mode) not in (wanted, wanted | stat.S_ISGID):  # of its parent
-            os.chmod(name, wanted, dir_fd=parent)
-    return os.open(name, _DIRECTORY, dir_fd=parent)

@@ -16,26 +16,29 @@ import os
 import secrets
 import socket
 import stat
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from vua import native
+from vua.errors import EntryError, UntrustedError
 from vua.format.layout import Shard
 from vua.io import posix
 from vua.io.forks import watch
-from vua.io.posix import FileStatus, Iovecs
-from vua.native import Batch
-from vua.security.settings import Security, make_directory, open_directory
-from vua.storage.direct import ALLOCATED_NBYTES, NEVER, FirstReads, write_through_cache
+from vua.io.plain import is_plain, make_directory, open_plain
+from vua.io.posix import FileStatus
+from vua.native import Headers
+from vua.security.settings import Security, open_directory
+from vua.storage.base import FAILED, Batch, Capabilities, Entry, Filled, Written, entry_name
+from vua.storage.direct import FirstReads
 from vua.storage.problems import explained
-from vua.storage.reader import FileReader, is_plain
 
-__all__ = ["FileReader", "LocalStorage"]
+__all__ = ["LocalStorage", "chunk_path"]
 
 SUFFIX: Final = ".safetensors"
 TEMPORARY: Final = ".tmp-"
@@ -43,8 +46,11 @@ QUARANTINE: Final = "quarantine"
 MAX_QUARANTINED: Final = 16
 """Damaged files kept per namespace for a look; further ones are deleted."""
 
-_WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ALLOCATED_NBYTES: Final = 1 << 20
+"""On ext4 files of this size and more get their room on the disk before their bytes."""
+_NEVER: Final = (1 << 64) - 1
+_REPAIRS: Final = 2
+"""Times that the way of one file is cleared: another process may remove its directory again."""
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN})
 
 
@@ -53,8 +59,24 @@ def chunk_path(chunk: str) -> str:
     return f"{chunk[:2]}/{chunk}"
 
 
+def _path(name: str) -> str:
+    """Return the file of an entry below its namespace."""
+    return f"{name[:2]}/{name}{SUFFIX}"
+
+
+def version_of(status: FileStatus) -> bytes:
+    """Return what :meth:`LocalStorage.delete` knows an open file by."""
+    return _version(*status.inode)
+
+
+def _version(device: int, inode: int) -> bytes:
+    return device.to_bytes(8, sys.byteorder) + inode.to_bytes(8, sys.byteorder)
+
+
 class LocalStorage:
     """One namespace directory; see :class:`vua.storage.base.Storage` for its promises."""
+
+    capabilities = Capabilities(device_reads=True)
 
     def __init__(
         self,
@@ -80,12 +102,11 @@ class LocalStorage:
         self.first_reads = FirstReads()
         self._renew = renew
         self._security = security or Security()
-        self._uids = self._security.uids
-        self._uid_array = None if self._uids is None else np.array([*self._uids], dtype=np.uint32)
+        uids = self._security.uids
+        self._uids = None if uids is None else np.array([*uids], dtype=np.uint32)
         self._fd = open_directory(self.directory, self._security)
         self._local = posix.is_local(self._fd)
-        self._allocated_nbytes = ALLOCATED_NBYTES if posix.is_ext4(self._fd) else NEVER
-        self._fans: set[str] = set()
+        self._allocated_nbytes = _ALLOCATED_NBYTES if posix.is_ext4(self._fd) else _NEVER
         self._release = weakref.finalize(self, _close, self._fd)
         self._serial = itertools.count()
         self._tag = f"{socket.gethostname()[:32]}-{secrets.token_hex(4)}".replace("/", "_")
@@ -106,39 +127,63 @@ class LocalStorage:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def open(self, chunk: str, shard: Shard) -> FileReader:
-        """Open a file without following symbolic links. Raises OSError, UntrustedError."""
-        path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
-        return FileReader(self._open(path), self._uids, local=self._local)
+    def read(self, batch: Batch) -> Filled:
+        """Read and hash files by few calls; one that C stops at is read, or judged, in Python."""
+        paths = list(map(_path, batch.names))
+        inodes = np.zeros((len(paths), 2), dtype=np.uint64)
+        into = Headers(batch.headers, batch.digests, inodes, batch.discard)
+        done, problem = 0, None
+        while done < len(paths) and problem is None:
+            done = self._read_many(batch, paths, done, into)
+            if done < len(paths):
+                problem = self._read_one(batch, paths[done], done, into)
+                done += problem is None
+        return Filled(
+            done, problem, lambda index: inodes[index].tobytes() if inodes[index, 1] else None
+        )
 
-    def _open(self, path: str) -> int:
-        fd = posix.open_cached(self._fd, path) if self._local else None
-        return posix.open_beneath(self._fd, path) if fd is None else fd
-
-    def read_files(
-        self, chunks: Sequence[str], shard: Shard, batch: Batch, place: int, headers: int
-    ) -> int:
-        """Read and hash several files by one call or two, where the native loop is there."""
-        paths = [f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}" for chunk in chunks]
-        known = self.first_reads.known(paths) if self._local else len(paths)
-        done = 0
-        for part, past_cache in ((paths[:known], False), (paths[known:], True)):
-            if not part:
-                continue
-            got, _ = native.load(
-                *(self._fd, part, batch, place + done, headers + done * batch.header_nbytes),
-                uids=self._uid_array,
-                held=self._local,
-                direct=past_cache,
-            )
-            done += got
-            if got < len(part):
+    def _read_many(self, batch: Batch, paths: Sequence[str], first: int, into: Headers) -> int:
+        """Read files from ``first`` on; return where it stopped. Known ones may be cached."""
+        known = self.first_reads.known(paths[first:]) if self._local else len(paths) - first
+        edges = (first, first + known, len(paths))
+        for start, stop, direct in zip(edges, edges[1:], (False, True), strict=False):
+            if start < stop:
+                first += native.read_entries(
+                    *(batch.transfer, self._fd, paths[start:stop], batch.place + start),
+                    into.rest(start),
+                    uids=self._uids,
+                    local=self._local,
+                    direct=direct,
+                )
+            if first < stop:
                 break
-        return done
+        return first
 
-    def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
-        """Whether the file is there now, one to be read, and of that size if one is given."""
-        path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
+    def _read_one(self, batch: Batch, path: str, index: int, into: Headers) -> Exception | None:
+        """Read one file; return why it cannot be read."""
+        try:
+            native.read_entry(
+                *(batch.transfer, self._fd, path, batch.place + index, into.rest(index)),
+                uids=self._uids,
+                local=self._local,
+            )
+        except (OSError, EntryError, UntrustedError) as problem:
+            return problem
+        return None
+
+    def open_file(self, name: str) -> tuple[int, FileStatus]:
+        """Open an entry's file, see :func:`vua.io.plain.open_plain`, for ways to read of one's own.
+
+        Raises OSError, UntrustedError.
+        """
+        return open_plain(self._fd, _path(name), self._uids, local=self._local)
+
+    def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
+        """Whether files are there, to be read and of that size."""
+        return [self._exists(name, nbytes) for name in names]
+
+    def _exists(self, name: str, nbytes: int | None) -> bool:
+        path = _path(name)
         try:
             fd = posix.open_cached(self._fd, path) if self._local else None
             if fd is None:
@@ -156,99 +201,81 @@ class LocalStorage:
             return False
         return is_plain(status, self._uids) and nbytes in (None, status.nbytes)
 
-    def shards(self, chunk: str) -> Sequence[Shard]:
-        """List the shards of a chunk; foreign names are ignored."""
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Walk the directory, or one chunk's; foreign names are ignored."""
+        chunks: Iterable[str] = [prefix.rstrip("/")] if prefix else self._chunks()
+        for chunk in chunks:
+            for file in self._names(chunk_path(chunk)):
+                shard = Shard.parse(file.removesuffix(SUFFIX)) if file.endswith(SUFFIX) else None
+                if shard is None:
+                    continue
+                with contextlib.suppress(OSError):
+                    path = f"{chunk_path(chunk)}/{file}"
+                    status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        yield Entry(entry_name(chunk, shard), status.st_size, status.st_mtime)
+
+    def _chunks(self) -> Iterator[str]:
+        for fan in sorted(name for name in self._names("") if len(name) == 2):
+            yield from sorted(name for name in self._names(fan) if len(name) == 64)
+
+    def _names(self, path: str) -> Sequence[str]:
         try:
-            names = self._list(chunk_path(chunk))
+            fd = posix.open_cached(self._fd, path or ".") if self._local else None
+            fd = posix.open_beneath(self._fd, path or ".") if fd is None else fd
         except OSError:
             return []
-        found = (Shard.parse(name[: -len(SUFFIX)]) for name in names if name.endswith(SUFFIX))
-        return [shard for shard in found if shard is not None]
-
-    def _list(self, path: str) -> list[str]:
-        fd = self._open(path)
         try:
             return os.listdir(fd)
+        except OSError:
+            return []
         finally:
             os.close(fd)
 
-    def scan(self) -> Iterator[tuple[str, Shard, int]]:
-        """Walk the directory; what vanishes meanwhile is skipped."""
-        for fan in sorted(self._names("")):
-            if len(fan) != 2:
-                continue
-            for chunk in sorted(self._names(fan)):
-                for shard in self.shards(chunk) if len(chunk) == 64 else ():
-                    path = f"{chunk_path(chunk)}/{shard.name}{SUFFIX}"
-                    with contextlib.suppress(OSError):
-                        status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-                        if stat.S_ISREG(status.st_mode):
-                            yield chunk, shard, status.st_size
-
-    def _names(self, path: str) -> list[str]:
-        try:
-            return self._list(path or ".")
-        except OSError:
-            return []
-
     # -- writing ------------------------------------------------------------------------------
 
-    def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
-        """Write to a unique temporary name, close, ``os.replace``. Raises StorageError."""
-        name = f"{shard.name}{SUFFIX}"
-        try:
-            try:
-                self._publish(chunk, name, iovecs)
-            except OSError as problem:
-                if not self._repaired(problem, chunk, shard):
-                    raise
-                self._publish(chunk, name, iovecs)
-        except OSError as problem:
-            where = f"{self.directory}/{chunk_path(chunk)}/{name}"
-            raise explained(problem, where) from problem
+    def write(self, batch: Batch) -> Written:
+        """Write files that are not there, each under a unique temporary name first."""
+        statuses, first, tries = [FAILED] * len(batch.names), 0, 0
+        while first < len(statuses):
+            found = self._write(batch, first)
+            statuses[first:] = map(max, statuses[first:], found)
+            failed = next((at for at, one in enumerate(found, first) if one <= FAILED), None)
+            if failed is None:
+                break
+            tries = tries + 1 if failed == first else 1
+            code, name = -found[failed - first] or errno.EIO, batch.names[failed]
+            if tries > _REPAIRS or not self._repaired(code, name):
+                problem = OSError(code, os.strerror(code))
+                return Written(statuses, explained(problem, f"{self.directory}/{_path(name)}"))
+            first = failed
+        return Written(statuses)
 
-    @property
-    def writes_files(self) -> bool:
-        """Whether the native loop is there and writes as this storage shall: it never syncs."""
-        return not self._durable and native.library() is not None
-
-    def write_files(
-        self,
-        chunks: Sequence[str],
-        shard: Shard,
-        batch: Batch,
-        place: int,
-        headers: int,
-        check_offset: int,
-    ) -> Sequence[int]:
-        """Hash and write several files by one call, where the native loop is there."""
-        with contextlib.suppress(OSError):
-            for fan in {chunk[:2] for chunk in chunks} - self._fans:
-                os.close(make_directory(self._fd, fan, self._security))
-                self._fans.add(fan)
-        writing = native.Writing(
-            f"{shard.name}{SUFFIX}",
-            self._temporary(),
-            check_offset=check_offset,
-            allocate=self._allocated_nbytes,
-            modes=(self._security.directory_mode, self._security.file_mode),
-            uids=self._uid_array,
+    def _write(self, batch: Batch, first: int) -> Sequence[int]:
+        """Write files from ``first`` on; what became of each, or a negative errno."""
+        names = batch.names[first:]
+        options = native.WriteOptions(
+            f"{names[0].partition('/')[2]}{SUFFIX}",
+            f"{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}",
+            check_offset=batch.check_offset or 0,
+            allocate_nbytes=self._allocated_nbytes,
+            directory_mode=self._security.directory_mode,
+            file_mode=self._security.file_mode,
+            uids=self._uids,
+            durable=self._durable,
         )
-        paths = list(map(chunk_path, chunks))
-        return native.save(self._fd, paths, batch, place, headers, writing)
+        paths = [chunk_path(name.partition("/")[0]) for name in names]
+        place, headers = batch.place + first, batch.headers[first:]
+        return native.write_entries(batch.transfer, self._fd, paths, place, headers, options)
 
-    def _temporary(self) -> str:
-        """Return a name that no other write uses."""
-        return f"{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}"
-
-    def _repaired(self, problem: OSError, chunk: str, shard: Shard) -> bool:
+    def _repaired(self, code: int, name: str) -> bool:
         """Clear the way: the namespace was deleted, its mount has died, or a directory is there."""
-        if isinstance(problem, IsADirectoryError):
-            return self.remove(chunk, shard)
-        if problem.errno not in _GONE or self._renew is None:
+        if code == errno.EISDIR:
+            return self.delete(name)
+        if code not in _GONE:
             return False
         with self._lock:
-            if self.gone:
+            if self.gone and self._renew is not None:
                 self._renew()
                 fresh = open_directory(self.directory, self._security)
                 os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
@@ -264,77 +291,30 @@ class LocalStorage:
         except OSError:
             return True
 
-    def _publish(self, chunk: str, name: str, iovecs: Iovecs) -> None:
-        temporary = self._temporary()
-        directory, fd = self._create(chunk, temporary)
-        try:
-            try:
-                if stat.S_IMODE(os.fstat(fd).st_mode) != self._security.file_mode:
-                    os.fchmod(fd, self._security.file_mode)  # an unusual umask
-                write_through_cache(fd, iovecs, self._allocated_nbytes)
-                if self._durable:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)  # network file systems report write errors here
-            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except BaseException:
+    def touch(self, names: Sequence[str]) -> None:
+        """Set the files' times."""
+        for name in names:
             with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=directory)
-            raise
-        finally:
-            os.close(directory)
-        if self._durable:
-            self._sync_directories(chunk)
+                os.utime(_path(name), dir_fd=self._fd, follow_symlinks=False)
 
-    def _create(self, chunk: str, temporary: str) -> tuple[int, int]:
-        """Open the chunk's directory, made where it is missing, and a new file in it."""
-        for attempt in range(3):  # another process may remove an empty directory in between
-            directory = None
-            try:
-                directory = self._directory(chunk, make=attempt > 0)
-                return directory, os.open(temporary, _WRITE_FLAGS, 0o600, dir_fd=directory)
-            except OSError as problem:
-                if directory is not None:
-                    os.close(directory)
-                if attempt == 2 or not isinstance(problem, FileNotFoundError):
-                    raise
-        raise FileNotFoundError(temporary)
-
-    def _directory(self, chunk: str, *, make: bool = False) -> int:
-        """Open a chunk's directory; no link is followed on the way."""
-        if not make:
-            return posix.open_beneath(self._fd, chunk_path(chunk))
-        fan = make_directory(self._fd, chunk[:2], self._security)
-        try:
-            return make_directory(fan, chunk, self._security)
-        finally:
-            os.close(fan)
-
-    def _sync_directories(self, chunk: str) -> None:
-        for path in (chunk_path(chunk), chunk[:2], "."):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._fd)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-
-    def remove(self, chunk: str, shard: Shard, reader: object = None) -> bool:
+    def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Move a file to ``quarantine/`` (a few are kept there for a look), or delete it."""
-        name = f"{shard.name}{SUFFIX}"
+        chunk, _, shard = name.partition("/")
+        file = f"{shard}{SUFFIX}"
         with contextlib.ExitStack() as stack:
             try:
-                directory = self._directory(chunk)
+                directory = posix.open_beneath(self._fd, chunk_path(chunk))
                 stack.callback(os.close, directory)
-                if isinstance(reader, FileReader):
-                    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                    if (status.st_dev, status.st_ino) != reader.inode:
+                if if_version is not None:
+                    found = os.stat(file, dir_fd=directory, follow_symlinks=False)
+                    if _version(found.st_dev, found.st_ino) != if_version:
                         return True  # already replaced by somebody who wrote it anew
-                aside = make_directory(self._fd, QUARANTINE, self._security)
+                aside = make_directory(self._fd, QUARANTINE, self._security.directory_mode)
                 stack.callback(os.close, aside)
                 full = len(os.listdir(aside)) >= MAX_QUARANTINED
-                if not (full and _deleted(name, directory)):
-                    kept = f"{chunk}.{shard.name}.{secrets.token_hex(3)}"
-                    os.replace(name, kept, src_dir_fd=directory, dst_dir_fd=aside)
+                if not (full and _deleted(file, directory)):
+                    kept = f"{chunk}.{shard}.{secrets.token_hex(3)}"
+                    os.replace(file, kept, src_dir_fd=directory, dst_dir_fd=aside)
             except FileNotFoundError:
                 return True
             except OSError:

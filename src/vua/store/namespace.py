@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.capacity.prefix_tree import pin_prefix, unpin_prefix
 from vua.capacity.reservation import Capacity
 from vua.errors import ConfigError, LayoutError, StorageError
@@ -50,7 +50,7 @@ class Namespace:
         storage: LocalStorage,
         layouts: Sequence[KVLayout],
         security: Security,
-        bounds: Bounds | None = None,
+        bounds: Limits | None = None,
     ) -> None:
         """Use an open storage; :meth:`open` and :meth:`create` call this."""
         path = storage.directory
@@ -84,7 +84,7 @@ class Namespace:
         layouts: Sequence[KVLayout],
         *,
         durable: bool = False,
-        bounds: Bounds | None = None,
+        bounds: Limits | None = None,
         security: Security | None = None,
     ) -> Namespace:
         """Open the namespace of ``identity`` for reading and writing, made where it is missing.

@@ -1,4 +1,6 @@
-"""What VUA tests itself with, shipped so that a storage or an adapter of your own can use it too.
+"""For tests of what you build on VUA; installed with it, and imported by nothing else of it.
 
-Nothing here is imported by the library proper; each module says what it needs to be installed.
+Storages that fail (:mod:`vua.testing.faulty`) or are slow (:mod:`vua.testing.throttle`), small
+models with random weights (:mod:`vua.testing.models`) and a small trained one
+(:mod:`vua.testing.real_model`). Each module says what it needs to be installed.
 """

@@ -14,12 +14,26 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-__all__ = ["Family", "make_demo_model", "make_model"]
+__all__ = ["ENGINE_ENVIRONMENT", "Family", "make_demo_model", "make_model"]
+
+ENGINE_ENVIRONMENT: Final = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""For a vLLM that serves such a model: offline, quiet, on all CPUs, and in one process, where it
+starts in a third of the time. To be set before vLLM is imported."""
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 

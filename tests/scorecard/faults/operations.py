@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from scorecard.faults.syscalls import copied
 from scorecard.faults.world import World, layout_of
-from vua.capacity.limits import Bounds
+from vua.capacity.limits import Limits
 from vua.capacity.scan import TRASH
 from vua.storage.local import TEMPORARY
 
@@ -62,7 +62,7 @@ def operations(directory: Path) -> list[Operation]:
     return made
 
 
-_TIGHT = Bounds(max_bytes=6 * _NBYTES, min_free_bytes=0)
+_TIGHT = Limits(max_bytes=6 * _NBYTES, min_free_bytes=0)
 
 
 def _bound(run: Callable[[World], object], world: World) -> Callable[[], object]:

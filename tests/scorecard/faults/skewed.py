@@ -19,7 +19,7 @@ from typing import Final
 from scorecard.stores import VuaSubject
 from scorecard.subject import Key
 from vua.capacity.gc import collect
-from vua.capacity.limits import Bounds, Limits
+from vua.capacity.limits import Limits, ResolvedLimits
 
 NBYTES: Final = 65536
 TTL_S: Final = 3600.0
@@ -54,7 +54,7 @@ def utime(
 def main(what: str, root: Path) -> None:
     """Collect garbage, or put the first few keys. Raises what these raise."""
     if what == "collect":
-        collect(root, Limits.of(root, Bounds(min_free_bytes=0, ttl_s=TTL_S)))
+        collect(root, ResolvedLimits.of(root, Limits(min_free_bytes=0, ttl_s=TTL_S)))
     else:
         subject = VuaSubject(root, NBYTES)
         for number in range(PUTS):

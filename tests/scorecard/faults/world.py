@@ -16,7 +16,7 @@ import torch
 
 from vua.capacity.gc import GRACE_S, Report, collect
 from vua.capacity.lease import UPKEEP
-from vua.capacity.limits import Bounds, Limits
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.scan import TRASH
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
@@ -29,7 +29,7 @@ from vua.store.tensors import allocate, memory_map
 
 __all__ = ["ROOMY", "World", "WrongBytesError", "layout_of"]
 
-ROOMY: Final = Bounds(max_bytes="1T", min_free_bytes=0)
+ROOMY: Final = Limits(max_bytes="1T", min_free_bytes=0)
 """Bounds that nothing in a test reaches."""
 
 
@@ -53,7 +53,7 @@ class World:
         *,
         prompts: int = 3,
         chunks: int = 3,
-        bounds: Bounds = ROOMY,
+        bounds: Limits = ROOMY,
         durable: bool = False,
     ) -> None:
         """Prepare ``prompts`` prompts of ``chunks`` chunks; writes nothing.
@@ -180,7 +180,7 @@ class World:
 
     def collect(self) -> Report:
         """One full garbage collection. Raises OSError."""
-        return collect(self.root, Limits.of(self.root, self.bounds))
+        return collect(self.root, ResolvedLimits.of(self.root, self.bounds))
 
     def sweep(self) -> None:
         """Age what is left and collect once. Raises AssertionError where that leaves anything."""

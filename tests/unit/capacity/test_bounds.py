@@ -25,9 +25,10 @@ from replay import LAYOUT, NBYTES, Cache
 from vua.capacity import limits as bounds_module
 from vua.capacity.evictor import Evictor
 from vua.capacity.lease import lease, upkeep_directory
-from vua.capacity.limits import Bounds, Limits, read_bounds, write_bounds
-from vua.capacity.lru import Recent, server_now_ns, set_stamp, stamp_ns, touch
+from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
+from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime, touch
 from vua.capacity.scan import oldest, spaces
+from vua.capacity.touches import Recent
 from vua.capacity.usage import measure
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import KeyChain, token_ids
@@ -60,29 +61,29 @@ class TestBounds(DirectoryTest):
             ("ttl_s", float("nan")),
         ):
             with self.subTest(name=name, value=value), self.assertRaisesRegex(ConfigError, name):
-                Bounds(**{name: value})  # type: ignore[arg-type]
+                Limits(**{name: value})  # type: ignore[arg-type]
 
     def test_stricter_wins(self) -> None:
         """Of process and operator the stricter one holds; a default only where both are silent."""
         whole = os.statvfs(self.root).f_blocks * os.statvfs(self.root).f_frsize
-        silent = Limits.of(self.root, Bounds())
+        silent = ResolvedLimits.of(self.root, Limits())
         self.assertEqual(int(whole * 0.8), silent.max_bytes)
         self.assertEqual(min(int(whole * 0.05), 10 << 30), silent.min_free_bytes)
 
-        write_bounds(self.root, Bounds(max_bytes="95%", min_free_bytes=10, ttl_s=60))
-        alone = Limits.of(self.root, Bounds())
+        write_bounds(self.root, Limits(max_bytes="95%", min_free_bytes=10, ttl_s=60))
+        alone = ResolvedLimits.of(self.root, Limits())
         self.assertEqual((int(whole * 0.95), 10, 60), (alone.max_bytes, *self.rest(alone)))
-        both = Limits.of(self.root, Bounds(max_bytes=5, min_free_bytes=3, ttl_s=70.0))
+        both = ResolvedLimits.of(self.root, Limits(max_bytes=5, min_free_bytes=3, ttl_s=70.0))
         self.assertEqual((5, 10, 60), (both.max_bytes, *self.rest(both)))
 
     @staticmethod
-    def rest(limits: Limits) -> tuple[int, float | None]:
+    def rest(limits: ResolvedLimits) -> tuple[int, float | None]:
         """The other two."""
         return limits.min_free_bytes, limits.ttl_s
 
     def test_file(self) -> None:
         """`bounds.json` comes back as it was written; damage is an error that names the file."""
-        said = Bounds(max_bytes="1G", ttl_s=1.5)
+        said = Limits(max_bytes="1G", ttl_s=1.5)
         write_bounds(self.root, said)
         self.assertEqual(said, read_bounds(self.root))
         for text in ("{", "[]", '{"format": "x"}', '{"format": "vua.bounds.v1", "most": 1}'):
@@ -105,7 +106,7 @@ class TestRecency(DirectoryTest):
 
     def stamps(self, blocks: list[int]) -> list[int]:
         """The stamps of a chain."""
-        found = [stamp_ns(self.fd, name) for name in names_of(blocks)]
+        found = [mtime_ns_of(self.fd, name) for name in names_of(blocks)]
         return [stamp for stamp in found if stamp is not None]
 
     def assert_ordered(self) -> None:
@@ -174,7 +175,7 @@ class TestSurvey(DirectoryTest):
         names = [names_of([number])[0] for number in range(700)]
         random.Random(0).shuffle(names)
         for place, name in enumerate(names):
-            set_stamp(fd, name, DAY_NS + place * 1000)
+            set_mtime(fd, name, DAY_NS + place * 1000)
         with spaces(self.root) as found:
             some, whole = oldest(found, 50).oldest, oldest(found, 5000).oldest
 
@@ -255,7 +256,7 @@ class TestCapacity(DirectoryTest):
         real = os.statvfs(self.root)
         fields = [*real]
         fields[4] = 0  # f_bavail
-        write_bounds(self.root, Bounds(min_free_bytes=5 * NBYTES))
+        write_bounds(self.root, Limits(min_free_bytes=5 * NBYTES))
         with mock.patch("os.statvfs", return_value=os.statvfs_result(fields)):
             again = Cache(self.root)
             self.assertTrue(again.request([99]) == 0)
@@ -268,8 +269,8 @@ class TestCapacity(DirectoryTest):
         cache.request([5])
         fd = cache.store.storage.fileno()
         for name in names_of([1, 2]):
-            set_stamp(fd, name, server_now_ns(fd) - 2 * DAY_NS)
-        write_bounds(self.root, Bounds(ttl_s=86_400))
+            set_mtime(fd, name, server_now_ns(fd) - 2 * DAY_NS)
+        write_bounds(self.root, Limits(ttl_s=86_400))
         Cache(self.root).request([6])
         found = [cache.store.lookup(KeyChain(token_ids(ids), 1)) for ids in ([1, 2], [5], [6])]
         self.assertEqual([0, 1, 1], found)
@@ -353,7 +354,7 @@ class TestCapacity(DirectoryTest):
             cache.saver.save(key)
         cache.capacity.close()
         self.assertEqual(3, cache.store.lookup(keys))
-        self.assertFalse(cache.store.storage.exists(lone[1].name, LAYOUT.full))
+        self.assertFalse(cache.store.holds(lone[1], [LAYOUT.full]))
 
     @settings(max_examples=15)
     @given(
@@ -382,7 +383,7 @@ class TestCapacity(DirectoryTest):
         cache.request(blocks)
         fd = cache.store.storage.fileno()
         for name in names_of(blocks):
-            set_stamp(fd, name, DAY_NS + int(name[:8], 16))
+            set_mtime(fd, name, DAY_NS + int(name[:8], 16))
         Evictor(self.root).evict(20 * NBYTES, time.time_ns())
         there = {path.parent.name for path in self.root.rglob("*.safetensors")}
         present = [name in there for name in names_of(blocks)]

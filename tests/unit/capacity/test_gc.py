@@ -19,9 +19,9 @@ import torch
 from commands import run, run_json
 from helpers import DirectoryTest, Memory, caches_of, flip, model_arrays
 from vua.capacity.gc import collect
-from vua.capacity.limits import Bounds, Limits, read_bounds
-from vua.capacity.lru import server_now_ns, set_stamp
-from vua.capacity.prefix_tree import ancestors, chain_of, pin, unpin
+from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
+from vua.capacity.lru import server_now_ns, set_mtime
+from vua.capacity.prefix_tree import ancestors, pin, read_prefix_tree, unpin
 from vua.capacity.scan import Space, spaces
 from vua.capacity.ttl import settle
 from vua.capacity.usage import measure
@@ -60,9 +60,9 @@ class GcTest(DirectoryTest):
         self.addCleanup(os.close, self.fd)
         self.opened = Space(self.space.name, self.fd)
 
-    def limits(self, **said: str | float) -> Limits:
+    def limits(self, **said: str | float) -> ResolvedLimits:
         """Bounds of so many bytes."""
-        return Limits.of(self.root, Bounds(min_free_bytes=0, **said))  # type: ignore[arg-type]
+        return ResolvedLimits.of(self.root, Limits(min_free_bytes=0, **said))  # type: ignore[arg-type]
 
     def path(self, name: str) -> Path:
         """The directory of a chunk."""
@@ -169,7 +169,7 @@ class TestCollect(GcTest):
         """What was not used for the time to live goes."""
         past = server_now_ns(self.fd) - 2 * HOUR_NS
         for place, name in enumerate(names_of(self.other)):
-            set_stamp(self.fd, name, past - 1000 * place)
+            set_mtime(self.fd, name, past - 1000 * place)
         report = collect(self.root, self.limits(ttl_s=3600.0))
         self.assertEqual(3, report.expired.chunks)
         self.assertEqual((3, 0), (self.stored(self.trunk), self.stored(self.other)))
@@ -237,7 +237,7 @@ class TestPins(GcTest):
                     vua.put(prompts, [kv, kv])
                     before = [len(found.data) for found in vua.get_closest([*prompts])]
                     held = vua.pin(prompts[0])
-                    limits = Limits.of(root, Bounds(min_free_bytes=0, max_bytes=0))
+                    limits = ResolvedLimits.of(root, Limits(min_free_bytes=0, max_bytes=0))
                     collect(root, limits)
                     kept = [found.num_tokens for found in vua.get_closest([*prompts])]
                     released = vua.unpin(prompts[0])
@@ -264,7 +264,7 @@ class TestCommands(GcTest):
         nbytes = measure(self.root).nbytes
         code, report = run_json("gc", self.root, "--max-bytes", str(nbytes), "--min-free", "0")
         self.assertEqual((0, True, 9), (code, report["within"], report["chunks"]))
-        self.assertEqual(Bounds(), read_bounds(self.root))
+        self.assertEqual(Limits(), read_bounds(self.root))
         size = str(nbytes // 2)
         code, out, _ = run("gc", self.root, "--max-bytes", size, "--min-free", "0", "--set")
         self.assertEqual(0, code)
@@ -424,7 +424,7 @@ class TestTogether(DirectoryTest):
         self.assertGreater(highest, 0.6 * most)  # else nothing had to be kept within bounds
         self.assertLessEqual(highest, 1.05 * most)
         with spaces(self.root) as found:
-            chains = [chain_of(space) for space in found]
+            chains = [read_prefix_tree(space) for space in found]
         orphans = sum(int((one.parent == len(one.names)).sum()) for one in chains)
         self.assertEqual(0, orphans)
         self.assertEqual(0, run("verify", self.root)[0])

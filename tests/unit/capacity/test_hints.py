@@ -9,8 +9,8 @@ from helpers import DirectoryTest, noise
 from vua.capacity import ttl
 from vua.capacity.evictor import Evictor
 from vua.capacity.gc import collect
-from vua.capacity.limits import Bounds, Limits
-from vua.capacity.lru import server_now_ns, set_stamp, touch
+from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.lru import server_now_ns, set_mtime, touch
 from vua.capacity.prefix_tree import pin
 from vua.capacity.reservation import Capacity
 from vua.capacity.scan import Space
@@ -29,7 +29,7 @@ class HintsTest(DirectoryTest):
     def setUp(self) -> None:
         """Open a store with a capacity, for chunks of one token."""
         super().setUp()
-        self.store = Namespace.create(self.root, IDENTITY, [LAYOUT], bounds=Bounds()).stores[0]
+        self.store = Namespace.create(self.root, IDENTITY, [LAYOUT], bounds=Limits()).stores[0]
         self.addCleanup(self.store.close)
         assert self.store.capacity is not None
         self.capacity: Capacity = self.store.capacity
@@ -37,7 +37,7 @@ class HintsTest(DirectoryTest):
         slab = Slab(LAYOUT, LAYOUT.full, 1)
         slab.bytes[:] = noise(slab.bytes.size // 4).numpy().view("u1")
         self.memory = slab.memory
-        self.saver = self.store.saver(slab.memory)
+        self.saver = self.store.writer(slab.memory)
 
     def put(self, prompt: list[int], ttl_s: float | None = None) -> list[str]:
         """Store a prompt with a hint; return its chunks' names."""
@@ -51,7 +51,7 @@ class HintsTest(DirectoryTest):
         """Let a prefix be used last so long ago."""
         now = server_now_ns(self.space.fd) - int(seconds * SECOND_NS)
         for at, name in enumerate(names):
-            set_stamp(self.space.fd, name, now - at * 1000)
+            set_mtime(self.space.fd, name, now - at * 1000)
 
     def marks(self, names: list[str]) -> list[int | None]:
         """What is said about chunks."""
@@ -61,9 +61,9 @@ class HintsTest(DirectoryTest):
         """Leading chunks that are stored."""
         return self.store.lookup(KeyChain(token_ids(prompt), 1))
 
-    def limits(self, **said: float) -> Limits:
+    def limits(self, **said: float) -> ResolvedLimits:
         """Bounds of the directory."""
-        return Limits.of(self.root, Bounds(min_free_bytes=0, **said))  # type: ignore[arg-type]
+        return ResolvedLimits.of(self.root, Limits(min_free_bytes=0, **said))  # type: ignore[arg-type]
 
     def test_expiry(self) -> None:
         """A full pass, quick or not, and a writer delete what is over, and nothing else."""
@@ -76,9 +76,9 @@ class HintsTest(DirectoryTest):
                     self.age(names, 500)
                 if how == "writer":
                     with closing(
-                        Namespace.create(self.root, IDENTITY, [LAYOUT], bounds=Bounds()).stores[0]
+                        Namespace.create(self.root, IDENTITY, [LAYOUT], bounds=Limits()).stores[0]
                     ) as other:
-                        other.saver(self.memory).save(KeyChain(token_ids([8]), 1)[0])
+                        other.writer(self.memory).save(KeyChain(token_ids([8]), 1)[0])
                 else:
                     report = collect(self.root, self.limits(), quick=how == "quick")
                     self.assertEqual(3, report.expired.chunks)
@@ -102,7 +102,7 @@ class HintsTest(DirectoryTest):
         self.assertEqual([1000, 1000, 100, 1000], self.marks([*names, more[2]]))
         self.put([1, 2, 8], 50)
         self.assertEqual([1000, 1000, 100], self.marks(names))
-        ttl.lift(self.space, names[2], 200.5)
+        ttl.raise_ttls(self.space, names[2], 200.5)
         self.assertEqual([1000, 1000, 201], self.marks(names))
 
     def test_none_is_the_longest(self) -> None:

@@ -14,7 +14,7 @@ from helpers import flip
 from seals import ALICE, BOB, CHUNKS, WIDE, KeysTest
 from vua.capacity.prefix_tree import pin, unpin
 from vua.capacity.scan import spaces
-from vua.capacity.unreadable import bury_lost
+from vua.capacity.unreadable import evict_unreadable
 from vua.format.entry import parse_entry
 from vua.security.keyring import KnownKeys, write_key
 from vua.security.settings import Security
@@ -149,12 +149,12 @@ class TestLost(KeysTest):
             return ids | KnownKeys(new).ids
 
         with spaces(self.cache) as (space,):
-            freed, _ = bury_lost(space, known)
+            freed, _ = evict_unreadable(space, known)
             left = {path.parent.name for path in self.entries()}
             self.assertEqual((2, 2), (freed.chunks, len(asked)))
             self.assertIn(there.name, left)
             self.assertLessEqual({fresh[place].name for place in range(CHUNKS)}, left)
-            self.assertEqual(CHUNKS, bury_lost(space, lambda: ids)[0].chunks)
+            self.assertEqual(CHUNKS, evict_unreadable(space, lambda: ids)[0].chunks)
 
     def test_while_in_use(self) -> None:
         """A reader and a writer with other keys notice nothing."""
@@ -169,7 +169,7 @@ class TestLost(KeysTest):
             return KnownKeys(self.security()).ids
 
         with spaces(self.cache) as (space,):
-            freed, pinned = bury_lost(space, known, show=meanwhile)
+            freed, pinned = evict_unreadable(space, known, show=meanwhile)
         self.assertEqual((CHUNKS, 0), (freed.chunks, pinned))
         self.assertEqual(CHUNKS, self.load(self.one, keys, model).chunks)
 

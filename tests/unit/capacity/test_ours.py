@@ -16,7 +16,7 @@ import foreign
 from commands import run, run_json
 from helpers import DirectoryTest, caches_of
 from vua.capacity.gc import collect
-from vua.capacity.limits import Bounds, Limits
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.scan import spaces
 from vua.capacity.usage import measure
 from vua.core import VUA, VUAConfig
@@ -71,7 +71,7 @@ class TestForeign(DirectoryTest):
                 with self.assertRaisesRegex(ConfigError, "not empty"):
                     VUA(CONFIG, root)
                 with self.assertRaises(ConfigError):
-                    collect(root, Limits(0, 0, 1e-6, 0))
+                    collect(root, ResolvedLimits(0, 0, 1e-6, 0))
                 self.assertEqual(before, foreign.digest(root.parent))
             subprocess.run(["rm", "-rf", root.parent], check=True)
 
@@ -115,7 +115,9 @@ class TestForeign(DirectoryTest):
         files = self.files()
         for path in files:
             (path.parent / "notes.txt").write_text("mine")
-        report = collect(self.root, Limits.of(self.root, Bounds(max_bytes=0, min_free_bytes=0)))
+        report = collect(
+            self.root, ResolvedLimits.of(self.root, Limits(max_bytes=0, min_free_bytes=0))
+        )
         self.assertEqual(3, report.evicted.chunks)
         self.assertEqual([], self.files())
         self.assertEqual(3, len(self.files("notes.txt")))

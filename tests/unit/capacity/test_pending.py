@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from helpers import DirectoryTest
 from replay import LAYOUT, NBYTES, Cache
-from vua.capacity.lru import STEP_NS, stamp_ns
+from vua.capacity.lru import MTIME_STEP_NS, mtime_ns_of
 from vua.capacity.pending import Pending
 from vua.format.keys import KeyChain, token_ids
 from vua.native import WRITTEN
@@ -84,8 +84,8 @@ class TestMtimes(DirectoryTest):
                 pool.submit(save, at)
                 while len(began) <= at:
                     threading.Event().wait(0.001)
-        mtimes = [stamp_ns(cache.store.storage.fileno(), name) or 0 for name in names]
-        self.assertEqual([mtimes[0] - n * STEP_NS for n in range(6)], mtimes)
+        mtimes = [mtime_ns_of(cache.store.storage.fileno(), name) or 0 for name in names]
+        self.assertEqual([mtimes[0] - n * MTIME_STEP_NS for n in range(6)], mtimes)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import pytest
 import vua
 from helpers import TESTS, DirectoryTest
 from replay import LAYOUT, NBYTES, Cache
-from vua.capacity.lru import server_now_ns, set_stamp, stamp_ns
+from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 
 LARGE = 1 << 20
@@ -43,7 +43,7 @@ class TestReclaim(DirectoryTest):
         for number in range(chunks):
             cache.saver.save(self.key(number))
             os.truncate(self.path(cache, number), LARGE)  # without bytes
-            set_stamp(fd, self.key(number).name, now - OLD_NS + number * 1000)
+            set_mtime(fd, self.key(number).name, now - OLD_NS + number * 1000)
         cache.capacity.close()
         return Cache(self.root, most * LARGE // NBYTES)
 
@@ -160,7 +160,7 @@ class TestReclaim(DirectoryTest):
         with mock.patch("os.statvfs", statvfs):
             cache.request(prompt)
         keys = KeyChain(token_ids(prompt), 1).first(150)
-        there = [cache.store.storage.exists(key.name, LAYOUT.full) for key in keys]
+        there = [cache.store.holds(key, [LAYOUT.full]) for key in keys]
         self.assertGreaterEqual(there.index(False), 118)  # one or two may have been counted twice
         self.assertLessEqual(self.occupied(), 120 * NBYTES)
 
@@ -170,15 +170,15 @@ class TestReclaim(DirectoryTest):
         keys = KeyChain(token_ids(list(range(60))), 1).first(60)
 
         def stored(key: ChunkKey) -> bool:
-            return cache.store.storage.exists(key.name, LAYOUT.full)
+            return cache.store.holds(key, [LAYOUT.full])
 
         for key in [*keys[:30], *keys[31:]]:  # the one between was refused
             cache.saver.save(key)
         self.assertEqual(30, sum(map(stored, keys[:30])))
         self.assertEqual(40, sum(map(stored, keys)))
         self.assertLess(
-            stamp_ns(cache.store.storage.fileno(), keys[31].name) or 0,
-            stamp_ns(cache.store.storage.fileno(), keys[29].name) or 0,
+            mtime_ns_of(cache.store.storage.fileno(), keys[31].name) or 0,
+            mtime_ns_of(cache.store.storage.fileno(), keys[29].name) or 0,
         )
 
     def test_access_times_play_no_part(self) -> None:

@@ -1,5 +1,7 @@
 """Bounds that hold with many namespaces, odd clocks, few descriptors and tools of another user."""
 
+# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
+
 from __future__ import annotations
 
 import json
@@ -8,7 +10,6 @@ import resource
 import subprocess
 import sys
 import tarfile
-import textwrap
 import time
 import unittest
 from collections.abc import Iterator
@@ -18,38 +19,27 @@ from unittest import mock
 
 import pytest
 import torch
+import upkeep
+from upkeep import TOKENS, USER, config, put
 
 from commands import run, run_json
-from helpers import TESTS, DirectoryTest, caches_of
+from helpers import DirectoryTest
 from vua.capacity import evictor as eviction
 from vua.capacity import ttl
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.gc import collect
 from vua.capacity.lease import lease, upkeep_directory
-from vua.capacity.limits import Bounds, Limits, read_bounds
+from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
 from vua.capacity.lru import server_now_ns
-from vua.capacity.prefix_tree import chain_of
+from vua.capacity.prefix_tree import read_prefix_tree
 from vua.capacity.scan import AFTER, Space, spaces
 from vua.capacity.usage import measure
-from vua.core import VUA, VUAConfig
+from vua.core import VUA
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.storage.mark import is_marked
 
 HOUR_NS = 3600 * 10**9
-TOKENS = 64
-USER = 12345
-
-
-def config(nbytes: int | str, model: str = "model", **settings: object) -> VUAConfig:
-    """A library with so much room."""
-    return VUAConfig(split_factor=4, model=model, max_bytes=nbytes, min_free_bytes=0, **settings)
-
-
-def put(vua: VUA, first: int, tokens: int = TOKENS) -> int:
-    """Store a prompt of sixteen chunks that no other has; return how many were written."""
-    kv = caches_of(layers=1, heads=1, tokens=tokens, dim=8)
-    return vua.put(torch.arange(first * 1000, first * 1000 + tokens), kv)
 
 
 class UpkeepTest(DirectoryTest):
@@ -183,11 +173,11 @@ class TestEmptied(UpkeepTest):
 
     def test_goes_after_an_hour(self) -> None:
         """Emptied ones go, not at once, and with them what was only theirs."""
-        collect(self.root, Limits.of(self.root, Bounds(max_bytes=0, min_free_bytes=0)))
+        collect(self.root, ResolvedLimits.of(self.root, Limits(max_bytes=0, min_free_bytes=0)))
         (path,) = (path for path in self.root.iterdir() if len(path.name) == 64)
         self.assertTrue(path.exists())
         os.utime(path, ns=(0, 0))
-        report = collect(self.root, Limits.of(self.root, Bounds(min_free_bytes=0)))
+        report = collect(self.root, ResolvedLimits.of(self.root, Limits(min_free_bytes=0)))
         self.assertEqual((1, False), (report.emptied, path.exists()))
         self.assertEqual({"vua.json", ".upkeep"}, {path.name for path in self.root.iterdir()})
 
@@ -196,7 +186,7 @@ class TestEmptied(UpkeepTest):
         with VUA(config("1G", "old"), self.root) as vua:
             put(vua, 5, 4)
             old = self.root / vua._identity.namespace
-        collect(self.root, Limits.of(self.root, Bounds(max_bytes=0, min_free_bytes=0)))
+        collect(self.root, ResolvedLimits.of(self.root, Limits(max_bytes=0, min_free_bytes=0)))
         os.utime(old, ns=(0, 0))
         with VUA(config(2 * self.one), self.root) as vua:
             for number in range(5):
@@ -209,10 +199,12 @@ class TestEmptied(UpkeepTest):
             for number in range(1, 6):
                 self.assertEqual(16, put(vua, number))
                 self.assertEqual(16, self.stored(vua, number))
-                collect(self.root, Limits.of(self.root, Bounds(max_bytes=0, min_free_bytes=0)))
+                collect(
+                    self.root, ResolvedLimits.of(self.root, Limits(max_bytes=0, min_free_bytes=0))
+                )
                 (path,) = (path for path in self.root.iterdir() if len(path.name) == 64)
                 os.utime(path, ns=(0, 0))
-                report = collect(self.root, Limits.of(self.root, Bounds(min_free_bytes=0)))
+                report = collect(self.root, ResolvedLimits.of(self.root, Limits(min_free_bytes=0)))
                 self.assertEqual(1, report.emptied)
             self.assertEqual(16, put(vua, 1))
 
@@ -220,7 +212,7 @@ class TestEmptied(UpkeepTest):
         """A chunk that is stored between the look and the removal stays, and can be found."""
         space = self.space()
         (path,) = (path for path in self.root.iterdir() if len(path.name) == 64)
-        collect(self.root, Limits.of(self.root, Bounds(max_bytes=0, min_free_bytes=0)))
+        collect(self.root, ResolvedLimits.of(self.root, Limits(max_bytes=0, min_free_bytes=0)))
         described = (path / "namespace.json").read_bytes()
         os.utime(path, ns=(0, 0))
         real = os.unlink
@@ -231,7 +223,7 @@ class TestEmptied(UpkeepTest):
                 os.mkdir("ab", dir_fd=space.fd)
 
         with mock.patch("os.unlink", unlink):
-            report = collect(self.root, Limits.of(self.root, Bounds(min_free_bytes=0)))
+            report = collect(self.root, ResolvedLimits.of(self.root, Limits(min_free_bytes=0)))
         self.assertEqual((0, described), (report.emptied, (path / "namespace.json").read_bytes()))
         self.assertEqual([], [*self.root.glob(".tmp*")])
 
@@ -250,11 +242,11 @@ class TestClocks(UpkeepTest):
                     self.assertEqual(16, put(vua, number), number)
                 self.assertGreaterEqual(self.stored(vua, 13), 16)
                 self.assertGreaterEqual(self.stored(vua, 12), 16)
-            chain = chain_of(self.space())
+            chain = read_prefix_tree(self.space())
             late = [
                 index
                 for index, above in enumerate(chain.parent.tolist())
-                if above < len(chain.stamps) and chain.stamps[above] < chain.stamps[index]
+                if above < len(chain.mtimes_ns) and chain.mtimes_ns[above] < chain.mtimes_ns[index]
             ]
             self.assertEqual([], late, "no chunk is younger than the one before it")
 
@@ -268,7 +260,9 @@ class TestClocks(UpkeepTest):
                 space = next(iter(found))
                 fresh = eviction.oldest([space], 1 << 16).oldest
             self.shift(7200)
-            evictor._pool = [one._replace(stamp=one.stamp + 7200 * 10**9) for one in fresh[::-1]]
+            evictor._pool = [
+                one._replace(mtime_ns=one.mtime_ns + 7200 * 10**9) for one in fresh[::-1]
+            ]
             self.assertEqual(16, put(vua, 9))
 
     def test_lease_from_the_future(self) -> None:
@@ -312,7 +306,7 @@ class TestClocks(UpkeepTest):
             path.write_bytes(b"")
             stamp = time.time_ns() + int(hours * HOUR_NS)
             os.utime(path, ns=(stamp, stamp))
-            collect(self.root, Limits.of(self.root, Bounds(min_free_bytes=0)))
+            collect(self.root, ResolvedLimits.of(self.root, Limits(min_free_bytes=0)))
             self.assertEqual(there, path.exists(), hours)
 
     def test_hints_from_the_future(self) -> None:
@@ -326,9 +320,9 @@ class TestClocks(UpkeepTest):
         path = self.root / space.name / chunk[:2] / chunk
         os.utime(path, ns=(stamp, stamp))
         now = server_now_ns(space.fd)
-        Evictor(self.root).evict(0, now, hinted=True)
+        Evictor(self.root).evict(0, now, own_ttls=True)
         self.assertTrue(path.exists())
-        Evictor(self.root).evict(0, now + 61 * 10**9, hinted=True)
+        Evictor(self.root).evict(0, now + 61 * 10**9, own_ttls=True)
         self.assertFalse(path.exists())
 
 
@@ -344,11 +338,11 @@ class TestPins(UpkeepTest):
             for number in range(4):
                 tokens = torch.arange(number * 1000, number * 1000 + TOKENS)
                 self.assertEqual([TOKENS], vua.pin(tokens))
-            pinned = chain_of(space).nbytes.sum()
+            pinned = read_prefix_tree(space).nbytes.sum()
             self.assertGreater(pinned, PINNED_SHARE * 4 * self.one)
             for number in range(10, 13):
                 self.assertEqual(16, put(vua, number))
-            chain = chain_of(space)
+            chain = read_prefix_tree(space)
             left = int(chain.nbytes[chain.pinned].sum())
             self.assertTrue(0.4 * 4 * self.one <= left <= 0.5 * 4 * self.one, left / self.one)
             self.assertGreater(self.stored(vua, 3), self.stored(vua, 0))
@@ -377,10 +371,10 @@ class TestNumbers(UpkeepTest):
         """Infinite, undefined and huge ones get a clear error wherever they are given."""
         for value in (float("inf"), float("nan"), 1e300, 10**400, -1.0):
             with self.subTest(value=value), self.assertRaises(ConfigError):
-                Bounds(ttl_s=value)
+                Limits(ttl_s=value)
         for value in ("9" * 400, "9" * 400 + "%", 10**400, "99999999999P"):
             with self.assertRaises(ConfigError):
-                Bounds(max_bytes=value)
+                Limits(max_bytes=value)
         for text in ("inf", "nan", "1e300"):
             self.assertEqual(2, run("ttl", self.root, text)[0], text)
             self.assertEqual(2, run("gc", self.root, "--ttl", text)[0], text)
@@ -411,14 +405,14 @@ class TestNumbers(UpkeepTest):
         with VUA(config("1G"), self.root) as vua:
             space = self.space()
             ttl.settle(space, "a" * 64, "", 1.0)
-            self.assertTrue(ttl.any_in(space))
-            collect(self.root, Limits.of(self.root, Bounds(min_free_bytes=0)))
-            self.assertFalse(ttl.any_in(space))
+            self.assertTrue(ttl.has_ttls(space))
+            collect(self.root, ResolvedLimits.of(self.root, Limits(min_free_bytes=0)))
+            self.assertFalse(ttl.has_ttls(space))
             ttl.settle(space, "b" * 64, "", 1.0)
-            ttl.forget(space, "b" * 64)
+            ttl.remove_ttl(space, "b" * 64)
             room = vua._namespace_to_read().stores[0].capacity.reclaiming.reclaim  # type: ignore[union-attr]
-            self.assertFalse(room._has_hints())
-            self.assertFalse(ttl.any_in(space))
+            self.assertFalse(room._has_own_ttls())
+            self.assertFalse(ttl.has_ttls(space))
 
 
 class TestCircles(UpkeepTest):
@@ -427,7 +421,7 @@ class TestCircles(UpkeepTest):
     def circle(self) -> list[Path]:
         """Let the prompt's last three chunks follow each other."""
         space = self.space()
-        names = chain_of(space).in_order()[-3:]
+        names = read_prefix_tree(space).in_order()[-3:]
         paths = [self.root / space.name / name[:2] / name for name in names]
         for path, before in zip(paths, [names[-1], *names], strict=False):
             (path / f"{AFTER}{before}").touch()
@@ -446,7 +440,7 @@ class TestCircles(UpkeepTest):
     def test_import(self) -> None:
         """An archive that says so is refused there; the rest of it is taken in."""
         archive, forged = self.root.parent / "a.tar", self.root.parent / "b.tar"
-        names = chain_of(self.space()).in_order()
+        names = read_prefix_tree(self.space()).in_order()
         self.assertEqual(0, run("export", self.root, archive, "--all")[0])
         last, before = names[-1], names[-2]
         ustar = tarfile.USTAR_FORMAT
@@ -470,15 +464,6 @@ class TestCircles(UpkeepTest):
 class TestOtherUser(UpkeepTest):
     """Tools run by root in a user's directory."""
 
-    WORK = """
-        import os, sys
-        sys.path[:0] = sys.argv[1].split(":")
-        from test_upkeep import VUA, config, put  # before: this user may not read the interpreter's
-        os.setgroups([]); os.setgid(12345); os.setuid(12345)
-        with VUA(config(int(sys.argv[3])), sys.argv[2]) as vua:
-            print(sum(put(vua, number) == 16 for number in range(*map(int, sys.argv[4:]))))
-    """
-
     def setUp(self) -> None:
         """A directory of that user's."""
         super().setUp()
@@ -489,12 +474,10 @@ class TestOtherUser(UpkeepTest):
 
     def engine(self, first: int, stop: int) -> int:
         """Store these prompts as that user; return how many were stored wholly."""
-        here = f"{TESTS}:{Path(__file__).parent}"
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(self.WORK), here, str(self.root),
-             str(3 * self.one), str(first), str(stop)],
+            [sys.executable, upkeep.__file__, *map(str, (self.root, 3 * self.one, first, stop))],
             capture_output=True, text=True, check=True,
-            env={**os.environ, "HOME": "/nonexistent"},
+            env={**os.environ, "HOME": "/nonexistent", "PYTHONPATH": os.pathsep.join(sys.path)},
         )  # fmt: skip
         return int(done.stdout)
 

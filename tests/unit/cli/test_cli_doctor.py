@@ -15,7 +15,7 @@ from unittest import mock
 
 from commands import run, run_json
 from helpers import DirectoryTest, read_only
-from vua.capacity.limits import Bounds, write_bounds
+from vua.capacity.limits import Limits, write_bounds
 from vua.cli import probes
 from vua.cli.probes import PROBES, Finding, Ground, Mount, mount_of
 from vua.errors import ConfigError
@@ -104,9 +104,9 @@ class TestDoctor(DirectoryTest):
     def test_space(self) -> None:
         """Bounds that leave no room are bad, and so are unusable ones."""
         self.assertEqual("ok", self.levels()[1]["space"][0])
-        write_bounds(self.root, Bounds(max_bytes="100%"))
+        write_bounds(self.root, Limits(max_bytes="100%"))
         self.assertEqual("note", self.levels()[1]["space"][0])
-        write_bounds(self.root, Bounds(min_free_bytes="100%"))
+        write_bounds(self.root, Limits(min_free_bytes="100%"))
         code, found = self.levels()
         self.assertEqual((1, "bad"), (code, found["space"][0]))
         (self.root / "bounds.json").write_text("{")
@@ -233,8 +233,8 @@ class TestProbes(DirectoryTest):
         with (self.root / "file").open("wb+") as file:
             known = posix.cached_pages(file.fileno()) is not None
         self.assertEqual("ok" if known else "note", self.probe("_cold").level)
-        with mock.patch.dict(posix._calls):
-            posix._calls.pop("cachestat", None)
+        with mock.patch.dict(posix.calls):
+            posix.calls.pop("cachestat", None)
             self.assertEqual("note", self.probe("_cold").level)
 
     def test_modes(self) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from commands import run, run_json
 from helpers import DirectoryTest, Memory, caches_of, flip, kv_bits, model_arrays
-from vua.capacity.limits import Bounds, write_bounds
+from vua.capacity.limits import Limits, write_bounds
 from vua.capacity.prefix_tree import ancestors
 from vua.capacity.scan import Space
 from vua.cli.archive import Writer
@@ -373,7 +373,7 @@ class TestHostile(TransferTest):
         """A full directory takes in the front of the prompt and stays within its bounds."""
         self.there.mkdir()
         nbytes = len(self.sound[2][1])
-        write_bounds(self.there, Bounds(max_bytes=2 * nbytes + 100, min_free_bytes=0))
+        write_bounds(self.there, Limits(max_bytes=2 * nbytes + 100, min_free_bytes=0))
         code, report = run_json("import", self.there, self.file)
         self.assertEqual((1, 2, 2), (code, report["written"], report["refused"]))
         self.assertEqual(2, len(self.entries(self.there)))

@@ -1,5 +1,7 @@
 """Files straight into device memory: movers, the trial, checksums there, reads of chunks."""
 
+# ruff: noqa: SLF001 - compiles a kernel of a private name
+
 from __future__ import annotations
 
 import importlib.util
@@ -20,7 +22,9 @@ import xxhash
 
 import vua.device
 from helpers import DirectoryTest, flip, keys_of, soak, swap
-from vua.device import CuFileMover, DirectReader, Gds, Mover, PosixMover, movers, xxh3
+from vua.device import movers, xxh3
+from vua.device.gds import DirectReader, Gds
+from vua.device.movers import CuFileMover, Mover, PosixMover
 from vua.device.slab import Slab
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity

@@ -1,3 +1,5 @@
+# ruff: noqa: SLF001 - another project's name, which has no public form
+
 from __future__ import annotations
 
 import threading
@@ -8,7 +10,8 @@ import pytest
 import torch
 
 from helpers import DirectoryTest, bits, keys_of, noise
-from vua.device import Fence, PagedCache, Staging, slots_of
+from vua.device.paged import PagedCache, slots_of
+from vua.device.staging import Fence, Staging
 from vua.errors import InputError, LayoutError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard

@@ -3,6 +3,8 @@
 One case per field: those of the engine decide about the namespace, those of a request about keys.
 """
 
+# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+
 from __future__ import annotations
 
 import dataclasses
@@ -71,7 +73,7 @@ class EngineFieldsTest(unittest.TestCase):
         """How the connector describes an engine of this configuration."""
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-        from vua.vllm.model import describe
+        from vua.vllm.cache_spec import describe
         from vua.vllm.weights import find_weights
 
         cache = made.cache_config

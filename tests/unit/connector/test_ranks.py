@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import on_cpu_too
 
 from helpers import DirectoryTest
 from vua.format.identity import Identity
@@ -40,7 +41,7 @@ class RanksTest(DirectoryTest):
     def model(self, layout: KVLayout, sizes: tuple[int, int]) -> Any:
         """The model as an engine of these parallel sizes sees it."""
         from vua.connector.cache_spec import Group, Model
-        from vua.vllm.ranks import worker_shards
+        from vua.vllm.cache_spec import worker_shards
 
         shards = worker_shards(layout, pp_size=sizes[0], tp_size=sizes[1])
         group = Group(layout, tuple(range(layout.layers)), shards, (0,))
@@ -151,6 +152,36 @@ class RanksTest(DirectoryTest):
         self.seed += 1
         with self.assertRaises(AssertionError):
             self.check(GQA, (1, 1))
+
+
+class StagedRanksTest(RanksTest):
+    """Every parallel size writes and reads through slabs, from pages as GPUs have them."""
+
+    def setUp(self) -> None:
+        """Name three chunks."""
+        on_cpu_too(self)
+        super().setUp()
+
+    def exchange(self, layout: KVLayout, files: list[int]) -> None:
+        """Some sizes read what some sizes wrote."""
+        for sizes, others in (((1, 1), ((2, 4),)), ((1, 8), ((1, 2),)), ((2, 4), ((1, 1),))):
+            with self.subTest(written=sizes):
+                for path in self.files():
+                    path.unlink()
+                self.save(layout, sizes)
+                count = files[SIZES.index(sizes)]
+                self.assertEqual(count * CHUNKS, len(self.files()))
+                for other in others:
+                    self.check(layout, other)
+
+    def write(self, layout: KVLayout, caches: dict[str, torch.Tensor], shard: Any) -> None:
+        """Put the rank's part of the content into plain pages."""
+        content = self.content(layout)
+        slots = torch.tensor([b * BLOCK + s for b in self.table for s in range(BLOCK)])
+        layers = range(shard.layer_start, shard.layer_stop)
+        for layer, cache in zip(layers, caches.values(), strict=True):
+            part = content[layer, shard.head_start : shard.head_stop].transpose(0, 1)
+            cache[slots // BLOCK, :, slots % BLOCK] = part
 
 
 if __name__ == "__main__":

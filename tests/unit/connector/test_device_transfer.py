@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import unittest
 from importlib.util import find_spec
 from itertools import product
@@ -12,12 +11,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import test_vllm_ranks as ranks
-import test_vllm_worker as worker
 import torch
+from devices import on_cpu_too
 
-from helpers import bits, noise
-from vua.device import Staging
+from helpers import DirectoryTest, bits, keys_of, noise
 from vua.errors import ConfigError, LayoutError
 from vua.format.layout import KVLayout
 
@@ -29,154 +26,13 @@ FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
 
 if HAS_VLLM:
     from vua.connector import device_transfer
-    from vua.connector.device_transfer import DeviceGroupTransfer
     from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
-    from vua.vllm.dtypes import stored_as
+    from vua.vllm.cache_spec import stored_as
     from vua.vllm.page_layout import axes_of
 
 
-def on_cpu_too(test: unittest.TestCase) -> None:
-    """Take the ways of GPU memory for tensors on the CPU."""
-    test.enterContext(mock.patch.object(device_transfer, "STAGED_DEVICES", {"cuda", "cpu"}))
-
-
-class StagedHangingTest(worker.HangingTest):
-    """All that the CPU's worker promises on storage that hangs or fails holds here too."""
-
-    def setUp(self) -> None:
-        """The same worker, with slabs between files and blocks."""
-        on_cpu_too(self)
-        super().setUp()
-        self.assertIsInstance(self.side._groups[0], DeviceGroupTransfer)
-
-    def test_engine_waits_for_a_load_that_is_given_up(self) -> None:
-        """Once it can queue nothing more, what it has queued comes before the blocks' next use."""
-        side = self.side
-        wanted = []
-
-        def join(staging: Staging) -> None:
-            self.assertIs(side._groups[0].load_slabs, staging)
-            self.assertIs(threading.main_thread(), threading.current_thread())
-            wanted.extend(attempt.wanted for attempt in side._loaders._running)
-
-        with mock.patch.object(Staging, "join", join):
-            self.load("late", [5, 6, 7])
-            self.assertEqual({"late"}, self.received())
-
-        self.assertEqual([False], wanted)
-
-
-@pytest.mark.thorough
-class DirectHangingTest(StagedHangingTest):
-    """The same with files read straight into what stands for GPU memory."""
-
-    def worker(self, **settings: Any) -> Any:
-        """Require GDS; its mover is the one of the CPU."""
-        return super().worker(gds_mode="required", **settings)
-
-
-class DirectPathsTest(DirectHangingTest):
-    """What is read straight, what is not, and how both are told apart."""
-
-    test_hanging_load = test_load_in_time = test_loads_behind_a_hanging_one = None
-    test_hanging_saves = test_failing_saves = test_pin = test_shutdown = None
-    test_engine_waits_for_a_load_that_is_given_up = None
-
-    def worker(self, **settings: Any) -> Any:
-        """A worker that is in no hurry."""
-        return super().worker(**{**settings, "io_timeout_s": 60.0})
-
-    def test_paths(self) -> None:
-        """Bytes are counted by the way they came; a damaged file is read by both, and is a miss."""
-        self.storage.go.set()
-        self.load("good", [5, 6, 7])
-        self.received()
-        self.assertEqual(["gds"], list(self.counted("vua_loaded_bytes_total")))
-        path = next(p for p in self.files() if p.parent.name == self.keys[1].name)
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(bytes(data))
-
-        self.load("damaged", [8, 9, 10])
-        self.received()
-
-        self.assertEqual({9, 10}, self.side.take_failed_blocks())
-        self.assertEqual(self.blocks(1), self.blocks(8))
-        found = self.side.stats.take()
-        self.assertEqual({"corrupt": 1}, found["vua_load_stops_total"])
-        self.assertNotIn("vua_gds_fallbacks_total", found)
-        self.assertNotIn(path, self.files())
-        self.assertIsNotNone(self.side._gds.mover)
-
-    def test_liar(self) -> None:
-        """A mover that brings other bytes is found out, and not used again."""
-        self.storage.go.set()
-        mover = self.side._gds.mover
-        read = mover.read
-
-        def lie(handle: Any, memory: torch.Tensor, at: int, nbytes: int, offset: int) -> int:
-            got: int = read(handle, memory, at, nbytes, offset)
-            memory[at + nbytes - 1] ^= 1
-            return got
-
-        with mock.patch.object(mover, "read", lie):
-            self.load("lied to", [5, 6, 7])
-            self.received()
-
-        self.assertEqual(set(), self.side.take_failed_blocks())
-        self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
-        self.assertIsNone(self.side._gds.mover)
-        self.assertEqual({"": 1}, self.counted("vua_gds_fallbacks_total"))
-
-    def test_failing_reads(self) -> None:
-        """Files that the mover cannot read come the other way, one by one; then it is given up."""
-        self.storage.go.set()
-        failing = mock.patch.object(self.side._gds.mover, "read", side_effect=OSError("no"))
-        with failing:
-            for number in range(4):
-                self.load(f"{number}", [5, 6, 7])
-                self.received()
-                self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
-
-        self.assertIsNone(self.side._gds.mover)
-        found = self.side.stats.take()
-        self.assertEqual(["pinned"], list(found["vua_loaded_bytes_total"]))
-        self.assertNotIn("vua_load_stops_total", found)
-
-
-@pytest.mark.thorough
-class StagedRanksTest(ranks.RanksTest):
-    """Every parallel size writes and reads through slabs, from pages as GPUs have them."""
-
-    def setUp(self) -> None:
-        """Name three chunks."""
-        on_cpu_too(self)
-        super().setUp()
-
-    def exchange(self, layout: KVLayout, files: list[int]) -> None:
-        """Some sizes read what some sizes wrote."""
-        for sizes, others in (((1, 1), ((2, 4),)), ((1, 8), ((1, 2),)), ((2, 4), ((1, 1),))):
-            with self.subTest(written=sizes):
-                for path in self.files():
-                    path.unlink()
-                self.save(layout, sizes)
-                count = files[ranks.SIZES.index(sizes)]
-                self.assertEqual(count * ranks.CHUNKS, len(self.files()))
-                for other in others:
-                    self.check(layout, other)
-
-    def write(self, layout: KVLayout, caches: dict[str, torch.Tensor], shard: Any) -> None:
-        """Put the rank's part of the content into plain pages."""
-        content = self.content(layout)
-        slots = torch.tensor([b * ranks.BLOCK + s for b in self.table for s in range(ranks.BLOCK)])
-        layers = range(shard.layer_start, shard.layer_stop)
-        for layer, cache in zip(layers, caches.values(), strict=True):
-            part = content[layer, shard.head_start : shard.head_stop].transpose(0, 1)
-            cache[slots // ranks.BLOCK, :, slots % ranks.BLOCK] = part
-
-
 @unittest.skipUnless(HAS_VLLM, "vLLM is not installed")
-class FormsTest(worker.DirectoryTest):
+class FormsTest(DirectoryTest):
     """One rank of every form of cache that GPU backends have."""
 
     device = "cpu"
@@ -232,7 +88,7 @@ class FormsTest(worker.DirectoryTest):
         layout = KVLayout(3, 1, 24, 0, name, 16) if latent else KVLayout(3, 2, 8, 8, name, 16)
         memory, layers = self.memory(form, dtype, seed=1)
         other, others = self.memory(form, dtype, seed=2)
-        keys = worker.keys_of(range(48), 16)
+        keys = keys_of(range(48), 16)
         out_ids, in_ids = [3, 1, 4, 8, 5, 9], [2, 7, 0, 6, 1, 4]
         first = self.side(layout, 8, {f"model.layers.{n}": t for n, t in enumerate(layers)})
         first.save(ConnectorMetadata(saves=[SaveOrder([out_ids], [(0, keys)])]))
@@ -311,7 +167,8 @@ class FormsTest(worker.DirectoryTest):
 
     def test_platforms(self) -> None:
         """CUDA is served, and fp8 there; other devices are not."""
-        from vua.vllm import model
+        from vua.connector.cache_spec import UncachedError
+        from vua.vllm import cache_spec
         from vua.vllm.support import check_engine
 
         cache, fp8 = SimpleNamespace(cache_dtype="fp8"), SimpleNamespace(dtype=torch.uint8)
@@ -330,8 +187,8 @@ class FormsTest(worker.DirectoryTest):
 
         with on("cuda"):
             check_engine(config)
-            self.assertEqual("F8_E4M3", model.how_stored(fp8, config).dtype)
-        with on("xpu"), self.assertRaisesRegex(model.UncachedError, "xpu"):
+            self.assertEqual("F8_E4M3", cache_spec.how_stored(fp8, config).dtype)
+        with on("xpu"), self.assertRaisesRegex(UncachedError, "xpu"):
             check_engine(config)
         for place, name, word in (
             ("parallel_config", "decode_context_parallel_size", "decode context"),
@@ -340,11 +197,11 @@ class FormsTest(worker.DirectoryTest):
         ):
             part = getattr(config, place)
             setattr(part, name, 2)
-            with self.subTest(name), on("cuda"), self.assertRaisesRegex(model.UncachedError, word):
+            with self.subTest(name), on("cuda"), self.assertRaisesRegex(UncachedError, word):
                 check_engine(config)
             delattr(part, name)
-        with on("cpu"), self.assertRaisesRegex(model.UncachedError, "uint8"):
-            model.how_stored(fp8, config)
+        with on("cpu"), self.assertRaisesRegex(UncachedError, "uint8"):
+            cache_spec.how_stored(fp8, config)
 
     def test_required(self) -> None:
         """Where GDS is required and there is none, the engine does not start; `auto` goes on."""
@@ -363,7 +220,7 @@ class FormsTest(worker.DirectoryTest):
             tensor = torch.zeros(10, 2, 8, 16)
             layout = KVLayout(1, 2, 8, 8, "F32", 16)
             self.side(layout, 8, {"model.layers.0": tensor}, gds_mode="required")
-        with self.assertRaisesRegex(ConfigError, "gds_mode is 'maybe'"):
+        with self.assertRaisesRegex(ConfigError, "gds_mode must be .* found 'maybe'"):
             ConnectorConfig(shared_storage_path=str(self.root), gds_mode="maybe")
 
     def test_wrong_slots_are_noticed(self) -> None:

@@ -1,5 +1,7 @@
 """The worker's half of the vLLM connector on storage that hangs or fails, without an engine."""
 
+# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
+
 from __future__ import annotations
 
 import threading
@@ -13,21 +15,28 @@ from unittest import mock
 
 import pytest
 import torch
+from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, keys_of, noise
+from vua.device.staging import Staging
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.storage.base import Batch
 
 pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
     from vua.connector.cache_spec import Group, Model
-    from vua.connector.config import ConnectorConfig
+    from vua.connector.config import ConnectorConfig, Timeouts, WorkerResources
+    from vua.connector.device_transfer import DeviceGroupTransfer
     from vua.connector.group_transfer import Rank
     from vua.connector.memory import Memory
     from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
     from vua.connector.request import SaveHints
+
+    ONE_THREAD = WorkerResources(load_threads=1)
+    LITTLE = WorkerResources(load_threads=1, max_pending_save_mib=1)
     from vua.connector.weights_watch import WeightsWatch
     from vua.connector.worker import WorkerSide
     from vua.vllm import page_layout
@@ -55,26 +64,15 @@ class Hanging:
         if self.problem is not None:
             raise self.problem
 
-    def read_files(self, *args: Any) -> int:
-        """Read many files by few calls, when it pleases."""
+    def read(self, batch: Batch) -> Any:
+        """Read files, when it pleases."""
         self._wait()
-        many: int = self._storage.read_files(*args)
-        return many
+        return self._storage.read(batch)
 
-    def open(self, *args: Any) -> Any:
-        """Open a file, when it pleases."""
+    def write(self, batch: Batch) -> Any:
+        """Write files, when it pleases."""
         self._wait()
-        return self._storage.open(*args)
-
-    def publish(self, *args: Any) -> None:
-        """Write a file, when it pleases."""
-        self._wait()
-        self._storage.publish(*args)
-
-    def write_files(self, *args: Any) -> Any:
-        """Write files by one call, when it pleases."""
-        self._wait()
-        return self._storage.write_files(*args)
+        return self._storage.write(batch)
 
 
 def soon(what: Callable[[], Any]) -> Any:
@@ -98,7 +96,7 @@ class HangingTest(DirectoryTest):
     def setUp(self) -> None:
         """A worker with a cache full of noise, and three chunks of it stored."""
         super().setUp()
-        self.side = self.worker(io_timeout_s=0.3)
+        self.side = self.worker(timeouts=Timeouts(io_s=0.3))
         self.layers = {
             f"model.layers.{layer}": noise(BLOCKS, 1, 16, 12, seed=layer) for layer in range(2)
         }
@@ -118,7 +116,7 @@ class HangingTest(DirectoryTest):
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
         config = ConnectorConfig(
-            shared_storage_path=str(self.root), chunk_tokens=16, load_threads=1, **settings
+            shared_storage_path=str(self.root), chunk_tokens=16, **{"worker": ONE_THREAD} | settings
         )
         return WorkerSide(model, config, Rank(0, 0), memory=memory)
 
@@ -198,7 +196,7 @@ class HangingTest(DirectoryTest):
         ]
         for change, fails in changes:
             with self.subTest(change=change):
-                self.side = self.worker(Memory(WeightsWatch(engine)), io_timeout_s=60.0)
+                self.side = self.worker(Memory(WeightsWatch(engine)), timeouts=Timeouts(io_s=60.0))
                 layer_of = {name: at for at, name in enumerate(self.layers)}
                 tables = dict.fromkeys(self.layers, 0)
                 self.side.register(self.layers, layer_of, tables, page_layout)
@@ -262,7 +260,7 @@ class HangingTest(DirectoryTest):
 
     def test_storage_slower_than_the_engine(self) -> None:
         """What does not fit into the buffers is dropped, not queued, and stored another time."""
-        side, layers = self.worker(io_timeout_s=60.0, max_pending_save_mib=1), self.layers
+        side, layers = self.worker(timeouts=Timeouts(io_s=60.0), worker=LITTLE), self.layers
         side.register(
             layers,
             {name: at for at, name in enumerate(layers)},
@@ -310,7 +308,7 @@ class HangingTest(DirectoryTest):
 
     def test_no_thread(self) -> None:
         """Where the system gives no thread nothing is stored, and no buffer is lost."""
-        side, layers = self.worker(io_timeout_s=60.0), self.layers
+        side, layers = self.worker(timeouts=Timeouts(io_s=60.0)), self.layers
         side.register(
             layers,
             {name: at for at, name in enumerate(layers)},
@@ -365,6 +363,110 @@ class HangingTest(DirectoryTest):
         self.save(keys_of(range(100, 148), 16))
         with self.assertLogs("vllm.vua.worker", "WARNING"):
             self.side.shutdown()
+
+
+class StagedHangingTest(HangingTest):
+    """All that the CPU's worker promises on storage that hangs or fails holds here too."""
+
+    def setUp(self) -> None:
+        """The same worker, with slabs between files and blocks."""
+        on_cpu_too(self)
+        super().setUp()
+        self.assertIsInstance(self.side._groups[0], DeviceGroupTransfer)
+
+    def test_engine_waits_for_a_load_that_is_given_up(self) -> None:
+        """Once it can queue nothing more, what it has queued comes before the blocks' next use."""
+        side = self.side
+        wanted = []
+
+        def join(staging: Staging) -> None:
+            self.assertIs(side._groups[0].load_slabs, staging)
+            self.assertIs(threading.main_thread(), threading.current_thread())
+            wanted.extend(attempt.wanted for attempt in side._loaders._running)
+
+        with mock.patch.object(Staging, "join", join):
+            self.load("late", [5, 6, 7])
+            self.assertEqual({"late"}, self.received())
+
+        self.assertEqual([False], wanted)
+
+
+@pytest.mark.thorough
+class DirectHangingTest(StagedHangingTest):
+    """The same with files read straight into what stands for GPU memory."""
+
+    def worker(self, memory: Any = None, **settings: Any) -> Any:
+        """Require GDS; its mover is the one of the CPU."""
+        return super().worker(memory, gds_mode="required", **settings)
+
+
+class DirectPathsTest(DirectHangingTest):
+    """What is read straight, what is not, and how both are told apart."""
+
+    test_hanging_load = test_load_in_time = test_loads_behind_a_hanging_one = None
+    test_hanging_saves = test_failing_saves = test_pin = test_shutdown = None
+    test_engine_waits_for_a_load_that_is_given_up = None
+
+    def worker(self, memory: Any = None, **settings: Any) -> Any:
+        """A worker that is in no hurry."""
+        return super().worker(memory, **{**settings, "timeouts": Timeouts(io_s=60.0)})
+
+    def test_paths(self) -> None:
+        """Bytes are counted by the way they came; a damaged file is read by both, and is a miss."""
+        self.storage.go.set()
+        self.load("good", [5, 6, 7])
+        self.received()
+        self.assertEqual(["gds"], list(self.counted("vua_loaded_bytes_total")))
+        path = next(p for p in self.files() if p.parent.name == self.keys[1].name)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(bytes(data))
+
+        self.load("damaged", [8, 9, 10])
+        self.received()
+
+        self.assertEqual({9, 10}, self.side.take_failed_blocks())
+        self.assertEqual(self.blocks(1), self.blocks(8))
+        found = self.side.stats.take()
+        self.assertEqual({"corrupt": 1}, found["vua_load_stops_total"])
+        self.assertNotIn("vua_gds_fallbacks_total", found)
+        self.assertNotIn(path, self.files())
+        self.assertIsNotNone(self.side._gds.mover)
+
+    def test_liar(self) -> None:
+        """A mover that brings other bytes is found out, and not used again."""
+        self.storage.go.set()
+        mover = self.side._gds.mover
+        read = mover.read
+
+        def lie(handle: Any, memory: torch.Tensor, at: int, nbytes: int, offset: int) -> int:
+            got: int = read(handle, memory, at, nbytes, offset)
+            memory[at + nbytes - 1] ^= 1
+            return got
+
+        with mock.patch.object(mover, "read", lie):
+            self.load("lied to", [5, 6, 7])
+            self.received()
+
+        self.assertEqual(set(), self.side.take_failed_blocks())
+        self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
+        self.assertIsNone(self.side._gds.mover)
+        self.assertEqual({"": 1}, self.counted("vua_gds_fallbacks_total"))
+
+    def test_failing_reads(self) -> None:
+        """Files that the mover cannot read come the other way, one by one; then it is given up."""
+        self.storage.go.set()
+        failing = mock.patch.object(self.side._gds.mover, "read", side_effect=OSError("no"))
+        with failing:
+            for number in range(4):
+                self.load(f"{number}", [5, 6, 7])
+                self.received()
+                self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
+
+        self.assertIsNone(self.side._gds.mover)
+        found = self.side.stats.take()
+        self.assertEqual(["pinned"], list(found["vua_loaded_bytes_total"]))
+        self.assertNotIn("vua_load_stops_total", found)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""Small models of many architectures, each made once by the process that runs engines."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from e2e.checkpoints import SIZES
+from e2e.harness import make, models
+
+
+@cache
+def deepseek() -> Path:
+    """A DeepSeek-V2: one latent of 576 elements for each token and layer (MLA)."""
+    return make(
+        models() / "deepseek",
+        "DeepseekV2Config",
+        **SIZES,
+        num_key_value_heads=4,
+        first_k_dense_replace=1,
+        kv_lora_rank=512,
+        moe_intermediate_size=64,
+        n_group=1,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        q_lora_rank=None,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        topk_group=1,
+        v_head_dim=64,
+    )
+
+
+@cache
+def gemma3() -> Path:
+    """A Gemma 3: layers with a sliding window, and one without."""
+    return make(
+        models() / "gemma3",
+        "Gemma3TextConfig",
+        # small tied embeddings: larger ones outweigh all attention, and repeat the last token
+        **SIZES | {"num_hidden_layers": 3, "tie_word_embeddings": True, "initializer_range": 0.03},
+        num_key_value_heads=2,
+        head_dim=32,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        query_pre_attn_scalar=32,
+        sliding_window=128,
+    )
+
+
+@cache
+def gemma3n(*kinds: str) -> Path:
+    """A Gemma 3n of four layers, of which the last two use the caches of the first two."""
+    return make(
+        models() / f"gemma3n-{len(set(kinds))}",
+        "Gemma3nTextConfig",
+        **SIZES | {"num_hidden_layers": 4, "tie_word_embeddings": True, "initializer_range": 0.03},
+        activation_sparsity_pattern=[0.0] * 4,
+        altup_num_inputs=2,
+        head_dim=32,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        layer_types=list(kinds),
+        num_key_value_heads=2,
+        num_kv_shared_layers=2,
+        sliding_window=128,
+        vocab_size_per_layer_input=512,
+    )
+
+
+@cache
+def gpt_oss() -> Path:
+    """A gpt-oss: layers with a window of 128 and without one take turns, with attention sinks."""
+    return make(
+        models() / "gpt-oss",
+        "GptOssConfig",
+        **SIZES | {"num_hidden_layers": 4},
+        num_key_value_heads=2,
+        head_dim=32,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_experts_per_tok=2,
+        num_local_experts=4,
+        sliding_window=128,
+    )
+
+
+@cache
+def lfm2() -> Path:
+    """An LFM2: layers with a short convolution, whose state is its last tokens, and attention."""
+    return make(
+        models() / "lfm2",
+        "Lfm2Config",
+        **SIZES | {"num_hidden_layers": 4},
+        block_auto_adjust_ff_dim=False,
+        block_dim=128,
+        block_ff_dim=256,
+        conv_L_cache=3,
+        conv_bias=False,
+        conv_dim=128,
+        layer_types=["conv", "full_attention"] * 2,
+        num_key_value_heads=2,
+    )
+
+
+@cache
+def qwen3_next() -> Path:
+    """A Qwen3-Next: layers with a gated delta net, and attention; its blocks have 160 tokens."""
+    return make(
+        models() / "qwen3-next",
+        "Qwen3NextConfig",
+        **SIZES | {"num_hidden_layers": 4},
+        head_dim=64,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_key_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_value_head_dim=128,
+        mlp_only_layers=[],
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_key_value_heads=4,
+        shared_expert_intermediate_size=64,
+    )
