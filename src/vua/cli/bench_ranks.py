@@ -17,18 +17,23 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
+from vua.capacity.lru import MTIME_STEP_NS
+from vua.cli.bench_policies import Policy
+
 __all__ = [
     "Adaptive",
     "Clairvoyant",
     "Facts",
     "Order",
     "Past",
+    "Ranked",
     "TwoUses",
     "Weighed",
     "doublings",
     "worth",
 ]
 
+_NEVER: Final = 1 << 40
 _REMEMBERED: Final = 1 << 18
 """Blocks whose uses are remembered, held or not: those used last."""
 _MOST_DOUBLINGS: Final = 4.0
@@ -58,6 +63,38 @@ class Order(Protocol):
 
     def ranks(self, blocks: Sequence[int], now_ns: int) -> Sequence[int]:
         """Return a time in ns for each block of a request."""
+
+
+class Ranked(Policy):
+    """The block with the earliest time goes first, as in VUA's directories."""
+
+    def __init__(self, capacity: int, order: Order) -> None:
+        """``order`` gives the times."""
+        super().__init__(capacity)
+        self._order = order
+        self._rank: dict[int, int] = {}
+        self._heap: list[tuple[int, int]] = []
+
+    def use(self, blocks: Sequence[int], hits: int, now_ns: int) -> int:  # noqa: ARG002
+        """Give each block a time, earlier than the block's before it and never than its own."""
+        rank, before = self._rank, now_ns + MTIME_STEP_NS
+        for block, given in zip(blocks, self._order.ranks(blocks, now_ns), strict=True):
+            before = min(before - MTIME_STEP_NS, max(given, rank.get(block, given)))
+            rank[block] = before
+            heapq.heappush(self._heap, (before, block))
+        return len(blocks)
+
+    def victim(self) -> int:
+        """Return the block with the earliest time."""
+        while True:
+            rank, block = self._heap[0]
+            if self._rank.get(block) == rank:
+                return block
+            heapq.heappop(self._heap)  # used since, or gone
+
+    def drop(self, block: int) -> None:
+        """Forget a block's time."""
+        del self._rank[block]
 
 
 class Facts(NamedTuple):
@@ -245,18 +282,33 @@ class TwoUses:
         return found
 
 
-class Clairvoyant:
+class Clairvoyant(Ranked):
     """Belady's: what is used again soonest stays, and what is not is not stored."""
 
-    def __init__(self, requests: Iterable[Sequence[int]]) -> None:
+    def __init__(self, capacity: int, requests: Iterable[Sequence[int]]) -> None:
         """Look at the blocks of all requests in advance."""
+        super().__init__(capacity, _Now())
         all_blocks = list(requests)
         following: dict[int, int] = {}
         self._next: list[list[int]] = []
         for number in range(len(all_blocks) - 1, -1, -1):
-            self._next.append([following.get(block, 1 << 40) for block in all_blocks[number]])
+            again = [following[block] for block in all_blocks[number] if block in following]
+            self._next.append(again)  # of leading blocks: those before are used with the last one
             following.update(dict.fromkeys(all_blocks[number], number))
 
-    def ranks(self, blocks: Sequence[int], now_ns: int) -> Sequence[int]:  # noqa: ARG002
-        """Return a time that is the earlier, the later the request that uses a block next."""
-        return [-one << 30 for one in self._next.pop()]
+    def use(self, blocks: Sequence[int], hits: int, now_ns: int) -> int:  # noqa: ARG002
+        """Give each block a time that is the earlier, the later the request that uses it next."""
+        again = self._next.pop()
+        keep = max(hits, len(again))
+        for place, block in enumerate(blocks[:keep]):
+            number = again[place] if place < len(again) else _NEVER
+            self._rank[block] = -(number << 30) - place
+            heapq.heappush(self._heap, (self._rank[block], block))
+        return keep
+
+
+class _Now:
+    """LRU."""
+
+    def ranks(self, blocks: Sequence[int], now_ns: int) -> Sequence[int]:
+        return [now_ns] * len(blocks)
