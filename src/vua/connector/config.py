@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from vua.capacity.limits import Limits
+from vua.connector.log import logger
 from vua.errors import ConfigError
 from vua.security.settings import Security
 
 __all__ = ["ConnectorConfig"]
 
-log = logging.getLogger("vllm.vua")
+log = logger()
 
 _MAY_BE_ZERO = frozenset({"witness_every"})
 _MOST = 1e18

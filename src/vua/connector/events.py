@@ -11,7 +11,6 @@ what does not fit is not announced, which costs a router's knowledge and nothing
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -21,12 +20,13 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from vua.connector.cache_spec import Model
+from vua.connector.log import logger
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import Shard
 
 __all__ = ["FileEventLog", "FileEvents", "KVEventPublisher", "Seen", "StoredEvent"]
 
-log = logging.getLogger("vllm.vua.events")
+log = logger("events")
 
 _GONE: Final = -1
 MAX_SEEN: Final = 1 << 14

@@ -40,7 +40,7 @@ class LoadOrder:
 
     request_id: str
     block_ids: list[list[int]]
-    """The request's block table from its first token on, per vLLM cache group."""
+    """The request's block table from its first token on, per cache group."""
     parts: list[GroupLoad]
     adapter: Adapter | None = None
     """The request's LoRA adapter, which the worker must hold."""
@@ -51,7 +51,7 @@ class SaveOrder:
     """Store whole chunks of a request whose K/V are complete after this step's forward pass."""
 
     block_ids: list[list[int]]
-    """The request's block table from its first token on, per vLLM cache group."""
+    """The request's block table from its first token on, per cache group."""
     parts: list[tuple[int, Sequence[ChunkKey]]]
     """Per group of layers (its place in `Model.groups`): the chunks."""
     hints: SaveHints = field(default_factory=SaveHints)
@@ -69,7 +69,7 @@ class WitnessOrder:
     number: int
     """Of the comparison, one more each time."""
     block_ids: list[list[int]]
-    """The request's block table from its first token on, per vLLM cache group."""
+    """The request's block table from its first token on, per cache group."""
     parts: list[tuple[int, Sequence[ChunkKey]]]
     """Per group of layers (its place in `Model.groups`): the chunks."""
 
@@ -101,7 +101,7 @@ class ConnectorMetadata:
     epoch: str | None = None
     """Which epoch they belong to, another one after a reset; None: nobody says."""
     adapters: list[Any] = field(default_factory=list)
-    """LoRA adapters (vLLM's ``LoRARequest``) that the scheduler's half wants to know."""
+    """LoRA adapters (the engine's own objects) that the scheduler's half wants to know."""
     idle: bool = False
     """Whether the step computes nothing. A worker cannot tell by itself: a step that is one CUDA
     graph has no attention metadata either."""

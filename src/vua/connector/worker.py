@@ -1,4 +1,4 @@
-"""The connector's half in each worker: moves chunks between files and vLLM's paged KV cache.
+"""The connector's half in each worker: moves chunks between files and the engine's paged KV cache.
 
 Loads run on their own threads, into blocks that nobody else reads until they are reported. Saves
 copy the blocks out on the engine's thread, after the forward pass and before anything may overwrite
@@ -8,7 +8,6 @@ that cannot be loaded is reported as blocks with load errors, one that cannot be
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.device_transfer import DeviceGroupTransfer, lies_on_device, open_gds
 from vua.connector.events import FileEventLog, FileEvents
 from vua.connector.group_transfer import GroupTransfer, PageLayouts, Rank, Tables
+from vua.connector.log import logger
 from vua.connector.memory import Memory
 from vua.connector.metadata import ConnectorMetadata, LoadOrder, LoadTimes
 from vua.connector.metrics import Recorder, Series
@@ -40,7 +40,7 @@ from vua.store.namespace import Namespace
 
 __all__ = ["Rank", "WorkerSide"]
 
-log = logging.getLogger("vllm.vua.worker")
+log = logger("worker")
 
 _IDLE_WAIT_S: Final = 0.005
 """How long a step without a forward pass waits for a load to end, see take_received()."""
@@ -99,8 +99,6 @@ class WorkerSide:
         self._took = LoadTimes()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
-        """Blocks that this step computes with although a load did not fill them: nothing that
-        depends on them is stored."""
         self._registered = False
         self._gds: Gds | None = None
 
@@ -197,7 +195,7 @@ class WorkerSide:
     def start_loads(self, orders: ConnectorMetadata) -> None:
         """Begin this step's loads; returns before they have ended.
 
-        vLLM waits for each other one: whatever happens, it is reported when it has ended.
+        The engine waits for each: whatever happens, it is reported when it has ended.
         """
         self._wanted = orders.adapters
         current = self._is_current(orders.epoch)

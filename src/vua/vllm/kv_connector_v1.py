@@ -8,7 +8,6 @@ fails is reported so that vLLM recomputes its tokens (``kv_load_failure_policy="
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +26,7 @@ from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
 from vua.connector.group_transfer import Rank
+from vua.connector.log import logger
 from vua.connector.metadata import ConnectorMetadata
 from vua.connector.scheduler import SchedulerSide
 from vua.connector.worker import WorkerSide
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VUAStorageConnector_V1"]
 
-log = logging.getLogger("vllm.vua")
+log = logger()
 
 # What goes between the two halves needs nothing of vLLM but to be what it expects.
 KVConnectorMetadata.register(ConnectorMetadata)
