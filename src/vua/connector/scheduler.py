@@ -85,9 +85,9 @@ class SchedulerSide:
         """Whether there is a namespace: the two below are there then."""
         self._namespace: Namespace
         self._lookups: Lookups
-        self._options = OptionReader(allow_pins=config.allow_pins)
+        self._options = OptionReader(allow_pins="pins" in config.allow)
         self._states: dict[str, RequestState] = {}
-        self._adapters = AdapterBook(model.workers, config.lookup_timeout_s)
+        self._adapters = AdapterBook(model.workers, config.timeouts.lookup_s)
         self._retry_s = 0.0
         self._loads: list[LoadOrder] = []
         self._patience = StepPatience()
@@ -191,7 +191,7 @@ class SchedulerSide:
     ) -> tuple[int | None, bool]:
         self._patience.wait(state.lookup, self._busy)
         if not state.lookup:
-            if time.monotonic() - state.lookup.asked_s < self._config.lookup_timeout_s:
+            if time.monotonic() - state.lookup.asked_s < self._config.timeouts.lookup_s:
                 return None, False
             if state.lookup.give_up():
                 self._account(state, "timeout")
@@ -332,7 +332,7 @@ class SchedulerSide:
     # -- per step -----------------------------------------------------------------------------
 
     def take_loads(self) -> list[LoadOrder]:
-        """Return the loads ordered since the last step. The engine waits for each: none may get lost."""
+        """Return the loads ordered since the last step. None may get lost: they are waited for."""
         loads, self._loads = self._loads, []
         self._patience.renew()
         self.policy.step_begins()

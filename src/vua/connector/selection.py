@@ -42,8 +42,8 @@ class Step(NamedTuple):
     tables: Sequence[Sequence[int]]
     """The request's block table in this step, per cache group; 0 where a block is freed."""
     reused: range = range(0)
-    """In a request's first step: chunks before it that the engine's own prefix cache had, whose windows
-    and states may not be stored."""
+    """In a request's first step: chunks before it that the engine's own prefix cache had, whose
+    windows and states may not be stored."""
 
 
 def to_save(
