@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vua.connector.adapters import Adapter
+from vua.connector.adapters import Adapter, AdapterNote, together
+from vua.connector.events import Seen
 from vua.connector.request import SaveHints
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
@@ -15,10 +16,10 @@ __all__ = [
     "ConnectorMetadata",
     "GroupLoad",
     "LoadOrder",
-    "LoadTimes",
     "SaveOrder",
     "Verdict",
     "WitnessOrder",
+    "WorkerOutput",
 ]
 
 
@@ -108,16 +109,32 @@ class ConnectorMetadata:
 
 
 @dataclass(slots=True)
-class LoadTimes:
-    """How long loads took that ended in a step."""
+class WorkerOutput:
+    """What one worker, or all of them together, tell the scheduler's half at the end of a step."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Per request id, from the first read to the last byte in its block; by the slowest worker of
-    those that ended it in this step."""
+    load_s: dict[str, float] = field(default_factory=dict)
+    """Per request id how long its load took that ended in this step, from the first read to the
+    last byte in its block; by the slowest worker of those that ended it."""
+    seen: list[Seen] = field(default_factory=list)
+    """What happened to files; nothing where no events are wanted."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    """Of comparisons that ended; one per worker and order."""
+    left_epoch: str | None = None
+    """The epoch with whose weights this engine does not run any more; None: none."""
+    adapters: dict[int, AdapterNote] = field(default_factory=dict)
+    """What changed among LoRA adapters, and what was asked about them, by number."""
 
-    def aggregate(self, other: LoadTimes) -> LoadTimes:
+    def aggregate(self, other: object) -> WorkerOutput:
         """Return what both say together."""
-        longer = dict(self.seconds)
-        for request_id, took in other.seconds.items():
-            longer[request_id] = max(took, longer.get(request_id, 0.0))
-        return LoadTimes(longer)
+        if not isinstance(other, WorkerOutput):
+            return self
+        slowest = dict(self.load_s)
+        for request_id, took_s in other.load_s.items():
+            slowest[request_id] = max(took_s, slowest.get(request_id, 0.0))
+        return WorkerOutput(
+            slowest,
+            self.seen + other.seen,
+            self.verdicts + other.verdicts,
+            other.left_epoch if self.left_epoch is None else self.left_epoch,
+            together(self.adapters, other.adapters),
+        )

@@ -20,7 +20,7 @@ from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.log import logger
 from vua.connector.lookup import Lookup, Lookups, StepPatience, unasked
 from vua.connector.media import Media
-from vua.connector.metadata import ConnectorMetadata, LoadOrder, Verdict
+from vua.connector.metadata import ConnectorMetadata, LoadOrder, Verdict, WorkerOutput
 from vua.connector.metrics import Recorder, Series
 from vua.connector.opening import Opening, open_namespace
 from vua.connector.prefill_speed import prompt_work
@@ -32,7 +32,6 @@ from vua.connector.save_scheduler import SaveScheduler, stop_at_state
 from vua.connector.selection import to_load
 from vua.connector.step import ScheduledStep
 from vua.connector.witness import Witness
-from vua.connector.worker_output import WorkerOutput
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.store.namespace import Namespace
