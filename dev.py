@@ -312,6 +312,11 @@ def house(*arguments: str) -> int:
     return run("benchmarks/house.py", *arguments)
 
 
+def mutate(*arguments: str) -> int:
+    """Makes small errors in capacity, store and connector: which tests notice them?"""
+    return run("tests/mutation.py", *arguments)
+
+
 def ci() -> int:
     """Runs lint, test, thorough, test-oldest and a short demo."""
     return lint() or test() or thorough() or test_oldest() or demo("--quick")
@@ -321,7 +326,7 @@ TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
         *(setup, build, wheels, demo, test, thorough, test_oldest, lint, format_, bench),
-        *(peers, scorecard, identity_campaign, soak, fuzz, house, ci),
+        *(peers, scorecard, identity_campaign, soak, fuzz, house, mutate, ci),
     )
 }
 

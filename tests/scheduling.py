@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from vua.connector.step import ScheduledRequest, ScheduledStep
 from vua.format.layout import KVLayout
 
 LAYOUT = KVLayout(1, 1, 8, 8, "U8", 16)
@@ -19,18 +20,13 @@ def request_of(name: str, **settings: Any) -> Any:
     return SimpleNamespace(**given)
 
 
-def step(computed: dict[str, int]) -> Any:
-    """What vLLM schedules: these new requests, all 64 tokens of each."""
-    new = [
-        SimpleNamespace(req_id=name, block_ids=([1, 2, 3, 4],), num_computed_tokens=tokens)
-        for name, tokens in computed.items()
+def step(computed: dict[str, int]) -> ScheduledStep:
+    """A step that computes these new requests, all 64 tokens of each."""
+    blocks = [[1, 2, 3, 4]]
+    requests = [
+        ScheduledRequest(name, tokens, 64, blocks, begins=True) for name, tokens in computed.items()
     ]
-    cached = SimpleNamespace(req_ids=[], resumed_req_ids=set())
-    return SimpleNamespace(
-        scheduled_new_reqs=new,
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens=dict.fromkeys(computed, 64),
-    )
+    return ScheduledStep(requests, lambda _: blocks)
 
 
 def answer(side: Any, request: Any) -> tuple[int, bool]:

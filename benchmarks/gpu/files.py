@@ -13,16 +13,11 @@ import safetensors.torch
 import torch
 from harness import Arms, Bench, expect, medians, once
 
-from vua.device import (
-    CuFileMover,
-    DirectReader,
-    Gds,
-    PagedCache,
-    PosixMover,
-    Staging,
-    gather,
-    slots_of,
-)
+from vua.device.copy import gather
+from vua.device.gds import DirectReader, Gds
+from vua.device.movers import CuFileMover, PosixMover
+from vua.device.paged import PagedCache, slots_of
+from vua.device.staging import Staging
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from vua.device import PagedCache
+from vua.device.paged import PagedCache
 from vua.format.layout import KVLayout
 
 Arms = dict[str, Callable[[], object]]

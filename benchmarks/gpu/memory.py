@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from harness import Arms, Bench, expect, medians
 
-from vua.device import Fence, PagedCache, Staging, choose, slots_of
+from vua.device.copy import choose
 from vua.device.moves import Job, plan
 from vua.device.moves import move as torch_move
+from vua.device.paged import PagedCache, slots_of
+from vua.device.staging import Fence, Staging
 from vua.format.layout import KVLayout
 
 

@@ -177,12 +177,12 @@ def in_python(load: Callable[[], None]) -> None:
 
 def released(load: Callable[[], None]) -> None:
     """Load as if the GIL were released at every read."""
-    kept = posix._calls.pop("preadv_cached", None)
+    kept = posix.calls.pop("preadv_cached", None)
     try:
         load()
     finally:
         if kept is not None:
-            posix._calls["preadv_cached"] = kept
+            posix.calls["preadv_cached"] = kept
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def _probes(store: Store, prompt: Ids) -> int:
     """Return how many times a lookup asks the storage for a file."""
     asked, exists = itertools.count(), store.storage.exists
 
-    def counted(*arguments: object) -> bool:
+    def counted(*arguments: object) -> Sequence[bool]:
         next(asked)
         return exists(*arguments)  # type: ignore[arg-type]
 

@@ -122,9 +122,13 @@ def file_rows(
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
     """Return the iovecs ``[chunks, rows, 2]`` of whole files, and the headers they start with."""
     full = store.layout.full
-    plan = store.plan(full, full, full, memory)
-    headers = np.zeros((chunks, plan.codec.header_nbytes), dtype=np.uint8)
-    return plan.iovecs(range(chunks), headers), headers
+    transfer = store.transfer(full, full, full, memory)
+    headers = np.zeros((chunks, transfer.header_nbytes), dtype=np.uint8)
+    rows = [
+        np.vstack([[header.ctypes.data, header.nbytes], transfer.rows(place)])
+        for place, header in enumerate(headers)
+    ]
+    return np.array(rows, dtype=np.uint64), headers
 
 
 def file_path(root: str, store: Store, key: ChunkKey) -> str:

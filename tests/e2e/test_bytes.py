@@ -13,6 +13,7 @@ from e2e.damage import CHUNK
 from e2e.harness import PROMPT, Batch, EngineTest
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
+from vua.storage.base import entry_name
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
 
@@ -28,7 +29,7 @@ class LatentBytesTest(EngineTest):
     def blocks(self, *, loaded: int) -> dict[str, list[str]]:
         """Serve the prompt in a process of its own; the digests of its whole blocks."""
         engine: dict[str, Any] = {"model": str(deepseek()), "block_size": BLOCK}
-        extra = {"allow_inexact_continuation": True}
+        extra = {"allow": ["inexact_continuation"]}
         served = self.serve(BATCH, engine=engine, extra=extra, snapshots=True)
         self.assertEqual([loaded], served.cached)
         self.assertEqual(loaded, served.counts.get("tokens_loaded", 0))
@@ -67,7 +68,7 @@ class LatentBytesTest(EngineTest):
         noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
         slab.bytes[:] = noise.view(np.uint8)
         key = KeyChain(token_ids(PROMPT), CHUNK)[chunk]
-        store.storage.remove(key.name, store.layout.full)
+        store.storage.delete(entry_name(key.name, store.layout.full))
         store.save(key, slab.memory)
 
 

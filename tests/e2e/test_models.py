@@ -23,6 +23,7 @@ from e2e.harness import (
 )
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
+from vua.storage.base import entry_name
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
 from vua.testing.models import make_model
@@ -153,7 +154,7 @@ class WindowedModelsTest(EngineTest):
         noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
         slab.bytes[:] = noise.view(np.uint8)
         for key in KeyChain(token_ids(PROMPT), CHUNK).first(10):
-            windowed.storage.remove(key.name, layout.full)
+            windowed.storage.delete(entry_name(key.name, layout.full))
             windowed.save(key, slab.memory)
 
         warm = self.serve(BATCH, engine=engine)

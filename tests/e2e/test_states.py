@@ -27,6 +27,7 @@ from helpers import soak
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import Shard
+from vua.storage.base import entry_name
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
 
@@ -89,7 +90,7 @@ class StatesTest(EngineTest):
             slab = Slab(states.layout, shard, 1)
             noise = torch.randn(len(slab.bytes) // 2, generator=chance) * 8
             slab.bytes[:] = noise.bfloat16().view(torch.uint8).numpy()  # as float32 finite as well
-            states.storage.remove(key.name, shard)
+            states.storage.delete(entry_name(key.name, shard))
             self.assertTrue(states.save(key, slab.memory, shard=shard))
 
         warm = self.serve(BATCH, engine=settings)

@@ -128,18 +128,18 @@ def _slow_storage(*, read_s: float = 0.0, lookup_s: float = 0.0) -> Iterator[Non
     """Let every batch of files that is read, and every probe of a lookup, take longer."""
     from vua.storage.local import LocalStorage
 
-    read, exists = LocalStorage.read_files, LocalStorage.exists
+    read, exists = LocalStorage.read, LocalStorage.exists
 
-    def slow_read(*arguments: Any, **named: Any) -> int:
+    def slow_read(*arguments: Any) -> Any:
         time.sleep(read_s)
-        return read(*arguments, **named)
+        return read(*arguments)
 
-    def slow_exists(self: LocalStorage, chunk: str, shard: Any, nbytes: int | None = None) -> bool:
+    def slow_exists(self: LocalStorage, names: Any, nbytes: int | None = None) -> Any:
         time.sleep(lookup_s if nbytes is None else 0.0)  # with a size: before a save
-        return exists(self, chunk, shard, nbytes)
+        return exists(self, names, nbytes)
 
     with (
-        mock.patch.object(LocalStorage, "read_files", slow_read),
+        mock.patch.object(LocalStorage, "read", slow_read),
         mock.patch.object(LocalStorage, "exists", slow_exists),
     ):
         yield

@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +30,7 @@ from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, MemoryMap, Shard
 from vua.io.posix import Iovecs
 from vua.security.settings import Security
-from vua.storage.base import Reader, Storage
+from vua.storage.base import Batch, Entry, FileStorage, Filled
 from vua.storage.local import TEMPORARY
 from vua.store.namespace import Namespace
 from vua.store.store import Store
@@ -64,27 +65,27 @@ def memory_of(layout: KVLayout, buffer: memoryview) -> MemoryMap:
 class _ShortNames(FaultyStorage):
     """A storage that knows only the first bits of a chunk's name."""
 
-    def __init__(self, inner: Storage, bits: int) -> None:
+    def __init__(self, inner: FileStorage, bits: int) -> None:
         super().__init__(inner, {})
         self._digits = bits // 4
 
     def _short(self, chunk: str) -> str:
-        return chunk[: self._digits] + "0" * (len(chunk) - self._digits)
+        return chunk[: self._digits] + "0" * (64 - self._digits) + chunk[64:]
 
     def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
         self.inner.publish(self._short(chunk), shard, iovecs)
 
-    def open(self, chunk: str, shard: Shard) -> Reader:
-        return self.inner.open(self._short(chunk), shard)
+    def read(self, batch: Batch) -> Filled:
+        return self.inner.read(dataclasses.replace(batch, names=[*map(self._short, batch.names)]))
 
-    def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
-        return self.inner.exists(self._short(chunk), shard, nbytes)
+    def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
+        return self.inner.exists([*map(self._short, names)], nbytes)
 
-    def shards(self, chunk: str) -> Sequence[Shard]:
-        return self.inner.shards(self._short(chunk))
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        return self.inner.list(self._short(prefix))
 
-    def remove(self, chunk: str, shard: Shard, reader: Reader | None = None) -> bool:
-        return self.inner.remove(self._short(chunk), shard, reader)
+    def delete(self, name: str, if_version: bytes | None = None) -> bool:
+        return self.inner.delete(self._short(name), if_version)
 
 
 class StoreSubject(Subject):
@@ -95,7 +96,7 @@ class StoreSubject(Subject):
     def __init__(
         self,
         name: str,
-        open_storage: Callable[[Path], Storage],
+        open_storage: Callable[[Path], FileStorage],
         root: Path,
         nbytes: int,
         *,
@@ -200,7 +201,7 @@ class VuaSubject(StoreSubject):
         self._durable, self._security = durable, security
 
     @staticmethod
-    def _no_storage(directory: Path) -> Storage:
+    def _no_storage(directory: Path) -> FileStorage:
         raise NotImplementedError(directory)
 
     def make_store(self, model: str) -> Store:

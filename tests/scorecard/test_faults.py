@@ -17,6 +17,7 @@ from scorecard.subject import Key, NotApplicableError, Subject
 from scorecard.trial import TESTS
 from vua.capacity.lru import mtime_ns_of
 from vua.io import posix
+from vua.storage.base import entry_name
 from vua.storage.local import TEMPORARY, LocalStorage
 
 NBYTES = 16 << 10
@@ -80,7 +81,7 @@ class WorldTest(DirectoryTest):
         reason = syscalls.why_not()
         if reason:
             self.skipTest(reason)
-        key, shard = self.world.keys[0][0], self.world.layout.full
+        name = entry_name(self.world.keys[0][0].name, self.world.layout.full)
         store = self.world.writer()
         storage = store.storage
         self.addCleanup(store.close)
@@ -88,14 +89,14 @@ class WorldTest(DirectoryTest):
         def ask() -> None:
             free = os.dup(0)
             os.close(free)
-            found = [storage.exists(key.name, shard, 1) for _ in range(5)]
+            found = [storage.exists([name], 1)[0] for _ in range(5)]
             for _ in range(5):
                 with self.assertRaises(OSError):
-                    storage.open(key.name, shard)
+                    storage.open_file(name)
             self.assertEqual([False] * 5, found)
             self.assertEqual(free, os.dup(0))
 
-        self.assertTrue(storage.exists(key.name, shard))
+        self.assertTrue(storage.exists([name])[0])
         self.assertEqual(
             "done",
             syscalls.run_tampered(ask, "statx,newfstatat,fstat:error=ESTALE").text,
@@ -119,16 +120,16 @@ class TestWhoHoldsTheInterpreter(DirectoryTest):
         world = World(self.root, layout_of(NBYTES))
         world.heal()
         calls = ("openat2_cached", "close_cached", "preadv_cached")
-        kept = {name: posix._calls.pop(name) for name in calls if name in posix._calls}
-        self.addCleanup(posix._calls.update, kept)
+        kept = {name: posix.calls.pop(name) for name in calls if name in posix.calls}
+        self.addCleanup(posix.calls.update, kept)
         store = world.writer()
         self.addCleanup(store.close)
         self.assertIsInstance(store.storage, LocalStorage)
         store.storage._local = False  # type: ignore[attr-defined]
 
         self.assertEqual([3, 3, 3], [world.get(number, store) for number in world.prompts])
-        self.assertFalse(store.storage.exists("0" * 64, world.layout.full))
-        self.assertTrue(store.storage.exists(world.keys[0][0].name, world.layout.full))
+        self.assertFalse(store.shards("0" * 64))
+        self.assertTrue(store.shards(world.keys[0][0].name))
 
 
 class InPlace(Subject):

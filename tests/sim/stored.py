@@ -12,6 +12,7 @@ from sim.truth import STATE, Chain, Shape, first_read, rows
 from sim.worker import Wrong
 from vua.device.slab import Slab
 from vua.format.keys import ChunkKey, KeyChain, token_ids
+from vua.storage.base import parse_name
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
 from vua.store.store import Store
@@ -96,7 +97,10 @@ def take_inventory(
         stores = Namespace.create(root, namespace.identity, namespace.layouts).stores
         if {store.layout.window or 0 for store in stores} != set(shape.kinds):
             raise Wrong(f"{namespace.path} has other groups of layers: {namespace.layouts}")
-        there = {(shard.group, name) for name, shard, _ in stores[0].storage.scan()}
+        there = {
+            (shard.group if shard else None, chunk)
+            for chunk, shard in (parse_name(entry.name) for entry in stores[0].storage.list())
+        }
         for store in stores:
             window, slab = store.layout.window or 0, Slab(store.layout, store.layout.full, 1)
             for name in sorted(name for group, name in there if group == store.layout.group):

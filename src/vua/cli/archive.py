@@ -24,14 +24,11 @@ import tarfile
 from collections.abc import Iterator
 from typing import IO, BinaryIO, Final, NamedTuple
 
-import xxhash
+from vua.errors import InputError
+from vua.format.entry import EntryCodec
+from vua.format.header import AUTHENTIC, ENCRYPTED
 
-from vua.errors import CorruptEntryError, ForeignEntryError, InputError
-from vua.format.entry import EntryCodec, EntryInfo, codec_of, parse_entry
-from vua.format.header import AUTHENTIC, ENCRYPTED, MAX_HEADER_NBYTES
-from vua.format.layout import KVLayout
-
-__all__ = ["Member", "Reader", "Writer", "file_sizes", "verified"]
+__all__ = ["Member", "Reader", "Writer", "file_sizes"]
 
 FORMAT: Final = "vua.export.v1"
 _MAX_FILE_NBYTES: Final = 4 << 30
@@ -216,38 +213,3 @@ def file_sizes(codec: EntryCodec) -> list[int]:
     shard, layout = codec.shard, codec.layout
     codecs = (EntryCodec(codec.namespace, layout, shard, kind) for kind in _KINDS)
     return sorted({one.file_nbytes for one in codecs if one.file_nbytes <= _MAX_FILE_NBYTES})
-
-
-def verified(
-    data: bytes | bytearray | memoryview, codec: EntryCodec, chunk: str, layout: KVLayout
-) -> EntryInfo:
-    """Return what a file says that is wholly sound and belongs where it lies.
-
-    Args:
-        data: all of it.
-        codec: of its namespace and shard, plain or sealed.
-        chunk: the name of its directory.
-        layout: of its group of layers.
-
-    Raises CorruptEntryError, ForeignEntryError.
-    """
-    view = memoryview(data)
-    info = parse_entry(bytes(view[: min(len(view), MAX_HEADER_NBYTES)]))
-    if (info.namespace, info.prefix_hash, info.shard, info.layout) != (
-        codec.namespace, chunk, codec.shard, layout,
-    ):  # fmt: skip
-        msg = f"it says that it is {info.namespace[:12]}/{info.prefix_hash[:12]}/{info.shard.name}"
-        raise ForeignEntryError(msg)
-    codec = codec_of(info)
-    if len(view) != codec.file_nbytes:
-        msg = f"{len(view)} bytes long, expected {codec.file_nbytes}"
-        raise CorruptEntryError(msg)
-    offset = codec.header_nbytes
-    for number, (size, expected) in enumerate(
-        zip(codec.unit_nbytes(), info.checksums.tolist(), strict=True)
-    ):
-        if xxhash.xxh3_64_intdigest(view[offset : offset + size]) != expected:
-            msg = f"checksum {number} of {codec.units} does not match"
-            raise CorruptEntryError(msg)
-        offset += size
-    return info

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import errno
+import itertools
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
-
-import xxhash
 
 from vua.cli.keys import NO_KEYS
 from vua.errors import CorruptEntryError
 from vua.format.entry import EntryInfo, codec_of, parse_entry
 from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
-from vua.format.plan import Digest
+from vua.format.verify import check_payload
+from vua.native import Digest, digests_of
 from vua.security.keyring import KnownKeys
 
 __all__ = ["Check", "Checker", "Outcome", "Place"]
@@ -64,32 +63,36 @@ class Checker:
     def check(self, fd: int, place: Place) -> Check:
         """Read all of the file ``fd``, from its start, and say whether it is what it has to be."""
         try:
-            return self._check(fd, place)
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                return Check("error", ("not a regular file",), 0)
+            first = self._first_block(fd)
+            return self._check(status.st_size, first, self._read_on(fd), place)
         except OSError as problem:
             return Check("error", (problem.strerror or str(problem),), 0)
 
-    def _check(self, fd: int, place: Place) -> Check:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        first = self._first_block(fd)
+    def check_bytes(self, data: memoryview, place: Place) -> Check:
+        """Say whether ``data``, all of a file, is what it has to be. What is encrypted stays."""
+        first = data[:_BUFFER_NBYTES]
+        return self._check(len(data), first, iter([data[_BUFFER_NBYTES:]]), place)
+
+    def _check(
+        self, nbytes: int, first: memoryview, more: Iterator[memoryview], place: Place
+    ) -> Check:
         try:
             info = parse_entry(bytes(first))
         except CorruptEntryError as problem:
-            return Check("corrupt", (str(problem),), status.st_size)
+            return Check("corrupt", (str(problem),), nbytes)
         misplaced = tuple(_differences(info, place))
-        if status.st_size != info.file_nbytes:
-            reason = f"{status.st_size} bytes long, expected {info.file_nbytes}"
-            return Check("corrupt", (reason, *misplaced), status.st_size, info)
         try:
+            info.check_length(nbytes)
             openings = self._openings(info, bytes(first[: info.header_nbytes]))
+            payload = itertools.chain([first[info.header_nbytes :]], more)
+            _check_payload(info, payload, openings)
         except CorruptEntryError as problem:
-            return Check("corrupt", (str(problem), *misplaced), status.st_size, info)
-        damage = self._damage(fd, first[info.header_nbytes :], info, openings)
-        if damage:
-            return Check("corrupt", (damage, *misplaced), status.st_size, info)
+            return Check("corrupt", (str(problem), *misplaced), nbytes, info)
         outcome: Outcome = "foreign" if misplaced else "sound"
-        return Check(outcome, misplaced, status.st_size, info, openings is not None)
+        return Check(outcome, misplaced, nbytes, info, openings is not None)
 
     def _openings(self, info: EntryInfo, header: bytes) -> Iterator[Digest] | None:
         """What tells of each unit whether its tag is right; None: plain, or the key is not here."""
@@ -108,64 +111,43 @@ class Checker:
             filled += got
         return self._buffer[:filled]
 
-    def _damage(
-        self, fd: int, rest: memoryview, info: EntryInfo, openings: Iterator[Digest] | None
-    ) -> str:
-        codec = codec_of(info)
-        found = list(self._sums(fd, rest, codec.unit_nbytes(), openings))
-        if len(found) < codec.units:
-            return "it became shorter while it was read"
-        expected = info.checksums.tolist()
-        bad = [unit for unit in range(codec.units) if found[unit][0] != expected[unit]]
-        if bad:
-            return f"{len(bad)} of {codec.units} checksums do not match, {_first(info, bad)}"
-        bad = [unit for unit in range(codec.units) if not found[unit][1]]
-        if bad:
-            return (
-                f"{len(bad)} of {codec.units} tags do not match, {_first(info, bad)}: written "
-                f"by somebody without the key {info.mark.key_id}, or changed since"
-            )
-        return ""
-
-    def _sums(
-        self,
-        fd: int,
-        block: memoryview,
-        sizes: Sequence[int],
-        openings: Iterator[Digest] | None,
-    ) -> Iterator[tuple[int, int]]:
-        """The checksum of each unit, and 0 where its tag is wrong.
-
-        Fewer where the file ends early. ``block`` is read already. What is encrypted is decrypted
-        in the buffer, which the next read overwrites.
-        """
-        for size in sizes:
-            opening = None if openings is None else next(openings)
-            digest, left = xxhash.xxh3_64(), size
-            while left:
-                if not block:
-                    block = self._buffer[: os.readv(fd, [self._buffer])]
-                    if not block:
-                        return
-                digest.update(block[:left])
-                if opening is not None:
-                    opening.update(block[:left])
-                left, block = left - len(block[:left]), block[left:]
-            yield digest.intdigest(), 1 if opening is None else opening.intdigest()
+    def _read_on(self, fd: int) -> Iterator[memoryview]:
+        while got := os.readv(fd, [self._buffer]):
+            yield self._buffer[:got]
 
 
-def _first(info: EntryInfo, bad: Sequence[int]) -> str:
-    return f"the first is that of {_unit_name(info, bad[0])}"
+def _check_payload(
+    info: EntryInfo, payload: Iterator[memoryview], openings: Iterator[Digest] | None
+) -> None:
+    """Compare checksums and tags. Each part of the payload may be gone when the next one comes.
 
+    What is encrypted is decrypted where it lies. Raises CorruptEntryError.
+    """
+    codec, genuine = codec_of(info), []
+    sizes = codec.unit_nbytes()
+    rest = memoryview(b"")
 
-def _unit_name(info: EntryInfo, unit: int) -> str:
-    """Which part of the model's KV cache a checksum stands for."""
-    shard, step = info.shard, info.layout.unit_layers
-    row, column = divmod(unit, shard.units(info.layout))
-    array, head = divmod(row, shard.heads)
-    layer = shard.layer_start + column * step
-    stop = min(layer + step, shard.layer_stop)
-    return f"{'KV'[array]}, head {shard.head_start + head}, layers {layer}-{stop}"
+    def parts(left: int, opening: Digest | None) -> Iterator[memoryview]:
+        nonlocal rest
+        while left:
+            rest = rest or next(payload, rest)
+            if not rest:
+                raise CorruptEntryError("it became shorter while it was read")
+            part, rest = rest[:left], rest[left:]
+            left -= len(part)
+            yield part
+            if opening is not None:
+                opening.update(part)
+        genuine.append(1 if opening is None else opening.intdigest())
+
+    blocks = (parts(size, None if openings is None else next(openings)) for size in sizes)
+    found = digests_of(blocks)
+    check_payload(info.layout, info.shard, info.checksums, found)
+    try:
+        check_payload(info.layout, info.shard, [1] * len(sizes), genuine, what="tags")
+    except CorruptEntryError as problem:
+        msg = f"{problem}: written by somebody without the key {info.mark.key_id}, or changed since"
+        raise CorruptEntryError(msg) from problem
 
 
 def _differences(info: EntryInfo, place: Place) -> Iterator[str]:

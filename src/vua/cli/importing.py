@@ -8,10 +8,11 @@ It does not prove who computed it: take archives only from whom you would let wr
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -19,26 +20,29 @@ from typing import BinaryIO, Final
 import numpy as np
 
 from vua.capacity.scan import AFTER
-from vua.cli.archive import Member, Reader, file_sizes, verified
+from vua.cli.archive import Member, Reader, file_sizes
+from vua.cli.check import Checker, Place
 from vua.cli.owner import as_owner, to_change
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
 from vua.errors import (
     ConfigError,
-    CorruptEntryError,
     EntryError,
     InputError,
     LayoutError,
     StorageError,
     StorageFullError,
+    UntrustedError,
 )
 from vua.format.entry import parse_entry
-from vua.format.header import MAX_HEADER_NBYTES
+from vua.format.header import AUTHENTIC, ENCRYPTED
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
 from vua.native import WRITTEN
+from vua.storage.base import entry_name
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.local import SUFFIX
 from vua.storage.problems import explained
+from vua.store.entry_reader import stored_header
 from vua.store.namespace import Namespace, check_root
 from vua.store.store import Store
 
@@ -105,7 +109,7 @@ class _Taker:
 
     def __init__(self, root: Path, reader: Reader, stack: ExitStack) -> None:
         self._root, self._reader, self._stack = root, reader, stack
-        self._done = _Done()
+        self._done, self._checker = _Done(), Checker()
         self._stores: dict[str, list[Store]] = {}
         self._before: dict[tuple[str, str], str] = {}
         self._ends: dict[tuple[str, str], int | None] = {}
@@ -177,7 +181,12 @@ class _Taker:
             msg = f"{member.nbytes} bytes long, expected {' or '.join(map(str, sizes))}"
             raise ConfigError(msg)
         data = self._reader.read()
-        info = verified(data, codec, chunk, store.layout)
+        check = self._checker.check_bytes(
+            memoryview(data), Place(namespace, chunk, shard, store.layout)
+        )
+        info = check.info
+        if check.outcome != "sound" or info is None:
+            raise ConfigError("; ".join(check.reasons))
         before = self._before.get((namespace, chunk), "") if info.start else ""
         key = info.key._replace(previous=bytes.fromhex(before))
         self._publish(store, key, shard, data)
@@ -190,7 +199,7 @@ class _Taker:
                 raise ConfigError(msg)
             done.refused += 1
             return
-        if store.storage.exists(key.name, shard, len(data)):
+        if store.storage.exists([entry_name(key.name, shard)], len(data))[0]:
             done.present += 1
         else:
             array = np.frombuffer(data, dtype=np.uint8)
@@ -225,14 +234,9 @@ class _Taker:
 
 def _stored_end(store: Store, chunk: str) -> int | None:
     """The end that a stored chunk's header tells; None where none does."""
-    for shard in store.storage.shards(chunk):
-        with (
-            suppress(OSError, CorruptEntryError),
-            closing(store.storage.open(chunk, shard)) as file,
-        ):
-            head = np.empty(MAX_HEADER_NBYTES, dtype=np.uint8)
-            nbytes = min(file.nbytes, head.nbytes)
-            iovecs = np.array([[head.ctypes.data, nbytes]], dtype=np.uint64)
-            got = file.read_into(iovecs.ctypes.data, 1, nbytes, 0)
-            return parse_entry(bytes(head[:got])).stop
+    kinds = ("", AUTHENTIC, ENCRYPTED)
+    for shard, kind in itertools.product(store.shards(chunk), kinds):
+        with suppress(OSError, EntryError, UntrustedError, LayoutError):
+            header = stored_header(store.storage, store.codec(shard, kind), chunk)
+            return parse_entry(bytes(header)).stop
     return None

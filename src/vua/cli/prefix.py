@@ -18,6 +18,7 @@ from vua.errors import CorruptEntryError, EntryError, ForeignEntryError
 from vua.format.entry import parse_entry
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, Shard, cover
+from vua.store.entry_reader import stored_header
 from vua.store.store import Store
 
 __all__ = [
@@ -99,7 +100,7 @@ class _Judge:
         self._store, self._layout, self._sealed_as = store, store.layout, sealed_as
 
     def judge(self, index: int, key: ChunkKey) -> ChunkState:
-        found = self._store.storage.shards(key.name)
+        found = self._store.shards(key.name)
         mine = sorted((one for one in found if one.group == self._layout.group), key=_order)
         checked = {shard: self._problem(key, shard) for shard in mine}
         problems = {shard: text for shard, text in checked.items() if text is not None}
@@ -120,16 +121,8 @@ class _Judge:
             return f"lies outside the layout's {self._layout.full.name}"
         codec = self._store.codec(shard, self._sealed_as.kind)
         try:
-            reader = self._store.storage.open(key.name, shard)
-            try:
-                if reader.nbytes != codec.file_nbytes:
-                    return f"corrupt: {reader.nbytes} bytes long, expected {codec.file_nbytes}"
-                header = np.zeros(codec.header_nbytes, dtype=np.uint8)
-                where = np.array([[header.ctypes.data, header.nbytes]], dtype=np.uint64)
-                reader.read_into(where.ctypes.data, 1, header.nbytes, 0)
-            finally:
-                reader.close()
-            codec.check_header(memoryview(header.data), key, self._sealed_as.key_id)
+            header = stored_header(self._store.storage, codec, key.name)
+            codec.check_header(header, key, self._sealed_as.key_id)
             parse_entry(bytes(header))  # what a reader does not compare, the header's check covers
         except FileNotFoundError:
             return None

@@ -10,6 +10,8 @@ next save puts a new one in its place.
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -25,12 +27,14 @@ from vua.cli.owner import to_change
 from vua.cli.spread import is_large, spread
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size, table
 from vua.cli.walk import Found, described, open_root, walk
-from vua.errors import UntrustedError, VUAError
+from vua.errors import VUAError
 from vua.io import posix
+from vua.io.plain import is_plain
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
+from vua.storage.base import entry_name
 from vua.storage.description import DESCRIPTION, Description, read_description
-from vua.storage.local import FileReader, LocalStorage
+from vua.storage.local import LocalStorage, version_of
 
 __all__ = ["verify"]
 
@@ -204,7 +208,7 @@ def _check(
     storage: LocalStorage, found: Found, checker: Checker, namespace: Description, *, repair: bool
 ) -> tuple[Check | None, bool]:
     """Check one entry, None when it vanished meanwhile; and whether it was taken out of sight."""
-    reader = None
+    version = None
     try:
         fd = posix.open_beneath(storage.fileno(), found.path)
     except FileNotFoundError:
@@ -215,32 +219,33 @@ def _check(
             check = Check("error", ("not a regular file",), 0)
     else:
         place = Place(namespace.name, found.chunk, found.shard, namespace.layout_of(found.shard))
-        check, reader = _read(fd, checker, place)
+        try:
+            check, version = _read(fd, checker, place)
+        finally:
+            os.close(fd)
     if not repair or check.outcome == "sound" or found.shard is None:
         removed = False
-    elif reader is None and found.regular:
+    elif version is None and found.regular:
         removed = False  # it cannot be opened, or has further names: whoever may, decides
     else:
-        removed = storage.remove(found.chunk, found.shard, reader)
-    if reader is not None:
-        reader.close()
+        removed = storage.delete(entry_name(found.chunk, found.shard), version)
     return check, removed
 
 
-def _read(fd: int, checker: Checker, place: Place) -> tuple[Check, FileReader | None]:
-    """Check an open file, and take it over as a reader does; None where no reader would."""
+def _read(fd: int, checker: Checker, place: Place) -> tuple[Check, bytes | None]:
+    """Check an open file, and return its version; None where no reader would take it."""
     try:
         check = checker.check(fd, place)
     except VUAError as problem:
         check = Check("error", (str(problem),), 0)
-    try:
-        return check, FileReader(fd)  # closes what it does not take
-    except UntrustedError:
+    status = posix.status_cached(fd)
+    if is_plain(status, None):
+        return check, version_of(status)
+    if stat.S_ISREG(status.mode):
         links = "it has further names (hard links), so no reader takes it"
         outcome: Outcome = "foreign" if check.outcome == "sound" else check.outcome
-        return replace(check, outcome=outcome, reasons=(*check.reasons, links)), None
-    except OSError:  # not a regular file
-        return check, None
+        check = replace(check, outcome=outcome, reasons=(*check.reasons, links))
+    return check, None
 
 
 def _report(directory: str, results: list[_Result], strays: list[str], ids: frozenset[str]) -> None:

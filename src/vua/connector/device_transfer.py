@@ -32,18 +32,10 @@ from vua.connector.cache_spec import UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import LOAD_SLAB_NBYTES, GroupTransfer, PageLayouts, Tables
 from vua.connector.metadata import GroupLoad, LoadOrder
-from vua.device import (
-    CuFileMover,
-    DirectReader,
-    Fence,
-    Gds,
-    Mover,
-    PagedCache,
-    PosixMover,
-    StagedSlab,
-    Staging,
-    slots_of,
-)
+from vua.device.gds import DirectReader, Gds
+from vua.device.movers import CuFileMover, Mover, PosixMover
+from vua.device.paged import PagedCache, slots_of
+from vua.device.staging import Fence, StagedSlab, Staging
 from vua.errors import LayoutError
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt

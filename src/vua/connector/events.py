@@ -29,14 +29,14 @@ __all__ = ["FileEventLog", "FileEvents", "KVEventPublisher", "Seen", "StoredEven
 log = logging.getLogger("vllm.vua.events")
 
 _GONE: Final = -1
-_MAX_SEEN: Final = 1 << 14
+MAX_SEEN: Final = 1 << 14
 """Files of one worker between two steps."""
-_MAX_PENDING: Final = 1 << 12
+MAX_PENDING: Final = 1 << 12
 """Units ordered to be stored that no worker has confirmed: more than fit into save buffers."""
 _MAX_ANNOUNCED: Final = 1 << 16
 """Chunks whose block hashes are remembered, some 300 bytes each; an older one is not announced as
 removed."""
-_MAX_QUEUED: Final = 10_000
+MAX_QUEUED: Final = 10_000
 """Events that the engine has not taken; it takes them in every step."""
 
 
@@ -73,7 +73,7 @@ class FileEventLog:
         """Watch the files that tell whether a chunk of ``model`` is stored."""
         self._numbers = {shard: number for number, shard in enumerate(_files(model))}
         self._lock = threading.Lock()
-        self._seen: deque[Seen] = deque(maxlen=_MAX_SEEN)
+        self._seen: deque[Seen] = deque(maxlen=MAX_SEEN)
 
     def stored(self, key: ChunkKey, shard: Shard) -> None:
         """Note that a file is there."""
@@ -95,7 +95,7 @@ class FileEventLog:
         if not self._seen:
             return None
         with self._lock:
-            seen, self._seen = self._seen, deque(maxlen=_MAX_SEEN)
+            seen, self._seen = self._seen, deque(maxlen=MAX_SEEN)
         return FileEvents(list(seen))
 
 
@@ -196,7 +196,7 @@ class KVEventPublisher(ABC):
             unit = _Unit(event, names, left)
             for name in names:
                 self._pending[name] = unit
-        while len(self._pending) > _MAX_PENDING:
+        while len(self._pending) > MAX_PENDING:
             self._pending.popitem(last=False)
 
     def _event(self, request: Any, first: int, stop: int) -> StoredEvent | None:  # noqa: ANN401
@@ -241,7 +241,7 @@ class KVEventPublisher(ABC):
             hashes.clear()  # a unit's other chunks share the list
 
     def _emit(self, event: object) -> None:
-        if len(self._queue) < _MAX_QUEUED:
+        if len(self._queue) < MAX_QUEUED:
             self._queue.append(event)
         elif not self._full:
             self._full = True

@@ -11,7 +11,8 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import wait as wait_for
+from typing import Any, Final
 
 from vua.capacity.ttl import raise_ttls
 from vua.connector.adapters import Adapter
@@ -27,9 +28,16 @@ from vua.format.keys import KeyChain, token_ids
 from vua.io.workers import Attempt, Workers
 from vua.store.namespace import Namespace
 
-__all__ = ["Lookup", "Lookups", "unasked"]
+__all__ = ["Lookup", "Lookups", "StepPatience", "unasked"]
 
 log = logging.getLogger("vllm.vua.scheduler")
+
+_STEP_WAIT_S: Final = 0.001
+"""Time per step that lookups are waited for. Mostly they are done by then; and an engine with
+nothing else to do would otherwise spin, and starve the lookup's thread of the GIL."""
+_IDLE_STEP_WAIT_S: Final = 0.01
+"""The same where no request computes or loads: nobody else waits then, and prompts that came
+together are computed in one step, not the first one alone."""
 
 
 class Lookup:
@@ -97,6 +105,34 @@ def unasked(request: Any, options: RequestOptions) -> Lookup:  # noqa: ANN401
     return lookup
 
 
+class StepPatience:
+    """How long the engine's thread waits for lookups in one step: for all of them together."""
+
+    def __init__(self) -> None:
+        """Begin with a step."""
+        self._left_s: float | None = None
+        """None before the first wait."""
+
+    def renew(self) -> None:
+        """Begin another step."""
+        self._left_s = None
+
+    def wait(self, lookup: Lookup, *, busy: bool) -> None:
+        """Wait for an answer; ``busy``: some request computes or loads."""
+        if self._left_s is None:
+            self._left_s = _STEP_WAIT_S if busy else _IDLE_STEP_WAIT_S
+        if not lookup and self._left_s > 0:
+            began = time.monotonic()
+            wait_for([lookup.answer], timeout=self._left_s)
+            self._left_s -= time.monotonic() - began
+
+    def pause(self) -> None:
+        """Do not let an idle engine spin while a request waits; once a step."""
+        if self._left_s:
+            time.sleep(max(0.0, min(self._left_s, _STEP_WAIT_S)))
+            self._left_s = 0.0
+
+
 class Lookups:
     """Answers questions about prompts; asked by one thread, never blocks it."""
 
@@ -113,7 +149,7 @@ class Lookups:
         self._media = media
         self._events = events
         self._threads: Workers[Lookup] = Workers(
-            2, timeout_s=config.io_timeout_s, name="vua-lookup"
+            2, timeout_s=config.timeouts.io_s, name="vua-lookup"
         )
         self._guard = StorageGuard("lookups")
         self._warned: set[str] = set()
@@ -138,12 +174,6 @@ class Lookups:
             lookup.answer.set_result(None)
         return lookup
 
-    def may_store(self, lookup: Lookup) -> bool:
-        """Whether the keys still name what the request computes: see `vua.connector.media`."""
-        features, media = lookup.request.mm_features, lookup.media
-        named = not isinstance(media, UncachedError) and len(media) == len(features)
-        return named and not self._media.doubtful(features)
-
     def close(self) -> None:
         """Stop the threads; waits for none, and announces nothing more."""
         self._events = None
@@ -152,7 +182,7 @@ class Lookups:
     def _answer(self, attempt: Attempt[Lookup]) -> None:
         lookup = attempt.what
         found = self._look_up(lookup)
-        if time.monotonic() - lookup.asked_s < self._config.lookup_timeout_s:
+        if time.monotonic() - lookup.asked_s < self._config.timeouts.lookup_s:
             self._guard.went(well=True)
         lookup.answer.set_result(found)
 

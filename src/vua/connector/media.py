@@ -69,6 +69,11 @@ class Media:
             problem = UncachedError("one identifier was given to different images")
         return problem or names
 
+    def still_named(self, names: list[bytes] | UncachedError, features: Sequence[Any]) -> bool:
+        """Whether names that :meth:`look_at` gave before still tell what a request computes."""
+        named = not isinstance(names, UncachedError) and len(names) == len(features)
+        return named and not self.doubtful(features)
+
     def doubtful(self, features: Sequence[Any]) -> bool:
         """Whether some identifier has stood for something else, or for something unknown."""
         return any(not self._content.get(each.identifier) for each in features)

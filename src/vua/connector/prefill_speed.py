@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Final
 
 from vua.connector.regression import Regression
+from vua.connector.step import ScheduledRequest
 
 __all__ = ["PrefillSpeed", "prompt_work"]
 
@@ -21,20 +22,14 @@ _PROMPT: Final = 16
 generates gets with its guesses."""
 
 
-def prompt_work(output: Any) -> tuple[int, float]:  # noqa: ANN401
-    """Return what a step computes of prompts, from vLLM's SchedulerOutput: (tokens, attended).
+def prompt_work(requests: Iterable[ScheduledRequest]) -> tuple[int, float]:
+    """Return what a step computes of prompts: (tokens, attended).
 
     ``attended`` is the sum over these tokens of how many tokens are before each.
     """
-    prompts = {name: n for name, n in output.num_scheduled_tokens.items() if n >= _PROMPT}
-    if not prompts:
-        return 0, 0.0
-    before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-    cached = output.scheduled_cached_reqs
-    for at, name in enumerate(cached.req_ids):
-        before[name] = cached.num_computed_tokens[at]
-    attended = sum(count * (before.get(name, 0) + count / 2) for name, count in prompts.items())
-    return sum(prompts.values()), attended
+    prompts = [each for each in requests if each.tokens >= _PROMPT]
+    attended = sum(each.tokens * (each.computed + each.tokens / 2) for each in prompts)
+    return sum(each.tokens for each in prompts), attended
 
 
 class PrefillSpeed:

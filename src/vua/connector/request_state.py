@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +9,7 @@ from vua.connector.adapters import Adapter
 from vua.connector.load_policy import NOTHING_STORED, LoadDecision
 from vua.connector.lookup import Lookup
 from vua.connector.request import RequestOptions
+from vua.connector.step import Tables
 
 __all__ = ["RequestState"]
 
@@ -37,15 +37,13 @@ class RequestState:
     loading: list[int] = field(default_factory=list)
     """Blocks that a running load fills; empty where a load fails as a whole."""
     block_ids: list[list[int]] = field(default_factory=list)
-    """Its block table, per vLLM cache group."""
+    """Its block table, per cache group."""
     next_save: int | None = None
     """First chunk not yet ordered to be saved; None until the lookup's answer is known."""
 
-    def extend(self, new: Sequence[Sequence[int]] | None, *, resumed: bool) -> None:
-        """Append blocks to the block table; ``resumed``: after a preemption, to a new one."""
-        if resumed:
-            self.block_ids = []
-        for number, table in enumerate(new or ()):
-            if number == len(self.block_ids):
-                self.block_ids.append([])
-            self.block_ids[number] += table
+    def extend(self, new: Tables, *, begins: bool) -> None:
+        """Append blocks to the block table; ``begins``: to a new one."""
+        if begins or not self.block_ids:
+            self.block_ids = [[] for _ in new]
+        for number, blocks in enumerate(new):
+            self.block_ids[number] += blocks

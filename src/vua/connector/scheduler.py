@@ -11,7 +11,6 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from concurrent.futures import wait as wait_for
 from typing import Any, Final
 
 from vua.connector.adapters import Adapter, AdapterBook
@@ -19,34 +18,26 @@ from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
-from vua.connector.lookup import Lookup, Lookups, unasked
+from vua.connector.lookup import Lookup, Lookups, StepPatience, unasked
 from vua.connector.media import Media
-from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder, Verdict
+from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, Verdict
 from vua.connector.metrics import Recorder, Series
 from vua.connector.opening import Opening, open_namespace
-from vua.connector.origins import MIXED, Origin, Origins
 from vua.connector.prefill_speed import prompt_work
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.request_metrics import RequestMetrics
 from vua.connector.request_state import RequestState
-from vua.connector.save_selection import Step, to_save
+from vua.connector.save_scheduler import SaveScheduler, stop_at_state
+from vua.connector.step import ScheduledStep
 from vua.connector.witness import Witness
 from vua.connector.worker_output import WorkerOutput
 from vua.errors import VUAError
 from vua.format.identity import Identity
-from vua.format.keys import token_ids
 from vua.store.namespace import Namespace
 from vua.weights import Identification
 
 __all__ = ["SchedulerSide"]
-
-_STEP_WAIT_S: Final = 0.001
-"""Time per step that lookups are waited for. Mostly they are done by then; and an engine with
-nothing else to do would otherwise spin, and starve the lookup's thread of the GIL."""
-_IDLE_STEP_WAIT_S: Final = 0.01
-"""The same where no request computes or loads: nobody else waits then, and prompts that came
-together are computed in one step, not the first one alone."""
 
 _LOOK_AGAIN_S: Final = 0.02
 """How often chunks are looked up that another engine is still writing."""
@@ -93,17 +84,17 @@ class SchedulerSide:
         """Whether there is a namespace: the two below are there then."""
         self._namespace: Namespace
         self._lookups: Lookups
-        self._use_what_is_known()
-        self._options = OptionReader(allow_pins=config.allow_pins)
+        self._options = OptionReader(allow_pins="pins" in config.allow)
         self._states: dict[str, RequestState] = {}
-        self._adapters = AdapterBook(model.workers, config.lookup_timeout_s)
-        self._origins, self._resets = Origins(model.block_sizes), 0
+        self._adapters = AdapterBook(model.workers, config.timeouts.lookup_s)
         self._retry_s = 0.0
         self._loads: list[LoadOrder] = []
-        self._patience_s: float | None = None
-        """How long lookups may still be waited for in this step; None before the first."""
+        self._patience = StepPatience()
         self.policy = LoadPolicy(model, config)
         self.accounts = RequestMetrics(self.stats, self.policy)
+        self._saves = SaveScheduler(config, model.block_sizes, self._media, self.accounts, events)
+        self._saves.use(model, self.witness)
+        self._use_what_is_known()
 
     def _use_what_is_known(self) -> None:
         """Use the namespace that was opened meanwhile."""
@@ -118,6 +109,7 @@ class SchedulerSide:
     def _use(self, model: Model, namespace: Namespace) -> None:
         self._model, self._namespace = model, namespace
         self.witness = Witness(model, self._config, self.stats, self._setup)
+        self._saves.use(model, self.witness)
         self._lookups = Lookups(model, namespace, self._config, self._media, self._events)
         self._open = True
 
@@ -137,7 +129,7 @@ class SchedulerSide:
             old.close()
         else:
             self._model = model
-        self._resets += 1
+        self._saves.reset()
         for state in self._states.values():
             state.outdated = True
         if self._events is not None:
@@ -196,9 +188,11 @@ class SchedulerSide:
         *,
         loads: bool,
     ) -> tuple[int | None, bool]:
-        self._be_patient(state.lookup)
+        self._patience.wait(
+            state.lookup, busy=any(state.admitted for state in self._states.values())
+        )
         if not state.lookup:
-            if time.monotonic() - state.lookup.asked_s < self._config.lookup_timeout_s:
+            if time.monotonic() - state.lookup.asked_s < self._config.timeouts.lookup_s:
                 return None, False
             if state.lookup.give_up():
                 self._account(state, "timeout")
@@ -209,7 +203,7 @@ class SchedulerSide:
         self._account(state, state.lookup.outcome)
         if found is not None and found.states:
             start = found.tokens if loads else 0
-            self._stop_at_state(request, found, max(start, num_computed_tokens))
+            stop_at_state(request, found, max(start, num_computed_tokens))
         # where it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False
@@ -221,34 +215,13 @@ class SchedulerSide:
         """Decide how much to load of what was found behind ``start`` tokens."""
         limit = self.witness.limit(state.request, found, start)
         if limit is None:
-            self._pause()
+            self._patience.pause()
             return None, False
         state.decision = TO_COMPARE
         if limit > start:
             state.decision = self.policy.decide(start, limit, asked=state.options.wait_s > 0)
         tokens = state.decision.tokens
         return tokens, tokens > 0
-
-    @staticmethod
-    def _stop_at_state(request: Any, found: PrefixMatch, computed: int) -> None:  # noqa: ANN401
-        """Let vLLM end a step where a state is to be stored, behind ``computed`` tokens.
-
-        It does so by itself where its own prefix cache knows that others share the prefix (its
-        scheduler's "junction"), and, but for an odd size of its blocks, at the end of the prompt.
-        """
-        if getattr(request, "shared_prefix_boundary", computed + 1) <= computed:
-            further = [at for at in found.states if at > computed]
-            request.shared_prefix_boundary = min(further, default=0)
-
-    def _be_patient(self, lookup: Lookup) -> None:
-        """Wait for a lookup, together with all others no longer than this step's patience."""
-        if self._patience_s is None:
-            busy = any(state.admitted for state in self._states.values())
-            self._patience_s = _STEP_WAIT_S if busy else _IDLE_STEP_WAIT_S
-        if not lookup and self._patience_s > 0:
-            began = time.monotonic()
-            wait_for([lookup.answer], timeout=self._patience_s)
-            self._patience_s -= time.monotonic() - began
 
     def _waits(self, state: RequestState, found: PrefixMatch) -> bool:
         """Whether to look again later: the client said that the prompt is being written."""
@@ -258,14 +231,8 @@ class SchedulerSide:
         if now - state.lookup.asked_s >= _LOOK_AGAIN_S:
             state.lookup = self._ask(state.request, state.options, state.adapter)
         else:
-            self._pause()
+            self._patience.pause()
         return True
-
-    def _pause(self) -> None:
-        """Do not let an idle engine spin while a request waits; once a step."""
-        if self._patience_s:
-            time.sleep(max(0.0, min(self._patience_s, _STEP_WAIT_S)))
-            self._patience_s = 0.0
 
     def _account(self, state: RequestState, outcome: str) -> None:
         request, seconds = state.request, time.monotonic() - state.arrived_s
@@ -291,12 +258,6 @@ class SchedulerSide:
             state.outdated = request.lora_request is not None and adapter is None
             self._states[request.request_id] = state
         return state
-
-    def _origin(self, state: RequestState | None) -> Origin:
-        """What computes a request's blocks now."""
-        if state is None or state.outdated:
-            return MIXED
-        return Origin(self._resets, state.adapter)
 
     def _ask(self, request: Any, options: RequestOptions, adapter: Adapter | None) -> Lookup:  # noqa: ANN401
         self._use_what_is_known()
@@ -324,7 +285,7 @@ class SchedulerSide:
             block, (table,) = self._model.align, tables
             state.loading = table[start // block : -(-stop // block)]
         self._loads.append(LoadOrder(request.request_id, tables, parts, state.adapter))
-        self._origins.begins(tables, start, self._origin(state))
+        self._saves.begins(state, tables, start)
         self.accounts.load_ordered(request.request_id, start, stop, state.decision)
         self.witness.loaded(request, found)
 
@@ -381,7 +342,7 @@ class SchedulerSide:
     def take_loads(self) -> list[LoadOrder]:
         """Return the loads ordered since the last step. vLLM waits for each: none may get lost."""
         loads, self._loads = self._loads, []
-        self._patience_s = None
+        self._patience.renew()
         self.policy.step_begins()
         return loads
 
@@ -404,112 +365,9 @@ class SchedulerSide:
         """The epoch that orders belong to, also before the model is identified."""
         return self._model.identity.epoch
 
-    def add_saves(self, orders: ConnectorMetadata, output: Any) -> None:  # noqa: ANN401
+    def add_saves(self, orders: ConnectorMetadata, step: ScheduledStep) -> None:
         """Add the chunks that are complete after this step's forward pass, if it has one."""
-        orders.idle = not output.num_scheduled_tokens
-        self.accounts.step_scheduled(*prompt_work(output))
-        if not (self._may_save or self.witness.watching):
-            return
-        for new in output.scheduled_new_reqs:
-            state = self._states.get(new.req_id)
-            self._begins(state, new.block_ids, new.num_computed_tokens)
-            if state is not None:
-                state.block_ids = [list(table) for table in new.block_ids]
-                self._add(orders, state, new.num_computed_tokens, output)
-        cached = output.scheduled_cached_reqs
-        for at, request_id in enumerate(cached.req_ids):
-            state, fresh = self._states.get(request_id), cached.new_block_ids[at] or ()
-            computed, resumed = cached.num_computed_tokens[at], request_id in cached.resumed_req_ids
-            if resumed:
-                self._begins(state, fresh, computed)
-            else:
-                for table in fresh:
-                    self._origins.computes(table, self._origin(state))
-            if state is not None:
-                state.extend(fresh, resumed=resumed)
-                self._add(orders, state, computed, output)
-
-    def _begins(
-        self, state: RequestState | None, tables: Sequence[Sequence[int]], computed: int
-    ) -> None:
-        """Note what a request's blocks are of; nothing of it is stored if it begins with others."""
-        cached_tokens = computed if state is None else min(state.local_tokens, computed)
-        if not self._origins.begins(tables, cached_tokens, self._origin(state)) and state:
-            state.outdated = True
-
-    def _add(
-        self,
-        orders: ConnectorMetadata,
-        state: RequestState,
-        computed: int,
-        output: Any,  # noqa: ANN401
-    ) -> None:
-        """Add what is to be compared, and stored, of one request."""
-        request_id = state.request.request_id
-        if self.witness.watching and state.lookup and not state.outdated:
-            complete = computed + output.num_scheduled_tokens[request_id]
-            order = self.witness.order(
-                request_id, state.lookup.answer.result(), complete, self._tables(state, output)
-            )
-            orders.witnesses += [order] if order else []
-        if self._may_save:
-            self._save(orders, state, computed, output)
-
-    def _tables(self, state: RequestState, output: Any) -> list[list[int]]:  # noqa: ANN401
-        """Return a request's block tables; of a window's blocks vLLM keeps what it still needs."""
-        if self._model.plain:
-            return state.block_ids
-        tables = output.kv_connector_block_state.get_block_ids(state.request.request_id)
-        return [list(table) for table in tables]
-
-    def _first_chunk(
-        self, state: RequestState, found: PrefixMatch, computed: int
-    ) -> tuple[range, int]:
-        """Return the chunks to look at again (see `Step.reused`), and the first one to save."""
-        if state.next_save is not None or self._model.plain:
-            return range(0), found.stored if state.next_save is None else state.next_save
-        # windows before it may be missing, and come by now
-        loaded = found.tokens if state.decision.left_out else computed
-        first = min(found.stored, loaded // self._model.chunk_tokens)
-        # vLLM's own prefix cache may have more than is stored
-        return range(first if computed > found.tokens else 0), first
-
-    def _save(
-        self,
-        orders: ConnectorMetadata,
-        state: RequestState,
-        computed: int,
-        output: Any,  # noqa: ANN401
-    ) -> None:
-        if not state.options.store or state.outdated or not state.lookup:
-            return
-        found = state.lookup.answer.result()
-        if found is None or not self._lookups.may_store(state.lookup):
-            return
-        request_id, size = state.request.request_id, self._model.chunk_tokens
-        reused, first = self._first_chunk(state, found, computed)
-        # of scheduled tokens those after the last known one are guesses
-        complete = min(computed + output.num_scheduled_tokens[request_id], state.request.num_tokens)
-        if found.states:
-            self._stop_at_state(state.request, found, complete)
-        if self._config.save_generated and complete // size > len(found.keys):
-            found.keys = found.keys.longer(token_ids(state.request.all_token_ids[:complete]))
-        stop = min(complete // size, len(found.keys))
-        stop = max(stop, first)
-        state.next_save = stop
-        if stop == first and not reused:
-            return
-        tables = self._tables(state, output)
-        step = Step(range(first, stop), computed, complete, tables, reused)
-        parts = [
-            (number, keys)
-            for number in range(len(self._model.groups))
-            if (keys := to_save(self._model, number, found, step, self._config.window_every_tokens))
-        ]
-        if parts:
-            hints, adapter = state.options.hints, state.adapter
-            orders.saves.append(SaveOrder(list(tables), parts, hints, adapter))
-            self.witness.stored(state.request, found, range(first, stop))
-            self.accounts.saves_ordered(request_id, sum(len(keys) for _, keys in parts))
-            if self._events is not None:
-                self._events.ordered(state.request, found.keys, range(first, stop))
+        orders.idle = not step.requests
+        self.accounts.step_scheduled(*prompt_work(step.requests))
+        if self._may_save or self.witness.watching:
+            self._saves.add(orders, self._states, step, saves=self._may_save)

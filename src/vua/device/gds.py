@@ -9,6 +9,7 @@ it again and says why. Publishing and verification are the store's; only the byt
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -16,21 +17,23 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vua.device.copies import synchronize
+from vua.device.copy import synchronize
 from vua.device.movers import Mover
 from vua.device.xxh3 import checksums, on_host
 from vua.errors import ConfigError, EntryError, UntrustedError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
+from vua.format.verify import check_payload
+from vua.io.posix import FileStatus
 from vua.io.workers import Attempt, Workers
-from vua.storage.base import Reader, Storage
+from vua.storage.base import Storage, entry_name
 
 __all__ = ["DirectReader", "Gds"]
 
@@ -181,9 +184,10 @@ class _Read:
     well: bool = False
 
 
-@runtime_checkable
-class _Descriptor(Protocol):
-    def fileno(self) -> int: ...
+class _Files(Protocol):
+    """What a storage has whose capabilities say ``device_reads``."""
+
+    def open_file(self, name: str) -> tuple[int, FileStatus]: ...
 
 
 class DirectReader:
@@ -250,14 +254,16 @@ class DirectReader:
 
     def _open(self, mover: Mover, key: ChunkKey) -> tuple[Any, _Sums] | None:
         """Return a handle and the table of checksums of a file that says it is ``key``'s."""
+        if not self._storage.capabilities.device_reads:
+            return None
         try:
-            reader: Reader = self._storage.open(key.name, self._codec.shard)
+            files = cast("_Files", self._storage)
+            fd, status = files.open_file(entry_name(key.name, self._codec.shard))
         except (OSError, UntrustedError):
             return None  # not there, or not to be had: the loader says which
         try:
-            if not isinstance(reader, _Descriptor) or reader.nbytes != self._codec.file_nbytes:
+            if status.nbytes != self._codec.file_nbytes:
                 return None
-            fd = reader.fileno()
             header = os.pread(fd, self._codec.header_nbytes, 0)
             table = self._codec.check_header(memoryview(header), key)
             return mover.open(fd), table
@@ -268,7 +274,8 @@ class DirectReader:
             self._gds.count(well=False)
             return None
         finally:
-            reader.close()
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def _right(self, memory: Tensor, tables: Sequence[_Sums]) -> int:
         """Count the leading chunks whose checksums are those of their files."""
@@ -277,5 +284,13 @@ class DirectReader:
         places = np.arange(len(tables), dtype=np.int64)[:, None] * self._payload
         starts = (places + self._starts).ravel()
         found = checksums(memory, starts, np.tile(self._sizes, len(tables)))
-        same = (found.reshape(len(tables), -1) == np.stack(tables)).all(axis=1)
-        return int(np.argmin(same)) if not same.all() else len(tables)
+        layout, shard = self._codec.layout, self._codec.shard
+        for place, (table, digests) in enumerate(
+            zip(tables, found.reshape(len(tables), -1), strict=True)
+        ):
+            try:
+                check_payload(layout, shard, table, digests)
+            except EntryError as problem:
+                log.debug("a file read by the device: %s", problem)
+                return place
+        return len(tables)

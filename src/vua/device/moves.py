@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vua.device.pages import WORDS, PagedCache
+from vua.device.paged import WORDS, PagedCache
 from vua.errors import InputError, LayoutError
 
 __all__ = ["Job", "Move", "Runs", "check_slots", "move", "plan", "runs"]

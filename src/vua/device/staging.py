@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vua.device.copies import choose, gather, scatter
+from vua.device.copy import choose, gather, scatter
 from vua.device.moves import check_slots
-from vua.device.pages import PagedCache
+from vua.device.paged import PagedCache
 from vua.device.slab import Slab, SlabPool
 from vua.errors import InputError, LayoutError
 from vua.format.layout import ITEMSIZE, KVLayout, Shard

@@ -48,6 +48,7 @@ from vua.format.header import (
 )
 from vua.format.keys import ChunkKey
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
+from vua.native import digests_of
 
 __all__ = ["FORMAT", "EntryCodec", "EntryInfo", "codec_of", "parse_entry"]
 
@@ -118,7 +119,7 @@ class EntryCodec:
         """Return the xxh3-64 of each unit of a whole payload that lies in one piece."""
         edges = [0, *itertools.accumulate(self.unit_nbytes())]
         view = memoryview(payload.data)
-        return [xxhash.xxh3_64_intdigest(view[a:b]) for a, b in itertools.pairwise(edges)]
+        return digests_of([view[a:b]] for a, b in itertools.pairwise(edges))
 
     def _tensors(self) -> str:
         layout, shard = self.layout, self.shard

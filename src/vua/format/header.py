@@ -72,6 +72,12 @@ class EntryInfo:
     """Of a sealed file the kind of its seal."""
     mark: Mark = PLAIN
 
+    def check_length(self, nbytes: int) -> None:
+        """Raise CorruptEntryError where the file is not as long as it says."""
+        if nbytes != self.file_nbytes:
+            msg = f"{nbytes} bytes long, expected {self.file_nbytes}"
+            raise CorruptEntryError(msg)
+
     @property
     def key(self) -> ChunkKey:
         """The chunk's key as the file states it."""

@@ -129,7 +129,8 @@ def _bind() -> dict[str, ctypes._NamedFuncPointer]:
     return found
 
 
-_calls = _bind()
+calls = _bind()
+"""What this system has, by name; without an entry the same is done another way."""
 
 _EXT: Final = 0xEF53
 _LOCAL: Final = frozenset(
@@ -157,7 +158,7 @@ def iovecs_at(address: int, count: int) -> Iovecs:
 
 def _unsupported_openat2() -> bool:
     """True where the kernel or a seccomp filter does not let us use openat2."""
-    if "openat2" not in _calls:
+    if "openat2" not in calls:
         return True
     try:
         fd = _openat2("openat2", os.open("/", os.O_RDONLY | os.O_DIRECTORY), b".", close=True)
@@ -169,7 +170,7 @@ def _unsupported_openat2() -> bool:
 
 def _openat2(call: str, dir_fd: int, path: bytes, *, close: bool = False) -> int:
     how = _HOW_CACHED if call == "openat2_cached" else _HOW_PLAIN
-    fd: int = _calls[call](_SYS_OPENAT2, dir_fd, path, how, ctypes.sizeof(how))
+    fd: int = calls[call](_SYS_OPENAT2, dir_fd, path, how, ctypes.sizeof(how))
     code = ctypes.get_errno()
     if close:
         os.close(dir_fd)
@@ -195,7 +196,7 @@ def is_ext4(fd: int) -> bool:
 
 
 def _file_system(fd: int) -> int | None:
-    call = _calls.get("fstatfs")
+    call = calls.get("fstatfs")
     buffer = ctypes.create_string_buffer(256)  # struct statfs, f_type is its first long
     if call is None or call(fd, buffer) != 0:
         return None
@@ -210,8 +211,8 @@ def allocate(fd: int, nbytes: int) -> None:
     ``os.posix_fallocate``, which writes to each block where the file system cannot.) Releases the
     GIL.
     """
-    if "fallocate" in _calls:
-        _calls["fallocate"](fd, 0, 0, nbytes)
+    if "fallocate" in calls:
+        calls["fallocate"](fd, 0, 0, nbytes)
 
 
 def cached_pages(fd: int) -> int | None:
@@ -220,7 +221,7 @@ def cached_pages(fd: int) -> int | None:
     None where the system cannot tell: before Linux 6.5, and for files that this process may not
     write. (A read that does not wait would tell, too, but newer systems fetch the file then.)
     """
-    call = _calls.get("cachestat")
+    call = calls.get("cachestat")
     whole, found = ctypes.create_string_buffer(16), ctypes.create_string_buffer(40)
     if call is None or call(_SYS_CACHESTAT, fd, whole, found, 0) != 0:
         return None
@@ -280,7 +281,7 @@ class FileStatus(NamedTuple):
 
 def status_cached(fd: int) -> FileStatus:
     """Return what the kernel knows of an open file; keeps the GIL and never asks a server."""
-    call = _calls.get("statx")
+    call = calls.get("statx")
     if call is not None:
         buffer = _StatxBuffer()
         if call(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_BASIC, buffer) == 0:
@@ -293,8 +294,8 @@ def status_cached(fd: int) -> FileStatus:
 
 def close_cached(fd: int) -> None:
     """Close a descriptor that was only read from, keeping the GIL; see :func:`is_local`."""
-    if "close_cached" in _calls:
-        _calls["close_cached"](fd)
+    if "close_cached" in calls:
+        calls["close_cached"](fd)
     else:
         os.close(fd)
 
@@ -305,7 +306,7 @@ def preadv_cached(fd: int, iovecs: int, count: int, offset: int) -> int:
     Keeps the GIL, never blocks. Returns the bytes read, which may be fewer than asked for, or -1
     when the rest would need I/O (or the file system does not support the question).
     """
-    call = _calls.get("preadv_cached")
+    call = calls.get("preadv_cached")
     return -1 if call is None else int(call(fd, iovecs, count, offset, _RWF_NOWAIT))
 
 
@@ -356,7 +357,7 @@ def _rest(iovecs: Iovecs, moved: int) -> Iovecs:
 
 
 def _vector_call(call: str, fd: int, batch: Iovecs, offset: int) -> int:
-    bound = _calls.get(call)
+    bound = calls.get(call)
     if bound is None:  # portable path: the same call through Python's own wrapper
         views = [memory_at(int(address), int(nbytes)) for address, nbytes in batch if nbytes]
         return os.preadv(fd, views, offset) if call == "preadv" else os.pwritev(fd, views, offset)

@@ -19,10 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vua.device import PagedCache, gather, scatter, synchronize
+from vua.device.copy import gather, scatter, synchronize
+from vua.device.paged import PagedCache
 from vua.errors import InputError
-from vua.lmcache.interface import GPUConnectorInterface, KVBlobConnector
-from vua.lmcache.memory import MemoryFormat, MemoryObj, set_format
+from vua.lmcache.interface import (
+    GPUConnectorInterface,
+    KVBlobConnector,
+    MemoryFormat,
+    MemoryObj,
+    set_format,
+)
 
 __all__ = [
     "GPUConnectorInterface",
@@ -97,7 +103,7 @@ class _PagedConnector(KVBlobConnector):
         self._known: tuple[object, PagedCache] | None = None
 
     def _axes(self, layer: Any) -> str:  # noqa: ANN401
-        """Return the axes of a layer's tensor or pair, see `vua.device.KNOWN_AXES`."""
+        """Return the axes of a layer's tensor or pair, see `vua.device.paged.KNOWN_AXES`."""
         if isinstance(layer, Tensor) or len(layer) != 2 or layer[0].dim() != 4:
             raise InputError(
                 f"a layer of kvcaches is {_kind(layer)}; expected a pair (K, V) of "
@@ -209,7 +215,7 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
             use_gpu: keep a buffer for one chunk on the engine's device; whole chunks to and from
                 other devices then pass through it. Needs the three that follow.
             kwargs: ``chunk_size`` (tokens), ``dtype``, ``device``; ``use_mla``; ``axes``, to name
-                the cache's layout (see `vua.device.KNOWN_AXES`) instead of having it recognised.
+                the cache's layout (`vua.device.paged.KNOWN_AXES`) instead of having it recognised.
 
         Raises ValueError on bad sizes, or where ``use_gpu`` lacks one of its three.
         """

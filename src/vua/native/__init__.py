@@ -14,30 +14,34 @@ then. The environment variable ``VUA_NATIVE`` says whether the library is used: 
 default), ``off``, or ``require`` (fail without it). :func:`status` says whether it is.
 """
 
-from vua.native.batches import ARRAYS_MAX, THREADS, Batch, Recipe, checksums, load
+from vua.native.batches import THREADS, hash_entry, read_entries
 from vua.native.bindings import Status, library, status
+from vua.native.fallback import read_entry
 from vua.native.moves import ITEMS, Boxes, move
 from vua.native.prefixes import chain, narrow
 from vua.native.saves import LEFT, PRESENT, WRITTEN, Writing, save
+from vua.native.transfer import Digest, Headers, Transfer, digests_of
 
 __all__ = [
-    "ARRAYS_MAX",
     "ITEMS",
     "LEFT",
     "PRESENT",
     "THREADS",
     "WRITTEN",
-    "Batch",
     "Boxes",
-    "Recipe",
+    "Digest",
+    "Headers",
     "Status",
+    "Transfer",
     "Writing",
     "chain",
-    "checksums",
+    "digests_of",
+    "hash_entry",
     "library",
-    "load",
     "move",
     "narrow",
+    "read_entries",
+    "read_entry",
     "save",
     "status",
 ]

@@ -1,4 +1,4 @@
-"""Reads and hashes batches of entry files by `load.c`."""
+"""Reads and hashes many entry files by one call of `load.c`, and hashes chunks in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -15,12 +14,12 @@ import numpy.typing as npt
 
 from vua.io.forks import watch
 from vua.io.posix import page_aligned
-from vua.native.bindings import library, xxh3
+from vua.native import fallback
+from vua.native.bindings import library
+from vua.native.transfer import Headers, Transfer
 
-__all__ = ["ARRAYS_MAX", "THREADS", "Batch", "Recipe", "checksums", "crew", "load"]
+__all__ = ["THREADS", "crew", "hash_entry", "read_entries"]
 
-ARRAYS_MAX: Final = 2
-"""Arrays of a chunk that `load.c` has room for: K and V."""
 _NOWAIT, _DIRECT = 1, 2
 _HELD_NBYTES: Final = 2 << 20
 """A batch up to this size keeps the GIL while the page cache answers, some 300 us: beside a busy
@@ -68,161 +67,72 @@ class _Crew:
 crew: Final = _Crew()
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How files of one shard are cut into reads, and those into runs."""
-
-    file_nbytes: int
-    """Size of each file; another size is not in order."""
-    header_nbytes: int
-    table_offset: int
-    """Where in the header the checksums (u64, little-endian) begin."""
-    slices: npt.NDArray[np.uint64]
-    """One read each, ``[slices, 7]``: first run, run stop, whether the header is read along,
-    nbytes, offset, first unit, unit stop."""
-    runs: npt.NDArray[np.uint64]
-    """``[runs, 5]`` in file order: array (``ARRAYS_MAX`` for those that are only to be verified),
-    head, layer, place in a sink of one piece, bytes of a piece."""
-    unit_nbytes: npt.NDArray[np.uint64]
-    """What each checksum covers, ``[units]``."""
-    unit_place: npt.NDArray[np.uint64]
-    """Place of each unit's checksum in the table, ``[units]``."""
-    pieces: int
-    """Of a chunk in memory."""
-    sink_nbytes: int
-    """Memory that takes the runs that are only to be verified."""
-
-    def fields(self) -> tuple[int, ...]:
-        """Return what a :class:`Batch` begins with."""
-        arrays = (self.slices, self.runs, self.unit_nbytes, self.unit_place)
-        slices, *rest = (array.ctypes.data for array in arrays)
-        return (
-            *(*(xxh3 or (0, 0, 0)), self.file_nbytes, self.header_nbytes, self.table_offset),
-            *(slices, len(self.slices), *rest, self.pieces, self.sink_nbytes),
-        )
-
-
-class Batch(ctypes.Structure):
-    """A recipe and the memory to read into, as `load.c` wants it. Immutable."""
-
-    _fields_ = (
-        ("reset", ctypes.c_void_p),
-        ("update", ctypes.c_void_p),
-        ("digest", ctypes.c_void_p),
-        ("file_nbytes", ctypes.c_uint64),
-        ("header_nbytes", ctypes.c_uint64),
-        ("table_offset", ctypes.c_uint64),
-        ("slices", ctypes.c_void_p),
-        ("slice_count", ctypes.c_uint64),
-        ("runs", ctypes.c_void_p),
-        ("unit_nbytes", ctypes.c_void_p),
-        ("unit_place", ctypes.c_void_p),
-        ("pieces", ctypes.c_uint64),
-        ("sink_nbytes", ctypes.c_uint64),
-        ("base", ctypes.c_void_p * ARRAYS_MAX),
-        ("head_stride", ctypes.c_uint64 * ARRAYS_MAX),
-        ("piece_offset", ctypes.c_void_p * ARRAYS_MAX),
-    )
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        base: Sequence[npt.NDArray[np.uint64]],
-        head_stride: Sequence[int],
-        piece_offset: Sequence[npt.NDArray[np.uint64]],
-    ) -> None:
-        """Use ``recipe`` for memory; see :class:`vua.format.layout.MemoryMap` for what names it."""
-        u64 = np.uint64
-        bases = [np.ascontiguousarray(array, dtype=u64) for array in base]
-        offsets = [np.ascontiguousarray(array, dtype=u64) for array in piece_offset]
-        self.keep = (recipe, bases, offsets)
-        super().__init__(*recipe.fields())
-        for at, (first, step, pieces) in enumerate(zip(bases, head_stride, offsets, strict=True)):
-            self.base[at] = first.ctypes.data
-            self.head_stride[at] = step
-            self.piece_offset[at] = pieces.ctypes.data
-
-
-def load(
+def read_entries(
+    transfer: Transfer,
     dir_fd: int,
     paths: Sequence[str],
-    batch: Batch,
     place: int,
-    headers: int,
+    into: Headers,
     *,
     uids: npt.NDArray[np.uint32] | None = None,
-    held: bool = True,
+    local: bool = True,
     direct: bool = False,
-) -> tuple[int, int]:
-    """Read files into memory and compare what they hash to with their own tables of checksums.
+) -> int:
+    """Read files into memory and hash them, up to the first that cannot be read.
 
     Args:
+        transfer: how, and into which memory.
         dir_fd: the directory that the paths start from; no symbolic link is followed.
         paths: the files, names of equal length.
-        batch: how each of them is read.
         place: the chunk place in memory that the first of them goes to.
-        headers: address of memory for their headers, ``[files, header_nbytes]`` bytes.
-        uids: whose files are read; by default anybody's.
-        held: whether small batches may keep the GIL while the page cache answers; see
+        into: memory for headers and digests, a row for each file.
+        uids: whose files are believed; by default anybody's.
+        local: whether small batches may keep the GIL while the page cache answers; see
             :func:`vua.io.posix.is_local` for where they must not.
         direct: whether files of which the page cache has nothing are read past it.
 
-    Returns how many files from the first on are in memory and agree with their own checksums:
-    whether they are the files asked for is for the caller to see in their headers. What lies behind
-    them in memory is undefined. 0 where there is no library, or nothing to be had this way. And how
-    many files were found not to be in the page cache.
+    Returns how many files from the first on were read. Nothing is verified: whether a file is the
+    one asked for, and sound, is for the caller to see in its header and digests. What lies behind
+    the files read is undefined.
     """
     bound = library()
-    if bound is None or not paths:
-        return 0, 0
-    names = [path.encode() + b"\0" for path in paths]
-    whose = (None, 0) if uids is None else (uids.ctypes.data, len(uids))
-    at, nbytes, done = ctypes.byref(batch), batch.file_nbytes * len(paths), 0
-    cold, flags = ctypes.c_uint64(0), _DIRECT if direct else 0
-    if held and nbytes <= _HELD_NBYTES:
-        done = bound.load_held(
-            *(at, dir_fd, b"".join(names), len(names[0]), len(names)),
-            place,
-            headers,
-            1,
-            _NOWAIT | flags,
-            *whose,
-            *(None, 0, 0, ctypes.byref(cold)),
+    if bound is None:
+        return fallback.read_entries(
+            transfer, dir_fd, paths, place, into, uids=uids, local=local, direct=direct
         )
-        names, place, headers = names[done:], place + done, headers + done * batch.header_nbytes
+    names = [path.encode() + b"\0" for path in paths]
+    trusted = (None, 0) if uids is None else (uids.ctypes.data, len(uids))
+    at, nbytes, done = ctypes.byref(transfer), transfer.file_nbytes * len(names), 0
+    flags = _DIRECT if direct else 0
+    if names and local and nbytes <= _HELD_NBYTES:
+        done = bound.load_held(
+            *(at, dir_fd, b"".join(names), len(names[0]), len(names), place, *into.addresses()),
+            *(1, _NOWAIT | flags, *trusted, None, 0, 0),
+        )
+        names = names[done:]
     if names:
         bounce = _bounce() if direct else None
+        room = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
         with crew.joined(large=nbytes >= _SHARED_NBYTES) as threads:
             done += bound.load(
-                *(at, dir_fd, b"".join(names), len(names[0]), len(names)),
-                *(place, headers, threads, flags, *whose),
-                *(
-                    (None, 0, 0)
-                    if bounce is None
-                    else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
-                ),
-                ctypes.byref(cold),
+                *(at, dir_fd, b"".join(names), len(names[0]), len(names), place + done),
+                *(*into.rest(done).addresses(), threads, flags, *trusted, *room),
             )
         if bounce is not None:
             _spare_bounces.append(bounce)
-    return done, cold.value
+    return done
 
 
-def checksums(batch: Batch, place: int) -> npt.NDArray[np.uint64] | None:
-    """Return the checksums of the chunk at ``place`` in memory, as the table of its file has them.
+def hash_entry(transfer: Transfer, place: int) -> npt.NDArray[np.uint64]:
+    """Return the xxh3-64 of each block of the chunk at ``place`` in memory, ``[blocks]``.
 
-    Args:
-        batch: of a recipe that takes whole files.
-        place: the chunk place.
-
-    Gives up the GIL. None where there is no library.
+    Of a plan without a discard buffer. Gives up the GIL.
     """
-    bound, recipe = library(), batch.keep[0]
-    if bound is None or recipe.sink_nbytes:
-        return None
-    sums = np.empty(len(recipe.unit_place), dtype=np.uint64)
-    done = bound.hash(ctypes.byref(batch), place, sums.ctypes.data)
-    return sums if done else None
+    digests = np.empty(transfer.plan.blocks, dtype=np.uint64)
+    bound = library()
+    if bound is not None and bound.hash(ctypes.byref(transfer), place, digests.ctypes.data):
+        return digests
+    return fallback.hash_entry(transfer, place)
 
 
 _spare_bounces: Final[list[npt.NDArray[np.uint8]]] = []

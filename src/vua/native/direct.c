@@ -56,7 +56,7 @@ static uint64_t aim_pages(struct iovec *rows, const struct work *work, struct pa
 
 /* Read a part straight to its place. */
 static int load_pages(struct work *work, int fd, struct part part, const struct iovec *rows,
-                      uint64_t count, char *header)
+                      uint64_t count, char *header, uint64_t *digests)
 {
     const struct slice *first = part.first;
     const struct batch *batch = work->batch;
@@ -66,7 +66,8 @@ static int load_pages(struct work *work, int fd, struct part part, const struct 
     if (first->header)
         memcpy(header, rows->iov_base, batch->header_nbytes);
     struct cursor at = {rows + (first->header != 0), 0};
-    return vua_holds(batch, at, first->unit, part.stop[-1].unit_stop, header);
+    vua_hash_units(batch, at, first->unit, part.stop[-1].unit_stop, digests);
+    return 1;
 }
 
 /* Read a part into `bounce`, but for what of its last page lies behind the end of the file. */
@@ -87,9 +88,9 @@ static int read_pages(int fd, char *bounce, struct part part, uint64_t file_nbyt
     return 1;
 }
 
-/* Verify a slice that lies at `from`, and copy it to its place. */
+/* Hash a slice that lies at `from`, and copy it to its place. */
 static int take(const struct batch *batch, const struct slice *slice, const char *from,
-                char *header, char *sink, uint64_t place)
+                char *header, char *sink, uint64_t place, uint64_t *digests)
 {
     struct iovec rows[ROWS_MAX];
     uint64_t count = vua_aim(rows, batch, slice, header, sink, place);
@@ -99,8 +100,9 @@ static int take(const struct batch *batch, const struct slice *slice, const char
     }
     struct iovec bytes = {(char *)from, slice->nbytes};
     struct cursor at = {&bytes, 0};
-    if (count == 0 || !vua_holds(batch, at, slice->unit, slice->unit_stop, header))
+    if (count == 0)
         return 0;
+    vua_hash_units(batch, at, slice->unit, slice->unit_stop, digests);
     for (uint64_t row = slice->header != 0; row < count; row++) {
         memcpy(rows[row].iov_base, from, rows[row].iov_len);
         from += rows[row].iov_len;
@@ -114,6 +116,7 @@ int vua_load_direct(struct work *work, int fd, uint64_t file, char *header, char
     const struct batch *batch = work->batch;
     const struct slice *stop = batch->slices + batch->slice_count;
     const uint64_t place = work->place + file;
+    uint64_t *digests = work->digests + file * batch->unit_count;
     struct iovec rows[ROWS_MAX];
     struct part part;
     for (const struct slice *s = batch->slices; s < stop; s = part.stop) {
@@ -122,14 +125,15 @@ int vua_load_direct(struct work *work, int fd, uint64_t file, char *header, char
             return 0; /* a unit, or a header, that is larger: there are none so far */
         uint64_t count = aim_pages(rows, work, part, bounce, sink, place);
         if (count > 0) {
-            if (!load_pages(work, fd, part, rows, count, header))
+            if (!load_pages(work, fd, part, rows, count, header, digests))
                 return 0;
             continue;
         }
         if (!read_pages(fd, bounce, part, batch->file_nbytes))
             return 0;
         for (; s < part.stop; s++)
-            if (!take(batch, s, bounce + (s->offset - part.begin), header, sink, place))
+            if (!take(batch, s, bounce + (s->offset - part.begin), header, sink, place,
+                      digests))
                 return 0;
     }
     return 1;

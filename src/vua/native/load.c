@@ -120,29 +120,15 @@ static uint64_t hash_next(const struct xxh3 *hash, struct cursor *at, uint64_t n
     return hash->digest(state);
 }
 
-int vua_holds(const struct batch *batch, struct cursor at, uint64_t unit, uint64_t stop,
-              const char *header)
+void vua_hash_units(const struct batch *batch, struct cursor at, uint64_t unit, uint64_t stop,
+                    uint64_t *digests)
 {
-    for (; unit < stop; unit++) {
-        uint64_t expected;
-        memcpy(&expected, header + batch->table_offset + 8 * batch->unit_place[unit], 8);
-        if (hash_next(&batch->hash, &at, batch->unit_nbytes[unit]) != expected)
-            return 0;
-    }
-    return 1;
+    for (; unit < stop; unit++)
+        digests[unit] = hash_next(&batch->hash, &at, batch->unit_nbytes[unit]);
 }
 
-void vua_sum(const struct batch *batch, struct cursor at, const struct slice *slice, char *table)
-{
-    for (uint64_t unit = slice->unit; unit < slice->unit_stop; unit++) {
-        uint64_t sum = hash_next(&batch->hash, &at, batch->unit_nbytes[unit]);
-        memcpy(table + 8 * batch->unit_place[unit], &sum, 8);
-    }
-}
-
-/* Hash the chunk at a place in memory: the checksums that the file of it has. Returns whether it
- * could be. Of a batch that takes whole files. */
-int vua_hash(const struct batch *batch, uint64_t place, uint64_t *sums)
+/* Hash the chunk at a place in memory. Returns whether it could be. Of a batch without a sink. */
+int vua_hash(const struct batch *batch, uint64_t place, uint64_t *digests)
 {
     struct iovec rows[ROWS_MAX];
     char header[1]; /* is not looked at */
@@ -151,7 +137,7 @@ int vua_hash(const struct batch *batch, uint64_t place, uint64_t *sums)
         if (vua_aim(rows, batch, s, header, NULL, place) == 0)
             return 0;
         struct cursor at = {rows + (s->header != 0), 0};
-        vua_sum(batch, at, s, (char *)sums);
+        vua_hash_units(batch, at, s->unit, s->unit_stop, digests);
     }
     return 1;
 }
@@ -169,7 +155,7 @@ int vua_is_plain(const struct stat *status, const struct users *trusted)
     return 1;
 }
 
-/* Load a file through the page cache. Returns whether it is good. */
+/* Load a file through the page cache. Returns whether all of it was read. */
 static int load_cached(struct work *work, int fd, uint64_t file, char *header, char *sink)
 {
     const struct batch *batch = work->batch;
@@ -181,9 +167,9 @@ static int load_cached(struct work *work, int fd, uint64_t file, char *header, c
         struct cursor at = {rows + (s->header != 0), 0};
         if (count == 0 ||
             !vua_read_rows(work, fd, rows, count, s->nbytes, s->offset,
-                           last->offset + last->nbytes, &how) ||
-            !vua_holds(batch, at, s->unit, s->unit_stop, header))
+                           last->offset + last->nbytes, &how))
             return 0;
+        vua_hash_units(batch, at, s->unit, s->unit_stop, work->digests + file * batch->unit_count);
     }
     return 1;
 }
@@ -196,6 +182,8 @@ static int load_open_file(struct work *work, int fd, uint64_t file, char *sink, 
     if (fstat(fd, &status) < 0 || !vua_is_plain(&status, &work->trusted) ||
         (uint64_t)status.st_size != batch->file_nbytes)
         return 0;
+    work->inodes[2 * file] = status.st_dev;
+    work->inodes[2 * file + 1] = status.st_ino;
     if (work->flags & DIRECT && vua_is_cold(fd)) {
         if (work->flags & NOWAIT)
             return 0;
@@ -203,7 +191,7 @@ static int load_open_file(struct work *work, int fd, uint64_t file, char *sink, 
         if (bounce != NULL && fcntl(fd, F_SETFL, O_DIRECT) == 0 &&
             vua_load_direct(work, fd, file, header, sink, bounce))
             return 1;
-        fcntl(fd, F_SETFL, 0); /* not to be had there, or damaged */
+        fcntl(fd, F_SETFL, 0); /* not to be had there */
     }
     return load_cached(work, fd, file, header, sink);
 }
@@ -218,22 +206,24 @@ static void lower(_Atomic uint64_t *value, uint64_t to)
 static void *run(void *argument)
 {
     struct work *work = argument;
-    char *sink = work->batch->sink_nbytes ? malloc(work->batch->sink_nbytes) : NULL;
+    const uint64_t sink_nbytes = work->batch->sink_nbytes;
+    char *own = sink_nbytes && !work->discard ? malloc(sink_nbytes) : NULL;
     uint64_t part = work->bounce ? atomic_fetch_add(&work->bounces_taken, 1) : 0;
     char *bounce = part < work->bounces ? work->bounce + part * work->bounce_nbytes : NULL;
     for (;;) {
         uint64_t file = atomic_fetch_add(&work->next, 1);
         if (file >= atomic_load(&work->good))
             break; /* all taken, or behind a bad one */
+        char *sink = work->discard ? work->discard + file * sink_nbytes : own;
         int fd = open_file(work, file);
-        int good = fd >= 0 && (sink || !work->batch->sink_nbytes) &&
+        int good = fd >= 0 && (sink || !sink_nbytes) &&
             load_open_file(work, fd, file, sink, bounce);
         if (fd >= 0)
             close(fd);
         if (!good)
             lower(&work->good, file);
     }
-    free(sink);
+    free(own);
     return NULL;
 }
 
@@ -255,17 +245,17 @@ static void start_more(struct work *work)
     }
 }
 
-/* Return how many files from the first on were read and hashed to what their own tables say.
- * Cold ones, which are counted, are read past the page cache where there is a `bounce`: `bounces`
+/* Return how many files from the first on were read, and hashed into `digests`.
+ * Cold ones are read past the page cache where there is a `bounce`: `bounces`
  * times `bounce_nbytes` of page aligned memory, both in pages. */
 uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint64_t path_nbytes,
-                  uint64_t files, uint64_t place, char *headers, uint64_t threads, uint64_t flags,
-                  const uint32_t *uids, uint64_t uid_count, char *bounce, uint64_t bounce_nbytes,
-                  uint64_t bounces, uint64_t *cold)
+                  uint64_t files, uint64_t place, char *headers, uint64_t *digests, uint64_t *inodes,
+                  char *discard, uint64_t threads, uint64_t flags, const uint32_t *uids, uint64_t uid_count, char *bounce, uint64_t bounce_nbytes,
+                  uint64_t bounces)
 {
     struct work work = {
-        batch, dir_fd, paths, path_nbytes, files, place, headers, flags, {uids, uid_count},
-        bounce, bounce_nbytes, bounces, .good = files,
+        batch, dir_fd, paths, path_nbytes, files, place, headers, digests, inodes, discard, flags,
+        {uids, uid_count}, bounce, bounce_nbytes, bounces, .good = files,
     };
     pthread_t helpers[THREADS_MAX];
     uint64_t started = start(helpers, threads < THREADS_MAX ? threads - 1 : THREADS_MAX, &work);
@@ -274,6 +264,5 @@ uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint
         pthread_join(helpers[--started], NULL);
     while (work.more_count > 0) /* started by one that has ended by now */
         pthread_join(work.more[--work.more_count], NULL);
-    *cold = atomic_load(&work.cold);
     return atomic_load(&work.good);
 }

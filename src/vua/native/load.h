@@ -1,4 +1,4 @@
-/* What load.c, direct.c and save.c share: the batch as vua/native/batches.py makes it, and steps. */
+/* What load.c, direct.c and save.c share: the plan and memory as vua/native/transfer.py has them, and steps. */
 #ifndef VUA_LOAD_H
 #define VUA_LOAD_H
 #include <pthread.h>
@@ -30,7 +30,7 @@ struct slice {
     uint64_t run, run_stop, header, nbytes, offset, unit, unit_stop;
 };
 
-/* What is the same for all files of a batch. The same fields as vua.native.Batch. */
+/* What is the same for all files of a batch. The same fields as vua.native.Transfer. */
 struct batch {
     struct xxh3 hash;
     uint64_t file_nbytes, header_nbytes;
@@ -39,9 +39,10 @@ struct batch {
     uint64_t slice_count;
     const struct run *runs;
     const uint64_t *unit_nbytes, *unit_place; /* [units]; place of its checksum in the table */
+    uint64_t unit_count;
     uint64_t pieces;            /* of a chunk in memory */
     uint64_t sink_nbytes;       /* all pieces of it */
-    /* Where tokens lie: see vua.format.layout.MemoryMap. */
+    /* Where tokens lie: see vua.native.Transfer. */
     const uint64_t *base[ARRAYS_MAX];         /* [layers] */
     uint64_t head_stride[ARRAYS_MAX];
     const uint64_t *piece_offset[ARRAYS_MAX]; /* [pieces of all places] */
@@ -63,6 +64,9 @@ struct work {
     uint64_t path_nbytes, files;
     uint64_t place;             /* of the first file's chunk in memory */
     char *headers;              /* [files][header_nbytes] */
+    uint64_t *digests;          /* [files][units]: what the units hash to */
+    uint64_t *inodes;           /* [files][2]: device and inode */
+    char *discard;              /* [files][sink_nbytes]; NULL: nobody wants to see it */
     uint64_t flags;
     struct users trusted;
     char *bounce;               /* for direct reads of cold files, page aligned; NULL: none */
@@ -91,12 +95,9 @@ int vua_read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t 
 uint64_t vua_aim(struct iovec *rows, const struct batch *batch, const struct slice *slice,
                  char *header, char *sink, uint64_t place);
 
-/* Whether units [unit, stop), which begin at the cursor, hash to what the header's table says. */
-int vua_holds(const struct batch *batch, struct cursor at, uint64_t unit, uint64_t stop,
-              const char *header);
-
-/* Put the checksums of a slice, whose bytes begin at the cursor, into a table as files have it. */
-void vua_sum(const struct batch *batch, struct cursor at, const struct slice *slice, char *table);
+/* Hash units [unit, stop), which begin at the cursor, into `digests`, [units]. */
+void vua_hash_units(const struct batch *batch, struct cursor at, uint64_t unit, uint64_t stop,
+                    uint64_t *digests);
 
 /* Whether this is a regular file with one name, of a user who is trusted. */
 int vua_is_plain(const struct stat *status, const struct users *trusted);
@@ -107,8 +108,8 @@ int vua_is_plain(const struct stat *status, const struct users *trusted);
 int vua_is_cold(int fd);
 
 /* Load a file past the page cache: its pages need not be found memory for, and displace none.
- * Straight to its place where that is whole pages, else through `bounce`. Returns whether it is
- * good. */
+ * Straight to its place where that is whole pages, else through `bounce`. Returns whether all of
+ * it was read. */
 int vua_load_direct(struct work *work, int fd, uint64_t file, char *header, char *sink,
                     char *bounce);
 #endif

@@ -130,7 +130,8 @@ static int write_bytes(const struct saves *saves, int fd, uint64_t file)
         struct cursor at = {rows + (s->header != 0), 0};
         if (count == 0)
             return 0;
-        vua_sum(batch, at, s, header + batch->table_offset);
+        /* of whole files: each unit's checksum stands at its own place */
+        vua_hash_units(batch, at, s->unit, s->unit_stop, (uint64_t *)(header + batch->table_offset));
         if (s->header)
             check_header(saves, header);
         if (!write_rows(fd, rows, count, s->nbytes, s->offset))

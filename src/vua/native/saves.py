@@ -9,8 +9,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from vua.native.batches import Batch, crew
+from vua.native.batches import crew
 from vua.native.bindings import library
+from vua.native.transfer import Transfer
 
 __all__ = ["LEFT", "PRESENT", "WRITTEN", "Writing", "save"]
 
@@ -60,7 +61,7 @@ class Writing(ctypes.Structure):
 
 
 def save(
-    dir_fd: int, paths: Sequence[str], batch: Batch, place: int, headers: int, writing: Writing
+    dir_fd: int, paths: Sequence[str], batch: Transfer, place: int, headers: int, writing: Writing
 ) -> list[int]:
     """Write the files of chunks in memory unless they are there, by two threads if that pays.
 
@@ -79,7 +80,7 @@ def save(
     promises.
     """
     bound = library()
-    if bound is None or batch.keep[0].sink_nbytes or not paths:
+    if bound is None or batch.discard_nbytes or not paths:
         return []
     outcome = np.zeros(len(paths), dtype=np.uint8)
     names = [path.encode() + b"\0" for path in paths]

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,14 +31,14 @@ from vua.errors import CorruptEntryError
 from vua.format.entry import EntryCodec
 from vua.format.header import AUTHENTIC, ENCRYPTED, TAG_NBYTES, Mark
 from vua.format.keys import ChunkKey
-from vua.format.plan import Digest, Plan
 from vua.io.posix import page_aligned
+from vua.native import Digest
 
 __all__ = ["Seal", "Sealed"]
 
 _NONCE_NBYTES: Final = 12
 
-Window: TypeAlias = list[list[memoryview]]
+Block: TypeAlias = Iterable[memoryview]
 
 
 class Sealed(NamedTuple):
@@ -92,35 +91,41 @@ class Seal:
         """Return what may be known."""
         return f"Seal({self.kind!r}, {self.key_id!r})"
 
-    def close(self, plan: Plan, key: ChunkKey, window: Window) -> Sealed:
-        """Seal a chunk of ``plan`` that lies in memory, which is left as it is.
+    def close(self, codec: EntryCodec, key: ChunkKey, blocks: Iterable[Block]) -> Sealed:
+        """Seal a chunk that lies in memory, which is left as it is.
 
         Args:
-            plan: of whole files, with a codec of this kind.
+            codec: of its file, of this kind of seal.
             key: the chunk.
-            window: where it lies, of :meth:`vua.format.plan.Plan.windows`.
+            blocks: the bytes of each of its checksum blocks, in parts.
         """
-        mark, codec = Mark(self.key_id, new_nonce()), plan.codec
-        stored = page_aligned(plan.recipe.nbytes) if self.kind == ENCRYPTED else None
+        mark = Mark(self.key_id, new_nonce())
+        nbytes = codec.file_nbytes - codec.header_nbytes
+        stored = page_aligned(nbytes) if self.kind == ENCRYPTED else None
         room = None if stored is None else memoryview(stored.data)
-        closing = partial(next, self._closings(plan, key, mark.nonce, room))
-        tags = plan.checksums(window, 0, codec.units, closing)
+        tags = _fed(blocks, self._closings(codec, key, mark.nonce, room))
         return Sealed(mark, b"".join(tag.to_bytes(TAG_NBYTES, "big") for tag in tags), stored)
 
-    def open(self, plan: Plan, key: ChunkKey, header: memoryview, window: Window) -> None:
+    def open(
+        self,
+        codec: EntryCodec,
+        key: ChunkKey,
+        header: memoryview,
+        blocks: Iterable[Block],
+        places: Sequence[int],
+    ) -> None:
         """See that a chunk in memory was sealed with this key, and decrypt it where it lies.
 
         Args:
-            plan: by which it was read; its codec has checked the header.
+            codec: of its file; it has checked the header.
             key: the chunk.
             header: of its file.
-            window: where it lies, of :meth:`vua.format.plan.Plan.windows`.
+            blocks: the bytes of its checksum blocks, in parts.
+            places: which of the file's blocks these are.
 
         Raises CorruptEntryError; what lies in memory is then not to be used.
         """
-        units = plan.recipe.part.unit_index.tolist()
-        opening = partial(next, self.openings(plan.codec, key, header, units))
-        if not all(plan.checksums(window, 0, len(plan.recipe.units), opening)):
+        if not all(_fed(blocks, self.openings(codec, key, header, places))):
             msg = "a tag does not match: sealed by somebody without the key, or changed since"
             raise CorruptEntryError(msg)
 
@@ -156,15 +161,26 @@ class Seal:
         return algorithm, len(bound).to_bytes(8, "little") + bound
 
     def _closings(
-        self, plan: Plan, key: ChunkKey, nonce: str, room: memoryview | None
+        self, codec: EntryCodec, key: ChunkKey, nonce: str, room: memoryview | None
     ) -> Iterator[_Closing]:
-        algorithm, bound = self._context(plan.codec, key, nonce)
-        for unit in range(plan.codec.units):
+        algorithm, bound = self._context(codec, key, nonce)
+        for unit in range(codec.units):
             context = _Cipher(algorithm, GCM(_nonce(unit))).encryptor()
             context.authenticate_additional_data(bound)
             closing = _Closing(context, room)
             yield closing
             room = None if room is None else room[closing.written :]
+
+
+def _fed(blocks: Iterable[Block], digests: Iterator[Digest]) -> list[int]:
+    """What each block's digest makes of its bytes; a digest is asked for when its turn comes."""
+    found = []
+    for block in blocks:
+        digest = next(digests)
+        for part in block:
+            digest.update(part)
+        found.append(digest.intdigest())
+    return found
 
 
 def _nonce(unit: int) -> bytes:

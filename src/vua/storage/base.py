@@ -1,55 +1,293 @@
-"""What a store needs from a place to keep files: a few verbs, each with its guarantee.
+"""The contract of a storage: a few verbs over batches of entries, each with its guarantee.
 
-A storage knows names and bytes, nothing about tokens or tensors. Integrity does not live here: the
-store verifies whatever a storage hands out, so a new storage cannot forget to.
+A storage keeps entries: a name and bytes. It knows nothing about tokens or tensors, and integrity
+does not live here: :class:`vua.store.entry_reader.EntryReader` verifies whatever a storage hands
+out, so a new storage cannot forget to. A name is ``<chunk>/<shard>``, of at most 200 characters of
+``a-z0-9.-`` and that one ``/``; the chunk is 64 hexadecimal digits.
+
+Whoever asks for bytes names the memory that they are to be in. How a file's bytes lie there is a
+:class:`vua.native.Transfer`; a storage that is not made of files in a directory needs to know only
+:meth:`Batch.fill` (reading), :meth:`Batch.parts` (writing) and :attr:`Batch.nbytes`.
+`vua.testing.conformance` tests a storage through this contract alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from vua import native
+from vua.errors import CorruptEntryError, StorageError
 from vua.format.layout import Shard
-from vua.io.posix import Iovecs
-from vua.native import Batch
+from vua.io.posix import Iovecs, memory_at, page_aligned
+from vua.native import LEFT as FAILED
+from vua.native import PRESENT, WRITTEN, Transfer, digests_of
 
-__all__ = ["Reader", "Storage"]
+__all__ = [
+    "FAILED",
+    "PRESENT",
+    "WRITTEN",
+    "Batch",
+    "Capabilities",
+    "Entry",
+    "FileStorage",
+    "Filled",
+    "Storage",
+    "Written",
+    "entry_name",
+    "parse_name",
+]
+
+_CHECK_DIGITS: Final = 16
 
 
-class Reader(Protocol):
-    """One open file. It stays readable when the file is removed or replaced meanwhile."""
+def entry_name(chunk: str, shard: Shard) -> str:
+    """Return the name of one shard of a chunk (64 hex)."""
+    return f"{chunk}/{shard.name}"
 
-    nbytes: int
-    """Size of the file when it was opened."""
 
-    def read_into(self, iovecs: int, count: int, nbytes: int, offset: int) -> int:
-        """Fill the memory named by ``count`` iovecs at address ``iovecs``, ``nbytes`` in all.
+def parse_name(name: str) -> tuple[str, Shard | None]:
+    """Return the chunk and the shard that a name says; None where it is no shard's name."""
+    chunk, _, shard = name.partition("/")
+    return chunk, Shard.parse(shard)
 
-        Reads from ``offset`` of the file on. :func:`vua.io.posix.iovecs_at` gives them as an array.
 
-        Returns the number of bytes read, short only at the end of the file. Raises OSError.
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Entries of one shard, and the memory that they are read into or written from."""
+
+    names: Sequence[str]
+    transfer: Transfer
+    """How the bytes of an entry lie in memory."""
+    place: int
+    """The chunk place in memory of the first entry; the others follow it."""
+    headers: npt.NDArray[np.uint8]
+    """Memory for the headers, ``[names, header_nbytes]``, rows without gaps. To be written they
+    are complete, but for the checksums and the check where :attr:`check_offset` is given."""
+    digests: npt.NDArray[np.uint64]
+    """What was read hashes to: xxh3-64, ``[names, blocks]``. Zeros before."""
+    discard: npt.NDArray[np.uint8] | None = None
+    """Memory for what is read only to be verified, ``[names, discard_nbytes]``, where that is
+    looked at later."""
+    check_offset: int | None = None
+    """Where in a header that is to be written the digits of its check of itself stand."""
+
+    @classmethod
+    def of(
+        cls,
+        names: Sequence[str],
+        transfer: Transfer,
+        place: int = 0,
+        *,
+        keep_discarded: bool = False,
+    ) -> Batch:
+        """Return a batch to read into, with memory for headers and digests."""
+        plan, count = transfer.plan, len(names)
+        return cls(
+            names,
+            transfer,
+            place,
+            page_aligned(count * plan.header_nbytes).reshape(count, plan.header_nbytes),
+            np.zeros((count, plan.blocks), dtype=np.uint64),
+            np.empty((count, plan.discard_nbytes), dtype=np.uint8) if keep_discarded else None,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of each entry, header included. One of another length is damaged."""
+        return self.transfer.plan.file_nbytes
+
+    @property
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """What of each entry is wanted: (offset, nbytes)."""
+        return self.transfer.plan.ranges
+
+    def rows(self, index: int) -> npt.NDArray[np.uint64]:
+        """Return (address, nbytes) of each part of an entry's payload, in file order."""
+        discard = 0 if self.discard is None else self.discard[index].ctypes.data
+        return self.transfer.rows(self.place + index, discard)
+
+    def blocks(self, index: int) -> Iterator[list[memoryview]]:
+        """Yield the bytes in memory of each checksum block of an entry, in parts.
+
+        With a plan that discards extents this needs :attr:`discard`.
         """
-        ...
+        return self.transfer.blocks(self.rows(index))
 
-    def close(self) -> None:
-        """Release the file."""
-        ...
+    def fill(self, index: int, data: bytes | memoryview, offset: int = 0) -> None:
+        """Put bytes that were read where they belong, and hash them.
+
+        Args:
+            index: of which entry.
+            data: its bytes from ``offset`` on: all of it, or one of :attr:`ranges`.
+            offset: where in the entry they begin.
+
+        Raises CorruptEntryError where an entry of another length is given as a whole.
+        """
+        plan, view = self.transfer.plan, memoryview(data)
+        if (offset, len(view)) != (0, self.nbytes) and (offset, len(view)) not in self.ranges:
+            msg = f"{len(view)} bytes from {offset} on, expected {self.nbytes} or one of the ranges"
+            raise CorruptEntryError(msg)
+        rows, segments = self.rows(index), plan.segments
+        if self.discard is None:
+            outside = np.repeat(plan.extents["array"] >= len(self.transfer.base), segments)
+            rows[outside, 0] = 0
+        for extent, extent_stop, header, nbytes, start, block, stop in plan.reads.tolist():
+            if not offset <= start <= start + nbytes <= offset + len(view):
+                continue
+            part = view[start - offset : start - offset + nbytes]
+            if header:
+                self.headers[index] = np.frombuffer(part[: plan.header_nbytes], dtype=np.uint8)
+                part = part[plan.header_nbytes :]
+            sizes = plan.block_nbytes[block:stop].tolist()
+            self.digests[index, block:stop] = digests_of([cut] for cut in _cut(part, sizes))
+            where = rows[extent * segments : extent_stop * segments].tolist()
+            cuts = _cut(part, [size for _, size in where])
+            for (address, _), cut in zip(where, cuts, strict=True):
+                if address:
+                    memory_at(address, len(cut))[:] = cut
+
+    def parts(self, index: int) -> list[memoryview]:
+        """Complete an entry's header, and return the parts of memory that are the entry in turn."""
+        plan, header = self.transfer.plan, self.headers[index]
+        if self.check_offset is not None:
+            table = native.hash_entry(self.transfer, self.place + index).view(np.uint8)
+            header[plan.table_offset : plan.table_offset + len(table)] = table
+            check = slice(self.check_offset, self.check_offset + _CHECK_DIGITS)
+            header[check] = np.frombuffer(b"0" * _CHECK_DIGITS, dtype=np.uint8)
+            digits = xxhash.xxh3_64_hexdigest(header.data).encode()
+            header[check] = np.frombuffer(digits, dtype=np.uint8)
+        return [memoryview(header.data), *(part for block in self.blocks(index) for part in block)]
+
+
+def _cut(view: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
+    for size in sizes:
+        yield view[:size]
+        view = view[size:]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What became of a read."""
+
+    count: int
+    """How many entries, from the first on, are in memory with their headers and digests."""
+    problem: Exception | None
+    """Why the one behind them is not, None where all are: FileNotFoundError, another OSError,
+    UntrustedError for an entry of somebody who is not trusted, CorruptEntryError for one of
+    another length."""
+    version: Callable[[int], bytes | None]
+    """Of an entry, by its index: what tells it from any other that ever has its name. For those
+    that are in memory, and for the one behind them if it is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of a write."""
+
+    statuses: Sequence[int]
+    """Of each entry: WRITTEN, PRESENT (it was there before, as long as it has to be; nothing was
+    done) or FAILED. Behind the first that failed all may have."""
+    problem: StorageError | None = None
+    """Why the first that failed has."""
+
+
+class Entry(NamedTuple):
+    """One stored entry, as it is listed."""
+
+    name: str
+    nbytes: int
+    last_used_s: float
+    """Seconds since 1970, of the last write or :meth:`Storage.touch`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a storage can do beside what every storage does."""
+
+    device_reads: bool = False
+    """Entries are files of this system, which a GPU may read by itself; see `vua.device.gds`."""
+    own_lifecycle: bool = False
+    """It deletes entries by rules of its own, so nobody else has to bound it."""
 
 
 class Storage(Protocol):
-    """Keeps the files of one namespace. All methods are safe for threads, processes and hosts."""
+    """Keeps the entries of one namespace. All methods are safe for threads, processes and hosts.
+
+    None of them waits for ever, and none leaves an entry half written: a reader finds an entry as
+    it was written, or none, whatever happens to other processes or to the machine meanwhile.
+    (After a power cut it may find one that is damaged; verification finds that out.)
+    """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do; always the same."""
+        ...
 
     @property
     def gone(self) -> bool:
         """Whether the place itself was deleted since it was opened."""
         ...
 
-    def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
-        """Write a file from memory, all or nothing: no reader ever sees a part of it.
+    # -- reading ------------------------------------------------------------------------------
 
-        Replaces a file of that name. A crash leaves either the file as it was or the whole new
-        file under its name (and perhaps a temporary one). Raises StorageError.
+    def read(self, batch: Batch) -> Filled:
+        """Read leading entries into the batch's memory, and hash them into its digests.
+
+        Up to the first that is not to be had; what lies behind it in memory is undefined. Entries
+        are read whole or not at all, but nothing is verified: that is the caller's part. Raises
+        nothing for the state of the storage: that is in the answer.
         """
+        ...
+
+    def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
+        """Whether each entry is there now, and of that size: a hint, not a promise to be readable.
+
+        Raises nothing; what cannot be found out is not there.
+        """
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Yield the entries whose names begin with ``prefix``, in no order, while others may write.
+
+        ``prefix`` is nothing, or a chunk and ``/``. What is no entry is not listed. Raises nothing:
+        what cannot be read is left out.
+        """
+        ...
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def write(self, batch: Batch) -> Written:
+        """Write entries that are not there, each all or nothing, in order.
+
+        An entry of the same name and length counts as there, one of another length is replaced. A
+        crash leaves each entry as it was or new as a whole. Raises nothing for the state of the
+        storage: that is in the answer.
+        """
+        ...
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Note that entries are used now, where they are there; raises nothing."""
+        ...
+
+    def delete(self, name: str, if_version: bytes | None = None) -> bool:
+        """Take an entry out of sight; with ``if_version`` only if it is still that very one.
+
+        Returns whether it is gone (or was, or is another one by now). Raises nothing.
+        """
+        ...
+
+
+class FileStorage(Storage, Protocol):
+    """What :class:`vua.store.writer.Saver` asks of a storage."""
+
+    def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
+        """Write one entry from memory, all or nothing. Raises StorageError."""
         ...
 
     @property
@@ -61,58 +299,13 @@ class Storage(Protocol):
         self,
         chunks: Sequence[str],
         shard: Shard,
-        batch: Batch,
+        batch: Transfer,
         place: int,
         headers: int,
         check_offset: int,
     ) -> Sequence[int]:
-        """Hash and write the files of several chunks at once, as far as that is to be had.
+        """Hash and write several entries as far as that is to be had, see :func:`native.save`.
 
-        The first one lies at chunk place ``place`` of the batch's memory, their headers, with zeros
-        for checksums and check, at the address ``headers``.
-
-        A short cut for ``exists`` and ``publish`` in a loop, see :func:`vua.native.save`. Returns
-        what became of each: PRESENT, WRITTEN, or LEFT to the caller, who goes on with these file by
-        file; nothing at all where none can be written in this way, which is always a right answer.
+        Returns what became of each, nothing at all where none can be written in this way.
         """
-        ...
-
-    def open(self, chunk: str, shard: Shard) -> Reader:
-        """Open a file for reading.
-
-        Raises FileNotFoundError, or another OSError; UntrustedError for another user's file.
-        """
-        ...
-
-    def read_files(
-        self, chunks: Sequence[str], shard: Shard, batch: Batch, place: int, headers: int
-    ) -> int:
-        """Read and hash the files of several chunks at once, as far as that is to be had.
-
-        The first one goes to chunk place ``place`` of the batch's memory, their headers to the
-        address ``headers``.
-
-        A short cut for ``open`` and ``read_into`` in a loop, see :func:`vua.native.load`. Returns
-        how many from the first on are in memory and agree with their own checksums; the caller
-        goes on file by file from there. 0 is always a right answer.
-        """
-        ...
-
-    def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
-        """Whether a file is there now, and of that size: a hint, never a promise to be readable."""
-        ...
-
-    def shards(self, chunk: str) -> Sequence[Shard]:
-        """Return the shards stored for a chunk, none when the chunk is absent."""
-        ...
-
-    def remove(self, chunk: str, shard: Shard, reader: Reader | None = None) -> bool:
-        """Take a file out of sight; with ``reader``, only if it is still the very file read.
-
-        Returns whether it is gone. Never raises for a file that is already gone.
-        """
-        ...
-
-    def scan(self) -> Iterator[tuple[str, Shard, int]]:
-        """Yield (chunk, shard, nbytes) of every file, in no order, while others may write."""
         ...

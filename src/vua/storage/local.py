@@ -16,26 +16,40 @@ import os
 import secrets
 import socket
 import stat
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from vua import native
+from vua.errors import EntryError, StorageError, UntrustedError
 from vua.format.layout import Shard
 from vua.io import posix
 from vua.io.forks import watch
+from vua.io.plain import is_plain, open_plain
 from vua.io.posix import FileStatus, Iovecs
-from vua.native import Batch
+from vua.native import Headers, Transfer
 from vua.security.settings import Security, make_directory, open_directory
+from vua.storage.base import (
+    FAILED,
+    PRESENT,
+    WRITTEN,
+    Batch,
+    Capabilities,
+    Entry,
+    Filled,
+    Written,
+    entry_name,
+    parse_name,
+)
 from vua.storage.direct import ALLOCATED_NBYTES, NEVER, FirstReads, write_through_cache
 from vua.storage.problems import explained
-from vua.storage.reader import FileReader, is_plain
 
-__all__ = ["FileReader", "LocalStorage"]
+__all__ = ["LocalStorage", "chunk_path"]
 
 SUFFIX: Final = ".safetensors"
 TEMPORARY: Final = ".tmp-"
@@ -53,8 +67,24 @@ def chunk_path(chunk: str) -> str:
     return f"{chunk[:2]}/{chunk}"
 
 
+def _path(name: str) -> str:
+    """Return the file of an entry below its namespace."""
+    return f"{name[:2]}/{name}{SUFFIX}"
+
+
+def version_of(status: FileStatus) -> bytes:
+    """Return what :meth:`LocalStorage.delete` knows an open file by."""
+    return _version(*status.inode)
+
+
+def _version(device: int, inode: int) -> bytes:
+    return device.to_bytes(8, sys.byteorder) + inode.to_bytes(8, sys.byteorder)
+
+
 class LocalStorage:
     """One namespace directory; see :class:`vua.storage.base.Storage` for its promises."""
+
+    capabilities = Capabilities(device_reads=True)
 
     def __init__(
         self,
@@ -80,8 +110,8 @@ class LocalStorage:
         self.first_reads = FirstReads()
         self._renew = renew
         self._security = security or Security()
-        self._uids = self._security.uids
-        self._uid_array = None if self._uids is None else np.array([*self._uids], dtype=np.uint32)
+        uids = self._security.uids
+        self._uids = None if uids is None else np.array([*uids], dtype=np.uint32)
         self._fd = open_directory(self.directory, self._security)
         self._local = posix.is_local(self._fd)
         self._allocated_nbytes = ALLOCATED_NBYTES if posix.is_ext4(self._fd) else NEVER
@@ -106,39 +136,63 @@ class LocalStorage:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def open(self, chunk: str, shard: Shard) -> FileReader:
-        """Open a file without following symbolic links. Raises OSError, UntrustedError."""
-        path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
-        return FileReader(self._open(path), self._uids, local=self._local)
+    def read(self, batch: Batch) -> Filled:
+        """Read and hash files by few calls; one that C stops at is read, or judged, in Python."""
+        paths = list(map(_path, batch.names))
+        inodes = np.zeros((len(paths), 2), dtype=np.uint64)
+        into = Headers(batch.headers, batch.digests, inodes, batch.discard)
+        done, problem = 0, None
+        while done < len(paths) and problem is None:
+            done = self._read_many(batch, paths, done, into)
+            if done < len(paths):
+                problem = self._read_one(batch, paths[done], done, into)
+                done += problem is None
+        return Filled(
+            done, problem, lambda index: inodes[index].tobytes() if inodes[index, 1] else None
+        )
 
-    def _open(self, path: str) -> int:
-        fd = posix.open_cached(self._fd, path) if self._local else None
-        return posix.open_beneath(self._fd, path) if fd is None else fd
-
-    def read_files(
-        self, chunks: Sequence[str], shard: Shard, batch: Batch, place: int, headers: int
-    ) -> int:
-        """Read and hash several files by one call or two, where the native loop is there."""
-        paths = [f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}" for chunk in chunks]
-        known = self.first_reads.known(paths) if self._local else len(paths)
-        done = 0
-        for part, past_cache in ((paths[:known], False), (paths[known:], True)):
-            if not part:
-                continue
-            got, _ = native.load(
-                *(self._fd, part, batch, place + done, headers + done * batch.header_nbytes),
-                uids=self._uid_array,
-                held=self._local,
-                direct=past_cache,
-            )
-            done += got
-            if got < len(part):
+    def _read_many(self, batch: Batch, paths: Sequence[str], first: int, into: Headers) -> int:
+        """Read files from ``first`` on; return where it stopped. Known ones may be cached."""
+        known = self.first_reads.known(paths[first:]) if self._local else len(paths) - first
+        edges = (first, first + known, len(paths))
+        for start, stop, direct in zip(edges, edges[1:], (False, True), strict=False):
+            if start < stop:
+                first += native.read_entries(
+                    *(batch.transfer, self._fd, paths[start:stop], batch.place + start),
+                    into.rest(start),
+                    uids=self._uids,
+                    local=self._local,
+                    direct=direct,
+                )
+            if first < stop:
                 break
-        return done
+        return first
 
-    def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
-        """Whether the file is there now, one to be read, and of that size if one is given."""
-        path = f"{chunk[:2]}/{chunk}/{shard.name}{SUFFIX}"
+    def _read_one(self, batch: Batch, path: str, index: int, into: Headers) -> Exception | None:
+        """Read one file; return why it cannot be read."""
+        try:
+            native.read_entry(
+                *(batch.transfer, self._fd, path, batch.place + index, into.rest(index)),
+                uids=self._uids,
+                local=self._local,
+            )
+        except (OSError, EntryError, UntrustedError) as problem:
+            return problem
+        return None
+
+    def open_file(self, name: str) -> tuple[int, FileStatus]:
+        """Open an entry's file, see :func:`vua.io.plain.open_plain`, for ways to read of one's own.
+
+        Raises OSError, UntrustedError.
+        """
+        return open_plain(self._fd, _path(name), self._uids, local=self._local)
+
+    def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
+        """Whether files are there, to be read and of that size."""
+        return [self._exists(name, nbytes) for name in names]
+
+    def _exists(self, name: str, nbytes: int | None) -> bool:
+        path = _path(name)
         try:
             fd = posix.open_cached(self._fd, path) if self._local else None
             if fd is None:
@@ -156,40 +210,36 @@ class LocalStorage:
             return False
         return is_plain(status, self._uids) and nbytes in (None, status.nbytes)
 
-    def shards(self, chunk: str) -> Sequence[Shard]:
-        """List the shards of a chunk; foreign names are ignored."""
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Walk the directory, or one chunk's; foreign names are ignored."""
+        chunks: Iterable[str] = [prefix.rstrip("/")] if prefix else self._chunks()
+        for chunk in chunks:
+            for file in self._names(chunk_path(chunk)):
+                shard = Shard.parse(file.removesuffix(SUFFIX)) if file.endswith(SUFFIX) else None
+                if shard is None:
+                    continue
+                with contextlib.suppress(OSError):
+                    path = f"{chunk_path(chunk)}/{file}"
+                    status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        yield Entry(entry_name(chunk, shard), status.st_size, status.st_mtime)
+
+    def _chunks(self) -> Iterator[str]:
+        for fan in sorted(name for name in self._names("") if len(name) == 2):
+            yield from sorted(name for name in self._names(fan) if len(name) == 64)
+
+    def _names(self, path: str) -> Sequence[str]:
         try:
-            names = self._list(chunk_path(chunk))
+            fd = posix.open_cached(self._fd, path or ".") if self._local else None
+            fd = posix.open_beneath(self._fd, path or ".") if fd is None else fd
         except OSError:
             return []
-        found = (Shard.parse(name[: -len(SUFFIX)]) for name in names if name.endswith(SUFFIX))
-        return [shard for shard in found if shard is not None]
-
-    def _list(self, path: str) -> list[str]:
-        fd = self._open(path)
         try:
             return os.listdir(fd)
-        finally:
-            os.close(fd)
-
-    def scan(self) -> Iterator[tuple[str, Shard, int]]:
-        """Walk the directory; what vanishes meanwhile is skipped."""
-        for fan in sorted(self._names("")):
-            if len(fan) != 2:
-                continue
-            for chunk in sorted(self._names(fan)):
-                for shard in self.shards(chunk) if len(chunk) == 64 else ():
-                    path = f"{chunk_path(chunk)}/{shard.name}{SUFFIX}"
-                    with contextlib.suppress(OSError):
-                        status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-                        if stat.S_ISREG(status.st_mode):
-                            yield chunk, shard, status.st_size
-
-    def _names(self, path: str) -> list[str]:
-        try:
-            return self._list(path or ".")
         except OSError:
             return []
+        finally:
+            os.close(fd)
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -216,7 +266,7 @@ class LocalStorage:
         self,
         chunks: Sequence[str],
         shard: Shard,
-        batch: Batch,
+        batch: Transfer,
         place: int,
         headers: int,
         check_offset: int,
@@ -232,7 +282,7 @@ class LocalStorage:
             check_offset=check_offset,
             allocate=self._allocated_nbytes,
             modes=(self._security.directory_mode, self._security.file_mode),
-            uids=self._uid_array,
+            uids=self._uids,
         )
         paths = list(map(chunk_path, chunks))
         return native.save(self._fd, paths, batch, place, headers, writing)
@@ -244,7 +294,7 @@ class LocalStorage:
     def _repaired(self, problem: OSError, chunk: str, shard: Shard) -> bool:
         """Clear the way: the namespace was deleted, its mount has died, or a directory is there."""
         if isinstance(problem, IsADirectoryError):
-            return self.remove(chunk, shard)
+            return self.delete(entry_name(chunk, shard))
         if problem.errno not in _GONE or self._renew is None:
             return False
         with self._lock:
@@ -318,23 +368,58 @@ class LocalStorage:
             finally:
                 os.close(fd)
 
-    def remove(self, chunk: str, shard: Shard, reader: object = None) -> bool:
+    def write(self, batch: Batch) -> Written:
+        """Write files that are not there: by one call where that can be done, else one by one."""
+        names = list(map(parse_name, batch.names))
+        shard = names[0][1] if names else None
+        statuses = [FAILED] * 0
+        if shard is not None and batch.check_offset is not None and self.writes_files:
+            statuses += self.write_files(
+                *([chunk for chunk, _ in names], shard, batch.transfer, batch.place),
+                *(batch.headers.ctypes.data, batch.check_offset),
+            )
+        if FAILED in statuses:
+            del statuses[statuses.index(FAILED) :]
+        for index, (chunk, shard) in enumerate(names[len(statuses) :], len(statuses)):
+            if shard is None:
+                problem = StorageError(f"{batch.names[index]}: no name of an entry")
+                return Written([*statuses, *[FAILED] * (len(names) - index)], problem)
+            if self._exists(batch.names[index], batch.nbytes):
+                statuses.append(PRESENT)
+                continue
+            views = batch.parts(index)
+            parts = [(np.frombuffer(view, np.uint8).ctypes.data, len(view)) for view in views]
+            try:
+                self.publish(chunk, shard, np.array(parts, dtype=np.uint64))
+            except StorageError as problem:
+                return Written([*statuses, *[FAILED] * (len(names) - index)], problem)
+            statuses.append(WRITTEN)
+        return Written(statuses)
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Set the files' times."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.utime(_path(name), dir_fd=self._fd, follow_symlinks=False)
+
+    def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Move a file to ``quarantine/`` (a few are kept there for a look), or delete it."""
-        name = f"{shard.name}{SUFFIX}"
+        chunk, _, shard = name.partition("/")
+        file = f"{shard}{SUFFIX}"
         with contextlib.ExitStack() as stack:
             try:
                 directory = self._directory(chunk)
                 stack.callback(os.close, directory)
-                if isinstance(reader, FileReader):
-                    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                    if (status.st_dev, status.st_ino) != reader.inode:
+                if if_version is not None:
+                    found = os.stat(file, dir_fd=directory, follow_symlinks=False)
+                    if _version(found.st_dev, found.st_ino) != if_version:
                         return True  # already replaced by somebody who wrote it anew
                 aside = make_directory(self._fd, QUARANTINE, self._security)
                 stack.callback(os.close, aside)
                 full = len(os.listdir(aside)) >= MAX_QUARANTINED
-                if not (full and _deleted(name, directory)):
-                    kept = f"{chunk}.{shard.name}.{secrets.token_hex(3)}"
-                    os.replace(name, kept, src_dir_fd=directory, dst_dir_fd=aside)
+                if not (full and _deleted(file, directory)):
+                    kept = f"{chunk}.{shard}.{secrets.token_hex(3)}"
+                    os.replace(file, kept, src_dir_fd=directory, dst_dir_fd=aside)
             except FileNotFoundError:
                 return True
             except OSError:

@@ -17,7 +17,7 @@ from vua.errors import EntryError, ForeignEntryError
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import Shard
 from vua.io.forks import watch
-from vua.storage.base import Reader, Storage
+from vua.storage.base import Storage, entry_name
 
 __all__ = ["Misses"]
 
@@ -51,15 +51,17 @@ class Misses:
         with self._lock:
             self.counts[event] += by
 
-    def reject(self, key: ChunkKey, shard: Shard, reader: Reader, problem: EntryError) -> str:
+    def reject(
+        self, key: ChunkKey, shard: Shard, version: bytes | None, problem: EntryError
+    ) -> str:
         """Log a file that is not what it should be, and remove it if it is damaged.
 
-        Returns the reason, ``corrupt`` or ``foreign``.
+        ``version`` is that of the file that was read. Returns ``corrupt`` or ``foreign``.
         """
         reason = "foreign" if isinstance(problem, ForeignEntryError) else "corrupt"
         if isinstance(problem, ForeignEntryError) and not problem.misplaced:
             fate = "; it may be right and this reader wrong, so it stays"
-        elif self._storage.remove(key.name, shard, reader):
+        elif self._storage.delete(entry_name(key.name, shard), version):
             fate = " and was taken out of sight"
         else:
             fate = "; it could not be removed"
@@ -67,14 +69,29 @@ class Misses:
         log.warning("%s entry %s/%s is a miss%s: %s", reason, name, shard.name, fate, problem)
         return reason
 
-    def read_failed(self, key: ChunkKey, shard: Shard, reader: Reader, problem: OSError) -> None:
-        """Take a file with a bad sector out of sight, so that it can be stored anew."""
-        with self._lock:
-            self._failed = {} if len(self._failed) > _MAX_FAILED else self._failed
-            times = self._failed.get(key.name, 0) + (problem.errno == errno.EIO)
-            self._failed[key.name] = times
-        if times >= _FAILURES and self._storage.remove(key.name, shard, reader):
-            log.warning("chunk %s failed %d reads and was taken out of sight", key.name[:12], times)
+    def read_failed(
+        self, key: ChunkKey, shard: Shard, version: bytes | None, problem: OSError
+    ) -> None:
+        """Log a failed read, and take a file with a bad sector out of sight, to be stored anew.
+
+        It is a warning once a minute: a lost mount fails all of them. ``version`` is that of the
+        file, None where it could not even be opened.
+        """
+        if version is not None:
+            with self._lock:
+                self._failed = {} if len(self._failed) > _MAX_FAILED else self._failed
+                times = self._failed.get(key.name, 0) + (problem.errno == errno.EIO)
+                self._failed[key.name] = times
+            name = entry_name(key.name, shard)
+            if times >= _FAILURES and self._storage.delete(name, version):
+                log.warning(
+                    "chunk %s failed %d reads and was taken out of sight", key.name[:12], times
+                )
+        now_s = time.monotonic()
+        often = now_s - self._warned_s < _WARN_INTERVAL_S
+        self._warned_s = self._warned_s if often else now_s
+        level = logging.DEBUG if often else logging.WARNING
+        log.log(level, "chunk %s could not be read, a miss: %s", key.name[:12], problem)
 
     def loaded(self, keys: Keys, chunks: int) -> None:
         """Count the first ``chunks`` of ``keys``, which were read well; ends a row of failures."""
@@ -82,11 +99,3 @@ class Misses:
         if self._failed:  # only failures in a row count
             for place in range(chunks):
                 self._failed.pop(keys[place].name, None)
-
-    def unreadable(self, key: ChunkKey, problem: OSError) -> None:
-        """Log a read that failed, once a minute as a warning: a lost mount fails all of them."""
-        now_s = time.monotonic()
-        often = now_s - self._warned_s < _WARN_INTERVAL_S
-        self._warned_s = self._warned_s if often else now_s
-        level = logging.DEBUG if often else logging.WARNING
-        log.log(level, "chunk %s could not be read, a miss: %s", key.name[:12], problem)

@@ -13,18 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vua import native
 from vua.capacity.reservation import Capacity
-from vua.errors import EntryError, InputError, UntrustedError
+from vua.errors import EntryError, InputError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import KVLayout, MemoryMap, Shard, cover
-from vua.format.plan import Plan, Recipe
+from vua.format.plan import entry_plan
+from vua.io.plan import EntryPlan
+from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
-from vua.storage.base import Storage
+from vua.storage.base import FileStorage, entry_name, parse_name
+from vua.store.entry_reader import EntryReader, Verified
 from vua.store.quarantine import Misses
-from vua.store.reader import Aim
 from vua.store.writer import Saver
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Store:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: FileStorage,
         namespace: str,
         layout: KVLayout,
         capacity: Capacity | None = None,
@@ -67,7 +68,7 @@ class Store:
         self.capacity = capacity
         self.keyring = keyring or Keyring(namespace, Security())
         self._codecs: dict[tuple[Shard, str], EntryCodec] = {}
-        self._recipes: dict[tuple[Shard, Shard, Shard, int, str], Recipe] = {}
+        self._plans: dict[tuple[Shard, Shard, Shard, int, str], EntryPlan] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
         self.misses = Misses(storage)
         self.counts: Counter[str] = self.misses.counts
@@ -87,16 +88,16 @@ class Store:
             codec = self._codecs.setdefault((shard, kind), codec)
         return codec
 
-    def plan(
+    def transfer(
         self, stored: Shard, taken: Shard, target: Shard, memory: MemoryMap, kind: str = ""
-    ) -> Plan:
-        """Return how to move ``taken`` between files, of a ``kind`` of seal, and memory."""
+    ) -> Transfer:
+        """Return how ``taken`` moves between files, of a ``kind`` of seal, and memory."""
         which = (stored, taken, target, memory.piece_tokens, kind)
-        recipe = self._recipes.get(which)
-        if recipe is None:
-            recipe = Recipe(self.codec(stored, kind), taken, target, memory.piece_tokens)
-            recipe = self._recipes.setdefault(which, recipe)
-        return Plan(recipe, memory)
+        plan = self._plans.get(which)
+        if plan is None:
+            plan = entry_plan(self.codec(stored, kind), taken, target, memory.piece_tokens)
+            plan = self._plans.setdefault(which, plan)
+        return Transfer(plan, memory.base, memory.head_stride, memory.piece_offset, memory.owner)
 
     # -- lookup -------------------------------------------------------------------------------
 
@@ -126,10 +127,14 @@ class Store:
 
     def holds(self, key: ChunkKey, wanted: Sequence[Shard]) -> bool:
         """Whether a chunk is stored: in the files ``wanted``, or in others that cover the model."""
-        name = key.name
-        if all(self.storage.exists(name, shard) for shard in wanted):
+        if all(self.storage.exists([entry_name(key.name, shard) for shard in wanted])):
             return True
-        return cover(self.layout.full, self.storage.shards(name)) is not None
+        return cover(self.layout.full, self.shards(key.name)) is not None
+
+    def shards(self, chunk: str) -> Sequence[Shard]:
+        """Return the shards stored of a chunk, none where it is absent."""
+        found = (parse_name(entry.name)[1] for entry in self.storage.list(f"{chunk}/"))
+        return [shard for shard in found if shard is not None]
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
         """Note that the first ``chunks`` chunks were used; see :meth:`Capacity.used`."""
@@ -187,7 +192,7 @@ class Loader:
         """Prepare to load ``target`` into ``memory``; :meth:`Store.loader` calls this."""
         self._store, self._target, self._memory = store, target, memory
         self._room = memory.chunks(store.layout)
-        self._aims: dict[tuple[Shard, Shard, str], Aim] = {}
+        self._readers: dict[tuple[Shard, Shard, str], EntryReader] = {}
         self._seal: Seal | None = None
         self._follow(store._last_cover.get(target) or [(target, target)])
 
@@ -202,21 +207,21 @@ class Loader:
         if len(keys) > self._room:
             msg = f"{len(keys)} chunks do not fit into memory for {self._room}"
             raise InputError(msg)
-        store, reason = self._store, None
+        store, reason, chunks = self._store, None, 0
         try:
             self._unlock(keys[0].tenant if len(keys) else "")
         except NoKeyError as problem:
             store.misses.count("locked")
             log.warning("nothing is loaded: %s", problem)
             return Loaded(0, 0, "locked")
-        chunks = self._load_many(keys, 0)
         while chunks < len(keys):
-            reason = self._try(keys[chunks], chunks, len(keys))
+            got, shard = self._read([keys[at] for at in range(chunks, len(keys))], chunks)
+            chunks += got.count
+            if got.problem is not None:
+                reason = self._miss(keys[chunks], shard, got.problem, got.version)
             if reason is not None:
                 store.misses.count(reason)
                 break
-            chunks += 1
-            chunks += self._load_many(keys, chunks)
         store.misses.loaded(keys, chunks)
         log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
         return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
@@ -227,55 +232,42 @@ class Loader:
         if (before and before.kind) != (self._seal and self._seal.kind):
             self._follow(self._cover)
 
-    def _load_many(self, keys: Keys, first: int) -> int:
-        """Load chunks from ``first`` on by few calls; return how many, at the latest a bad one."""
-        chunks = len(keys) - first if native.library() else min(1, len(keys) - first)
-        for stored, aim in self._route:
-            wanted = [keys[first + i] for i in range(chunks)]
-            chunks = aim.read_many(self._store.storage, stored, wanted, first, self._seal)
-        return chunks
+    def _read(self, keys: Sequence[ChunkKey], place: int) -> tuple[Verified, Shard]:
+        """Read chunks as far as all their shards are good; say of which shard one is not."""
+        got, bad = Verified(len(keys)), self._target
+        for shard, reader in self._route:
+            found = reader.read(keys[: got.count], place, self._seal)
+            if found.problem is not None:
+                got, bad = found, shard
+        return got, bad
 
-    def _try(self, key: ChunkKey, place: int, stop: int) -> str | None:
-        """Load one chunk to ``place``, of places up to ``stop``; return why not, or None."""
-        try:
-            try:
-                return self._load(key, place, stop)
-            except FileNotFoundError:
-                found = cover(self._target, self._store.storage.shards(key.name))
-                if found is None or found == self._cover:
-                    return "missing"
-                self._store._last_cover[self._target] = found
-                self._follow(found)
-                return self._load(key, place, stop)
-        except FileNotFoundError:
-            return "missing"
-        except UntrustedError as problem:
-            log.warning("chunk %s is not believed, a miss: %s", key.name[:12], problem)
-            return "foreign"
-        except OSError as problem:
-            self._store.misses.unreadable(key, problem)
+    def _miss(
+        self, key: ChunkKey, shard: Shard, problem: Exception, version: bytes | None
+    ) -> str | None:
+        """Return why a chunk is not to be had; None where it may be in other shards."""
+        misses = self._store.misses
+        if isinstance(problem, FileNotFoundError):
+            found = cover(self._target, self._store.shards(key.name))
+            if found is None or found == self._cover:
+                return "missing"
+            self._store._last_cover[self._target] = found
+            self._follow(found)
+            return None
+        if isinstance(problem, EntryError):
+            return misses.reject(key, shard, version, problem)
+        if isinstance(problem, OSError):
+            misses.read_failed(key, shard, version, problem)
             return "error"
+        log.warning("chunk %s is not believed, a miss: %s", key.name[:12], problem)
+        return "foreign"
 
     def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
         """Take each chunk from these (stored shard, rectangle) pairs from now on."""
-        kind = self._seal.kind if self._seal else ""
+        store, kind = self._store, self._seal.kind if self._seal else ""
         for stored, taken in cover:
-            if (stored, taken, kind) not in self._aims:
-                plan = self._store.plan(stored, taken, self._target, self._memory, kind)
-                self._aims[stored, taken, kind] = Aim(plan)
+            if (stored, taken, kind) not in self._readers:
+                transfer = store.transfer(stored, taken, self._target, self._memory, kind)
+                reader = EntryReader(store.storage, store.codec(stored, kind), transfer)
+                self._readers[stored, taken, kind] = reader
         self._cover = cover
-        self._route = [(stored, self._aims[stored, taken, kind]) for stored, taken in cover]
-
-    def _load(self, key: ChunkKey, place: int, stop: int) -> str | None:
-        for stored, aim in self._route:
-            reader = self._store.storage.open(key.name, stored)
-            try:
-                aim.read(reader, key, place, stop, self._seal)
-            except EntryError as problem:
-                return self._store.misses.reject(key, stored, reader, problem)
-            except OSError as problem:
-                self._store.misses.read_failed(key, stored, reader, problem)
-                raise
-            finally:
-                reader.close()
-        return None
+        self._route = [(stored, self._readers[stored, taken, kind]) for stored, taken in cover]

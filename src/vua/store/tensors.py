@@ -25,7 +25,6 @@ __all__ = [
     "sequences",
     "sequences_with_caches",
     "stored_rows",
-    "unverified_rows",
 ]
 
 KVCache = Sequence[Sequence[torch.Tensor]]
@@ -170,37 +169,6 @@ def sequences_with_caches(
             msg = f"{length} tokens need K and V of {length} tokens, found {cache.length}"
             raise InputError(msg)
     return batch.ids, caches
-
-
-def unverified_rows(store: Store, key: ChunkKey, shard: Shard) -> list[torch.Tensor] | None:
-    """Read what a chunk's file of the whole model holds where one layer and head lie.
-
-    Some 10 times faster than :func:`stored_rows`, since no checksum is looked at. So it may be
-    anything: of use only to see that it is what is known already, never to be handed out. None
-    where it cannot be read.
-    """
-    layout, whole = store.layout, store.layout.full
-    arrays = [
-        torch.empty(1, 1, layout.chunk_tokens, dim, dtype=DTYPES[layout.dtype])
-        for dim in layout.dims
-    ]
-    try:
-        reader = store.storage.open(key.name, whole)
-    except OSError:
-        return None
-    try:
-        start = reader.nbytes - whole.payload_nbytes(layout)
-        for array, nbytes in zip(arrays, layout.run_nbytes, strict=True):
-            run = shard.head_start * whole.layers + shard.layer_start
-            iovec = np.array([array.data_ptr(), nbytes], dtype=np.uint64)
-            if reader.read_into(iovec.ctypes.data, 1, nbytes, start + run * nbytes) != nbytes:
-                return None
-            start += whole.heads * whole.layers * nbytes
-    except OSError:
-        return None
-    finally:
-        reader.close()
-    return arrays
 
 
 def stored_rows(store: Store, key: ChunkKey, shard: Shard) -> list[torch.Tensor] | None:

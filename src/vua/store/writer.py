@@ -18,12 +18,11 @@ from vua.format.entry import EntryCodec
 from vua.format.header import PLAIN
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import KVLayout, MemoryMap, Shard
-from vua.format.plan import Plan
 from vua.io.posix import page_aligned
 from vua.io.threads import Call, Threads
-from vua.native import LEFT, PRESENT, THREADS, WRITTEN
+from vua.native import LEFT, PRESENT, THREADS, WRITTEN, Transfer, hash_entry
 from vua.security.keyring import Keyring, NoKeyError
-from vua.storage.base import Storage
+from vua.storage.base import FileStorage, entry_name
 from vua.store.quarantine import Misses
 
 __all__ = ["Saver"]
@@ -45,7 +44,7 @@ class Target(Protocol):
     """What a saver needs of a :class:`vua.store.store.Store`."""
 
     layout: KVLayout
-    storage: Storage
+    storage: FileStorage
     capacity: Capacity | None
     keyring: Keyring
     misses: Misses
@@ -54,9 +53,9 @@ class Target(Protocol):
         """Return the codec of a shard's files."""
         ...
 
-    def plan(
+    def transfer(
         self, stored: Shard, taken: Shard, target: Shard, memory: MemoryMap, kind: str = ""
-    ) -> Plan:
+    ) -> Transfer:
         """Return how a rectangle moves between files and memory."""
         ...
 
@@ -74,7 +73,7 @@ class Saver:
         self.wanted: Callable[[], bool] = lambda: True
         """Asked now and then by :meth:`save_all`, which ends early when it says no."""
         self._memory = memory
-        self._plans: dict[str, Plan] = {}
+        self._transfers: dict[str, Transfer] = {}
 
     def save(self, key: ChunkKey, *, place: int = 0) -> bool:
         """Write the chunk at ``place`` of the memory map; see :meth:`Store.save`."""
@@ -91,23 +90,24 @@ class Saver:
             log.warning("chunk %s is not stored: %s", key.name[:12], problem)
             return False
         codec = store.codec(shard, seal.kind if seal else "")
-        if store.storage.exists(key.name, shard, codec.file_nbytes):
+        if store.storage.exists([entry_name(key.name, shard)], codec.file_nbytes)[0]:
             store.misses.count("chunks_present")
             return False
-        plan = self.plan(codec.kind)
-        header = page_aligned(codec.header_nbytes)[None]
-        iovecs = plan.iovecs(range(place, place + 1), header)[0]
+        transfer = self.transfer(codec.kind)
+        rows = transfer.rows(place)
+        header = page_aligned(codec.header_nbytes)
         mark, tags, stored = PLAIN, b"", None
         if seal is not None:
-            windows = plan.windows(range(place, place + 1))[0]
-            mark, tags, stored = seal.close(plan, key, windows)
+            mark, tags, stored = seal.close(codec, key, transfer.blocks(rows))
         if stored is None:
-            table = plan.sums(place)
+            table = hash_entry(transfer, place)
         else:
             table = np.array(codec.checksums(stored), dtype=np.uint64)
-            iovecs = np.array([iovecs[0], (stored.ctypes.data, stored.nbytes)], dtype=np.uint64)
+            rows = np.array([(stored.ctypes.data, stored.nbytes)], dtype=np.uint64)
+        opening = np.array([(header.ctypes.data, header.nbytes)], dtype=np.uint64)
+        iovecs = np.concatenate([opening, rows])
         text = codec.encode_header(key, table, writer=_WRITER, mark=mark, tags=tags)
-        header[0] = np.frombuffer(text, dtype=np.uint8)
+        header[:] = np.frombuffer(text, dtype=np.uint8)
         if store.capacity is None:
             store.storage.publish(key.name, shard, iovecs)
         else:
@@ -162,13 +162,11 @@ class Saver:
         counted: then others may be, too.
         """
         self.refused, store = False, self.store
-        codec, plan = store.codec(self.shard), self.plan("")
+        codec, transfer = store.codec(self.shard), self.transfer("")
         if not store.storage.writes_files or self.ttl_s is not None or self._sealed(run[0].tenant):
             return []
-        present = 0
-        while present < len(run) and store.storage.exists(
-            run[present].name, self.shard, codec.file_nbytes
-        ):
+        present, names = 0, [entry_name(key.name, self.shard) for key in run]
+        while present < len(run) and store.storage.exists([names[present]], codec.file_nbytes)[0]:
             present += 1
         if present:
             store.misses.count("chunks_present", present)
@@ -177,7 +175,7 @@ class Saver:
         text = b"".join(codec.blank_header(key, writer=_WRITER) for key in run)
         headers[:] = np.frombuffer(text, dtype=np.uint8)
 
-        files = ([key.name for key in run], self.shard, plan.batch, place, headers.ctypes.data)
+        files = ([key.name for key in run], self.shard, transfer, place, headers.ctypes.data)
         if store.capacity is None:
             outcome = store.storage.write_files(*files, codec.check_offset)
         else:
@@ -255,11 +253,11 @@ class Saver:
         self.refused = True
         self.store.misses.count("chunks_refused")
 
-    def plan(self, kind: str) -> Plan:
+    def transfer(self, kind: str) -> Transfer:
         """Return how the shard lies in memory, and in files with a ``kind`` of seal if any."""
-        plan = self._plans.get(kind)
-        if plan is None:
+        transfer = self._transfers.get(kind)
+        if transfer is None:
             shard = self.shard
-            plan = self.store.plan(shard, shard, shard, self._memory, kind)
-            self._plans[kind] = plan
-        return plan
+            transfer = self.store.transfer(shard, shard, shard, self._memory, kind)
+            self._transfers[kind] = transfer
+        return transfer

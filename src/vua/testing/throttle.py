@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from vua.format.layout import Shard
 from vua.io.posix import Iovecs
-from vua.native import Batch
-from vua.storage.base import Reader, Storage
+from vua.native import Transfer
+from vua.storage.base import Batch, Capabilities, Entry, FileStorage, Filled, Written
 
 __all__ = ["ThrottledStorage"]
 
@@ -25,7 +25,7 @@ class ThrottledStorage:
     """
 
     def __init__(
-        self, storage: Storage, *, bytes_per_s: float | None = None, latency_s: float = 0.0
+        self, storage: FileStorage, *, bytes_per_s: float | None = None, latency_s: float = 0.0
     ) -> None:
         """Slow ``storage`` down; see :meth:`throttle`."""
         self.storage = storage
@@ -63,24 +63,43 @@ class ThrottledStorage:
 
     # -- slowed down --------------------------------------------------------------------------
 
-    def open(self, chunk: str, shard: Shard) -> Reader:
-        """Open a file; reading it takes its time."""
-        return _ThrottledReader(self.storage.open(chunk, shard), self)
-
-    def read_files(
-        self, chunks: Sequence[str], shard: Shard, batch: Batch, place: int, headers: int
-    ) -> int:
-        """Read several files, as many as the storage does at once."""
-        done = self.storage.read_files(chunks, shard, batch, place, headers)
-        self._pay(done * batch.file_nbytes)
-        return done
+    def read(self, batch: Batch) -> Filled:
+        """Read entries, in their time."""
+        filled = self.storage.read(batch)
+        self._pay(filled.count * batch.nbytes)
+        return filled
 
     # -- passed on ----------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Nothing that goes round this."""
+        return Capabilities()
 
     @property
     def gone(self) -> bool:
         """Whether the place itself was deleted since it was opened."""
         return self.storage.gone
+
+    def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
+        """Whether entries are there."""
+        return self.storage.exists(names, nbytes)
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Yield entries."""
+        return self.storage.list(prefix)
+
+    def write(self, batch: Batch) -> Written:
+        """Write entries."""
+        return self.storage.write(batch)
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Note that entries are used."""
+        self.storage.touch(names)
+
+    def delete(self, name: str, if_version: bytes | None = None) -> bool:
+        """Take an entry out of sight."""
+        return self.storage.delete(name, if_version)
 
     def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
         """Write a file."""
@@ -95,45 +114,10 @@ class ThrottledStorage:
         self,
         chunks: Sequence[str],
         shard: Shard,
-        batch: Batch,
+        batch: Transfer,
         place: int,
         headers: int,
         check_offset: int,
     ) -> Sequence[int]:
         """Write several files."""
         return self.storage.write_files(chunks, shard, batch, place, headers, check_offset)
-
-    def exists(self, chunk: str, shard: Shard, nbytes: int | None = None) -> bool:
-        """Whether a file is there."""
-        return self.storage.exists(chunk, shard, nbytes)
-
-    def shards(self, chunk: str) -> Sequence[Shard]:
-        """Return the shards stored for a chunk."""
-        return self.storage.shards(chunk)
-
-    def remove(self, chunk: str, shard: Shard, reader: Reader | None = None) -> bool:
-        """Take a file out of sight."""
-        inner = reader.reader if isinstance(reader, _ThrottledReader) else reader
-        return self.storage.remove(chunk, shard, inner)
-
-    def scan(self) -> Iterator[tuple[str, Shard, int]]:
-        """Yield every file."""
-        return self.storage.scan()
-
-
-class _ThrottledReader:
-    """An open file that is read slowly."""
-
-    def __init__(self, reader: Reader, storage: ThrottledStorage) -> None:
-        self.reader, self._storage = reader, storage
-        self.nbytes = reader.nbytes
-
-    def read_into(self, iovecs: int, count: int, nbytes: int, offset: int) -> int:
-        """Fill memory, in its time."""
-        done = self.reader.read_into(iovecs, count, nbytes, offset)
-        self._storage._pay(done)  # noqa: SLF001 - two classes of one module that are one thing
-        return done
-
-    def close(self) -> None:
-        """Release the file."""
-        self.reader.close()

@@ -37,12 +37,12 @@ from vua.security.keyring import check_keys
 from vua.store.namespace import check_root
 from vua.store.place import prepare
 from vua.vllm import page_layout
+from vua.vllm.cache_spec import describe
 from vua.vllm.engine_worker import memory_of
 from vua.vllm.events import BlockEvents, enabled
-from vua.vllm.groups import own_caches
-from vua.vllm.model import describe
 from vua.vllm.prometheus import VUAPromMetrics, VUAStats
 from vua.vllm.setups import setup_of
+from vua.vllm.step import step_of
 from vua.vllm.versions import caveat, check_version
 from vua.vllm.weights import find_weights
 from vua.weights import Identification
@@ -93,7 +93,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
-        check_version(allow_untested=self._config.allow_untested_vllm)
+        check_version(allow_untested="untested_vllm" in self._config.allow)
         check_root(self._config.shared_storage_path, security=self._config.security)
         check_keys(self._config.security)
         self._scheduler: SchedulerSide | None = None
@@ -247,7 +247,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             loads=self._guarded(side.take_loads, []), identity=side.identity, epoch=side.epoch
         )
         orders.adapters = self._guarded(side.take_wanted_adapters, [])
-        self._guarded(lambda: side.add_saves(orders, scheduler_output), None)
+        self._guarded(lambda: side.add_saves(orders, step_of(scheduler_output)), None)
         return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -314,7 +314,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         try:
             groups = self._kv_cache_config.kv_cache_groups
             tables = {name: n for n, group in enumerate(groups) for name in group.layer_names}
-            own = own_caches(kv_caches, tables)
+            own = page_layout.own_caches(kv_caches, tables)
             layer_of = {name: extract_layer_index(name) for name in own}
             self._worker.register(own, layer_of, tables, page_layout)
         except ConfigError:

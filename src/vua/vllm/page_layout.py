@@ -8,7 +8,7 @@ axes; another order in memory (HND, blocks of all layers) shows in the strides o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Final, TypeAlias
 
@@ -17,14 +17,21 @@ from torch import Tensor
 
 from vua.connector.cache_spec import Group, UncachedError
 from vua.device.cpu_pages import INTEGERS, PagedKV, PageForm, fused_form, latent_form
-from vua.device.pages import PagedCache
+from vua.device.paged import PagedCache
 from vua.device.state_pages import StatePages
 from vua.errors import LayoutError, VUAError
 from vua.format.layout import Shard
 from vua.format.states import state_nbytes
 from vua.vllm.versions import packs_k_and_v
 
-__all__ = ["UnknownFormError", "axes_of", "device_pages", "host_pages", "learn_cpu_form"]
+__all__ = [
+    "UnknownFormError",
+    "axes_of",
+    "device_pages",
+    "host_pages",
+    "learn_cpu_form",
+    "own_caches",
+]
 
 _PROBED: Final = {torch.bfloat16: 0x0400, torch.float16: 0x0400, torch.float32: 0x0080_0000}
 """The first of the `_RADIX` bit patterns that probe a type: all of them finite and normal."""
@@ -69,6 +76,23 @@ def device_pages(
         msg = "K and V of different sizes, as vLLM before 0.26 lays them out, are not supported"
         raise UncachedError(msg)
     return PagedCache.of(caches, axes, k_dim=layout.k_dim if "C" in axes else None)
+
+
+def own_caches(
+    kv_caches: Mapping[str, torch.Tensor], tables: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """Return the caches of a worker's layers without those that are another layer's.
+
+    vLLM hands these over too, under the names of all that use them. Raises UncachedError for one
+    that lies in none of vLLM's cache groups (``tables``: the group of each layer, by name).
+    """
+    own = {name: cache for name, cache in kv_caches.items() if name in tables}
+    places = {cache.data_ptr() for cache in own.values()}
+    for name, cache in kv_caches.items():
+        if name not in own and cache.data_ptr() not in places:
+            msg = f"the KV cache of {name} lies in none of vLLM's cache groups"
+            raise UncachedError(msg)
+    return own
 
 
 def learn_cpu_form(
@@ -157,7 +181,7 @@ def _proves(form: PageForm, write: _Writer, dtype: torch.dtype) -> bool:
 
 
 def axes_of(shape: tuple[int, ...], *, heads: int, block_size: int, dims: tuple[int, ...]) -> str:
-    """Return the axes of a layer's tensor, see `vua.device.KNOWN_AXES`.
+    """Return the axes of a layer's tensor, see `vua.device.paged.KNOWN_AXES`.
 
     Args:
         shape: the tensor's shape.

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from scorecard.faults import skewed
 from scorecard.stores import VuaSubject
 from scorecard.subject import Key
@@ -19,7 +17,8 @@ from scorecard.trial import NotRunError, Trial, scored
 from vua.capacity.gc import GRACE_S, collect
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.scan import TRASH
-from vua.storage.local import TEMPORARY, FileReader
+from vua.storage.base import entry_name
+from vua.storage.local import TEMPORARY, LocalStorage
 
 _LIBRARIES: Final = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 _SKEWS: Final = ("-2d", "+2d")
@@ -135,13 +134,12 @@ def _replaced(trial: Trial) -> bool:
     subject.put(key, key.payload(skewed.NBYTES))
     (path,) = subject.files(key)
     right = path.read_bytes()
-    reader = FileReader(os.open(path, os.O_RDONLY))
+    storage = subject.store().storage
+    assert isinstance(storage, LocalStorage)
+    fd, _ = storage.open_file(entry_name(subject.chunk(key).name, subject.layout.full))
     other = path.with_name("other")
     other.write_bytes(bytes(len(right)))
     other.replace(path)
-    into = bytearray(len(right))
-    view = np.frombuffer(into, dtype=np.uint8)
-    iovecs = np.array([[view.ctypes.data, view.nbytes]], dtype=np.uint64)
-    count = reader.read_into(iovecs.ctypes.data, 1, view.nbytes, 0)
-    reader.close()
-    return count == len(right) and bytes(into) == right
+    found = os.pread(fd, len(right) + 1, 0)
+    os.close(fd)
+    return found == right

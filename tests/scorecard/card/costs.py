@@ -9,13 +9,14 @@ from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 
 from scorecard.card.damage import only_file, restore
 from scorecard.stores import StoreSubject, memory_of
 from scorecard.subject import Key
 from scorecard.trial import Trial, scored
 from vua import native
-from vua.format.plan import Plan
+from vua.native import Transfer
 from vua.store.store import Loader
 
 __all__ = ["timings"]
@@ -28,10 +29,10 @@ def _address(function: str) -> int:
 
 def _do_not_hash(loader: Loader) -> None:
     """Let the native loop call functions of libc that do nothing in place of XXH3's."""
-    for aim in loader._aims.values():
-        batch = aim._plan.batch
-        batch.reset = batch.update = _address("labs")
-        batch.digest = _address("gnu_get_libc_version")  # whatever it returns, it is always that
+    for reader in loader._readers.values():
+        transfer = reader._transfer
+        transfer.reset = transfer.update = _address("labs")
+        transfer.digest = _address("gnu_get_libc_version")  # whatever it returns, it is always that
 
 
 def _no_hash() -> int:
@@ -40,9 +41,9 @@ def _no_hash() -> int:
     return int(version())
 
 
-def _zeros(_: Plan, windows: object, first: int, stop: int) -> list[int]:
-    del windows
-    return [0] * (stop - first)
+def _zeros(transfer: Transfer, place: int) -> npt.NDArray[np.uint64]:
+    del place
+    return np.zeros(transfer.plan.blocks, dtype=np.uint64)
 
 
 def timings(rounds: int, *arms: Callable[[], object]) -> list[list[float]]:
@@ -96,7 +97,7 @@ def verification(trial: Trial) -> None:
         only_file(subject, key).unlink()
 
     def put_unchecked() -> None:
-        with mock.patch.object(Plan, "checksums", _zeros):
+        with mock.patch("vua.store.writer.hash_entry", _zeros):
             put()
 
     with_s, without_s = _medians(max(10, trial.scale // 4), put, put_unchecked)

@@ -14,7 +14,7 @@ import numpy as np
 
 from scorecard.card.costs import timings
 from scorecard.card.damage import hurt, only_file, restore
-from scorecard.stores import VuaSubject, memory_of
+from scorecard.stores import VuaSubject
 from scorecard.subject import Key, noise
 from scorecard.trial import Trial, scored
 from vua.format.entry import EntryCodec, parse_entry
@@ -138,10 +138,7 @@ def _renamed(plain: VuaSubject, ours: VuaSubject, victim: Key) -> bytes:
     """Return a plain file that says it is the chunk for which ``ours`` has a secret name."""
     codec = plain.store().codec(plain.layout.full)
     payload = victim.payload(plain.nbytes)
-    plan = plain.store().saver(memory_of(plain.layout, memoryview(payload))).plan("")
-    sums = np.array(
-        plan.checksums(plan.windows(range(1))[0], 0, len(plan.recipe.units)), dtype=np.uint64
-    )
+    sums = np.array(codec.checksums(np.frombuffer(payload, np.uint8)), dtype=np.uint64)
     return codec.encode_header(ours.chunk(victim), sums) + payload
 
 
@@ -150,10 +147,7 @@ def _resealed(ours: VuaSubject, sound: bytes) -> bytes:
     found = parse_entry(sound)
     codec = EntryCodec(found.namespace, ours.layout, ours.layout.full, found.kind)
     payload = noise(ours.nbytes, 5)
-    plan = ours.store().saver(memory_of(ours.layout, memoryview(payload))).plan("")
-    sums = np.array(
-        plan.checksums(plan.windows(range(1))[0], 0, len(plan.recipe.units)), dtype=np.uint64
-    )
+    sums = np.array(codec.checksums(np.frombuffer(payload, np.uint8)), dtype=np.uint64)
     tags = sound[codec.table_offset + 8 * codec.units : codec.header_nbytes]
     return codec.encode_header(found.key, sums, mark=found.mark, tags=tags) + payload
 

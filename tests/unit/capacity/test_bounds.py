@@ -354,7 +354,7 @@ class TestCapacity(DirectoryTest):
             cache.saver.save(key)
         cache.capacity.close()
         self.assertEqual(3, cache.store.lookup(keys))
-        self.assertFalse(cache.store.storage.exists(lone[1].name, LAYOUT.full))
+        self.assertFalse(cache.store.holds(lone[1], [LAYOUT.full]))
 
     @settings(max_examples=15)
     @given(

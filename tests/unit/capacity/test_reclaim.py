@@ -160,7 +160,7 @@ class TestReclaim(DirectoryTest):
         with mock.patch("os.statvfs", statvfs):
             cache.request(prompt)
         keys = KeyChain(token_ids(prompt), 1).first(150)
-        there = [cache.store.storage.exists(key.name, LAYOUT.full) for key in keys]
+        there = [cache.store.holds(key, [LAYOUT.full]) for key in keys]
         self.assertGreaterEqual(there.index(False), 118)  # one or two may have been counted twice
         self.assertLessEqual(self.occupied(), 120 * NBYTES)
 
@@ -170,7 +170,7 @@ class TestReclaim(DirectoryTest):
         keys = KeyChain(token_ids(list(range(60))), 1).first(60)
 
         def stored(key: ChunkKey) -> bool:
-            return cache.store.storage.exists(key.name, LAYOUT.full)
+            return cache.store.holds(key, [LAYOUT.full])
 
         for key in [*keys[:30], *keys[31:]]:  # the one between was refused
             cache.saver.save(key)

@@ -233,8 +233,8 @@ class TestProbes(DirectoryTest):
         with (self.root / "file").open("wb+") as file:
             known = posix.cached_pages(file.fileno()) is not None
         self.assertEqual("ok" if known else "note", self.probe("_cold").level)
-        with mock.patch.dict(posix._calls):
-            posix._calls.pop("cachestat", None)
+        with mock.patch.dict(posix.calls):
+            posix.calls.pop("cachestat", None)
             self.assertEqual("note", self.probe("_cold").level)
 
     def test_modes(self) -> None:

@@ -244,7 +244,7 @@ class RulesTest(DirectoryTest):
     def test_stop(self) -> None:
         """The engine is asked to end a step where a state is wanted, if it has no other wish."""
         from vua.connector.prefix_match import PrefixMatch
-        from vua.connector.scheduler import SchedulerSide
+        from vua.connector.save_scheduler import stop_at_state
 
         found = PrefixMatch(self.keys(96), BLOCK, 6, (), 12, frozenset({2 * BLOCK, 5 * BLOCK}))
         for own, computed, expected in (
@@ -256,7 +256,7 @@ class RulesTest(DirectoryTest):
             (48, 48, 80),
         ):
             request = SimpleNamespace(shared_prefix_boundary=own)
-            SchedulerSide._stop_at_state(request, found, computed)
+            stop_at_state(request, found, computed)
             self.assertEqual(expected, request.shared_prefix_boundary)
 
 

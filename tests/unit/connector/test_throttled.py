@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from helpers import DirectoryTest, bits, keys_of, noise
+from vua.connector.step import ScheduledRequest, ScheduledStep
 from vua.device.slab import Slab
 from vua.errors import ConfigError
 from vua.format.identity import Identity
@@ -128,17 +129,10 @@ class ThrottledConnectorTest(DirectoryTest):
         """A step that computes so many tokens of a prompt; what it is ordered to save."""
         from vua.connector.metadata import ConnectorMetadata
 
-        orders, none = ConnectorMetadata(), SimpleNamespace(req_ids=[], resumed_req_ids=set())
-        new = SimpleNamespace(
-            req_id=name, block_ids=([5, 6, 7, 8],), num_computed_tokens=64 - tokens
-        )
-        output = SimpleNamespace(
-            scheduled_new_reqs=[new],
-            scheduled_cached_reqs=none,
-            num_scheduled_tokens={name: tokens},
-        )
+        orders, blocks = ConnectorMetadata(), [[5, 6, 7, 8]]
+        new = ScheduledRequest(name, 64 - tokens, tokens, blocks, begins=True)
         self.side.take_loads()
-        self.side.add_saves(orders, output)
+        self.side.add_saves(orders, ScheduledStep([new], lambda _: blocks))
         time.sleep(COMPUTE_S * tokens / 64)
         self.side.accounts.step_ended()
         return orders.saves
@@ -228,7 +222,7 @@ class ThrottledConnectorTest(DirectoryTest):
         """A policy that does not exist is refused with those that do."""
         with self.assertRaises(ConfigError) as caught:
             self.start(load_policy="sometimes")
-        self.assertIn("faster, always, found 'sometimes'", str(caught.exception))
+        self.assertIn("or a number, found 'sometimes'", str(caught.exception))
 
 
 if __name__ == "__main__":

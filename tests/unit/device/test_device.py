@@ -17,21 +17,12 @@ from unittest import mock
 import pytest
 import torch
 
-import vua.device
+import vua.device.paged
 from helpers import bits, has_native, noise
-from vua.device import (
-    PagedCache,
-    PagedLayout,
-    choose,
-    gather,
-    host,
-    moves,
-    pages,
-    scatter,
-    slots_of,
-)
-from vua.device.copies import proves
+from vua.device import host, moves
+from vua.device.copy import choose, gather, proves, scatter
 from vua.device.moves import Job, Move, plan
+from vua.device.paged import PagedCache, PagedLayout, slots_of
 from vua.errors import InputError, LayoutError
 from vua.serdes import DTYPES
 
@@ -585,7 +576,7 @@ class PagesTest(unittest.TestCase):
 class DocumentationTest(unittest.TestCase):
     def test_examples(self) -> None:
         """The examples in the docstrings give what they say."""
-        done = doctest.testmod(pages)
+        done = doctest.testmod(vua.device.paged)
 
         self.assertEqual((0, True), (done.failed, done.attempted > 0))
 

@@ -20,7 +20,9 @@ import xxhash
 
 import vua.device
 from helpers import DirectoryTest, flip, keys_of, soak, swap
-from vua.device import CuFileMover, DirectReader, Gds, Mover, PosixMover, movers, xxh3
+from vua.device import movers, xxh3
+from vua.device.gds import DirectReader, Gds
+from vua.device.movers import CuFileMover, Mover, PosixMover
 from vua.device.slab import Slab
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity

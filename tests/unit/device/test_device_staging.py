@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from helpers import DirectoryTest, bits, keys_of, noise
-from vua.device import Fence, PagedCache, Staging, slots_of
+from vua.device.paged import PagedCache, slots_of
+from vua.device.staging import Fence, Staging
 from vua.errors import InputError, LayoutError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard

@@ -44,8 +44,8 @@ def as_portable(test: Callable[..., None]) -> Callable[..., None]:
     """Run a test with the system's calls, and once more without."""
 
     def both(self: unittest.TestCase) -> None:
-        for calls in (dict(posix._calls), {}):
-            with self.subTest(calls=len(calls)), mock.patch.dict(posix._calls, calls, clear=True):
+        for calls in (dict(posix.calls), {}):
+            with self.subTest(calls=len(calls)), mock.patch.dict(posix.calls, calls, clear=True):
                 test(self)
 
     both.__doc__ = test.__doc__
@@ -195,7 +195,7 @@ class TestTransfer(DirectoryTest):
         found = [posix.cached_pages(fd)]
         os.write(fd, bytes(3 * posix.PAGE - 1))
         found.append(posix.cached_pages(fd))
-        with mock.patch.dict(posix._calls, {}, clear=True):
+        with mock.patch.dict(posix.calls, {}, clear=True):
             self.assertIsNone(posix.cached_pages(fd))
         if found[0] is None:
             self.skipTest("before Linux 6.5")
@@ -250,7 +250,7 @@ class TestOpen(DirectoryTest):
         """Without statx the answer is the same."""
         fd = posix.open_beneath(self.fd, "a/b/file")
         self.addCleanup(os.close, fd)
-        with mock.patch.dict(posix._calls, clear=True):
+        with mock.patch.dict(posix.calls, clear=True):
             portable = posix.status_cached(fd)
         self.assertEqual(portable, posix.status_cached(fd))
 
@@ -291,7 +291,7 @@ class TestOpen(DirectoryTest):
     def test_kernel_without_openat2(self) -> None:
         """A kernel, or a sandbox, that refuses openat2 is noticed."""
         self.assertIsInstance(posix._unsupported_openat2(), bool)
-        with mock.patch.dict(posix._calls, clear=True):
+        with mock.patch.dict(posix.calls, clear=True):
             self.assertTrue(posix._unsupported_openat2())
 
         def refuse(*_: object) -> int:
@@ -299,7 +299,7 @@ class TestOpen(DirectoryTest):
             return -1
 
         before = descriptors()
-        with mock.patch.dict(posix._calls, openat2=refuse):
+        with mock.patch.dict(posix.calls, openat2=refuse):
             self.assertTrue(posix._unsupported_openat2())
         self.assertEqual(before, descriptors())
         for code in (errno.ENOSYS, errno.EINVAL, errno.EAGAIN):
@@ -308,7 +308,7 @@ class TestOpen(DirectoryTest):
                 posix.ctypes.set_errno(code)
                 return -1
 
-            with mock.patch.dict(posix._calls, openat2_cached=answer):
+            with mock.patch.dict(posix.calls, openat2_cached=answer):
                 self.assertIsNone(posix.open_cached(self.fd, "a/b/file"))
 
 

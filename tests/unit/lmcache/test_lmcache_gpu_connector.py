@@ -440,16 +440,22 @@ class V2Test(unittest.TestCase):
         self.assertEqual(before, case.bytes)
 
     def test_alone(self) -> None:
-        """The connectors need no LMCache, and import no engine."""
+        """The connectors need no LMCache, import no engine, and of VUA what copies tensors."""
         script = (
             "import sys, vua.lmcache.gpu_connector\n"
-            "print(sorted({'lmcache', 'vllm', 'sglang', 'transformers'} & set(sys.modules)))"
+            "print(sorted({'lmcache', 'vllm', 'sglang', 'transformers'} & set(sys.modules)))\n"
+            "print(*sorted(n for n, m in sys.modules.items()"
+            " if n.startswith('vua.') and not hasattr(m, '__path__')))"
         )
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=True
         )
 
-        self.assertEqual("[]", done.stdout.strip())
+        engines, modules = done.stdout.splitlines()
+        self.assertEqual("[]", engines)
+        needed = "device.copy device.moves device.paged errors lmcache.gpu_connector"
+        needed += " lmcache.interface"
+        self.assertEqual([f"vua.{name}" for name in needed.split()], modules.split())
 
 
 @pytest.mark.gpu

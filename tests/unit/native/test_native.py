@@ -30,15 +30,17 @@ from helpers import (
 )
 from vua import native
 from vua.cli.bench_files import cool, direct_works, is_cold
+from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout, Shard
 from vua.io.posix import page_aligned
-from vua.native import batches, bindings, moves
+from vua.native import batches, bindings, fallback, moves
 from vua.storage.local import LocalStorage
 from vua.store.store import Store
 
 NAMESPACE = "cd" * 32
 LAYOUT = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
 NOT_BUILT = "native code is not built: python3 dev.py build"
+LAYOUT_UNITS = EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full).units
 CHUNKS = 40  # 38 MiB: enough for a second thread
 
 
@@ -116,9 +118,7 @@ class TestLoad(DirectoryTest):
             self.store.save(key, source, place=place)
         self.memory = Memory(LAYOUT, LAYOUT.full, CHUNKS, block_tokens=16)
         self.map = self.memory.map()
-        plan = self.store.plan(LAYOUT.full, LAYOUT.full, LAYOUT.full, self.map)
-        self.headers = np.zeros((CHUNKS, plan.codec.header_nbytes), dtype=np.uint8)
-        self.batch = plan.batch
+        self.transfer = self.store.transfer(LAYOUT.full, LAYOUT.full, LAYOUT.full, self.map)
 
     def load(
         self, *, threads: int = 2, first: int = 0, stop: int = CHUNKS, uids: list[int] | None = None
@@ -127,14 +127,23 @@ class TestLoad(DirectoryTest):
         whose = None if uids is None else np.array(uids, dtype=np.uint32)
         shard = LAYOUT.full.name
         paths = [f"{k.name[:2]}/{k.name}/{shard}.safetensors" for k in self.keys[first:stop]]
-        headers = self.headers.ctypes.data
+        plan = self.transfer.plan
+        into = self.into = native.Headers(
+            np.zeros((len(paths), plan.header_nbytes), dtype=np.uint8),
+            np.zeros((len(paths), plan.blocks), dtype=np.uint64),
+            np.zeros((len(paths), 2), dtype=np.uint64),
+        )
         self.prepare()
         with mock.patch.multiple(batches, THREADS=threads, _CORES=threads):
-            return native.load(
-                *(self.storage._fd, paths, self.batch, first, headers),
+            done = native.read_entries(
+                *(self.transfer, self.storage._fd, paths, first, into),
                 uids=whose,
                 direct=self.direct,
-            )[0]
+            )
+        tables = into.headers[:, plan.table_offset :].view("<u8")[:, :LAYOUT_UNITS]
+        tables = tables[:, plan.block_place.astype(int)]
+        same = (tables == into.digests).all(axis=1)[:done]
+        return done if same.all() else int(np.argmin(same))
 
     direct = False
 
@@ -162,9 +171,8 @@ class TestLoad(DirectoryTest):
         expected = Memory(LAYOUT, target, CHUNKS, block_tokens=16)
         expected.fill(rectangle(self.model, target))
         memory = Memory(LAYOUT, target, CHUNKS, block_tokens=16)
-        batch = self.store.plan(LAYOUT.full, target, target, memory.map()).batch
-        self.assertGreater(batch.sink_nbytes, 0)
-        self.batch = batch
+        self.transfer = self.store.transfer(LAYOUT.full, target, target, memory.map())
+        self.assertGreater(self.transfer.discard_nbytes, 0)
         for threads in (1, 2, 8):
             for buffer in memory.buffers:
                 buffer[:] = 0xA5
@@ -181,7 +189,7 @@ class TestLoad(DirectoryTest):
         """Files count up to the first that is not in order, whatever a second thread has done."""
         spoil = {
             "flipped": lambda path: flip(path, path.stat().st_size - 100),
-            "flipped checksum": lambda path: flip(path, self.batch.table_offset),
+            "flipped checksum": lambda path: flip(path, self.transfer.table_offset),
             "shorter": lambda path: os.truncate(path, path.stat().st_size - 1),
             "longer": lambda path: os.truncate(path, path.stat().st_size + 1),
             "missing": lambda path: path.unlink(),
@@ -260,21 +268,11 @@ class TestChecksums(DirectoryTest):
             for block_tokens in (None, 16, PACKED):
                 with self.subTest(shard=shard.name, block_tokens=block_tokens):
                     memory = Memory(LAYOUT, shard, 3, block_tokens=block_tokens).fill(model)
-                    plan = store.plan(shard, shard, shard, memory.map())
-                    sums = [native.checksums(plan.batch, place) for place in range(3)]
-                    with mock.patch.dict(os.environ, VUA_NATIVE="off"):
-                        self.assertIsNone(native.checksums(plan.batch, 0))
-                        expected = [plan.sums(place) for place in range(3)]
+                    transfer = store.transfer(shard, shard, shard, memory.map())
+                    sums = [native.hash_entry(transfer, place) for place in range(3)]
+                    expected = [fallback.hash_entry(transfer, place) for place in range(3)]
                     np.testing.assert_array_equal(expected, sums)
                     self.assertFalse((sums[0] == sums[1]).any())
-
-    def test_part_of_files(self) -> None:
-        """A plan that takes a part of files has no table of its own."""
-        store, part = Store(LocalStorage(self.root), NAMESPACE, LAYOUT), Shard(3, 13, 0, 2)
-        memory = Memory(LAYOUT, part, 1)
-        self.assertIsNone(
-            native.checksums(store.plan(LAYOUT.full, part, part, memory.map()).batch, 0)
-        )
 
 
 class TestDirectLoad(TestLoad):
@@ -320,20 +318,6 @@ class TestDirectLoad(TestLoad):
             self.assertEqual(cold, sum(is_cold(path) for path in self.files()))
             for want, got in zip(expected.buffers, self.memory.buffers, strict=True):
                 np.testing.assert_array_equal(want, got)
-
-    def test_counted(self) -> None:
-        """Files that are not cached are counted, however they are read; control: cached ones."""
-        paths = [str(path.relative_to(self.storage.directory)) for path in self.files()]
-        headers = self.headers.ctypes.data
-        for direct, expected in ((True, CHUNKS), (False, CHUNKS), (True, 0)):
-            if expected:
-                self.prepare()
-            done, cold = native.load(self.storage._fd, paths, self.batch, 0, headers, direct=direct)
-            self.assertEqual(CHUNKS, done)
-            if direct:
-                self.assertEqual(expected, cold)
-            else:  # which asks for the bytes: a fast device may give some before it says no
-                self.assertGreater(cold, CHUNKS // 2)
 
 
 class TestChain(unittest.TestCase):
@@ -458,7 +442,7 @@ class TestBatch(unittest.TestCase):
 
     def test_size(self) -> None:
         """Words without gaps, as in `load.c`."""
-        self.assertEqual(19 * 8, ctypes.sizeof(native.Batch))
+        self.assertEqual(20 * 8, ctypes.sizeof(native.Transfer))
         self.assertEqual(13 * 8, ctypes.sizeof(native.Boxes))  # in `move.c`
 
 

@@ -24,6 +24,7 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.security.settings import Security
+from vua.storage.base import entry_name
 from vua.storage.local import LocalStorage
 from vua.storage.mark import MARK, claim
 
@@ -183,7 +184,7 @@ class TestForeign(SecurityTest):
             keys = KeyChain(token_ids(TOKENS), 8).first(3)
             with foreign_uid(self.chunks()[0]):
                 with self.assertRaises(UntrustedError):
-                    store.storage.open(keys[0].name, store.layout.full)
+                    store.storage.open_file(entry_name(keys[0].name, store.layout.full))
                 self.assertFalse(vua.get_closest(TOKENS))
 
             self.assertEqual((1, 0), (store.counts["foreign"], store.counts["error"]))

@@ -75,7 +75,7 @@ class TestSaveAll(DirectoryTest):
     def check(self, store: Store, chunks: int) -> None:
         """The first ``chunks`` chunks are there, with what was in memory, and no others."""
         self.assertEqual(chunks, store.lookup(self.keys))
-        self.assertEqual(chunks, sum(1 for _ in store.storage.scan()))
+        self.assertEqual(chunks, sum(1 for _ in store.storage.list()))
         loaded = Memory(LAYOUT, LAYOUT.full, CHUNKS)
         self.assertEqual(chunks, store.load(self.keys[:chunks], loaded.map()).chunks)
         expected = Memory(LAYOUT, LAYOUT.full, CHUNKS)

@@ -9,7 +9,6 @@ import threading
 import time
 import unittest
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,11 +30,14 @@ from helpers import (
     soak,
     swap,
 )
+from vua import native
 from vua.errors import InputError, NotWritableError, StorageFullError
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
 from vua.io import posix
-from vua.storage.local import MAX_QUARANTINED, FileReader, LocalStorage
+from vua.io.plain import open_plain
+from vua.storage.base import entry_name
+from vua.storage.local import MAX_QUARANTINED, LocalStorage, version_of
 from vua.store.store import Loaded, Store
 
 NAMESPACE = "ab" * 32
@@ -75,6 +77,13 @@ class StoreTest(DirectoryTest):
         self.keys = keys_of(range(CHUNKS * self.layout.chunk_tokens), self.layout.chunk_tokens)
         self.model = model_arrays(self.layout, CHUNKS)
         self.store = self.open()
+
+    def version(self, chunk: int) -> bytes:
+        """What tells the file of a chunk from any other of its name."""
+        assert isinstance(self.store.storage, LocalStorage)
+        fd, status = self.store.storage.open_file(entry_name(self.keys[chunk].name, SMALL.full))
+        os.close(fd)
+        return version_of(status)
 
     def open(self, layout: KVLayout | None = None, name: str = NAMESPACE) -> Store:
         """Another store over the same directory."""
@@ -313,20 +322,17 @@ class TestDamage(StoreTest):
 
     def test_cut_while_read(self) -> None:
         """A file that is cut after it was opened is noticed, even where memory is right already."""
-
-        class Cutting(LocalStorage):
-            def open(self, chunk: str, shard: Shard) -> FileReader:
-                reader = super().open(chunk, shard)
-                path = self.directory / chunk[:2] / chunk / f"{shard.name}.safetensors"
-                os.truncate(path, reader.nbytes - 1)
-                return reader
-
         self.save_whole()
-        storage = Cutting(self.root / NAMESPACE)
-        self.addCleanup(storage.close)
+
+        def cutting(*arguments: Any, **named: Any) -> Any:
+            fd, status = open_plain(*arguments, **named)
+            os.truncate(self.file(0), status.nbytes - 1)
+            return fd, status
+
         self.enterContext(mock.patch.dict(os.environ, VUA_NATIVE="off"))  # it opens by itself
+        self.enterContext(mock.patch("vua.native.fallback.open_plain", cutting))
         memory = Memory(SMALL, SMALL.full, CHUNKS).fill(self.model)
-        loaded = Store(storage, NAMESPACE, SMALL).load(self.keys, memory.map())
+        loaded = self.store.load(self.keys, memory.map())
 
         self.assertEqual(Loaded(0, 0, "corrupt"), loaded)
 
@@ -370,14 +376,14 @@ class TestDamage(StoreTest):
         """Three reads in a row that fail take a file out of sight; one that works starts anew."""
         self.save_whole()
         key, bad_sector = self.keys[0], OSError(errno.EIO, "bad sector")
-        with closing(self.store.storage.open(key.name, SMALL.full)) as reader:
-            for problem in (*[OSError(errno.EAGAIN, "busy")] * 3, *[bad_sector] * 2):
-                self.store.misses.read_failed(key, SMALL.full, reader, problem)
-            self.assertEqual(CHUNKS, self.load().chunks)
-            for _ in range(2):
-                self.store.misses.read_failed(key, SMALL.full, reader, bad_sector)
-            self.assertTrue(self.file(0).exists())
-            self.store.misses.read_failed(key, SMALL.full, reader, bad_sector)
+        version = self.version(0)
+        for problem in (*[OSError(errno.EAGAIN, "busy")] * 3, *[bad_sector] * 2):
+            self.store.misses.read_failed(key, SMALL.full, version, problem)
+        self.assertEqual(CHUNKS, self.load().chunks)
+        for _ in range(2):
+            self.store.misses.read_failed(key, SMALL.full, version, bad_sector)
+        self.assertTrue(self.file(0).exists())
+        self.store.misses.read_failed(key, SMALL.full, version, bad_sector)
         self.assertFalse(self.file(0).exists())
 
     def test_foreign_shard(self) -> None:
@@ -483,12 +489,11 @@ class TestDamage(StoreTest):
         self.save_whole()
         sound = self.file(0).read_bytes()
         flip(self.file(0), 5000)
-        reader = self.store.storage.open(self.keys[0].name, SMALL.full)
-        self.file(0).unlink()
+        version, name = self.version(0), entry_name(self.keys[0].name, SMALL.full)
+        self.file(0).rename(self.root / "aside")  # so that its inode is not used again
         self.file(0).write_bytes(sound)
 
-        self.assertTrue(self.store.storage.remove(self.keys[0].name, SMALL.full, reader))
-        reader.close()
+        self.assertTrue(self.store.storage.delete(name, version))
         self.assertEqual(sound, self.file(0).read_bytes())
 
     def test_read_only(self) -> None:
@@ -626,24 +631,24 @@ class TestWays(StoreTest):
         """With the load loop in C: it, and not what stands in for it, has done the work."""
         if not has_native():
             self.skipTest("native code is not built: python3 dev.py build")
-        read_files, got = LocalStorage.read_files, []
+        read, got = native.read_entries, []
 
-        def count(*arguments: Any) -> int:
-            got.append(read_files(*arguments))
+        def count(*arguments: Any, **named: Any) -> int:
+            got.append(read(*arguments, **named))
             return got[-1]
 
         with (
             mock.patch.dict(os.environ, VUA_NATIVE="require"),
-            mock.patch.object(LocalStorage, "read_files", count),
+            mock.patch.object(native, "read_entries", count),
         ):
             self.use()
         self.assertGreater(sum(got), 12 * CHUNKS)
 
     def test_without_cached_calls(self) -> None:
         """On a kernel that cannot say whether a read would block."""
-        calls = {name: call for name, call in posix._calls.items() if name not in CACHED_CALLS}
+        calls = {name: call for name, call in posix.calls.items() if name not in CACHED_CALLS}
         with (
-            mock.patch.dict(posix._calls, calls, clear=True),
+            mock.patch.dict(posix.calls, calls, clear=True),
             mock.patch.object(posix, "_HAS_OPENAT2", new=False),
         ):
             self.use()
@@ -655,7 +660,7 @@ class TestWays(StoreTest):
             "statx": lambda *_: -1,
         }
         with (
-            mock.patch.dict(posix._calls, refuse),
+            mock.patch.dict(posix.calls, refuse),
             mock.patch.object(posix, "open_cached", return_value=None),
         ):
             self.use()
@@ -663,7 +668,7 @@ class TestWays(StoreTest):
     def test_portable(self) -> None:
         """On a system that is not Linux."""
         with (
-            mock.patch.dict(posix._calls, clear=True),
+            mock.patch.dict(posix.calls, clear=True),
             mock.patch.object(posix, "_HAS_OPENAT2", new=False),
         ):
             self.use()

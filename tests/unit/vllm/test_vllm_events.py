@@ -161,20 +161,20 @@ class AnnouncerTest(unittest.TestCase):
     def test_memory_is_bounded(self) -> None:
         """Orders that nobody confirms, events that nobody takes, and files of a stuck scheduler."""
         announcer = self.announcer(16)
-        for at in range(events._MAX_PENDING + 10):
+        for at in range(events.MAX_PENDING + 10):
             chain = KeyChain(token_ids([at, *IDS[1:]]), CHUNK)
             announcer.ordered(self.request, chain, range(1))
-        self.assertEqual(events._MAX_PENDING, len(announcer._pending))
+        self.assertEqual(events.MAX_PENDING, len(announcer._pending))
 
         with self.assertLogs("vllm.vua.events", "WARNING") as logged:
-            for _ in range(events._MAX_QUEUED):
+            for _ in range(events.MAX_QUEUED):
                 announcer.found(self.request, self.keys, 1)
                 announcer.found(self.request, self.keys, 0)
-        self.assertEqual([events._MAX_QUEUED, 1], [len(announcer.take()), len(logged.output)])
+        self.assertEqual([events.MAX_QUEUED, 1], [len(announcer.take()), len(logged.output)])
 
-        for _ in range(events._MAX_SEEN + 10):
+        for _ in range(events.MAX_SEEN + 10):
             self.watches[0].gone(self.names[0])
-        self.assertEqual(events._MAX_SEEN, len(self.watches[0].take().seen))
+        self.assertEqual(events.MAX_SEEN, len(self.watches[0].take().seen))
         self.assertIsNone(self.watches[0].take())
 
     def test_switch(self) -> None:

@@ -27,6 +27,7 @@ if find_spec("vllm"):
     from vua.connector.cache_spec import Group, Model
     from vua.connector.metadata import ConnectorMetadata
     from vua.connector.scheduler import SchedulerSide
+    from vua.connector.step import ScheduledRequest, ScheduledStep
     from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1
 
 CHUNK = 16
@@ -134,12 +135,7 @@ class HooksTest(unittest.TestCase):
         state.lookup = side._lookups.ask(request, state.options)
         state.lookup.answer.result(timeout=30)
         table = list(range(1, 1 + tokens // CHUNK))
-        new = SimpleNamespace(req_id="r", block_ids=(table,), num_computed_tokens=half)
-        output = SimpleNamespace(
-            scheduled_new_reqs=[new],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set()),
-            num_scheduled_tokens={"r": tokens - half},
-        )
+        new = ScheduledRequest("r", half, tokens - half, [table], begins=True)
         called: dict[str, int] = {}
 
         def count(frame: FrameType, event: str, _: object) -> None:
@@ -154,14 +150,12 @@ class HooksTest(unittest.TestCase):
         try:
             found = side.matched_tokens(request, 0)
             side.allocated(request, blocks, half)
-            side.add_saves(orders, output)
+            side.add_saves(orders, ScheduledStep([new], lambda _: [table]))
         finally:
             sys.setprofile(None)
             gc.enable()
         self.assertFalse(orders.idle)
-        nothing = SimpleNamespace(**{**vars(output), "scheduled_new_reqs": []})
-        nothing.num_scheduled_tokens = {}
-        side.add_saves(idle := ConnectorMetadata(), nothing)
+        side.add_saves(idle := ConnectorMetadata(), ScheduledStep([], lambda _: []))
         self.assertTrue(idle.idle)
         self.assertEqual((half, True), found)
         self.assertEqual([half // CHUNK], [len(k) for save in orders.saves for _, k in save.parts])

@@ -71,7 +71,7 @@ class EngineFieldsTest(unittest.TestCase):
         """How the connector describes an engine of this configuration."""
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-        from vua.vllm.model import describe
+        from vua.vllm.cache_spec import describe
         from vua.vllm.weights import find_weights
 
         cache = made.cache_config

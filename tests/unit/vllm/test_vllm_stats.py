@@ -8,7 +8,6 @@ import re
 import threading
 import unittest
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ if find_spec("vllm"):
 
     from vua.connector.metrics import METRICS, Recorder, Series, add_up
     from vua.connector.prefill_speed import PrefillSpeed, prompt_work
+    from vua.connector.step import ScheduledRequest
     from vua.vllm.prometheus import VUAPromMetrics, VUAStats
 
 
@@ -254,16 +254,13 @@ class SpeedTest(unittest.TestCase):
 
     def test_prompt_work(self) -> None:
         """Tokens that are generated are none of a prompt, however many requests do that."""
-        new = [SimpleNamespace(req_id="new", num_computed_tokens=100)]
-        names = ["chunked", *map(str, range(200))]
-        cached = SimpleNamespace(req_ids=names, num_computed_tokens=[1000, *[50] * 200])
-        counts = {"new": 40, "chunked": 20} | dict.fromkeys(names[1:], 4)
-        step = SimpleNamespace(
-            scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts
-        )
-        self.assertEqual((60, 40 * 120 + 20 * 1010), prompt_work(step))
-        step.num_scheduled_tokens = dict.fromkeys(names[1:], 4)
-        self.assertEqual((0, 0.0), prompt_work(step))
+        prompts = [
+            ScheduledRequest("new", 100, 40, [], begins=True),
+            ScheduledRequest("chunked", 1000, 20, [], begins=False),
+        ]
+        others = [ScheduledRequest(f"{at}", 50, 4, [], begins=False) for at in range(200)]
+        self.assertEqual((60, 40 * 120 + 20 * 1010), prompt_work(prompts + others))
+        self.assertEqual((0, 0.0), prompt_work(others))
 
 
 if __name__ == "__main__":

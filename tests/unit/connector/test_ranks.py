@@ -41,7 +41,7 @@ class RanksTest(DirectoryTest):
     def model(self, layout: KVLayout, sizes: tuple[int, int]) -> Any:
         """The model as an engine of these parallel sizes sees it."""
         from vua.connector.cache_spec import Group, Model
-        from vua.vllm.ranks import worker_shards
+        from vua.vllm.cache_spec import worker_shards
 
         shards = worker_shards(layout, pp_size=sizes[0], tp_size=sizes[1])
         group = Group(layout, tuple(range(layout.layers)), shards, (0,))

@@ -27,7 +27,7 @@ FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
 if HAS_VLLM:
     from vua.connector import device_transfer
     from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
-    from vua.vllm.dtypes import stored_as
+    from vua.vllm.cache_spec import stored_as
     from vua.vllm.page_layout import axes_of
 
 
@@ -167,7 +167,8 @@ class FormsTest(DirectoryTest):
 
     def test_platforms(self) -> None:
         """CUDA is served, and fp8 there; other devices are not."""
-        from vua.vllm import model
+        from vua.connector.cache_spec import UncachedError
+        from vua.vllm import cache_spec
         from vua.vllm.support import check_engine
 
         cache, fp8 = SimpleNamespace(cache_dtype="fp8"), SimpleNamespace(dtype=torch.uint8)
@@ -186,8 +187,8 @@ class FormsTest(DirectoryTest):
 
         with on("cuda"):
             check_engine(config)
-            self.assertEqual("F8_E4M3", model.how_stored(fp8, config).dtype)
-        with on("xpu"), self.assertRaisesRegex(model.UncachedError, "xpu"):
+            self.assertEqual("F8_E4M3", cache_spec.how_stored(fp8, config).dtype)
+        with on("xpu"), self.assertRaisesRegex(UncachedError, "xpu"):
             check_engine(config)
         for place, name, word in (
             ("parallel_config", "decode_context_parallel_size", "decode context"),
@@ -196,11 +197,11 @@ class FormsTest(DirectoryTest):
         ):
             part = getattr(config, place)
             setattr(part, name, 2)
-            with self.subTest(name), on("cuda"), self.assertRaisesRegex(model.UncachedError, word):
+            with self.subTest(name), on("cuda"), self.assertRaisesRegex(UncachedError, word):
                 check_engine(config)
             delattr(part, name)
-        with on("cpu"), self.assertRaisesRegex(model.UncachedError, "uint8"):
-            model.how_stored(fp8, config)
+        with on("cpu"), self.assertRaisesRegex(UncachedError, "uint8"):
+            cache_spec.how_stored(fp8, config)
 
     def test_required(self) -> None:
         """Where GDS is required and there is none, the engine does not start; `auto` goes on."""
@@ -219,7 +220,7 @@ class FormsTest(DirectoryTest):
             tensor = torch.zeros(10, 2, 8, 16)
             layout = KVLayout(1, 2, 8, 8, "F32", 16)
             self.side(layout, 8, {"model.layers.0": tensor}, gds_mode="required")
-        with self.assertRaisesRegex(ConfigError, "gds_mode is 'maybe'"):
+        with self.assertRaisesRegex(ConfigError, "gds_mode must be .* found 'maybe'"):
             ConnectorConfig(shared_storage_path=str(self.root), gds_mode="maybe")
 
     def test_wrong_slots_are_noticed(self) -> None:

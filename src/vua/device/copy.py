@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vua.device import host, moves
+from vua.device import moves
 from vua.device.moves import Move, plan
-from vua.device.pages import PagedCache
+from vua.device.paged import PagedCache
 
 __all__ = ["Choice", "choose", "gather", "proves", "scatter", "synchronize"]
 
@@ -29,6 +29,8 @@ class Choice(NamedTuple):
 def choose(device: torch.device) -> Choice:
     """Return how rows are moved on a device: by Triton where that works, proved once by a trial."""
     if device.type == "cpu":
+        from vua.device import host  # noqa: PLC0415 - the native library is not needed on a GPU
+
         return Choice("host", host.move, "the cache lies in CPU memory")
     if device.type != "cuda":
         return Choice("torch", moves.move, f"the cache lies on the device {device.type}")

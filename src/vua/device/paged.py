@@ -13,7 +13,7 @@ the place of one token, ``block id * block_size + place in the block``. A layout
     C  the elements of K's row and of V's behind each other
 
 Strides are the tensor's own, so one name covers every order and padding in memory. Nothing here
-moves a byte; `vua.device.gather` and `scatter` do.
+moves a byte; `vua.device.copy` does.
 """
 
 from __future__ import annotations

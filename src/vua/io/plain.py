@@ -1,0 +1,73 @@
+"""Opens the files that a cache believes: regular, with one name, of a user who is trusted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.errors import UntrustedError
+from vua.io import posix
+from vua.io.posix import FileStatus
+
+__all__ = ["close_plain", "is_plain", "open_plain"]
+
+
+def open_plain(
+    dir_fd: int, path: str, uids: npt.NDArray[np.uint32] | None, *, local: bool
+) -> tuple[int, FileStatus]:
+    """Open a file for reading; no symbolic link is followed on the way.
+
+    Args:
+        dir_fd: the directory that ``path`` starts from.
+        path: the file; ``..`` and absolute paths are refused.
+        uids: whose files are believed; None: anybody's.
+        local: whether only the kernel is asked (see :func:`vua.io.posix.is_local`): what is cached
+            is then opened without releasing the GIL.
+
+    Returns its descriptor, for :func:`close_plain`, and what the kernel knows of it. Raises
+    OSError (FileNotFoundError, EINVAL where it is not a regular file), UntrustedError where it has
+    other names too or belongs to somebody else.
+    """
+    fd = posix.open_cached(dir_fd, path) if local else None
+    if fd is None:
+        fd = posix.open_beneath(dir_fd, path)
+    try:
+        status = posix.status_cached(fd)
+        _check_plain(status, uids)
+    except BaseException:
+        close_plain(fd, local=local)
+        raise
+    return fd, status
+
+
+def _check_plain(status: FileStatus, uids: npt.NDArray[np.uint32] | None) -> None:
+    if is_plain(status, uids):
+        return
+    if not stat.S_ISREG(status.mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    msg = (
+        f"file of user {status.uid} with {status.links} names, expected one name and "
+        f"{'any user' if uids is None else f'one of the users {sorted(uids.tolist())}'}; set "
+        "trusted_uids if that user is to be believed"
+    )
+    raise UntrustedError(msg)
+
+
+def close_plain(fd: int, *, local: bool) -> None:
+    """Close a file that was only read; what a server says to that is of no interest."""
+    if local:
+        posix.close_cached(fd)
+    else:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def is_plain(status: FileStatus, uids: npt.NDArray[np.uint32] | None) -> bool:
+    """Whether it is a regular file with one name, and of one of these users."""
+    whose = uids is None or status.uid in uids.tolist()
+    return stat.S_ISREG(status.mode) and status.links <= 1 and whose

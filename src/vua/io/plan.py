@@ -1,0 +1,83 @@
+"""Which bytes of an entry file lie where in memory: tables that Python, C, seals and GPUs share.
+
+An *extent* is one head of one layer of K or V: a range of the file, and its place in memory, there
+perhaps in several *segments* of equal length (the blocks of a paged cache). A *block* is what one
+checksum of the file covers: one or several extents that follow each other in the file. A *read* is
+a range of the file that one system call reads: whole blocks, and perhaps the header before them.
+
+Nothing here knows of layouts or models; :mod:`vua.format.plan` works the tables out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ARRAYS_MAX", "EXTENT", "READ", "EntryPlan"]
+
+ARRAYS_MAX: Final = 2
+"""Arrays of a chunk: K and V."""
+
+EXTENT: Final = np.dtype(
+    [("array", "u8"), ("head", "u8"), ("layer", "u8"), ("discard", "u8"), ("nbytes", "u8")]
+)
+"""One extent: its array (``ARRAYS_MAX`` where it is read only to be verified), head and layer
+(counted from the target's first), its place in each segment of the discard buffer, and the bytes
+of each of its segments. `load.h` has the same."""
+
+READ: Final = np.dtype(
+    [("extent", "u8"), ("extent_stop", "u8"), ("header", "u8"), ("nbytes", "u8"),
+     ("offset", "u8"), ("block", "u8"), ("block_stop", "u8")]
+)  # fmt: skip
+"""One read: extents [extent, extent_stop), 1 where the header is read along, its bytes and their
+offset in the file, blocks [block, block_stop). `load.h` has the same."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntryPlan:
+    """How files of one shard are read into, or written from, memory of one kind. No addresses."""
+
+    file_nbytes: int
+    """Size of each file; one of another size is damaged."""
+    header_nbytes: int
+    table_offset: int
+    """Where in the header the checksums (u64, little-endian) begin."""
+    reads: npt.NDArray[Any]
+    """``[reads]`` of :data:`READ`, in file order."""
+    extents: npt.NDArray[Any]
+    """``[extents]`` of :data:`EXTENT`, in file order."""
+    block_extent: npt.NDArray[np.uint64]
+    """The first extent of each block, and behind them the number of extents, ``[blocks + 1]``."""
+    block_nbytes: npt.NDArray[np.uint64]
+    """Bytes of each block, ``[blocks]``."""
+    block_place: npt.NDArray[np.uint64]
+    """Place of each block's checksum in the file's table, ``[blocks]``."""
+    segments: int
+    """Segments of each extent."""
+    discard_nbytes: int
+    """Memory for the extents that are read only to be verified; all segments of it."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.block_nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return int(self.block_nbytes.sum())
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """What is read of each file, header included: (offset, nbytes), adjacent ones joined."""
+        joined: list[tuple[int, int]] = []
+        for read in self.reads:
+            offset, nbytes = int(read["offset"]), int(read["nbytes"])
+            if joined and sum(joined[-1]) == offset:
+                joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
+            else:
+                joined.append((offset, nbytes))
+        return joined

@@ -1,0 +1,176 @@
+"""A plan and the memory it is for, as C wants them and as Python does; and the hash of blocks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from vua.io import posix
+from vua.io.plan import ARRAYS_MAX, EntryPlan
+from vua.io.posix import Iovecs
+from vua.native.bindings import xxh3
+
+__all__ = ["Digest", "Headers", "Transfer", "digests_of"]
+
+
+class Digest(Protocol):
+    """What the bytes of one block are fed to: a hash, or one block's seal."""
+
+    def update(self, view: memoryview, /) -> object:
+        """Take the next bytes."""
+        ...
+
+    def intdigest(self) -> int:
+        """Return the result as a number."""
+        ...
+
+
+class Headers(NamedTuple):
+    """Memory for what is read of files beside their K and V. The rows have no gaps."""
+
+    headers: npt.NDArray[np.uint8]
+    """``[files, header_nbytes]``."""
+    digests: npt.NDArray[np.uint64]
+    """The xxh3-64 of each block, ``[files, blocks]``."""
+    inodes: npt.NDArray[np.uint64]
+    """Device and inode, ``[files, 2]``; zeros until a file is open."""
+    discard: npt.NDArray[np.uint8] | None = None
+    """What is read only to be verified, ``[files, discard_nbytes]``; None: nobody looks at it."""
+
+    def rest(self, first: int) -> Headers:
+        """Return the rows from ``first`` on."""
+        if first == 0:
+            return self
+        discard = None if self.discard is None else self.discard[first:]
+        return Headers(self.headers[first:], self.digests[first:], self.inodes[first:], discard)
+
+    def addresses(self) -> list[int | None]:
+        """Return where the four tables begin."""
+        return [None if table is None else table.ctypes.data for table in self]
+
+
+class Transfer(ctypes.Structure):
+    """Between files of one plan and one memory, for any number of chunks. Immutable.
+
+    Token ``t`` of head ``h`` of layer ``l`` of array ``a`` lies at ``base[a][l] + h *
+    head_stride[a] + segment_offset[a][s]``, where ``s`` is the segment that ``t`` is in, plus its
+    place inside the segment. The first fields are `load.h`'s ``struct transfer``.
+    """
+
+    _fields_ = (
+        ("reset", ctypes.c_void_p),
+        ("update", ctypes.c_void_p),
+        ("digest", ctypes.c_void_p),
+        ("file_nbytes", ctypes.c_uint64),
+        ("header_nbytes", ctypes.c_uint64),
+        ("table_offset", ctypes.c_uint64),
+        ("reads", ctypes.c_void_p),
+        ("read_count", ctypes.c_uint64),
+        ("extents", ctypes.c_void_p),
+        ("block_nbytes", ctypes.c_void_p),
+        ("block_place", ctypes.c_void_p),
+        ("block_count", ctypes.c_uint64),
+        ("segments", ctypes.c_uint64),
+        ("discard_nbytes", ctypes.c_uint64),
+        ("base", ctypes.c_void_p * ARRAYS_MAX),
+        ("head_stride", ctypes.c_uint64 * ARRAYS_MAX),
+        ("segment_offset", ctypes.c_void_p * ARRAYS_MAX),
+    )
+
+    def __init__(
+        self,
+        plan: EntryPlan,
+        base: Sequence[npt.NDArray[np.uint64]],
+        head_stride: Sequence[int],
+        segment_offset: Sequence[npt.NDArray[np.uint64]],
+        owner: object = None,
+    ) -> None:
+        """Use ``plan`` for memory.
+
+        Args:
+            plan: made for segments of this length.
+            base: per array, addresses of head 0 of each layer, ``[layers]``.
+            head_stride: per array, bytes from one head to the next.
+            segment_offset: per array, ``[segments of all chunk places]``, in bytes.
+            owner: whatever keeps the memory alive.
+        """
+        u64 = np.uint64
+        self.plan, self.owner = plan, owner
+        self._base = [np.ascontiguousarray(array, dtype=u64) for array in base]
+        self._stride = list(head_stride)
+        self._offset = [np.ascontiguousarray(array, dtype=u64) for array in segment_offset]
+        super().__init__(
+            *(*(xxh3 or (0, 0, 0)), plan.file_nbytes, plan.header_nbytes, plan.table_offset),
+            *(plan.reads.ctypes.data, len(plan.reads), plan.extents.ctypes.data),
+            *(plan.block_nbytes.ctypes.data, plan.block_place.ctypes.data, plan.blocks),
+            *(plan.segments, plan.discard_nbytes),
+        )
+        memory = zip(self._base, self._stride, self._offset, strict=True)
+        for array, (first, stride, offset) in enumerate(memory):
+            self.base[array] = first.ctypes.data
+            self.head_stride[array] = stride
+            self.segment_offset[array] = offset.ctypes.data
+
+    @cached_property
+    def _starts(self) -> npt.NDArray[np.uint64]:
+        """Addresses of extents, without their segments' offsets."""
+        extents = self.plan.extents
+        starts = extents["discard"].copy()
+        for array, (base, stride) in enumerate(zip(self._base, self._stride, strict=True)):
+            mine = extents["array"] == array
+            heads = extents["head"][mine] * np.uint64(stride)
+            starts[mine] = base[extents["layer"][mine]] + heads
+        return starts
+
+    def rows(self, place: int, discard: int = 0) -> Iovecs:
+        """Return where a chunk's extents lie: ``[extents * segments, 2]``, in file order.
+
+        Args:
+            place: the chunk place in memory.
+            discard: address of the discard buffer.
+        """
+        plan = self.plan
+        segments, extents = plan.segments, plan.extents
+        offsets = np.empty((ARRAYS_MAX + 1, segments), dtype=np.uint64)
+        for array, offset in enumerate(self._offset):
+            offsets[array] = offset[place * segments : (place + 1) * segments]
+        step = plan.discard_nbytes // segments
+        offsets[ARRAYS_MAX] = discard + np.arange(segments, dtype=np.uint64) * np.uint64(step)
+        rows = np.empty((len(extents), segments, 2), dtype=np.uint64)
+        rows[..., 0] = self._starts[:, None] + offsets[extents["array"].astype(np.intp)]
+        rows[..., 1] = extents["nbytes"][:, None]
+        return rows.reshape(-1, 2)
+
+    def blocks(self, rows: Iovecs) -> Iterator[list[memoryview]]:
+        """Yield the bytes of each checksum block, piece by piece.
+
+        Args:
+            rows: what :meth:`rows` returned; its memory may be read and written.
+        """
+        if not len(rows):
+            return
+        low, stops = int(rows[:, 0].min()), rows.sum(axis=1)
+        view = posix.memory_at(low, int(stops.max()) - low)  # only what rows name is touched
+        starts = rows[:, 0] - np.uint64(low)
+        pieces = list(map(slice, starts.tolist(), (stops - np.uint64(low)).tolist()))
+        edges = self.plan.block_extent * np.uint64(self.plan.segments)
+        for first, stop in pairwise(edges.tolist()):
+            yield [view[piece] for piece in pieces[first:stop]]
+
+
+def digests_of(blocks: Iterable[Iterable[memoryview]]) -> list[int]:
+    """Return the xxh3-64 of each block: the only place where Python hashes K and V."""
+    digests = []
+    for block in blocks:
+        digest = xxhash.xxh3_64()
+        for piece in block:
+            digest.update(piece)
+        digests.append(digest.intdigest())
+    return digests

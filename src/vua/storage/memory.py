@@ -1,0 +1,93 @@
+"""A storage in this process's memory: what the contract means, in its simplest form.
+
+The tests hold other storages against it. Nothing bounds it, and nothing outlives the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from vua.errors import CorruptEntryError
+from vua.io.forks import watch
+from vua.storage.base import PRESENT, WRITTEN, Batch, Capabilities, Entry, Filled, Written
+
+__all__ = ["MemoryStorage"]
+
+
+class MemoryStorage:
+    """Entries of one namespace in a dictionary; see :class:`vua.storage.base.Storage`."""
+
+    capabilities = Capabilities()
+    gone = False
+
+    def __init__(self) -> None:
+        """Begin with no entries."""
+        self._entries: dict[str, tuple[bytes, bytes, float]] = {}  # bytes, version, last used
+        self._serial = itertools.count()
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with a free lock; see :mod:`vua.io.forks`."""
+        self._lock = threading.Lock()
+
+    def read(self, batch: Batch) -> Filled:
+        """Copy entries into the batch's memory."""
+        versions: list[bytes] = []
+        problem: Exception | None = None
+        for index, name in enumerate(batch.names):
+            found = self._entries.get(name)
+            if found is None:
+                problem = FileNotFoundError(name)
+                break
+            versions.append(found[1])
+            try:
+                batch.fill(index, found[0])
+            except CorruptEntryError as wrong_length:
+                problem = wrong_length
+                break
+        done = len(versions) - isinstance(problem, CorruptEntryError)
+        return Filled(done, problem, lambda index: versions[index])
+
+    def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
+        """Look them up."""
+        found = [self._entries.get(name) for name in names]
+        return [one is not None and nbytes in (None, len(one[0])) for one in found]
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Yield what is there at this moment."""
+        with self._lock:
+            found = [item for item in self._entries.items() if item[0].startswith(prefix)]
+        for name, (data, _, used_s) in found:
+            yield Entry(name, len(data), used_s)
+
+    def write(self, batch: Batch) -> Written:
+        """Copy entries out of the batch's memory."""
+        statuses = []
+        for index, name in enumerate(batch.names):
+            if self.exists([name], batch.nbytes)[0]:
+                statuses.append(PRESENT)
+                continue
+            data, version = b"".join(batch.parts(index)), next(self._serial).to_bytes(8, "big")
+            with self._lock:
+                self._entries[name] = data, version, time.time()
+            statuses.append(WRITTEN)
+        return Written(statuses)
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Note the time."""
+        with self._lock:
+            for name in names:
+                if name in self._entries:
+                    self._entries[name] = *self._entries[name][:2], time.time()
+
+    def delete(self, name: str, if_version: bytes | None = None) -> bool:
+        """Forget an entry."""
+        with self._lock:
+            found = self._entries.get(name)
+            if found is not None and if_version in (None, found[1]):
+                del self._entries[name]
+        return True

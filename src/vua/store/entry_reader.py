@@ -1,0 +1,121 @@
+"""The verifier: entries come out of a storage through here, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from vua.errors import EntryError
+from vua.format.entry import EntryCodec
+from vua.format.keys import ChunkKey
+from vua.format.plan import header_plan
+from vua.format.verify import check_payload
+from vua.native import Transfer
+from vua.storage.base import Batch, Storage, entry_name
+
+if TYPE_CHECKING:
+    from vua.security.seal import Seal  # needs an optional package
+
+__all__ = ["EntryReader", "Verified", "stored_header"]
+
+_BATCH_ENTRIES: Final = 256
+"""Entries read by one call; bounds what memory headers take."""
+_DISCARD_NBYTES: Final = 64 << 20
+"""Memory for what is read of sealed entries only to be verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What became of a read."""
+
+    count: int
+    """How many entries, from the first on, are in memory and proved to be the ones asked for."""
+    problem: Exception | None = None
+    """Why the one behind them is not: EntryError where it is damaged or not the one asked for,
+    UntrustedError, FileNotFoundError or another OSError."""
+    version: bytes | None = None
+    """Of the one behind them, as far as the storage knows; see :meth:`Storage.delete`."""
+
+
+def stored_header(storage: Storage, codec: EntryCodec, chunk: str) -> memoryview:
+    """Read the header of one entry, which nobody has judged; one as long as ``codec`` says.
+
+    Raises CorruptEntryError for an entry of another length, UntrustedError, OSError.
+    """
+    transfer = Transfer(header_plan(codec), (), (), ())
+    batch = Batch.of([entry_name(chunk, codec.shard)], transfer)
+    filled = storage.read(batch)
+    if filled.problem is not None:
+        raise filled.problem
+    return memoryview(batch.headers[0].data)
+
+
+class EntryReader:
+    """Reads entries of one shard into one memory. One thread at a time.
+
+    What it counts as read is, byte for byte, what was stored under its key: the header says so of
+    namespace, layout, shard, chunk and position, the bytes in memory have the header's checksums,
+    and with a seal its tags, too.
+    """
+
+    def __init__(self, storage: Storage, codec: EntryCodec, transfer: Transfer) -> None:
+        """Read from ``storage`` what ``codec`` describes, as ``transfer`` says."""
+        self._storage, self._codec, self._transfer = storage, codec, transfer
+        self._room = Batch.of((), transfer)
+
+    def read(self, keys: Sequence[ChunkKey], place: int = 0, seal: Seal | None = None) -> Verified:
+        """Read leading entries into the chunk places from ``place`` on, up to a bad one.
+
+        Args:
+            keys: the chunks; the i-th goes to place ``place + i``.
+            place: of the first.
+            seal: which they have to be sealed with; what was encrypted is clear text then.
+
+        Raises nothing for the state of the storage. What lies in memory behind the entries that
+        count is undefined.
+        """
+        done, at_once = 0, _BATCH_ENTRIES
+        keep_discarded = seal is not None and self._transfer.discard_nbytes > 0
+        if keep_discarded:
+            at_once = max(1, min(at_once, _DISCARD_NBYTES // self._transfer.discard_nbytes))
+        while done < len(keys):
+            run = keys[done : done + at_once]
+            batch = self._batch(run, place + done, keep_discarded=keep_discarded)
+            filled = self._storage.read(batch)
+            good, bad = self._verify(batch, run[: filled.count], seal)
+            done += good
+            if (problem := bad or filled.problem) is not None:
+                return Verified(done, problem, filled.version(good))
+        return Verified(done)
+
+    def _batch(self, run: Sequence[ChunkKey], place: int, *, keep_discarded: bool) -> Batch:
+        """Return what to ask for, in memory that is kept between calls."""
+        shard, count = self._codec.shard, len(run)
+        names = [entry_name(key.name, shard) for key in run]
+        if len(self._room.headers) < count or keep_discarded:
+            self._room = Batch.of(names, self._transfer, place, keep_discarded=keep_discarded)
+            return self._room
+        digests = self._room.digests[:count]
+        digests.fill(0)  # nothing is left that a storage could pass off as its own
+        return Batch(names, self._transfer, place, self._room.headers[:count], digests)
+
+    def _verify(
+        self, batch: Batch, keys: Sequence[ChunkKey], seal: Seal | None
+    ) -> tuple[int, EntryError | None]:
+        """Return how many entries are good, and what is the matter with the one behind them."""
+        codec, plan = self._codec, self._transfer.plan
+        key_id, whole = "" if seal is None else seal.key_id, plan.blocks == codec.units
+        for index, key in enumerate(keys):
+            header = memoryview(batch.headers[index].data)
+            try:
+                table = codec.check_header(header, key, key_id)
+                table = table if whole else table[plan.block_place]
+                digests = batch.digests[index]
+                if table.tobytes() != digests.tobytes():
+                    check_payload(codec.layout, codec.shard, table, digests, plan.block_place)
+                if seal is not None:
+                    seal.open(codec, key, header, batch.blocks(index), plan.block_place.tolist())
+            except EntryError as problem:
+                return index, problem
+        return len(keys), None
