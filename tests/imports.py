@@ -89,7 +89,11 @@ def c_uses(sources: dict[str, str]) -> dict[str, set[str]]:
     return {
         name: {
             *re.findall(r'#include "(.+)"', text),
-            *(places[word] for word in set(re.findall(r"\w+", text)) & set(places)),
+            *(
+                places[word]
+                for word in re.findall(r"\w+", text)
+                if word in places and name.endswith(".c")
+            ),
         }
         - {name}
         for name, text in code.items()

@@ -93,7 +93,7 @@ class TestCircles(unittest.TestCase):
             "a.c": '#include "a.h"\nint one(int x)\n{\n    return two(x);\n}\n',
             "b.c": "int two(int x,\n    int y)\n{\n    return run(one);\n}\n",
             "c.c": "/* one() */\nint three(void)\n{\n    return 0;\n}\n",
-            "a.h": "int one_more(int x);\n",
+            "a.h": "int one(int x);\n",
         }
         uses = c_uses(sources)
 
