@@ -1,5 +1,7 @@
 """Connectors with one bug each in what they do for models with states, see `mutants`."""
 
+# ruff: noqa: SLF001 - makes the bug inside that a test has to notice
+
 from __future__ import annotations
 
 from contextlib import ExitStack
@@ -7,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from sim.mutants import change_orders, instead, mutation
-from vua.connector import save_selection as saving
+from vua.connector import selection as saving
 from vua.connector.metadata import ConnectorMetadata
 from vua.device.state_pages import StatePages
 

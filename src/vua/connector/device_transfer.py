@@ -7,7 +7,7 @@ The order of things, which is all that is subtle here; see `vua.device.staging` 
   last life has been queued by then, in this step or before (asynchronous scheduling runs ahead of
   the GPU, not of its queue; a CUDA graph is queued as a whole). Nobody uses the new blocks before
   the load is reported, and it is reported only when the last scatter has ended on the GPU.
-- *A load that is given up* may have queued scatters whose blocks vLLM then gives to somebody else:
+- *A load that is given up* may have queued scatters whose blocks go to somebody else then:
   `GroupTransfer.fence` lets the engine's stream wait for them. None is queued afterwards, because
   that happens inside of `Attempt.use` only.
 - *A save* gathers on the engine's own stream, behind the forward pass that wrote the blocks and
@@ -39,7 +39,7 @@ from vua.device.staging import Fence, StagedSlab, Staging
 from vua.errors import LayoutError
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt
-from vua.store.store import Loaded, Loader, Saver, Store
+from vua.store.store import EntryWriter, Loaded, Loader, Store
 
 __all__ = ["STAGED_DEVICES", "DeviceGroupTransfer", "lies_on_device", "mover_for", "open_gds"]
 
@@ -232,11 +232,11 @@ class DeviceGroupTransfer(GroupTransfer):
 
     # -- saves --------------------------------------------------------------------------------
 
-    def saver(self, slab: StagedSlab) -> Saver:
+    def saver(self, slab: StagedSlab) -> EntryWriter:
         """See :meth:`GroupTransfer.saver`."""
         saver = self._saver_of.get(slab)
         if saver is None:
-            saver = self.store.saver(slab.slab.memory, shard=self.shard)
+            saver = self.store.writer(slab.slab.memory, shard=self.shard)
             self._saver_of[slab] = saver
         return saver
 

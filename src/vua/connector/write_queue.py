@@ -5,7 +5,6 @@ What storage is too slow for is dropped, not queued: there are as many buffers a
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,17 +15,18 @@ from vua.connector.breaker import StorageGuard
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
 from vua.connector.group_transfer import GroupTransfer
+from vua.connector.log import logger
 from vua.connector.memory import Memory
 from vua.connector.metadata import SaveOrder
 from vua.connector.metrics import Recorder
 from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt, Workers
-from vua.store.store import Saver
+from vua.store.store import EntryWriter
 
 __all__ = ["WriteQueue"]
 
-log = logging.getLogger("vllm.vua.worker")
+log = logger("worker")
 
 _THREADS = 1
 """Native code writes the files of one save with threads of its own."""
@@ -37,7 +37,7 @@ class _Save:
     """One chunk on its way to storage."""
 
     group: GroupTransfer
-    saver: Saver
+    saver: EntryWriter
     """Taken when it is copied: after a reset it must not get into the new epoch."""
     key: ChunkKey
     slab: Any
