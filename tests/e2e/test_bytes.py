@@ -29,7 +29,7 @@ class LatentBytesTest(EngineTest):
     def blocks(self, *, loaded: int) -> dict[str, list[str]]:
         """Serve the prompt in a process of its own; the digests of its whole blocks."""
         engine: dict[str, Any] = {"model": str(deepseek()), "block_size": BLOCK}
-        extra = {"allow_inexact_continuation": True}
+        extra = {"allow": ["inexact_continuation"]}
         served = self.serve(BATCH, engine=engine, extra=extra, snapshots=True)
         self.assertEqual([loaded], served.cached)
         self.assertEqual(loaded, served.counts.get("tokens_loaded", 0))

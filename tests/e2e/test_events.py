@@ -128,7 +128,7 @@ class EventsTest(EngineTest):
         with self.router() as (router, engine):
             flip(path)
             more = [Batch([tokens(400, seed=60 + at)]) for at in range(3)]
-            extra = {"max_bytes": 20 * nbytes}
+            extra = {"limits": {"max_bytes": 20 * nbytes}}
 
             served = self.serve(Batch([PROMPT]), SETTLE, *more, SETTLE, engine=engine, extra=extra)
             router.listen()

@@ -20,7 +20,8 @@ class KeysTest(EngineTest):
         write_key(self.root / "own.key")
         key = keys / f"{tenant_of(b'alice')}.key"
         write_key(key)
-        extra = {"key_file": str(self.root / "own.key"), "tenant_keys": str(keys), "strict": True}
+        security = {"key_file": str(self.root / "own.key"), "tenant_keys": str(keys)}
+        extra = {"security": security, "strict": True}
         salts = ("alice", "carol", "")
         batches = [Batch([PROMPT], salt=salt or None) for salt in salts]
         cache = self.root / "cache"

@@ -157,7 +157,7 @@ class SlowStorageTest(EngineTest):
         slow = {"slow": {"lookup_s": 0.5}}
 
         late, warm = run(
-            self.phase(batch, extra={"lookup_timeout_s": 0.1}, trouble=slow),
+            self.phase(batch, extra={"timeouts": {"lookup_s": 0.1}}, trouble=slow),
             Phase([batch], root=self.root),
         )
 

@@ -23,7 +23,7 @@ class ThrottledTest(EngineTest):
         (expected,) = self.fill(BATCH)
         lifted = Throttle(None, pause_s=5.0)
         # the default policy; a wide margin, for a load and a prefill of milliseconds each
-        extra: dict[str, Any] = {"load_policy": None, "load_margin": 4.0}
+        extra: dict[str, Any] = {"load_policy": 4.0}
 
         served = self.serve(
             *OTHERS, *[BATCH] * 4, SLOW, *[BATCH] * 6, lifted, *[BATCH] * 10, extra=extra

@@ -35,7 +35,10 @@ pytestmark = pytest.mark.vllm
 
 OTHER = tokens(700, seed=9)
 LOOK = [*tokens(128, seed=2), IMAGE_TOKEN, *tokens(200, seed=3)]
-EVERY = {"witness_every": 1000, "lookup_timeout_s": 30.0}  # whatever a busy machine makes of it
+EVERY = {
+    "witness_every": 1000,
+    "timeouts": {"lookup_s": 30.0},
+}  # whatever a busy machine makes of it
 ONE_IDENTITY = {"one_identity": True}
 WEIGHTS = (
     "tuned 10 %",

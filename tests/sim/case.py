@@ -146,7 +146,7 @@ class _Play:
         looking = dataclasses.replace(
             self.settings(1), prefix_caching=states, drafts=0, blocks=999, role="kv_consumer"
         )
-        looking.extra["lookup_timeout_s"] = 60.0
+        looking.extra["timeouts"] = {"lookup_s": 60.0}
         with self.engine(looking) as engine:  # describes the namespace, should that be deleted
             inventory = take_inventory(
                 self.root, looking.shape, self.case.chunk_tokens, self.chains
@@ -162,9 +162,11 @@ class _Play:
         case, block_size = self.case, self.case.block_sizes[life]
         extra = {
             "chunk_tokens": case.chunk_tokens,
-            "lookup_timeout_s": case.lookup_timeout_s,
-            "max_pending_save_mib": case.max_pending_save_mib,
-            "load_threads": case.load_threads,
+            "timeouts": {"lookup_s": case.lookup_timeout_s},
+            "worker": {
+                "max_pending_save_mib": case.max_pending_save_mib,
+                "load_threads": case.load_threads,
+            },
         }
         largest = -(-(case.longest + 40 + case.drafts) // block_size) + 1
         return Settings(

@@ -121,7 +121,8 @@ def collect(
                 if limits.max_bytes_per_salt is not None:
                     most = limits.max_bytes_per_salt
                     report.over_quota += _keep_quota(space, tree, most, remover)
-                _weigh_pins(report, int(tree.nbytes[tree.pinned].sum()))
+                pinned_nbytes = int(tree.nbytes[tree.pinned].sum())
+                report.pinned_nbytes = (report.pinned_nbytes or 0) + pinned_nbytes
         show("measuring")
         if directory is None:
             _rehearse_eviction(root, now_ns, limits, report, remover)
@@ -241,10 +242,6 @@ def _keep_quota(space: Space, tree: PrefixTree, most: int, remover: Remover) -> 
                 freed += NOTHING if nbytes is None else Freed(1, nbytes)
                 excess -= nbytes or 0
     return freed
-
-
-def _weigh_pins(report: Report, nbytes: int) -> None:
-    report.pinned_nbytes = (report.pinned_nbytes or 0) + nbytes
 
 
 def _judge_pins(report: Report) -> None:

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.lru import mtime_ns_of, set_mtime
-from vua.capacity.scan import AFTER, PIN, Space, chunks_of, fans_of, listed, mark
-from vua.io.posix import open_beneath
+from vua.capacity.scan import AFTER, PIN, Space, chunks_of, fans_of, listed, mark, unmark
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 
 __all__ = [
@@ -93,10 +92,7 @@ class PrefixTree:
 
     def descendants(self, chunk: str) -> list[str]:
         """Return a chunk and all that follow it, parents before children; [] if it is not there."""
-        children: dict[int, list[int]] = {}
-        for index, before in enumerate(self.parent.tolist()):
-            if before != index:
-                children.setdefault(before, []).append(index)
+        children = self._children()
         start = np.flatnonzero(self.names == np.frombuffer(bytes.fromhex(chunk), "V32"))
         found = start.tolist()
         for index in found:  # grows meanwhile, not for ever where it leads in a circle
@@ -105,16 +101,18 @@ class PrefixTree:
 
     def in_order(self) -> list[str]:
         """Return all chunks that have their whole prefix, parents before children."""
-        children: dict[int, list[int]] = {}
-        found = []
-        for index, before in enumerate(self.parent.tolist()):
-            if before == index:
-                found.append(index)
-            else:
-                children.setdefault(before, []).append(index)
+        children = self._children()
+        found = np.flatnonzero(self.parent == np.arange(len(self.names))).tolist()
         for index in found:  # grows meanwhile
             found += children.get(index, [])
         return [self.name(index) for index in found]
+
+    def _children(self) -> dict[int, list[int]]:
+        children: dict[int, list[int]] = {}
+        for index, before in enumerate(self.parent.tolist()):
+            if before != index:
+                children.setdefault(before, []).append(index)
+        return children
 
     def name(self, index: int) -> str:
         """Return the name of a chunk."""
@@ -181,7 +179,7 @@ def pin(space: Space, chunk: str) -> list[str]:
 
 def unpin(space: Space, chunk: str) -> list[str]:
     """Undo :func:`pin`; what other pins hold stays held. Returns the chunks that were released."""
-    return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, _unmark)]
+    return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, unmark)]
 
 
 def pin_prefix(space: Space, names: Sequence[str]) -> int:
@@ -199,18 +197,6 @@ def _is_pin(space: Space, chunk: str) -> bool:
     """Whether a chunk itself was pinned, not only as a part of a longer prefix."""
     try:
         os.stat(f"{chunk_path(chunk)}/{PIN}{chunk}", dir_fd=space.fd, follow_symlinks=False)
-    except OSError:
-        return False
-    return True
-
-
-def _unmark(directory: int, chunk: str, name: str) -> bool:
-    try:
-        inside = open_beneath(directory, chunk_path(chunk))
-        try:
-            os.unlink(name, dir_fd=inside)
-        finally:
-            os.close(inside)
     except OSError:
         return False
     return True

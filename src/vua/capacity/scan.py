@@ -39,6 +39,7 @@ __all__ = [
     "mark",
     "oldest",
     "spaces",
+    "unmark",
 ]
 
 PIN: Final = "pin-"
@@ -230,12 +231,22 @@ def files_nbytes(entries: Iterable[os.DirEntry[str]]) -> int:
 def mark(directory: int, chunk: str, name: str) -> bool:
     """Put an empty file into a chunk's directory; False when that is not there (any more)."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    return _inside(directory, chunk, lambda fd: os.close(os.open(name, flags, 0o600, dir_fd=fd)))
+
+
+def unmark(directory: int, chunk: str, name: str) -> bool:
+    """Undo `mark`; False when there was nothing to undo."""
+    return _inside(directory, chunk, lambda fd: os.unlink(name, dir_fd=fd))
+
+
+def _inside(directory: int, chunk: str, work: Callable[[int], None]) -> bool:
+    """Do something with a chunk's directory, given open; whether that went well."""
     try:
-        inside = open_beneath(directory, chunk_path(chunk))
+        fd = open_beneath(directory, chunk_path(chunk))
         try:
-            os.close(os.open(name, flags, 0o600, dir_fd=inside))
+            work(fd)
         finally:
-            os.close(inside)
+            os.close(fd)
     except OSError:
         return False
     return True

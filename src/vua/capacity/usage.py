@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple, TypeVar
 
-from vua.capacity.scan import EXHAUSTED, GONE, Space, chunk_nbytes, fans_of, files_nbytes, spaces
+from vua.capacity.scan import EXHAUSTED, Space, chunk_nbytes, fans_of, files_nbytes, listed, spaces
 from vua.storage.local import QUARANTINE
 
 __all__ = ["Usage", "measure"]
 
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+R = TypeVar("R")
 
-_COUNTED: Final = 1 << 16
-"""Names after which the rest of a namespace is extrapolated: 0.4 % off at most times."""
-_SIZED: Final = 256
-"""Chunks whose files are looked at for the mean size. They mostly are of one size."""
-_SIZED_LEAST: Final = 8
-"""Where there are more than 32 namespaces these share 8192 looks, but each has so many."""
+_COUNTED_NAMES: Final = 1 << 16
+"""After so many names the rest of a namespace is extrapolated. The error is usually below 0.4 %."""
+_SIZED_CHUNKS: Final = 256
+"""Chunks per namespace whose files are measured for the mean size. Most have the same size."""
+_SIZED_CHUNKS_LEAST: Final = 8
+"""More than 32 namespaces share 8192 measurements; each gets at least this many."""
 
 
 class Usage(NamedTuple):
@@ -34,7 +35,7 @@ class Usage(NamedTuple):
     """Whether everything was counted, or the most extrapolated from a sample."""
 
 
-def measure(root: str | os.PathLike[str], *, counted: int = _COUNTED) -> Usage:
+def measure(root: str | os.PathLike[str], *, counted: int = _COUNTED_NAMES) -> Usage:
     """Return what ``root`` occupies, in about a tenth of a second however large it is.
 
     Counts ``counted`` names per namespace (or somewhat more) and extrapolates from there;
@@ -45,7 +46,9 @@ def measure(root: str | os.PathLike[str], *, counted: int = _COUNTED) -> Usage:
     """
     nbytes, chunks, whole, read, hidden = 0, 0, True, 0, 0
     with spaces(root) as found:
-        sized = max(_SIZED_LEAST, min(_SIZED, 32 * _SIZED // max(1, len(found))))
+        sized = max(
+            _SIZED_CHUNKS_LEAST, min(_SIZED_CHUNKS, 32 * _SIZED_CHUNKS // max(1, len(found)))
+        )
         for space in found:
             one = None if space.is_hidden else _measure(space, counted, sized)
             if one is None:
@@ -83,7 +86,7 @@ def _measure(space: Space, counted: int, sized: int) -> Usage | None:
     if not names:
         return Usage(0, 0, exact=seen == len(fans))
     picked = names if len(names) <= sized else random.sample(names, sized)
-    sizes = [size for path in picked if (size := _readable_nbytes(space, path)) is not None]
+    sizes = [size for path in picked if (size := _read(space, path, files_nbytes)) is not None]
     if not sizes:
         return None
     chunks = round(len(names) * len(fans) / seen)
@@ -92,36 +95,22 @@ def _measure(space: Space, counted: int, sized: int) -> Usage | None:
 
 def _chunk_names(space: Space, fan: str) -> list[str] | None:
     """The paths of a fan-out directory's chunks; None where it may not be read."""
-    fd = _opened(space.fd, fan)
-    if fd is None or fd < 0:
-        return None if fd is None else []
+    return _read(
+        space, fan, lambda found: [f"{fan}/{one.name}" for one in found if len(one.name) == 64]
+    )
+
+
+def _read(space: Space, path: str, work: Callable[[Iterator[os.DirEntry[str]]], R]) -> R | None:
+    """What ``work`` makes of a directory's entries, none where it is gone.
+
+    None where it may not be read. Raises OSError where this process has no more descriptors.
+    """
+    problems: list[OSError] = []
     try:
-        return [f"{fan}/{name}" for name in os.listdir(fd) if len(name) == 64]
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-
-
-def _readable_nbytes(space: Space, path: str) -> int | None:
-    """The bytes of a chunk's files; None where they may not be read, 0 where it is gone."""
-    fd = _opened(space.fd, path)
-    if fd is None or fd < 0:
-        return None if fd is None else 0
-    try:
-        with os.scandir(fd) as entries:
-            return files_nbytes(entries)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-
-
-def _opened(parent: int, path: str) -> int | None:
-    """Open a directory: -1 where there is none (any more), None where that is refused."""
-    try:
-        return os.open(path, _DIRECTORY, dir_fd=parent)
+        with listed(space.fd, path, problems.append) as entries:
+            found = work(entries)
     except OSError as problem:
         if problem.errno in EXHAUSTED:
             raise
-        return -1 if problem.errno in GONE else None
+        return None
+    return None if problems else found

@@ -47,7 +47,7 @@ class Comparisons:
         """Start no thread yet; ``quantised`` as in :func:`vua.store.agreement.tolerance`."""
         self._quantised = quantised
         self._threads: Workers[_Comparison] = Workers(
-            1, timeout_s=config.io_timeout_s, name="vua-witness"
+            1, timeout_s=config.timeouts.io_s, name="vua-witness"
         )
         self._lock = threading.Lock()
         self._verdicts: list[Verdict] = []

@@ -1,27 +1,89 @@
-"""Settings of the connector: what may stand in ``kv_connector_extra_config``."""
+"""Settings of the connector: what may stand in ``kv_connector_extra_config``.
+
+Every setting is described here and in the two groups that it takes from elsewhere
+(`vua.capacity.limits.Limits`, `vua.security.settings.Security`); the table in docs/vllm.md is made
+of these descriptions.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Final
 
 from vua.capacity.limits import Limits
 from vua.errors import ConfigError
 from vua.security.settings import Security
 
-__all__ = ["ConnectorConfig"]
+__all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults"]
 
 log = logging.getLogger("vllm.vua")
 
-_MAY_BE_ZERO = frozenset({"witness_every"})
-_MOST = 1e18
-_LOAD_POLICIES = ("faster", "always")
-_GDS_MODES = ("disabled", "auto", "required")
-_REMOVED = frozenset({"direct_reads", "direct_writes", "load_in_step_mib"})
-_ALIASES = {"path": "shared_storage_path", "split_factor": "chunk_tokens"}
+_WHERE: Final = "kv_connector_extra_config"
+_MAY_BE_ZERO: Final = frozenset({"witness_every"})
+_MOST: Final = 1e18
+_DEFAULT_LOAD_MARGIN: Final = 1.5
+_ALLOWED: Final = ("inexact_continuation", "pins", "untested_vllm")
+
+OLD_NAMES: Final[Mapping[str, str | None]] = {
+    "path": "shared_storage_path",
+    "split_factor": "chunk_tokens",
+    "max_bytes": "limits.max_bytes",
+    "min_free_bytes": "limits.min_free_bytes",
+    "ttl_s": "limits.ttl_s",
+    "trusted_uids": "security.trusted_uids",
+    "group_read": "security.group_read",
+    "key_file": "security.key_file",
+    "tenant_keys": "security.tenant_keys",
+    "encrypt": "security.encrypt",
+    "lookup_timeout_s": "timeouts.lookup_s",
+    "io_timeout_s": "timeouts.io_s",
+    "load_threads": "worker.load_threads",
+    "max_pending_save_mib": "worker.max_pending_save_mib",
+    "load_margin": "load_policy",
+    "allow_inexact_continuation": "allow",
+    "allow_pins": "allow",
+    "allow_untested_vllm": "allow",
+    "save_threads": None,
+    "direct_reads": None,
+    "direct_writes": None,
+    "load_in_step_mib": None,
+}
+"""Names of earlier versions, which go on working: where each setting is now; None: no effect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long the storage is waited for. Raise them for slow storage, lower them for latency."""
+
+    lookup_s: float = 1.0
+    """After this long without an answer from the storage a request counts as a miss."""
+    io_s: float = 10.0
+    """A load or save that makes no progress for so long is given up; its tokens are recomputed."""
+
+    def __post_init__(self) -> None:
+        """Refuse values of the wrong type or out of range. Raises ConfigError."""
+        _check(self, "timeouts.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerResources:
+    """What each worker process may take from its host."""
+
+    load_threads: int = 2
+    """Requests of one worker that are loaded at the same time. Raise it for storage with many
+    disks or servers."""
+    max_pending_save_mib: int = 512
+    """Memory for chunks waiting to be written; what does not fit is not stored. Raise it where
+    `vua_chunks_saved_total{outcome="dropped"}` grows."""
+
+    def __post_init__(self) -> None:
+        """Refuse values of the wrong type or out of range. Raises ConfigError."""
+        _check(self, "worker.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,151 +91,205 @@ class ConnectorConfig:
     """The connector's settings; every one has a safe default except the directory."""
 
     shared_storage_path: str
-    """Directory of the cache. The environment's ``VUA_PATH`` is used when it is not set."""
+    """Directory of the cache. The environment's `VUA_PATH` is used when it is not set."""
     chunk_tokens: int = 64
     """Tokens per chunk, the granularity of reuse. Engines that share chunks use the same."""
-    window_every_tokens: int = 8192
-    """Models with sliding windows: besides at the end of each prompt, and where a later one turned
-    out to leave it, the window is stored at every multiple of this many tokens. Models with states
-    (Mamba, gated delta nets): likewise the state, at the next step that ends with a block."""
     epoch: str = ""
     """Change it to leave everything stored so far unused."""
     durable: bool = False
-    """fsync each file; without it a power cut may cost recent chunks, never wrong bytes."""
-    load_policy: str = "faster"
-    """``faster``: what is stored is loaded where that is predicted to be faster than computing it;
-    ``always``: whenever it is stored."""
-    load_margin: float = 1.5
-    """With ``faster``: loads are left out from this ratio of the predicted seconds, load to
-    compute, on. Above 1, since computing delays all requests and a load only its own."""
-    witness_every: int = 1000
-    """Of what others have stored, a chunk is computed and compared before any is loaded, and then
-    at one of so many loads; see `vua.connector.witness`. 0: never."""
-    load_threads: int = 2
-    """Requests of one worker that are loaded at the same time."""
-    save_threads: int = 1
-    """Chunks of one worker that are written at the same time."""
-    max_pending_save_mib: int = 512
-    """Memory for chunks waiting to be written; what does not fit is not stored."""
-    lookup_timeout_s: float = 1.0
-    """After this long without an answer from the storage a request counts as a miss."""
-    io_timeout_s: float = 10.0
-    """A load or save that makes no progress for so long is given up; its tokens are recomputed."""
+    """fsync each file. Without it a power cut may cost recent chunks, never wrong bytes."""
     save_generated: bool = False
-    """Store the chunks of generated tokens too, not only those of prompts."""
-    allow_inexact_continuation: bool = False
-    """Cache also with an attention backend that itself, without any cache, computes other values
-    behind a prefix than for a prompt as a whole (MLA on CPUs: other tokens may come out)."""
-    allow_untested_vllm: bool = False
-    """Go on with a vLLM that is newer than those this version of VUA was checked against."""
+    """Store the chunks of generated tokens too, not only those of prompts. Set it for
+    conversations, whose next prompt contains the last answer."""
+    window_every_tokens: int = 8192
+    """Models with sliding windows: the window is stored at the end of each prompt, at every
+    multiple of this many tokens, and where a later prompt diverged. Models with states (Mamba,
+    gated delta nets): likewise the state, at the next step that ends with a block."""
+    load_policy: str | float = "faster"
+    """`"faster"`: what is stored is loaded where that is predicted to be faster than computing it.
+    `"always"`: whenever it is stored. A number: skip a load that is predicted to take more than
+    this many times the compute time (`"faster"` is 1.5: computing delays all requests, a load only
+    its own). Lower it for the time to the first token, raise it for throughput."""
+    witness_every: int = 1000
+    """Of what others have stored, one chunk is computed and compared before any is loaded, and then
+    at one of so many loads. 0: never."""
     gds_mode: str = "disabled"
-    """Whether files are read straight into GPU memory (GPUDirect Storage): ``auto`` where a trial
-    at start works, ``required``, or ``disabled``. See docs/decisions/0009-gds.md."""
-    max_bytes: int | str | None = None
-    """Size of the whole directory: bytes, ``"500G"`` or a share of its file system, ``"80%"``."""
-    min_free_bytes: int | str | None = None
-    """Bytes of the file system that are left free, in the same forms."""
-    ttl_s: float | None = None
-    """Seconds without use after which a chunk is deleted; by default none."""
-    allow_pins: bool = False
-    """Let clients pin what is stored for their requests (`pin` in ``kv_transfer_params``). All pins
-    together hold half of ``max_bytes`` at most."""
-    trusted_uids: list[int] | str | None = None
-    """Users whose files are read beside this process's own and root's: a list of user ids, or
-    ``"any"``."""
-    group_read: bool = False
-    """Let the directory's group read what is stored: files 0640, directories 2750."""
-    key_file: str | None = None
-    """A file with a secret (`vua key` makes one): only files written with it are read, and names of
-    chunks tell nothing to others."""
-    tenant_keys: str | None = None
-    """A directory of keys, one per cache salt: requests with a salt are encrypted with its key, or
-    not cached where there is none. Deleting a key makes everything stored with it unreadable."""
-    encrypt: bool = False
-    """Encrypt with the key of ``key_file``, too."""
+    """Whether files are read straight into GPU memory (GPUDirect Storage): `"auto"` where a trial
+    at start works, `"required"`, or `"disabled"`."""
+    limits: Limits = field(default_factory=Limits)
+    """How large the directory may grow, and how long unused chunks stay."""
+    security: Security = field(default_factory=Security)
+    """Whose files are read, who may read what is stored, and the keys."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """How long the storage is waited for."""
+    worker: WorkerResources = field(default_factory=WorkerResources)
+    """What each worker process may take from its host."""
+    allow: tuple[str, ...] = ()
+    """A list of what is refused by default. `"pins"`: clients may pin what is stored for their
+    requests; all pins together hold half of `limits.max_bytes` at most. `"untested_vllm"`: go on
+    with a vLLM that is newer than those this version was checked against.
+    `"inexact_continuation"`: cache also with an attention backend that itself, without any cache,
+    computes other values behind a prefix than for a prompt as a whole (MLA on CPUs)."""
     strict: bool = False
     """Let errors of the connector stop the engine instead of costing hits: for tests."""
 
     def __post_init__(self) -> None:
-        """Refuse values of the wrong type or out of range."""
-        kinds: dict[str, tuple[type, ...]] = {
-            "str": (str,),
-            "int": (int,),
-            "bool": (bool,),
-            "float": (int, float),
-            "int | str | None": (int, str, type(None)),
-            "float | None": (int, float, type(None)),
-            "str | None": (str, type(None)),
-            "list[int] | str | None": (list, str, type(None)),
-        }
-        for field in fields(self):
-            value, kind = getattr(self, field.name), field.type
-            if not isinstance(value, kinds[str(kind)]) or (
-                isinstance(value, bool) and not str(kind).startswith("bool")
-            ):
-                msg = f"kv_connector_extra_config: {field.name} must be {kind}, found {value!r}"
-                raise ConfigError(msg)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                least = 0 if field.name in _MAY_BE_ZERO else 1e-9
-                if not least <= value <= _MOST:
-                    text = "at least 0" if least == 0 else "positive"
-                    text += "" if value < least else f", at most {_MOST:g} and a number"
-                    msg = f"kv_connector_extra_config: {field.name} must be {text}, found {value!r}"
-                    raise ConfigError(msg)
-
-        if self.load_policy not in _LOAD_POLICIES:
-            msg = (
-                f"kv_connector_extra_config: load_policy must be one of {', '.join(_LOAD_POLICIES)}"
-                f", found {self.load_policy!r}"
-            )
-            raise ConfigError(msg)
-        if self.gds_mode not in _GDS_MODES:
-            msg = f"kv_connector_extra_config: gds_mode is {self.gds_mode!r}; expected {_GDS_MODES}"
-            raise ConfigError(msg)
-        _ = self.bounds, self.security  # raise for unusable ones
+        """Refuse values of the wrong type or out of range. Raises ConfigError."""
+        _check(self)
+        if isinstance(self.load_policy, str) and self.load_policy not in ("faster", "always"):
+            raise _refused("load_policy", '"faster", "always" or a number', self.load_policy)
+        if self.gds_mode not in ("disabled", "auto", "required"):
+            raise _refused("gds_mode", "disabled, auto or required", self.gds_mode)
+        if unknown := [one for one in self.allow if one not in _ALLOWED]:
+            raise _refused("allow", f"a list out of {', '.join(_ALLOWED)}", unknown[0])
 
     @property
-    def bounds(self) -> Limits:
-        """What the settings say about the directory's size."""
-        return Limits(
-            max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
-        )
-
-    @property
-    def security(self) -> Security:
-        """Whose files are read, who may read what is stored, and the keys."""
-        return Security(
-            trusted_uids=self.trusted_uids or (),  # type: ignore[arg-type]
-            group_read=self.group_read,
-            key_file=self.key_file,
-            tenant_keys=self.tenant_keys,
-            encrypt=self.encrypt,
-        )
+    def load_margin(self) -> float:
+        """How many times the compute time a load may take; of no effect with "always"."""
+        is_number = not isinstance(self.load_policy, str)
+        return float(self.load_policy) if is_number else _DEFAULT_LOAD_MARGIN
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, object]) -> ConnectorConfig:
-        """Read vLLM's free-form mapping. Raises ConfigError, naming the nearest valid key."""
-        known = [field.name for field in fields(cls)]
-        values: dict[str, object] = {}
-        for key, value in extra.items():
-            name = _ALIASES.get(key, key)
-            if name in _REMOVED:
-                log.warning("kv_connector_extra_config: %r has no effect any more", key)
-                continue
-            if name not in known:
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-                msg = f"kv_connector_extra_config has no key {key!r}; the nearest is {near!r}"
-                raise ConfigError(msg)
+        """Read vLLM's free-form mapping, with names of today or of earlier versions.
+
+        Raises ConfigError, naming the nearest valid name for an unknown one.
+        """
+        values = _with_new_names(extra)
+        for name, group in _GROUPS.items():
             if name in values:
-                msg = f"kv_connector_extra_config sets {name!r} twice (as {key!r})"
-                raise ConfigError(msg)
-            values[name] = value
+                values[name] = _group(name, group, values[name])
+        if isinstance(values.get("allow"), list):
+            values["allow"] = tuple(values["allow"])
         if "shared_storage_path" not in values:
             if not os.environ.get("VUA_PATH"):
                 msg = (
-                    "no directory for the KV cache: set kv_connector_extra_config="
+                    f"no directory for the KV cache: set {_WHERE}="
                     '{"shared_storage_path": "/path"} or the environment variable VUA_PATH'
                 )
                 raise ConfigError(msg)
             values["shared_storage_path"] = os.environ["VUA_PATH"]
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(**values)
+
+
+_GROUPS: Final[Mapping[str, type]] = {
+    "limits": Limits,
+    "security": Security,
+    "timeouts": Timeouts,
+    "worker": WorkerResources,
+}
+_NOT_HERE: Final = frozenset({"max_bytes_per_salt"})
+"""Limits that `vua gc` alone keeps."""
+
+
+def defaults() -> dict[str, object]:
+    """Return every setting that has a default, by its name: ``group.name`` within a group."""
+    found: dict[str, object] = {}
+    for one in fields(ConnectorConfig):
+        if one.name in _GROUPS:
+            for inner in fields(_GROUPS[one.name]):
+                if inner.name not in _NOT_HERE:
+                    found[f"{one.name}.{inner.name}"] = inner.default
+        elif one.default is not MISSING:
+            found[one.name] = one.default
+    return found
+
+
+def _with_new_names(extra: Mapping[str, object]) -> dict[str, Any]:
+    """Return the settings under their names of today; one warning names the old ones."""
+    values: dict[str, Any] = {}
+    for name, value in extra.items():
+        if name not in OLD_NAMES:
+            _known(name, [one.name for one in fields(ConnectorConfig)])
+            values[name] = dict(value) if isinstance(value, Mapping) else value
+    old = sorted(set(extra) & set(OLD_NAMES))
+    for name in old:
+        _move(name, extra[name], values)
+    if old:
+        places = (f"{name} ({OLD_NAMES[name] or 'no effect any more'})" for name in old)
+        _warn(f"{_WHERE}: old names of settings, each with its new place: {', '.join(places)}")
+    return values
+
+
+def _move(name: str, value: object, values: dict[str, Any]) -> None:
+    """Put the setting with the old ``name`` where it is now."""
+    new = OLD_NAMES[name]
+    if new is None:
+        return
+    if new == "allow":
+        if not isinstance(value, bool):
+            raise _refused(name, "bool", value)
+        if value:
+            values["allow"] = [*values.get("allow", ()), name.removeprefix("allow_")]
+    elif name == "load_margin":
+        if values.get("load_policy", "faster") == "faster":
+            values["load_policy"] = value
+    else:
+        group, _, inner = new.rpartition(".")
+        place = values.setdefault(group, {}) if group else values
+        if not isinstance(place, dict):
+            raise _refused(group, "a group of settings", place)
+        if inner in place:
+            msg = f"{_WHERE} sets {new!r} twice (as {name!r})"
+            raise ConfigError(msg)
+        place[inner] = value
+
+
+def _group(name: str, kind: type, given: object) -> object:
+    if not isinstance(given, Mapping):
+        raise _refused(name, "a group of settings", given)
+    names = [one.name for one in fields(kind) if one.name not in _NOT_HERE]
+    for inner in given:
+        _known(str(inner), names, f"{name}.")
+    if kind is Security and given.get("trusted_uids", 0) is None:
+        given = {**given, "trusted_uids": ()}
+    try:
+        return kind(**given)
+    except ConfigError as problem:
+        msg = f"{_WHERE}: {problem}" if not str(problem).startswith(_WHERE) else str(problem)
+        raise ConfigError(msg) from problem
+
+
+def _known(name: str, names: list[str], group: str = "") -> None:
+    """Refuse a name that does not exist, with the nearest one that does."""
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+        msg = f"{_WHERE} has no key {group + name!r}; the nearest is {group + near!r}"
+        raise ConfigError(msg)
+
+
+def _refused(name: str, expected: str, found: object) -> ConfigError:
+    return ConfigError(f"{_WHERE}: {name} must be {expected}, found {found!r}")
+
+
+def _check(settings: Any, group: str = "") -> None:  # noqa: ANN401
+    """Refuse values of another type than their default's, and numbers that make no sense."""
+    for one in fields(settings):
+        value, kind = getattr(settings, one.name), str(one.type)
+        if one.name in _GROUPS:
+            continue
+        if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
+            raise _refused(group + one.name, _KIND_NAMES.get(kind, kind), value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            least = 0 if one.name in _MAY_BE_ZERO else 1e-9
+            if not least <= value <= _MOST:
+                text = "at least 0" if least == 0 else "positive"
+                text += "" if value < least else f", at most {_MOST:g} and a number"
+                raise _refused(group + one.name, text, value)
+
+
+_KINDS: Final[Mapping[str, tuple[type, ...]]] = {
+    "str": (str,),
+    "int": (int,),
+    "bool": (bool,),
+    "float": (int, float),
+    "str | float": (str, int, float),
+    "tuple[str, ...]": (tuple,),
+}
+_KIND_NAMES: Final = {"tuple[str, ...]": "a list", "str | float": "text or a number"}
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Log a warning once: an engine reads its settings several times."""
+    log.warning(text)

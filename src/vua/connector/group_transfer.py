@@ -86,11 +86,11 @@ class GroupTransfer:
         row = self.group.shards[rank.pp]
         self.writes = row.index(self.shard) == rank.tp  # of the ranks that hold it, the first
         layout, payload = self.group.layout, self.shard.payload_nbytes(self.group.layout)
-        chunks, self.load_threads = max(1, LOAD_SLAB_NBYTES // payload), config.load_threads
+        chunks, self.load_threads = max(1, LOAD_SLAB_NBYTES // payload), config.worker.load_threads
         self.load_slabs: Any = SlabPool(
-            layout, self.shard, chunks=chunks, limit=config.load_threads
+            layout, self.shard, chunks=chunks, limit=config.worker.load_threads
         )
-        room = (config.max_pending_save_mib << 20) // len(model.groups)
+        room = (config.worker.max_pending_save_mib << 20) // len(model.groups)
         self.save_limit = max(1, room // payload)
         self.save_slabs: Any = SlabPool(layout, self.shard, chunks=1, limit=self.save_limit)
         self._loader_of: dict[Any, Loader] = {}

@@ -6,8 +6,9 @@ read to the last byte in place, on the slowest worker. A load also waits for the
 and a prompt for the prompts that this step has admitted before it: they share the batch.
 
 Computing delays every other request of the batch, a load only its own; so a load may take up to
-``load_margin`` times as long. The decision is all or nothing: later tokens of a prefix cost at
-least as much to compute as its first ones, so where a load pays at all the whole of it does.
+1.5 times as long (the setting ``load_policy``). The decision is all or nothing: later tokens of a
+prefix cost at least as much to compute as its first ones, so where a load pays at all the whole of
+it does.
 
 While loads are left out, a short one (a probe) is tried now and then: after a second, and each time
 after twice as long. Once probes are fast, loads go on.
@@ -132,10 +133,10 @@ class LoadPolicy:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Decide for ``model`` by ``config.load_policy`` and ``load_margin``."""
+        """Decide for ``model`` by ``config.load_policy``."""
         self._model, self._clock = model, clock
         self._always, self._margin = config.load_policy == "always", config.load_margin
-        self._threads = config.load_threads
+        self._threads = config.worker.load_threads
         self._granule = math.lcm(model.chunk_tokens, model.align)
         """Tokens: loads of a part of a prefix end at a multiple."""
         self.prefill = PrefillSpeed(model.chunk_tokens, clock=clock)

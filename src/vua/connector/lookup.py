@@ -149,7 +149,7 @@ class Lookups:
         self._media = media
         self._events = events
         self._threads: Workers[Lookup] = Workers(
-            2, timeout_s=config.io_timeout_s, name="vua-lookup"
+            2, timeout_s=config.timeouts.io_s, name="vua-lookup"
         )
         self._guard = StorageGuard("lookups")
         self._warned: set[str] = set()
@@ -182,7 +182,7 @@ class Lookups:
     def _answer(self, attempt: Attempt[Lookup]) -> None:
         lookup = attempt.what
         found = self._look_up(lookup)
-        if time.monotonic() - lookup.asked_s < self._config.lookup_timeout_s:
+        if time.monotonic() - lookup.asked_s < self._config.timeouts.lookup_s:
             self._guard.went(well=True)
         lookup.answer.set_result(found)
 

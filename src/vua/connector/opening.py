@@ -42,7 +42,7 @@ def open_namespace(config: ConnectorConfig, model: Model, identity: Identity) ->
         identity,
         [group.layout for group in model.groups],
         durable=config.durable,
-        bounds=config.bounds,
+        bounds=config.limits,
         security=config.security,
     )
 

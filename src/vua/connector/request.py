@@ -79,7 +79,9 @@ class OptionReader:
         values = {name: self._value(name, value) for name, value in given.items()}
         good = {name: value for name, value in values.items() if value is not None}
         if good.get("pin") and not self._allow_pins:
-            self._complain("pin refused", "asks for a pin, which the setting 'allow_pins' forbids")
+            self._complain(
+                "pin refused", 'asks for a pin, which needs "pins" in the setting "allow"'
+            )
             del good["pin"]
         hints = {name: good.pop(name) for name in _HINTS if name in good}
         return RequestOptions(**good, hints=SaveHints(**hints))

@@ -84,9 +84,9 @@ class SchedulerSide:
         """Whether there is a namespace: the two below are there then."""
         self._namespace: Namespace
         self._lookups: Lookups
-        self._options = OptionReader(allow_pins=config.allow_pins)
+        self._options = OptionReader(allow_pins="pins" in config.allow)
         self._states: dict[str, RequestState] = {}
-        self._adapters = AdapterBook(model.workers, config.lookup_timeout_s)
+        self._adapters = AdapterBook(model.workers, config.timeouts.lookup_s)
         self._retry_s = 0.0
         self._loads: list[LoadOrder] = []
         self._patience = StepPatience()
@@ -192,7 +192,7 @@ class SchedulerSide:
             state.lookup, busy=any(state.admitted for state in self._states.values())
         )
         if not state.lookup:
-            if time.monotonic() - state.lookup.asked_s < self._config.lookup_timeout_s:
+            if time.monotonic() - state.lookup.asked_s < self._config.timeouts.lookup_s:
                 return None, False
             if state.lookup.give_up():
                 self._account(state, "timeout")

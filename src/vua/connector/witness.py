@@ -114,7 +114,7 @@ class Witness:
             clock: gives seconds.
         """
         self._model, self._stats, self._every = model, stats, config.witness_every
-        self._patience_s, self._timeout_s = config.lookup_timeout_s, 2 * config.io_timeout_s
+        self._patience_s, self._timeout_s = config.timeouts.lookup_s, 2 * config.timeouts.io_s
         self._clock, self._numbers = clock, 0
         self._remembered = Remembered(
             Path(config.shared_storage_path) / model.identity.namespace, setup

@@ -84,7 +84,7 @@ class WorkerSide:
         if model.identified:
             self._follow(model.identity)
         self._loaders: Workers[LoadOrder] = Workers(
-            config.load_threads, timeout_s=config.io_timeout_s, name="vua-load"
+            config.worker.load_threads, timeout_s=config.timeouts.io_s, name="vua-load"
         )
         self._loads_guard = StorageGuard("loads")
         self._memory = Memory() if memory is None else memory
@@ -251,7 +251,7 @@ class WorkerSide:
                 group.fence()  # what it has queued; from now on it queues nothing
             log.warning("load of request %s hangs and is given up", order.request_id)
             self._loads_guard.went(well=False)
-            seconds = self._config.io_timeout_s if attempt.started else None  # at least
+            seconds = self._config.timeouts.io_s if attempt.started else None  # at least
             self._report(order, order.parts[0].start, "timeout", seconds)
 
     def _report(

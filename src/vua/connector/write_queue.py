@@ -28,6 +28,9 @@ __all__ = ["WriteQueue"]
 
 log = logging.getLogger("vllm.vua.worker")
 
+_THREADS = 1
+"""Native code writes the files of one save with threads of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Save:
@@ -64,7 +67,7 @@ class WriteQueue:
         self._memory = memory
         self._stats, self._rank, self._watch = stats, rank, watch
         self._threads: Workers[_Save] = Workers(
-            config.save_threads, timeout_s=config.io_timeout_s, name="vua-save"
+            _THREADS, timeout_s=config.timeouts.io_s, name="vua-save"
         )
         self._guard = StorageGuard("saves")
         self._lock = threading.Lock()

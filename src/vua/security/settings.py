@@ -37,11 +37,12 @@ class Security:
     """Let the directory's group read what is stored: files 0640, directories 2750. Readers of that
     group name the writer in their ``trusted_uids``."""
     key_file: str | None = None
-    """A file with a secret: names of chunks tell nothing to whom does not have it, and only files
-    written with it are read. See :mod:`vua.security.keyring`."""
+    """A file with a secret (`vua key FILE` makes one). Only files written with it are read, and
+    names of chunks tell nothing to those who do not have it."""
     tenant_keys: str | None = None
-    """A directory of keys, one per cache salt: requests with a salt use its key and are encrypted,
-    or not cached where there is none."""
+    """A directory of keys, one per cache salt (`vua key DIR --salt S`). Requests with a salt are
+    encrypted with its key, or not cached where there is none. Deleting a key makes everything
+    stored with it unreadable."""
     encrypt: bool = False
     """Encrypt with the key of ``key_file``, too."""
 

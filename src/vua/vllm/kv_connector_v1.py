@@ -93,7 +93,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
-        check_version(allow_untested=self._config.allow_untested_vllm)
+        check_version(allow_untested="untested_vllm" in self._config.allow)
         check_root(self._config.shared_storage_path, security=self._config.security)
         check_keys(self._config.security)
         self._scheduler: SchedulerSide | None = None

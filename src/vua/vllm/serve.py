@@ -12,10 +12,9 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
 from typing import Any, Final
 
-from vua.connector.config import ConnectorConfig
+from vua.connector.config import ConnectorConfig, defaults
 from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.store.place import prepare
 from vua.vllm import CONNECTOR
@@ -52,11 +51,7 @@ _NO_VLLM: Final = (
 
 def _usage() -> str:
     """What this command adds to vLLM's, with every setting of the connector."""
-    lines = [
-        f"  {field.name:<24} {json.dumps(field.default)}"
-        for field in fields(ConnectorConfig)
-        if field.default is not MISSING
-    ]
+    lines = [f"  {name:<28} {json.dumps(value)}" for name, value in defaults().items()]
     return _USAGE + "\n".join(lines) + "\n"
 
 

@@ -47,11 +47,14 @@ def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: AN
 
     So does vLLM's reference backend on CPUs, with or without a connector.
     """
-    if config.allow_inexact_continuation or vllm_config.scheduler_config.enable_chunked_prefill:
+    if (
+        "inexact_continuation" in config.allow
+        or vllm_config.scheduler_config.enable_chunked_prefill
+    ):
         return
     msg = (
         "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off); "
-        '"allow_inexact_continuation": true loads right bytes all the same'
+        '"allow": ["inexact_continuation"] loads right bytes all the same'
     )
     raise UncachedError(msg)
 

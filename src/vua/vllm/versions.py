@@ -72,7 +72,7 @@ def check_version(*, allow_untested: bool) -> None:
             "another version of VUA"
         )
         if release > NEWEST:
-            text += '; "allow_untested_vllm": true in kv_connector_extra_config tries this one'
+            text += '; "allow": ["untested_vllm"] in kv_connector_extra_config tries this one'
         raise ConfigError(text)
 
 

@@ -409,7 +409,7 @@ class TestNumbers(UpkeepTest):
             ttl.settle(space, "b" * 64, "", 1.0)
             ttl.remove_ttl(space, "b" * 64)
             room = vua._namespace_to_read().stores[0].capacity.reclaiming.reclaim  # type: ignore[union-attr]
-            self.assertFalse(room._has_hints())
+            self.assertFalse(room._has_own_ttls())
             self.assertFalse(ttl.has_ttls(space))
 
 

@@ -220,7 +220,7 @@ class FormsTest(DirectoryTest):
             tensor = torch.zeros(10, 2, 8, 16)
             layout = KVLayout(1, 2, 8, 8, "F32", 16)
             self.side(layout, 8, {"model.layers.0": tensor}, gds_mode="required")
-        with self.assertRaisesRegex(ConfigError, "gds_mode is 'maybe'"):
+        with self.assertRaisesRegex(ConfigError, "gds_mode must be .* found 'maybe'"):
             ConnectorConfig(shared_storage_path=str(self.root), gds_mode="maybe")
 
     def test_wrong_slots_are_noticed(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vua.connector.config import ConnectorConfig
+from vua.connector.config import ConnectorConfig, WorkerResources
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 
@@ -74,7 +74,7 @@ class DecisionTest(unittest.TestCase):
     def make(self, *, computed: bool = True, made_of: Any = None, **settings: Any) -> LoadPolicy:
         """Decisions of an engine that has computed a prompt, or not."""
         config = ConnectorConfig(
-            shared_storage_path="/kv", **{"load_threads": 1, "load_margin": 1.5} | settings
+            shared_storage_path="/kv", worker=WorkerResources(load_threads=1), **settings
         )
         policy = LoadPolicy(made_of or model(), config, clock=lambda: self.now)
         for _ in range(3 if computed else 0):
@@ -210,7 +210,7 @@ class DecisionTest(unittest.TestCase):
     def test_margin(self) -> None:
         """The border is where the setting says."""
         for margin, expected in ((0.5, "compute"), (0.9, "compute"), (1.3, "faster")):
-            self.policy = self.make(load_margin=margin)
+            self.policy = self.make(load_policy=margin)
             self.storage.fixed_s, self.storage.token_s = 0.0, TOKEN_S
             self.assertEqual(expected, self.requests(4)[-1])
 
@@ -254,7 +254,7 @@ class DecisionTest(unittest.TestCase):
         self.now += 1.0
         self.assertEqual((CHUNK, "probe"), self.shape(self.policy.decide(0, 6400)))
         self.assertEqual((CHUNK - 32, "probe"), self.shape(self.policy.decide(32, 6400)))
-        odd = self.make(load_margin=0.1)
+        odd = self.make(load_policy=0.1)
         odd._cost = LoadCost()
         for _ in range(3):
             odd._cost.add(1000, 0.01)

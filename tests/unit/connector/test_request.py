@@ -51,7 +51,7 @@ class OptionsTest(unittest.TestCase):
             for _ in range(3):
                 self.assertEqual(SaveHints(ttl_s=60.0), self.read(pin=True, ttl_s=60).hints)
         self.assertEqual(1, len(log.output))
-        self.assertIn("allow_pins", log.output[0])
+        self.assertIn('"allow"', log.output[0])
         self.assertEqual(SaveHints(), self.read(pin=False).hints)
 
     def test_unsound_values(self) -> None:

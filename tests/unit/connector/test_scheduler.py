@@ -17,12 +17,13 @@ import pytest
 from helpers import keys_of
 from scheduling import LAYOUT, answer, request_of, step
 from vua.capacity.ttl import settle, ttl_s_of
-from vua.connector.config import ConnectorConfig
+from vua.connector.config import ConnectorConfig, Timeouts
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.security.keyring import tenant_of, write_key
+from vua.security.settings import Security
 
 pytestmark = pytest.mark.vllm
 
@@ -80,7 +81,7 @@ class SchedulerTest(unittest.TestCase):
 
         keys = Path(self.enterContext(tempfile.TemporaryDirectory()))
         write_key(keys / f"{tenant_of(b'alice')}.key")
-        side = self.side(tenant_keys=str(keys))
+        side = self.side(security=Security(tenant_keys=str(keys)))
         store = side._namespace.stores[0]
         chain = KeyChain(
             token_ids(range(64)), 16, {0: [("salt", b"alice")]}, store.keyring.naming(b"alice")
@@ -145,7 +146,7 @@ class SchedulerTest(unittest.TestCase):
         """Each lookup is a miss in time; after a few there are none, until storage answers."""
         from vua.connector.metadata import ConnectorMetadata
 
-        side, asked, go = self.side(lookup_timeout_s=0.05), [], threading.Event()
+        side, asked, go = self.side(timeouts=Timeouts(lookup_s=0.05)), [], threading.Event()
         self.addCleanup(go.set)
         look_up = side._namespace.stores[0].lookup
 
@@ -211,7 +212,7 @@ class SchedulerTest(unittest.TestCase):
         from vua.connector.metadata import ConnectorMetadata
         from vua.connector.request import SaveHints
 
-        side = self.side(allow_pins=True)
+        side = self.side(allow=("pins",))
         asked = {
             "usual": asking("usual"),
             "not": asking("not", store=False),
@@ -227,7 +228,7 @@ class SchedulerTest(unittest.TestCase):
 
     def test_hints_for_what_is_stored_already(self) -> None:
         """A client's word counts for a prompt that others stored, unless it wants none stored."""
-        side = self.side(allow_pins=True)
+        side = self.side(allow=("pins",))
         store(side, 0, 3)
         space = side._namespace.stores[0].capacity.space
         names = [key.name for key in keys_of(range(64), 16)[:3]]

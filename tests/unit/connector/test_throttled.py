@@ -222,7 +222,7 @@ class ThrottledConnectorTest(DirectoryTest):
         """A policy that does not exist is refused with those that do."""
         with self.assertRaises(ConfigError) as caught:
             self.start(load_policy="sometimes")
-        self.assertIn("faster, always, found 'sometimes'", str(caught.exception))
+        self.assertIn("or a number, found 'sometimes'", str(caught.exception))
 
 
 if __name__ == "__main__":

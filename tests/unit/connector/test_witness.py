@@ -23,7 +23,7 @@ pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
     from vua.connector.cache_spec import Group, Model
-    from vua.connector.config import ConnectorConfig
+    from vua.connector.config import ConnectorConfig, Timeouts
     from vua.connector.metadata import Verdict
     from vua.connector.metrics import Recorder
     from vua.connector.prefix_match import PrefixMatch
@@ -118,7 +118,7 @@ class WitnessTest(unittest.TestCase):
 
     def test_patience(self) -> None:
         """Requests do not wait long for another one's comparison: they are computed then."""
-        witness, found = self.witness(lookup_timeout_s=1.0), found_of(4)
+        witness, found = self.witness(timeouts=Timeouts(lookup_s=1.0)), found_of(4)
         witness.limit(request_of("a"), found, 0)
         self.now_s = 0.9
         self.assertIsNone(witness.limit(request_of("b"), found, 0))
@@ -138,7 +138,7 @@ class WitnessTest(unittest.TestCase):
 
     def test_no_answer(self) -> None:
         """Whatever keeps a comparison from an answer, the next request is tried; one log line."""
-        witness, found = self.witness(io_timeout_s=1.0), found_of(4)
+        witness, found = self.witness(timeouts=Timeouts(io_s=1.0)), found_of(4)
         for at, ending in enumerate(("gone", "none", "timeout", "none")):
             name = f"{ending}{at}"
             self.assertEqual(0, witness.limit(request_of(name), found, 0))

@@ -26,12 +26,15 @@ pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
     from vua.connector.cache_spec import Group, Model
-    from vua.connector.config import ConnectorConfig
+    from vua.connector.config import ConnectorConfig, Timeouts, WorkerResources
     from vua.connector.device_transfer import DeviceGroupTransfer
     from vua.connector.group_transfer import Rank
     from vua.connector.memory import Memory
     from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
     from vua.connector.request import SaveHints
+
+    ONE_THREAD = WorkerResources(load_threads=1)
+    LITTLE = WorkerResources(load_threads=1, max_pending_save_mib=1)
     from vua.connector.weights_watch import WeightsWatch
     from vua.connector.worker import WorkerSide
     from vua.vllm import page_layout
@@ -96,7 +99,7 @@ class HangingTest(DirectoryTest):
     def setUp(self) -> None:
         """A worker with a cache full of noise, and three chunks of it stored."""
         super().setUp()
-        self.side = self.worker(io_timeout_s=0.3)
+        self.side = self.worker(timeouts=Timeouts(io_s=0.3))
         self.layers = {
             f"model.layers.{layer}": noise(BLOCKS, 1, 16, 12, seed=layer) for layer in range(2)
         }
@@ -116,7 +119,7 @@ class HangingTest(DirectoryTest):
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
         config = ConnectorConfig(
-            shared_storage_path=str(self.root), chunk_tokens=16, load_threads=1, **settings
+            shared_storage_path=str(self.root), chunk_tokens=16, **{"worker": ONE_THREAD} | settings
         )
         return WorkerSide(model, config, Rank(0, 0), memory=memory)
 
@@ -196,7 +199,7 @@ class HangingTest(DirectoryTest):
         ]
         for change, fails in changes:
             with self.subTest(change=change):
-                self.side = self.worker(Memory(WeightsWatch(engine)), io_timeout_s=60.0)
+                self.side = self.worker(Memory(WeightsWatch(engine)), timeouts=Timeouts(io_s=60.0))
                 layer_of = {name: at for at, name in enumerate(self.layers)}
                 tables = dict.fromkeys(self.layers, 0)
                 self.side.register(self.layers, layer_of, tables, page_layout)
@@ -260,7 +263,7 @@ class HangingTest(DirectoryTest):
 
     def test_storage_slower_than_the_engine(self) -> None:
         """What does not fit into the buffers is dropped, not queued, and stored another time."""
-        side, layers = self.worker(io_timeout_s=60.0, max_pending_save_mib=1), self.layers
+        side, layers = self.worker(timeouts=Timeouts(io_s=60.0), worker=LITTLE), self.layers
         side.register(
             layers,
             {name: at for at, name in enumerate(layers)},
@@ -308,7 +311,7 @@ class HangingTest(DirectoryTest):
 
     def test_no_thread(self) -> None:
         """Where the system gives no thread nothing is stored, and no buffer is lost."""
-        side, layers = self.worker(io_timeout_s=60.0), self.layers
+        side, layers = self.worker(timeouts=Timeouts(io_s=60.0)), self.layers
         side.register(
             layers,
             {name: at for at, name in enumerate(layers)},
@@ -395,9 +398,9 @@ class StagedHangingTest(HangingTest):
 class DirectHangingTest(StagedHangingTest):
     """The same with files read straight into what stands for GPU memory."""
 
-    def worker(self, **settings: Any) -> Any:
+    def worker(self, memory: Any = None, **settings: Any) -> Any:
         """Require GDS; its mover is the one of the CPU."""
-        return super().worker(gds_mode="required", **settings)
+        return super().worker(memory, gds_mode="required", **settings)
 
 
 class DirectPathsTest(DirectHangingTest):
@@ -407,9 +410,9 @@ class DirectPathsTest(DirectHangingTest):
     test_hanging_saves = test_failing_saves = test_pin = test_shutdown = None
     test_engine_waits_for_a_load_that_is_given_up = None
 
-    def worker(self, **settings: Any) -> Any:
+    def worker(self, memory: Any = None, **settings: Any) -> Any:
         """A worker that is in no hurry."""
-        return super().worker(**{**settings, "io_timeout_s": 60.0})
+        return super().worker(memory, **{**settings, "timeouts": Timeouts(io_s=60.0)})
 
     def test_paths(self) -> None:
         """Bytes are counted by the way they came; a damaged file is read by both, and is a miss."""

@@ -48,7 +48,7 @@ class VersionsTest(unittest.TestCase):
     def test_refused(self) -> None:
         """The text names what was found, what works, and what to do."""
         for device in ("cpu", "cuda"):
-            for version, advice in (("0.23.1", "Install"), ("0.34.0", "allow_untested_vllm")):
+            for version, advice in (("0.23.1", "Install"), ("0.34.0", "untested_vllm")):
                 with (
                     self.subTest(version, device=device),
                     self.assertRaisesRegex(ConfigError, rf"{version}.*{RANGES}.*{advice}"),
