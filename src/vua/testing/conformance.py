@@ -232,7 +232,7 @@ class StorageConformance(_Case):
         self.assertEqual([], list(self.storage.list(f"{'0' * 64}/")))
 
     def test_touch(self) -> None:
-        """What is used is younger than what was written at the same time; others stay as they are."""
+        """What is used is younger than what was written at the same time; others stay."""
         self.save(self.keys[:2])
         time.sleep(0.05)
         self.storage.touch([self.names[1], self.names[4]])
