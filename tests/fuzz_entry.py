@@ -6,6 +6,8 @@ Stops at the first input that raises anything but CorruptEntryError, takes longe
 is accepted although it begins like no golden file; that input is written to `crash-vua`.
 """
 
+# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+
 from __future__ import annotations
 
 import argparse

@@ -6,6 +6,8 @@ that importing vLLM takes. Answers are lines on stdout that start with `MARK`; w
 into the answer's "log". Ends when stdin does.
 """
 
+# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
+
 from __future__ import annotations
 
 import ctypes

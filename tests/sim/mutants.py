@@ -4,6 +4,8 @@ Where a bug can be made by changing what passes between vLLM and the connector, 
 that little here depends on how the connector is written inside.
 """
 
+# ruff: noqa: SLF001 - makes the bug inside that a test has to notice
+
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,7 @@
 """Connectors with one bug each in what they do for models with sliding windows, see `mutants`."""
 
+# ruff: noqa: SLF001 - makes the bug inside that a test has to notice
+
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,7 @@
 """Mirrors `vua.core`: what a user of the library sees."""
 
+# ruff: noqa: SLF001 - another project's name, which has no public form
+
 from __future__ import annotations
 
 import doctest

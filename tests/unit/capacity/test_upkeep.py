@@ -1,5 +1,7 @@
 """Bounds that hold with many namespaces, odd clocks, few descriptors and tools of another user."""
 
+# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """When a stored prefix is loaded and when it is computed, with a clock that the test moves."""
 
+# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+
 from __future__ import annotations
 
 import random

@@ -1,5 +1,7 @@
 """The scheduler's half of the vLLM connector, without an engine around it."""
 
+# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
+
 from __future__ import annotations
 
 import tempfile

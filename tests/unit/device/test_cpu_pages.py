@@ -1,3 +1,5 @@
+# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+
 from __future__ import annotations
 
 import os

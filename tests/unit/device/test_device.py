@@ -1,3 +1,5 @@
+# ruff: noqa: SLF001 - compiles a kernel of a private name
+
 from __future__ import annotations
 
 import doctest

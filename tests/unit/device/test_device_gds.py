@@ -1,5 +1,7 @@
 """Files straight into device memory: movers, the trial, checksums there, reads of chunks."""
 
+# ruff: noqa: SLF001 - compiles a kernel of a private name
+
 from __future__ import annotations
 
 import importlib.util

@@ -1,3 +1,5 @@
+# ruff: noqa: SLF001 - another project's name, which has no public form
+
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,7 @@
 """Mirrors `vua.io.posix`: system calls that move all the bytes, or say why not."""
 
+# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+
 from __future__ import annotations
 
 import errno

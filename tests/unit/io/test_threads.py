@@ -1,5 +1,7 @@
 """Threads of the library under signals and forks, and what a forked child makes of a VUA."""
 
+# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
+
 from __future__ import annotations
 
 import gc

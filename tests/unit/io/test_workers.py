@@ -1,3 +1,5 @@
+# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
+
 from __future__ import annotations
 
 import os

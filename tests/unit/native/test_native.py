@@ -1,5 +1,7 @@
 """Mirrors `vua.native`: what its loops do, against Python's."""
 
+# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+
 from __future__ import annotations
 
 import ctypes

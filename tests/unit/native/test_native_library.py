@@ -1,5 +1,7 @@
 """Mirrors `hatch_build.py`, `vua.native.stamp` and `bindings`: what is built and loaded."""
 
+# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+
 from __future__ import annotations
 
 import importlib

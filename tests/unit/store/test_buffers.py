@@ -1,5 +1,7 @@
 """Mirrors `vua.store.buffers`: memory is used again, and never while anybody holds it."""
 
+# ruff: noqa: SLF001 - how much is kept inside is what is tested
+
 from __future__ import annotations
 
 import random

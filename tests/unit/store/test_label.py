@@ -1,5 +1,7 @@
 """A label of a model in the library: other models' caches are refused under it."""
 
+# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+
 from __future__ import annotations
 
 import tempfile

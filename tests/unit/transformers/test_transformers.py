@@ -1,5 +1,7 @@
 """The adapter for Hugging Face transformers: the same tokens with a stored prefix as without."""
 
+# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
+
 from __future__ import annotations
 
 import json

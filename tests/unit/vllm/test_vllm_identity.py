@@ -3,6 +3,8 @@
 One case per field: those of the engine decide about the namespace, those of a request about keys.
 """
 
+# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+
 from __future__ import annotations
 
 import dataclasses
