@@ -107,7 +107,7 @@ class Serving:
         bounds = Limits(max_bytes=1 << 50, min_free_bytes=0)
         self.store = Namespace.create(root, IDENTITY, [LAYOUT], bounds=bounds).stores[0]
         self.slab = Slab(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
-        self.saver = self.store.saver(self.slab.memory)
+        self.saver = self.store.writer(self.slab.memory)
         self.loader = self.store.loader(self.slab.memory)
 
     def turn(self, prompt: int, new: int, times: dict[str, list[float]], told: str) -> None:
@@ -168,7 +168,7 @@ def work(root: Path, kind: str, seed: int, seconds: float, most: int, prompts: i
         root, IDENTITY, [LAYOUT], bounds=Limits(max_bytes=most, min_free_bytes=0)
     ).stores[0]
     slab = Slab(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
-    saver, loader = store.saver(slab.memory), store.loader(slab.memory)
+    saver, loader = store.writer(slab.memory), store.loader(slab.memory)
     bytes_ = slab.bytes.reshape(PROMPT_CHUNKS, -1)
     done = wrong = refused = 0
     slowest_s = 0.0

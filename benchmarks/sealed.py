@@ -43,7 +43,7 @@ class Kind:
         naming = self.store.keyring.naming()
         self.keys = KeyChain(ids, case.layout.chunk_tokens, naming=naming).first(CHUNKS)
         self.folder = root / identity.namespace
-        self.saver = self.store.saver(self.source.map)
+        self.saver = self.store.writer(self.source.map)
         self.save()
 
     def save(self) -> None:

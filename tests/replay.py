@@ -71,7 +71,7 @@ class Cache:
         most = None if capacity is None else capacity * NBYTES
         bounds = Limits(max_bytes=most, min_free_bytes=0)
         self.store = Namespace.create(root, identity, [LAYOUT], bounds=bounds).stores[0]
-        self.saver = self.store.saver(Slab(LAYOUT, LAYOUT.full, 1).memory)
+        self.saver = self.store.writer(Slab(LAYOUT, LAYOUT.full, 1).memory)
         if self.store.capacity is None:
             raise AssertionError
         self.capacity = self.store.capacity

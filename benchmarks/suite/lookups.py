@@ -253,7 +253,7 @@ def _saves(root: Path, case: Case) -> Callable[[int], None]:
             load(0)
             return
         keys = keys_of(case.layout, case.chunks, next(seeds))
-        expect("save", holds=store.saver(memory.map).save_all(keys) == case.chunks)
+        expect("save", holds=store.writer(memory.map).save_all(keys) == case.chunks)
         for key in keys:
             os.truncate(file_path(home, store, key), 0)
 

@@ -62,7 +62,7 @@ class Saving:
             self.store.save(key, source.map, place=place)
         for memory in (self.staged, self.paged):
             expect("load", holds=self.store.load(first, memory.map).chunks == case.chunks)
-        self._savers = {m.place: self.store.saver(m.map) for m in (self.staged, self.paged)}
+        self._savers = {m.place: self.store.writer(m.map) for m in (self.staged, self.paged)}
         rows, headers = file_rows(self.store, self.staged.map, case.chunks)
         owner = (self.staged, headers)
         self._files = [RawFile("", row, owner, _CALL_NBYTES) for row in rows]
@@ -206,7 +206,7 @@ def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> dict[str, Arm]:
 
     layout, chunks = saving.case.layout, saving.case.chunks
     buffers = [staged(layout, 1) for _ in range(chunks)]
-    savers = [saving.store.saver(buffer.map) for buffer in buffers]
+    savers = [saving.store.writer(buffer.map) for buffer in buffers]
     paged, size = saving.paged, saving.paged.map.piece_tokens
     words = torch.from_numpy(paged.words.view(np.int16))  # [array, layer, block, head, token, dim]
     cache = PagedCache.of(list(zip(words[0], words[1], strict=True)), "BHND")

@@ -208,7 +208,7 @@ class VUA:
         return stored
 
     def _put(self, call: Call[int], store: Store, keys: KeyChain, cache: Cache, stored: int) -> int:
-        saver = store.saver(cache.memory(self.config.split_factor))
+        saver = store.writer(cache.memory(self.config.split_factor))
         saver.wanted = lambda: call.wanted
         store.used(keys, stored, wait=stored < len(keys))  # before it makes room for the rest
         written = saver.save_all(keys)

@@ -27,10 +27,9 @@ from vua.capacity.limits import Limits, ResolvedLimits
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
-from vua.format.layout import KVLayout, MemoryMap, Shard
-from vua.io.posix import Iovecs
+from vua.format.layout import KVLayout, MemoryMap
 from vua.security.settings import Security
-from vua.storage.base import Batch, Entry, FileStorage, Filled
+from vua.storage.base import Batch, Entry, Filled, Storage, Written
 from vua.storage.local import TEMPORARY
 from vua.store.namespace import Namespace
 from vua.store.store import Store
@@ -65,15 +64,15 @@ def memory_of(layout: KVLayout, buffer: memoryview) -> MemoryMap:
 class _ShortNames(FaultyStorage):
     """A storage that knows only the first bits of a chunk's name."""
 
-    def __init__(self, inner: FileStorage, bits: int) -> None:
+    def __init__(self, inner: Storage, bits: int) -> None:
         super().__init__(inner, {})
         self._digits = bits // 4
 
     def _short(self, chunk: str) -> str:
         return chunk[: self._digits] + "0" * (64 - self._digits) + chunk[64:]
 
-    def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
-        self.inner.publish(self._short(chunk), shard, iovecs)
+    def write(self, batch: Batch) -> Written:
+        return self.inner.write(dataclasses.replace(batch, names=[*map(self._short, batch.names)]))
 
     def read(self, batch: Batch) -> Filled:
         return self.inner.read(dataclasses.replace(batch, names=[*map(self._short, batch.names)]))
@@ -96,7 +95,7 @@ class StoreSubject(Subject):
     def __init__(
         self,
         name: str,
-        open_storage: Callable[[Path], FileStorage],
+        open_storage: Callable[[Path], Storage],
         root: Path,
         nbytes: int,
         *,
@@ -201,7 +200,7 @@ class VuaSubject(StoreSubject):
         self._durable, self._security = durable, security
 
     @staticmethod
-    def _no_storage(directory: Path) -> FileStorage:
+    def _no_storage(directory: Path) -> Storage:
         raise NotImplementedError(directory)
 
     def make_store(self, model: str) -> Store:

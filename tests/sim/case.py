@@ -295,13 +295,9 @@ def slow_storage(case: Case) -> Iterator[None]:
             pause(case.lookup_s if nbytes is None else 0)
             return super().exists(names, nbytes)
 
-        def publish(self, *arguments: Any) -> None:
+        def write(self, batch: Any) -> Any:
             pause(case.write_s)
-            super().publish(*arguments)
-
-        def write_files(self, *arguments: Any) -> Any:
-            pause(case.write_s)
-            return super().write_files(*arguments)
+            return super().write(batch)
 
     with ExitStack() as patches:
         if case.lookup_s or case.read_s or case.write_s:

@@ -34,10 +34,10 @@ from vua.capacity.touches import Touches
 from vua.errors import StorageFullError
 from vua.format.keys import ChunkKey, Keys
 from vua.io.forks import watch
-from vua.native import LEFT, WRITTEN
+from vua.native import FAILED, WRITTEN
 from vua.storage.local import LocalStorage
 
-__all__ = ["Capacity", "Reservation"]
+__all__ = ["Capacity", "Reservation", "Unlimited"]
 
 _ADOPT_WAIT_S: Final = 5.0
 """A chunk that was stored before its parent, or whose parent vanished, is looked at after this."""
@@ -169,6 +169,25 @@ class Capacity:
         self.reclaiming.reclaim.on_evicted(evicted)
 
 
+class Unlimited:
+    """What a :class:`Reservation` is where nothing bounds the storage."""
+
+    granted = True
+
+    def __enter__(self) -> Unlimited:  # noqa: PYI034 - Self is in typing from 3.11 on
+        """Have all the space there is."""
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        """Do nothing."""
+
+    def relieve_full_disk(self) -> None:
+        """Do nothing: there is nothing to evict."""
+
+    def commit(self, statuses: Sequence[int]) -> None:
+        """Do nothing."""
+
+
 class Reservation:
     """Space for some chunks, inside a ``with``. What is not committed at its end is given back.
 
@@ -269,7 +288,7 @@ class Reservation:
                         set_mtime(self._fd, key.name, mtime_ns)
                         continue
                 self._inherit(key)
-            mtime_ns = None if status == LEFT else mtime_ns_of(self._fd, key.name)
+            mtime_ns = None if status == FAILED else mtime_ns_of(self._fd, key.name)
 
     def _inherit(self, key: ChunkKey) -> None:
         parent = key.before.hex()

@@ -183,7 +183,7 @@ class _Session:
         (self.store,) = self.namespace.stores
         self._id, one = _staged(1)
         self._ids, many = _staged(_ROOM)
-        self._saver, self._loader = self.store.saver(one.memory), self.store.loader(many.memory)
+        self._saver, self._loader = self.store.writer(one.memory), self.store.loader(many.memory)
 
     def load(self, request: Request, chain: KeyChain, found: int) -> int:
         """Note the use of the blocks that were found, load and compare them; return how many."""

@@ -30,14 +30,12 @@ from vua.errors import (
     InputError,
     LayoutError,
     StorageError,
-    StorageFullError,
     UntrustedError,
 )
 from vua.format.entry import parse_entry
 from vua.format.header import AUTHENTIC, ENCRYPTED
 from vua.format.keys import ChunkKey
-from vua.format.layout import Shard
-from vua.native import WRITTEN
+from vua.format.layout import Shard, payload_map
 from vua.storage.base import entry_name
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.local import SUFFIX
@@ -189,9 +187,9 @@ class _Taker:
             raise ConfigError("; ".join(check.reasons))
         before = self._before.get((namespace, chunk), "") if info.start else ""
         key = info.key._replace(previous=bytes.fromhex(before))
-        self._publish(store, key, shard, data)
+        self._write(store, key, shard, info.kind, data)
 
-    def _publish(self, store: Store, key: ChunkKey, shard: Shard, data: bytearray) -> None:
+    def _write(self, store: Store, key: ChunkKey, shard: Shard, kind: str, data: bytearray) -> None:
         done, before = self._done, key.before.hex()
         if before and (end := self._end(store, before)) != key.start:
             if end is not None:
@@ -202,21 +200,12 @@ class _Taker:
         if store.storage.exists([entry_name(key.name, shard)], len(data))[0]:
             done.present += 1
         else:
-            array = np.frombuffer(data, dtype=np.uint8)
-            iovecs = np.array([[array.ctypes.data, array.nbytes]], dtype=np.uint64)
-            if store.capacity is None:
+            codec, array = store.codec(shard, kind), np.frombuffer(data, dtype=np.uint8)
+            header, payload = np.split(array, [codec.header_nbytes])
+            memory = payload_map(store.layout, shard, payload.ctypes.data, payload, 1)
+            if not store.writer(memory, shard=shard).copy(key, header, kind):
                 done.refused += 1
                 return
-            with store.capacity.reserve([key], len(data)) as room:
-                if not room.granted:
-                    done.refused += 1
-                    return
-                try:
-                    store.storage.publish(key.name, shard, iovecs)
-                except StorageFullError:
-                    room.relieve_full_disk()
-                    store.storage.publish(key.name, shard, iovecs)
-                room.commit([WRITTEN])
             done.written += 1
             done.nbytes += len(data)
         self._ends[store.namespace, key.name] = key.stop

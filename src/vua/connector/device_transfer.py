@@ -39,7 +39,7 @@ from vua.device.staging import Fence, StagedSlab, Staging
 from vua.errors import LayoutError
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt
-from vua.store.store import Loaded, Loader, Saver, Store
+from vua.store.store import EntryWriter, Loaded, Loader, Store
 
 __all__ = ["STAGED_DEVICES", "DeviceGroupTransfer", "lies_on_device", "mover_for", "open_gds"]
 
@@ -232,11 +232,11 @@ class DeviceGroupTransfer(GroupTransfer):
 
     # -- saves --------------------------------------------------------------------------------
 
-    def saver(self, slab: StagedSlab) -> Saver:
+    def saver(self, slab: StagedSlab) -> EntryWriter:
         """See :meth:`GroupTransfer.saver`."""
         saver = self._saver_of.get(slab)
         if saver is None:
-            saver = self.store.saver(slab.slab.memory, shard=self.shard)
+            saver = self.store.writer(slab.slab.memory, shard=self.shard)
             self._saver_of[slab] = saver
         return saver
 

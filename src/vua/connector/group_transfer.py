@@ -27,7 +27,7 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
 from vua.io.workers import Attempt
 from vua.serdes import DTYPES
-from vua.store.store import Loader, Saver, Store
+from vua.store.store import EntryWriter, Loader, Store
 
 __all__ = ["GroupTransfer", "PageLayouts", "Rank", "Tables"]
 
@@ -94,7 +94,7 @@ class GroupTransfer:
         self.save_limit = max(1, room // payload)
         self.save_slabs: Any = SlabPool(layout, self.shard, chunks=1, limit=self.save_limit)
         self._loader_of: dict[Any, Loader] = {}
-        self._saver_of: dict[Any, Saver] = {}
+        self._saver_of: dict[Any, EntryWriter] = {}
         self._places: list[tuple[int, slice, PagedKV | StatePages]] = []
         """Where layers lie: (vLLM cache group, which of this rank's layers, the pages)."""
 
@@ -214,11 +214,11 @@ class GroupTransfer:
         if self.watch is not None and reason != "error":  # then it may be there all the same
             self.watch.gone(key.prefix_hash, self.shard)
 
-    def saver(self, slab: Any) -> Saver:  # noqa: ANN401
+    def saver(self, slab: Any) -> EntryWriter:  # noqa: ANN401
         """Return what saves this rank's shard from a slab; for who holds the slab."""
         saver = self._saver_of.get(slab)
         if saver is None:
-            saver = self._saver_of[slab] = self.store.saver(slab.memory, shard=self.shard)
+            saver = self._saver_of[slab] = self.store.writer(slab.memory, shard=self.shard)
         return saver
 
     def gather(self, slab: Any, key: ChunkKey, block_ids: Sequence[Sequence[int]]) -> None:  # noqa: ANN401

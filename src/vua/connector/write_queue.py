@@ -22,7 +22,7 @@ from vua.connector.metrics import Recorder
 from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt, Workers
-from vua.store.store import Saver
+from vua.store.store import EntryWriter
 
 __all__ = ["WriteQueue"]
 
@@ -37,7 +37,7 @@ class _Save:
     """One chunk on its way to storage."""
 
     group: GroupTransfer
-    saver: Saver
+    saver: EntryWriter
     """Taken when it is copied: after a reset it must not get into the new epoch."""
     key: ChunkKey
     slab: Any

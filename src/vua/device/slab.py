@@ -12,7 +12,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from vua.format.layout import KVLayout, MemoryMap, Shard
+from vua.format.layout import KVLayout, Shard, payload_map
 from vua.io.posix import PAGE, page_aligned
 
 __all__ = ["Slab", "SlabPool"]
@@ -27,27 +27,15 @@ class Slab:
         self.bytes = page_aligned(chunks * payload)
         self.bytes[::PAGE] = 0
         self.chunks = chunks
-        address = np.uint64(self.bytes.ctypes.data)
-        layers = np.arange(shard.layers, dtype=np.uint64)
-        pieces = np.arange(chunks, dtype=np.uint64) * np.uint64(payload)
-        bases, strides = [], []
         self._ranges: list[tuple[int, int, tuple[int, ...]]] = []
         start = 0
         for dim, run in zip(layout.dims, layout.run_nbytes, strict=True):
-            bases.append(address + np.uint64(start) + layers * np.uint64(run))
-            strides.append(shard.layers * run)
             stop = start + shard.heads * shard.layers * run
             shape = (shard.heads, shard.layers, layout.chunk_tokens, dim)
             self._ranges.append((start, stop, shape))
             start = stop
         self._payload = payload
-        self.memory = MemoryMap(
-            base=tuple(bases),
-            head_stride=tuple(strides),
-            piece_offset=tuple(pieces for _ in bases),
-            piece_tokens=layout.chunk_tokens,
-            owner=self.bytes,
-        )
+        self.memory = payload_map(layout, shard, self.bytes.ctypes.data, self.bytes, chunks)
         """Where the chunks lie, for :meth:`vua.store.store.Store.load` and ``save``."""
 
     def arrays(self, chunk: int) -> list[tuple[npt.NDArray[np.uint8], tuple[int, ...]]]:

@@ -195,14 +195,20 @@ class EntryCodec:
 
         return text(xxhash.xxh3_64_intdigest(text(0)))
 
-    def blank_header(self, key: ChunkKey, *, writer: str = "") -> bytes:
-        """Return the header of a plain file of ``key`` with zeros for all checksums and the check.
+    def blank_header(
+        self, key: ChunkKey, *, writer: str = "", mark: Mark = PLAIN, tags: bytes = b""
+    ) -> bytes:
+        """Return a header of ``key`` with zeros for all checksums and the check.
 
         Who fills in the checksums at :attr:`table_offset`, and then the xxh3-64 of it all at
-        :attr:`check_offset`, has what :meth:`encode_header` returns.
+        :attr:`check_offset`, has what :meth:`encode_header` returns. The arguments are its.
         """
-        variable = self._variable(int(time.time()), writer, 0).encode()
-        return b"".join((self.expected(key), variable, self._end, bytes(self._table_nbytes)))
+        variable = self._variable(int(time.time()), writer, 0, mark.nonce).encode()
+        table = bytes(8 * self.units) + tags
+        if len(table) != self._table_nbytes:
+            msg = f"expected {self.units} tags of 16 bytes, found {len(tags)} bytes"
+            raise LayoutError(msg)
+        return b"".join((self.expected(key, mark.key_id), variable, self._end, table))
 
     def check_header(
         self, header: memoryview, key: ChunkKey, key_id: str = ""

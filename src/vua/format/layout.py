@@ -237,3 +237,31 @@ class MemoryMap:
     def chunks(self, layout: KVLayout) -> int:
         """Return how many whole chunks the map has room for."""
         return len(self.piece_offset[0]) * self.piece_tokens // layout.chunk_tokens
+
+
+def payload_map(
+    layout: KVLayout, shard: Shard, address: int, owner: object, chunks: int
+) -> MemoryMap:
+    """Return the map of memory in which chunks lie one after the other as in their files.
+
+    Args:
+        layout: of the chunks.
+        shard: which part of each is there.
+        address: of the first one's payload.
+        owner: whatever keeps the memory alive.
+        chunks: how many there are.
+    """
+    payload = shard.payload_nbytes(layout)
+    layers = np.arange(shard.layers, dtype=np.uint64)
+    places = np.arange(chunks, dtype=np.uint64) * np.uint64(payload)
+    bases = []
+    for run in layout.run_nbytes:
+        bases.append(np.uint64(address) + layers * np.uint64(run))
+        address += shard.heads * shard.layers * run
+    return MemoryMap(
+        base=tuple(bases),
+        head_stride=tuple(shard.layers * run for run in layout.run_nbytes),
+        piece_offset=tuple(places for _ in bases),
+        piece_tokens=layout.chunk_tokens,
+        owner=owner,
+    )

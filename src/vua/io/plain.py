@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,9 @@ from vua.errors import UntrustedError
 from vua.io import posix
 from vua.io.posix import FileStatus
 
-__all__ = ["close_plain", "is_plain", "open_plain"]
+__all__ = ["close_plain", "is_plain", "make_directory", "open_plain"]
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_plain(
@@ -71,3 +74,28 @@ def is_plain(status: FileStatus, uids: npt.NDArray[np.uint32] | None) -> bool:
     """Whether it is a regular file with one name, and of one of these users."""
     whose = uids is None or status.uid in uids.tolist()
     return stat.S_ISREG(status.mode) and status.links <= 1 and whose
+
+
+def make_directory(parent: int, name: str, mode: int) -> int:
+    """Open a directory below the descriptor ``parent``, making it where it is missing.
+
+    Args:
+        parent: descriptor of the directory above.
+        name: of the directory; a link is not followed.
+        mode: what a new one gets, whatever the umask.
+
+    Raises OSError.
+    """
+    try:
+        return os.open(name, _DIRECTORY, dir_fd=parent)
+    except FileNotFoundError:
+        pass
+    try:
+        os.mkdir(name, 0o700, dir_fd=parent)
+    except FileExistsError:
+        pass
+    else:
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        if stat.S_IMODE(status.st_mode) not in (mode, mode | stat.S_ISGID):  # of its parent
+            os.chmod(name, mode, dir_fd=parent)
+    return os.open(name, _DIRECTORY, dir_fd=parent)

@@ -2,8 +2,8 @@
 
 `load.c` reads and hashes a batch of files in one call: one release of the GIL for all of them, and
 a second core where that pays; `direct.c` does so past the page cache. `save.c` hashes and writes a
-batch. The Python path of :mod:`vua.store.store` does the same file by file, is always there, and
-is the one that judges whatever `load.c` does not find in order. `chain.c` hashes the chunks of a
+batch of files. :mod:`vua.native.fallback` does the same file by file, is always there, and is the
+one that judges whatever `load.c` does not find in order. `chain.c` hashes the chunks of a
 prompt, `move.c` copies between chunks and an engine's pages.
 docs/decisions/0006-native-loops.md says why, and what it brings.
 
@@ -19,12 +19,12 @@ from vua.native.bindings import Status, library, status
 from vua.native.fallback import read_entry
 from vua.native.moves import ITEMS, Boxes, move
 from vua.native.prefixes import chain, narrow
-from vua.native.saves import LEFT, PRESENT, WRITTEN, Writing, save
-from vua.native.transfer import Digest, Headers, Transfer, digests_of
+from vua.native.saves import FAILED, PRESENT, WRITTEN, WriteOptions, write_entries
+from vua.native.transfer import Digest, Headers, Transfer, digests_of, fill_check
 
 __all__ = [
+    "FAILED",
     "ITEMS",
-    "LEFT",
     "PRESENT",
     "THREADS",
     "WRITTEN",
@@ -33,15 +33,16 @@ __all__ = [
     "Headers",
     "Status",
     "Transfer",
-    "Writing",
+    "WriteOptions",
     "chain",
     "digests_of",
+    "fill_check",
     "hash_entry",
     "library",
     "move",
     "narrow",
     "read_entries",
     "read_entry",
-    "save",
     "status",
+    "write_entries",
 ]

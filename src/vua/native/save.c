@@ -1,9 +1,8 @@
 /* Hash and write a batch of entry files in one call: directory, create, pwritev, rename for each.
  *
- * The loop of vua.store.writer.Saver and vua.storage.local without Python between its system calls: one
- * release of the GIL for all of them, and a second core. Each part of a chunk is hashed and then
- * written while it is in the caches; the header, which needs all checksums, is written last. It
- * decides nothing: what is not as usual is left to the Python path, file by file.
+ * One release of the GIL for all of them, and a second core. Each part of a chunk is hashed and then
+ * written while it is in the caches; the header, which needs all checksums, is written last.
+ * vua.native.fallback.write_entries does the same in Python.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -18,13 +17,13 @@
 #include "load.h"
 
 enum { PATH_ROOM = 512, FAN_DIGITS = 2, CHECK_DIGITS = 16 };
-enum { LEFT, PRESENT, WRITTEN }; /* what became of a file; LEFT to the caller */
+enum { UNTRIED, PRESENT, WRITTEN }; /* what became of a file; -errno where it failed */
 
-/* How files are written. The same fields as vua.native.saves.Writing. */
+/* How files are written. The same fields as vua.native.saves.WriteOptions. */
 struct writing {
     const char *name;      /* of a file in its chunk's directory */
     const char *temporary; /* what its name begins with until it is complete */
-    uint64_t check_offset; /* in the header: 16 hexadecimal digits, zeros so far */
+    uint64_t check_offset; /* in the header, of its check of itself; 0: headers are complete */
     uint64_t allocate;     /* from this size on files get their room before their bytes */
     uint64_t directory_mode, file_mode;
     struct users trusted;
@@ -37,8 +36,8 @@ struct saves {
     const char *paths; /* [files][path_nbytes] of the chunks' directories, each with a final 0 */
     uint64_t path_nbytes, files;
     uint64_t place;    /* of the first file's chunk in memory */
-    char *headers;     /* [files][header_nbytes]; complete but for checksums and check */
-    uint8_t *outcome;  /* [files] */
+    char *headers;     /* [files][header_nbytes] */
+    int32_t *statuses; /* [files] */
     _Atomic uint64_t next;
     _Atomic int failed;
 };
@@ -63,25 +62,39 @@ static int set_mode(int fd, uint64_t wanted)
     return mode == wanted || mode == (wanted | S_ISGID) || fchmod(fd, (mode_t)wanted) == 0;
 }
 
+static void close_quietly(int fd)
+{
+    int error = errno;
+    close(fd);
+    errno = error;
+}
+
+/* Open a directory of a directory, made where it is missing; a link is not followed. */
+static int open_made(int parent, const char *name, uint64_t mode)
+{
+    int made = mkdirat(parent, name, 0700) == 0;
+    if (!made && errno != EEXIST)
+        return -1;
+    int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd >= 0 && made && !set_mode(fd, mode)) {
+        close_quietly(fd);
+        return -1;
+    }
+    return fd;
+}
+
 /* Open a chunk's directory, made where it is missing. */
 static int open_chunk(const struct saves *saves, const char *path)
 {
     int fd = open_beneath(saves->dir_fd, path);
-    if (fd >= 0 || errno != ENOENT)
-        return fd;
+    if (fd >= 0 || (errno != ENOENT && errno != ENOSYS && errno != EPERM))
+        return fd; /* a kernel or sandbox may not have openat2 */
     const char fan[] = {path[0], path[1], 0};
-    int parent = open_beneath(saves->dir_fd, fan);
+    int parent = open_made(saves->dir_fd, fan, saves->how->directory_mode);
     if (parent < 0)
         return -1;
-    const char *name = path + FAN_DIGITS + 1;
-    int made = mkdirat(parent, name, 0700) == 0;
-    if (made || errno == EEXIST)
-        fd = open_beneath(parent, name);
-    close(parent);
-    if (fd >= 0 && made && !set_mode(fd, saves->how->directory_mode)) {
-        close(fd);
-        fd = -1;
-    }
+    fd = open_made(parent, path + FAN_DIGITS + 1, saves->how->directory_mode);
+    close_quietly(parent);
     return fd;
 }
 
@@ -91,8 +104,12 @@ static int write_rows(int fd, struct iovec *rows, uint64_t count, uint64_t nbyte
         ssize_t put = pwritev(fd, rows, (int)count, (off_t)offset);
         if (put < 0 && errno == EINTR)
             continue;
-        if (put <= 0 || (uint64_t)put > nbytes)
+        if (put < 0)
             return 0;
+        if (put == 0 || (uint64_t)put > nbytes) {
+            errno = EIO;
+            return 0;
+        }
         nbytes -= (uint64_t)put;
         offset += (uint64_t)put;
         while (count > 0 && (size_t)put >= rows->iov_len)
@@ -105,12 +122,13 @@ static int write_rows(int fd, struct iovec *rows, uint64_t count, uint64_t nbyte
     return 1;
 }
 
-/* Complete the header: a checksum of all of it, taken while the check's own digits are zeros. */
+/* Complete the header: a checksum of all of it, taken with zeros for the check's own digits. */
 static void check_header(const struct saves *saves, char *header)
 {
     const struct xxh3 *hash = &saves->batch->hash;
     _Alignas(64) char state[STATE_NBYTES];
     char digits[CHECK_DIGITS + 1];
+    memset(header + saves->how->check_offset, '0', CHECK_DIGITS);
     hash->reset(state);
     hash->update(state, header, saves->batch->header_nbytes);
     snprintf(digits, sizeof digits, "%016llx", (unsigned long long)hash->digest(state));
@@ -128,12 +146,16 @@ static int write_bytes(const struct saves *saves, int fd, uint64_t file)
         const struct slice *s = &batch->slices[n % batch->slice_count];
         uint64_t count = vua_aim(rows, batch, s, header, NULL, saves->place + file);
         struct cursor at = {rows + (s->header != 0), 0};
-        if (count == 0)
+        if (count == 0) {
+            errno = EMSGSIZE;
             return 0;
-        /* of whole files: each unit's checksum stands at its own place */
-        vua_hash_units(batch, at, s->unit, s->unit_stop, (uint64_t *)(header + batch->table_offset));
-        if (s->header)
-            check_header(saves, header);
+        }
+        if (saves->how->check_offset) { /* of whole files: each checksum stands at its own place */
+            uint64_t *table = (uint64_t *)(header + batch->table_offset);
+            vua_hash_units(batch, at, s->unit, s->unit_stop, table);
+            if (s->header)
+                check_header(saves, header);
+        }
         if (!write_rows(fd, rows, count, s->nbytes, s->offset))
             return 0;
     }
@@ -147,36 +169,43 @@ static int write_file(const struct saves *saves, int directory, uint64_t file)
     char temporary[PATH_ROOM];
     int length = snprintf(temporary, sizeof temporary, "%s-%llu", how->temporary,
                           (unsigned long long)file);
-    if (length < 0 || length >= PATH_ROOM)
+    if (length < 0 || length >= PATH_ROOM) {
+        errno = ENAMETOOLONG;
         return 0;
+    }
     int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
     int fd = openat(directory, temporary, flags, 0600);
     if (fd < 0)
         return 0;
     int good = set_mode(fd, how->file_mode) && write_bytes(saves, fd, file);
-    good &= close(fd) == 0; /* network file systems report write errors here */
+    if (good)
+        good = close(fd) == 0; /* network file systems report write errors here */
+    else
+        close_quietly(fd);
     if (good && renameat(directory, temporary, directory, how->name) == 0)
         return 1;
+    int error = errno;
     unlinkat(directory, temporary, 0);
+    errno = error;
     return 0;
 }
 
+/* Write a file unless one of that length is there; what else has its name is replaced. */
 static int save(const struct saves *saves, uint64_t file)
 {
     int directory = open_chunk(saves, saves->paths + file * saves->path_nbytes);
     if (directory < 0)
-        return LEFT;
+        return -errno;
     struct stat found;
-    int outcome = LEFT;
-    if (fstatat(directory, saves->how->name, &found, AT_SYMLINK_NOFOLLOW) == 0) {
-        if (vua_is_plain(&found, &saves->how->trusted) &&
-            (uint64_t)found.st_size == saves->batch->file_nbytes)
-            outcome = PRESENT;
-    } else if (errno == ENOENT && write_file(saves, directory, file)) {
-        outcome = WRITTEN;
-    }
+    int status;
+    if (fstatat(directory, saves->how->name, &found, AT_SYMLINK_NOFOLLOW) == 0 &&
+        vua_is_plain(&found, &saves->how->trusted) &&
+        (uint64_t)found.st_size == saves->batch->file_nbytes)
+        status = PRESENT;
+    else
+        status = write_file(saves, directory, file) ? WRITTEN : -errno;
     close(directory);
-    return outcome;
+    return status;
 }
 
 static void *run(void *argument)
@@ -186,21 +215,21 @@ static void *run(void *argument)
         uint64_t file = atomic_fetch_add(&saves->next, 1);
         if (file >= saves->files)
             break;
-        saves->outcome[file] = (uint8_t)save(saves, file);
-        if (saves->outcome[file] == LEFT)
+        saves->statuses[file] = save(saves, file);
+        if (saves->statuses[file] <= UNTRIED)
             atomic_store(&saves->failed, 1);
     }
     return NULL;
 }
 
 /* Write the files of chunks that lie in memory from a place on, in order but for the threads', up
- * to one that cannot be. `outcome`, zeros so far, tells what became of each. */
+ * to one that cannot be. `statuses`, zeros so far, tell what became of each. */
 void vua_save(const struct batch *batch, const struct writing *how, int dir_fd, const char *paths,
               uint64_t path_nbytes, uint64_t files, uint64_t place, char *headers,
-              uint64_t threads, uint8_t *outcome)
+              uint64_t threads, int32_t *statuses)
 {
     struct saves saves = {
-        batch, how, dir_fd, paths, path_nbytes, files, place, headers, outcome, 0, 0,
+        batch, how, dir_fd, paths, path_nbytes, files, place, headers, statuses, 0, 0,
     };
     pthread_t helpers[THREADS_MAX];
     uint64_t started = 0;

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,21 @@ from vua.io.plan import ARRAYS_MAX, EntryPlan
 from vua.io.posix import Iovecs
 from vua.native.bindings import xxh3
 
-__all__ = ["Digest", "Headers", "Transfer", "digests_of"]
+__all__ = [
+    "FAILED",
+    "PRESENT",
+    "WRITTEN",
+    "Digest",
+    "Headers",
+    "Transfer",
+    "WriteOptions",
+    "digests_of",
+    "fill_check",
+]
+
+CHECK_DIGITS: Final = 16
+FAILED, PRESENT, WRITTEN = 0, 1, 2
+"""What became of a file: it could not be written, or not be tried; was there before; is there."""
 
 
 class Digest(Protocol):
@@ -174,3 +188,57 @@ def digests_of(blocks: Iterable[Iterable[memoryview]]) -> list[int]:
             digest.update(piece)
         digests.append(digest.intdigest())
     return digests
+
+
+def fill_check(header: npt.NDArray[np.uint8], check_offset: int) -> None:
+    """Complete a header by its check of itself: taken with zeros for the check's own digits."""
+    check = header[check_offset : check_offset + CHECK_DIGITS]
+    check[:] = ord("0")
+    digits = xxhash.xxh3_64_hexdigest(header.data).encode()
+    check[:] = np.frombuffer(digits, dtype=np.uint8)
+
+
+class WriteOptions(ctypes.Structure):
+    """How files are written, as `save.c` wants it. Immutable."""
+
+    _fields_ = (
+        ("file_name", ctypes.c_char_p),
+        ("temporary", ctypes.c_char_p),
+        ("check_offset", ctypes.c_uint64),
+        ("allocate_nbytes", ctypes.c_uint64),
+        ("directory_mode", ctypes.c_uint64),
+        ("file_mode", ctypes.c_uint64),
+        ("uid_table", ctypes.c_void_p),
+        ("uid_count", ctypes.c_uint64),
+    )
+
+    def __init__(
+        self,
+        file_name: str,
+        temporary: str,
+        *,
+        check_offset: int,
+        allocate_nbytes: int,
+        directory_mode: int,
+        file_mode: int,
+        uids: npt.NDArray[np.uint32] | None,
+        durable: bool = False,
+    ) -> None:
+        """Describe it.
+
+        Args:
+            file_name: of a file in its chunk's directory.
+            temporary: what its name begins with until it is complete; no other call uses it.
+            check_offset: where in the header its check of itself stands; 0: headers are complete.
+            allocate_nbytes: files of so many bytes and more get their room on the disk first.
+            directory_mode: of directories that are made.
+            file_mode: of files.
+            uids: whose files count as present; None: anybody's.
+            durable: fsync each file, and the directories that lead to it.
+        """
+        self.uids, self.durable = uids, durable
+        whose = (None, 0) if uids is None else (uids.ctypes.data, len(uids))
+        super().__init__(
+            *(file_name.encode(), temporary.encode(), check_offset, allocate_nbytes),
+            *(directory_mode, file_mode, *whose),
+        )

@@ -31,7 +31,6 @@ from vua.errors import CorruptEntryError
 from vua.format.entry import EntryCodec
 from vua.format.header import AUTHENTIC, ENCRYPTED, TAG_NBYTES, Mark
 from vua.format.keys import ChunkKey
-from vua.io.posix import page_aligned
 from vua.native import Digest
 
 __all__ = ["Seal", "Sealed"]
@@ -46,8 +45,6 @@ class Sealed(NamedTuple):
 
     mark: Mark
     tags: bytes
-    stored: npt.NDArray[np.uint8] | None
-    """The payload to store in place of what lies in memory; None: just that."""
 
 
 def new_nonce() -> str:
@@ -91,20 +88,25 @@ class Seal:
         """Return what may be known."""
         return f"Seal({self.kind!r}, {self.key_id!r})"
 
-    def close(self, codec: EntryCodec, key: ChunkKey, blocks: Iterable[Block]) -> Sealed:
+    def close(
+        self,
+        codec: EntryCodec,
+        key: ChunkKey,
+        blocks: Iterable[Block],
+        into: npt.NDArray[np.uint8] | None = None,
+    ) -> Sealed:
         """Seal a chunk that lies in memory, which is left as it is.
 
         Args:
             codec: of its file, of this kind of seal.
             key: the chunk.
             blocks: the bytes of each of its checksum blocks, in parts.
+            into: memory for the encrypted payload, where the kind is ENCRYPTED.
         """
         mark = Mark(self.key_id, new_nonce())
-        nbytes = codec.file_nbytes - codec.header_nbytes
-        stored = page_aligned(nbytes) if self.kind == ENCRYPTED else None
-        room = None if stored is None else memoryview(stored.data)
+        room = None if into is None else memoryview(into.data)
         tags = _fed(blocks, self._closings(codec, key, mark.nonce, room))
-        return Sealed(mark, b"".join(tag.to_bytes(TAG_NBYTES, "big") for tag in tags), stored)
+        return Sealed(mark, b"".join(tag.to_bytes(TAG_NBYTES, "big") for tag in tags))
 
     def open(
         self,

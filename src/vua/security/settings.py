@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from vua.errors import ConfigError, StorageError
 
-__all__ = ["Security", "check_owner", "make_directory", "open_directory"]
+__all__ = ["Security", "check_owner", "open_directory"]
 
 _ROOT: Final = 0
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -132,20 +132,3 @@ def open_directory(path: Path, security: Security) -> int:
         "trusted_uids if that user is to be believed"
     )
     raise StorageError(errno.EPERM, msg)
-
-
-def make_directory(parent: int, name: str, security: Security) -> int:
-    """Open a directory below the descriptor ``parent``, making it where it is missing.
-
-    A link is not followed. Raises OSError.
-    """
-    try:
-        os.mkdir(name, 0o700, dir_fd=parent)
-    except FileExistsError:
-        pass
-    else:
-        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        wanted = security.directory_mode
-        if stat.S_IMODE(status.st_mode) not in (wanted, wanted | stat.S_ISGID):  # of its parent
-            os.chmod(name, wanted, dir_fd=parent)
-    return os.open(name, _DIRECTORY, dir_fd=parent)

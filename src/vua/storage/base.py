@@ -15,18 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from vua import native
 from vua.errors import CorruptEntryError, StorageError
 from vua.format.layout import Shard
-from vua.io.posix import Iovecs, memory_at, page_aligned
-from vua.native import LEFT as FAILED
-from vua.native import PRESENT, WRITTEN, Transfer, digests_of
+from vua.io.posix import memory_at, page_aligned
+from vua.native import FAILED, PRESENT, WRITTEN, Transfer, digests_of
 
 __all__ = [
     "FAILED",
@@ -35,15 +33,12 @@ __all__ = [
     "Batch",
     "Capabilities",
     "Entry",
-    "FileStorage",
     "Filled",
     "Storage",
     "Written",
     "entry_name",
     "parse_name",
 ]
-
-_CHECK_DIGITS: Final = 16
 
 
 def entry_name(chunk: str, shard: Shard) -> str:
@@ -158,10 +153,7 @@ class Batch:
         if self.check_offset is not None:
             table = native.hash_entry(self.transfer, self.place + index).view(np.uint8)
             header[plan.table_offset : plan.table_offset + len(table)] = table
-            check = slice(self.check_offset, self.check_offset + _CHECK_DIGITS)
-            header[check] = np.frombuffer(b"0" * _CHECK_DIGITS, dtype=np.uint8)
-            digits = xxhash.xxh3_64_hexdigest(header.data).encode()
-            header[check] = np.frombuffer(digits, dtype=np.uint8)
+            native.fill_check(header, self.check_offset)
         return [memoryview(header.data), *(part for block in self.blocks(index) for part in block)]
 
 
@@ -279,33 +271,5 @@ class Storage(Protocol):
         """Take an entry out of sight; with ``if_version`` only if it is still that very one.
 
         Returns whether it is gone (or was, or is another one by now). Raises nothing.
-        """
-        ...
-
-
-class FileStorage(Storage, Protocol):
-    """What :class:`vua.store.writer.Saver` asks of a storage."""
-
-    def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
-        """Write one entry from memory, all or nothing. Raises StorageError."""
-        ...
-
-    @property
-    def writes_files(self) -> bool:
-        """Whether there is any use in calling :meth:`write_files`."""
-        ...
-
-    def write_files(
-        self,
-        chunks: Sequence[str],
-        shard: Shard,
-        batch: Transfer,
-        place: int,
-        headers: int,
-        check_offset: int,
-    ) -> Sequence[int]:
-        """Hash and write several entries as far as that is to be had, see :func:`native.save`.
-
-        Returns what became of each, nothing at all where none can be written in this way.
         """
         ...

@@ -26,27 +26,16 @@ from typing import Final
 import numpy as np
 
 from vua import native
-from vua.errors import EntryError, StorageError, UntrustedError
+from vua.errors import EntryError, UntrustedError
 from vua.format.layout import Shard
 from vua.io import posix
 from vua.io.forks import watch
-from vua.io.plain import is_plain, open_plain
-from vua.io.posix import FileStatus, Iovecs
-from vua.native import Headers, Transfer
-from vua.security.settings import Security, make_directory, open_directory
-from vua.storage.base import (
-    FAILED,
-    PRESENT,
-    WRITTEN,
-    Batch,
-    Capabilities,
-    Entry,
-    Filled,
-    Written,
-    entry_name,
-    parse_name,
-)
-from vua.storage.direct import ALLOCATED_NBYTES, NEVER, FirstReads, write_through_cache
+from vua.io.plain import is_plain, make_directory, open_plain
+from vua.io.posix import FileStatus
+from vua.native import Headers
+from vua.security.settings import Security, open_directory
+from vua.storage.base import FAILED, Batch, Capabilities, Entry, Filled, Written, entry_name
+from vua.storage.direct import FirstReads
 from vua.storage.problems import explained
 
 __all__ = ["LocalStorage", "chunk_path"]
@@ -57,8 +46,11 @@ QUARANTINE: Final = "quarantine"
 MAX_QUARANTINED: Final = 16
 """Damaged files kept per namespace for a look; further ones are deleted."""
 
-_WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ALLOCATED_NBYTES: Final = 1 << 20
+"""On ext4 files of this size and more get their room on the disk before their bytes."""
+_NEVER: Final = (1 << 64) - 1
+_REPAIRS: Final = 2
+"""Times that the way of one file is cleared: another process may remove its directory again."""
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN})
 
 
@@ -114,8 +106,7 @@ class LocalStorage:
         self._uids = None if uids is None else np.array([*uids], dtype=np.uint32)
         self._fd = open_directory(self.directory, self._security)
         self._local = posix.is_local(self._fd)
-        self._allocated_nbytes = ALLOCATED_NBYTES if posix.is_ext4(self._fd) else NEVER
-        self._fans: set[str] = set()
+        self._allocated_nbytes = _ALLOCATED_NBYTES if posix.is_ext4(self._fd) else _NEVER
         self._release = weakref.finalize(self, _close, self._fd)
         self._serial = itertools.count()
         self._tag = f"{socket.gethostname()[:32]}-{secrets.token_hex(4)}".replace("/", "_")
@@ -243,62 +234,48 @@ class LocalStorage:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
-        """Write to a unique temporary name, close, ``os.replace``. Raises StorageError."""
-        name = f"{shard.name}{SUFFIX}"
-        try:
-            try:
-                self._publish(chunk, name, iovecs)
-            except OSError as problem:
-                if not self._repaired(problem, chunk, shard):
-                    raise
-                self._publish(chunk, name, iovecs)
-        except OSError as problem:
-            where = f"{self.directory}/{chunk_path(chunk)}/{name}"
-            raise explained(problem, where) from problem
+    def write(self, batch: Batch) -> Written:
+        """Write files that are not there, each under a unique temporary name first."""
+        statuses, first, tries = [FAILED] * len(batch.names), 0, 0
+        while first < len(statuses):
+            found = self._write(batch, first)
+            statuses[first:] = map(max, statuses[first:], found)
+            failed = next((at for at, one in enumerate(found, first) if one <= FAILED), None)
+            if failed is None:
+                break
+            tries = tries + 1 if failed == first else 1
+            code, name = -found[failed - first] or errno.EIO, batch.names[failed]
+            if tries > _REPAIRS or not self._repaired(code, name):
+                problem = OSError(code, os.strerror(code))
+                return Written(statuses, explained(problem, f"{self.directory}/{_path(name)}"))
+            first = failed
+        return Written(statuses)
 
-    @property
-    def writes_files(self) -> bool:
-        """Whether the native loop is there and writes as this storage shall: it never syncs."""
-        return not self._durable and native.library() is not None
-
-    def write_files(
-        self,
-        chunks: Sequence[str],
-        shard: Shard,
-        batch: Transfer,
-        place: int,
-        headers: int,
-        check_offset: int,
-    ) -> Sequence[int]:
-        """Hash and write several files by one call, where the native loop is there."""
-        with contextlib.suppress(OSError):
-            for fan in {chunk[:2] for chunk in chunks} - self._fans:
-                os.close(make_directory(self._fd, fan, self._security))
-                self._fans.add(fan)
-        writing = native.Writing(
-            f"{shard.name}{SUFFIX}",
-            self._temporary(),
-            check_offset=check_offset,
-            allocate=self._allocated_nbytes,
-            modes=(self._security.directory_mode, self._security.file_mode),
+    def _write(self, batch: Batch, first: int) -> Sequence[int]:
+        """Write files from ``first`` on; what became of each, or a negative errno."""
+        names = batch.names[first:]
+        options = native.WriteOptions(
+            f"{names[0].partition('/')[2]}{SUFFIX}",
+            f"{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}",
+            check_offset=batch.check_offset or 0,
+            allocate_nbytes=self._allocated_nbytes,
+            directory_mode=self._security.directory_mode,
+            file_mode=self._security.file_mode,
             uids=self._uids,
+            durable=self._durable,
         )
-        paths = list(map(chunk_path, chunks))
-        return native.save(self._fd, paths, batch, place, headers, writing)
+        paths = [chunk_path(name.partition("/")[0]) for name in names]
+        place, headers = batch.place + first, batch.headers[first:]
+        return native.write_entries(batch.transfer, self._fd, paths, place, headers, options)
 
-    def _temporary(self) -> str:
-        """Return a name that no other write uses."""
-        return f"{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}"
-
-    def _repaired(self, problem: OSError, chunk: str, shard: Shard) -> bool:
+    def _repaired(self, code: int, name: str) -> bool:
         """Clear the way: the namespace was deleted, its mount has died, or a directory is there."""
-        if isinstance(problem, IsADirectoryError):
-            return self.delete(entry_name(chunk, shard))
-        if problem.errno not in _GONE or self._renew is None:
+        if code == errno.EISDIR:
+            return self.delete(name)
+        if code not in _GONE:
             return False
         with self._lock:
-            if self.gone:
+            if self.gone and self._renew is not None:
                 self._renew()
                 fresh = open_directory(self.directory, self._security)
                 os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
@@ -314,88 +291,6 @@ class LocalStorage:
         except OSError:
             return True
 
-    def _publish(self, chunk: str, name: str, iovecs: Iovecs) -> None:
-        temporary = self._temporary()
-        directory, fd = self._create(chunk, temporary)
-        try:
-            try:
-                if stat.S_IMODE(os.fstat(fd).st_mode) != self._security.file_mode:
-                    os.fchmod(fd, self._security.file_mode)  # an unusual umask
-                write_through_cache(fd, iovecs, self._allocated_nbytes)
-                if self._durable:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)  # network file systems report write errors here
-            os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=directory)
-            raise
-        finally:
-            os.close(directory)
-        if self._durable:
-            self._sync_directories(chunk)
-
-    def _create(self, chunk: str, temporary: str) -> tuple[int, int]:
-        """Open the chunk's directory, made where it is missing, and a new file in it."""
-        for attempt in range(3):  # another process may remove an empty directory in between
-            directory = None
-            try:
-                directory = self._directory(chunk, make=attempt > 0)
-                return directory, os.open(temporary, _WRITE_FLAGS, 0o600, dir_fd=directory)
-            except OSError as problem:
-                if directory is not None:
-                    os.close(directory)
-                if attempt == 2 or not isinstance(problem, FileNotFoundError):
-                    raise
-        raise FileNotFoundError(temporary)
-
-    def _directory(self, chunk: str, *, make: bool = False) -> int:
-        """Open a chunk's directory; no link is followed on the way."""
-        if not make:
-            return posix.open_beneath(self._fd, chunk_path(chunk))
-        fan = make_directory(self._fd, chunk[:2], self._security)
-        try:
-            return make_directory(fan, chunk, self._security)
-        finally:
-            os.close(fan)
-
-    def _sync_directories(self, chunk: str) -> None:
-        for path in (chunk_path(chunk), chunk[:2], "."):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._fd)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-
-    def write(self, batch: Batch) -> Written:
-        """Write files that are not there: by one call where that can be done, else one by one."""
-        names = list(map(parse_name, batch.names))
-        shard = names[0][1] if names else None
-        statuses = [FAILED] * 0
-        if shard is not None and batch.check_offset is not None and self.writes_files:
-            statuses += self.write_files(
-                *([chunk for chunk, _ in names], shard, batch.transfer, batch.place),
-                *(batch.headers.ctypes.data, batch.check_offset),
-            )
-        if FAILED in statuses:
-            del statuses[statuses.index(FAILED) :]
-        for index, (chunk, shard) in enumerate(names[len(statuses) :], len(statuses)):
-            if shard is None:
-                problem = StorageError(f"{batch.names[index]}: no name of an entry")
-                return Written([*statuses, *[FAILED] * (len(names) - index)], problem)
-            if self._exists(batch.names[index], batch.nbytes):
-                statuses.append(PRESENT)
-                continue
-            views = batch.parts(index)
-            parts = [(np.frombuffer(view, np.uint8).ctypes.data, len(view)) for view in views]
-            try:
-                self.publish(chunk, shard, np.array(parts, dtype=np.uint64))
-            except StorageError as problem:
-                return Written([*statuses, *[FAILED] * (len(names) - index)], problem)
-            statuses.append(WRITTEN)
-        return Written(statuses)
-
     def touch(self, names: Sequence[str]) -> None:
         """Set the files' times."""
         for name in names:
@@ -408,13 +303,13 @@ class LocalStorage:
         file = f"{shard}{SUFFIX}"
         with contextlib.ExitStack() as stack:
             try:
-                directory = self._directory(chunk)
+                directory = posix.open_beneath(self._fd, chunk_path(chunk))
                 stack.callback(os.close, directory)
                 if if_version is not None:
                     found = os.stat(file, dir_fd=directory, follow_symlinks=False)
                     if _version(found.st_dev, found.st_ino) != if_version:
                         return True  # already replaced by somebody who wrote it anew
-                aside = make_directory(self._fd, QUARANTINE, self._security)
+                aside = make_directory(self._fd, QUARANTINE, self._security.directory_mode)
                 stack.callback(os.close, aside)
                 full = len(os.listdir(aside)) >= MAX_QUARANTINED
                 if not (full and _deleted(file, directory)):

@@ -23,15 +23,15 @@ from vua.io.plan import EntryPlan
 from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
-from vua.storage.base import FileStorage, entry_name, parse_name
+from vua.storage.base import Storage, entry_name, parse_name
 from vua.store.entry_reader import EntryReader, Verified
+from vua.store.entry_writer import EntryWriter
 from vua.store.quarantine import Misses
-from vua.store.writer import Saver
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
 
-__all__ = ["Keys", "Loaded", "Loader", "Saver", "Store"]
+__all__ = ["EntryWriter", "Keys", "Loaded", "Loader", "Store"]
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Store:
 
     def __init__(
         self,
-        storage: FileStorage,
+        storage: Storage,
         namespace: str,
         layout: KVLayout,
         capacity: Capacity | None = None,
@@ -173,16 +173,16 @@ class Store:
         StorageError (NotWritableError, StorageFullError); of what was stored before nothing
         changes, but some may be evicted.
         """
-        return self.saver(memory, shard=shard).save(key, place=place)
+        return self.writer(memory, shard=shard).save(key, place=place)
 
-    def saver(self, memory: MemoryMap, *, shard: Shard | None = None) -> Saver:
-        """Return something that saves from ``memory`` again and again, for one thread at a time.
+    def writer(self, memory: MemoryMap, *, shard: Shard | None = None) -> EntryWriter:
+        """Return something that writes from ``memory`` again and again, for one thread at a time.
 
         Args:
             memory: where the shard's tokens lie.
             shard: the rectangle that ``memory`` holds; by default the whole model.
         """
-        return Saver(self, self.layout.full if shard is None else shard, memory)
+        return EntryWriter(self, self.layout.full if shard is None else shard, memory)
 
 
 class Loader:

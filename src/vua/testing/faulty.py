@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from vua.format.layout import Shard
-from vua.io.posix import Iovecs
-from vua.native import Transfer
-from vua.storage.base import Batch, Capabilities, Entry, FileStorage, Filled, Written
+from vua.storage.base import FAILED, Batch, Capabilities, Entry, Filled, Storage, Written
+from vua.storage.problems import explained
 
 __all__ = ["FaultyStorage"]
 
@@ -15,19 +13,14 @@ __all__ = ["FaultyStorage"]
 class FaultyStorage:
     """Raises what it is told to, for as long as it is told to; see :class:`Storage`.
 
-    ``fail`` maps a verb to the error that it gives: ``publish``, ``open`` and ``read`` (of an entry
+    ``fail`` maps a verb to the error that it gives: ``write``, ``open`` and ``read`` (of an entry
     that is not, or is, open), ``remove`` (which then returns False). What is not named works as in
     ``inner``.
     """
 
-    def __init__(self, inner: FileStorage, fail: Mapping[str, OSError]) -> None:
+    def __init__(self, inner: Storage, fail: Mapping[str, OSError]) -> None:
         """Stand in front of ``inner``."""
         self.inner, self.fail = inner, dict(fail)
-
-    def _raise(self, verb: str) -> None:
-        problem = self.fail.get(verb)
-        if problem is not None:
-            raise problem
 
     @property
     def capabilities(self) -> Capabilities:
@@ -54,10 +47,6 @@ class FaultyStorage:
         """List."""
         return self.inner.list(prefix)
 
-    def write(self, batch: Batch) -> Written:
-        """Write."""
-        return self.inner.write(batch)
-
     def touch(self, names: Sequence[str]) -> None:
         """Note."""
         self.inner.touch(names)
@@ -66,22 +55,9 @@ class FaultyStorage:
         """Fail, or take out of sight."""
         return "remove" not in self.fail and self.inner.delete(name, if_version)
 
-    def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
+    def write(self, batch: Batch) -> Written:
         """Fail, or write."""
-        self._raise("publish")
-        self.inner.publish(chunk, shard, iovecs)
-
-    writes_files = False
-
-    def write_files(
-        self,
-        chunks: Sequence[str],
-        shard: Shard,
-        batch: Transfer,
-        place: int,
-        headers: int,
-        check_offset: int,
-    ) -> Sequence[int]:
-        """Leave everything to ``publish``."""
-        del chunks, shard, batch, place, headers, check_offset
-        return []
+        problem = self.fail.get("write")
+        if problem is not None:
+            return Written([FAILED] * len(batch.names), explained(problem, batch.names[0]))
+        return self.inner.write(batch)

@@ -6,10 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from vua.format.layout import Shard
-from vua.io.posix import Iovecs
-from vua.native import Transfer
-from vua.storage.base import Batch, Capabilities, Entry, FileStorage, Filled, Written
+from vua.storage.base import Batch, Capabilities, Entry, Filled, Storage, Written
 
 __all__ = ["ThrottledStorage"]
 
@@ -25,7 +22,7 @@ class ThrottledStorage:
     """
 
     def __init__(
-        self, storage: FileStorage, *, bytes_per_s: float | None = None, latency_s: float = 0.0
+        self, storage: Storage, *, bytes_per_s: float | None = None, latency_s: float = 0.0
     ) -> None:
         """Slow ``storage`` down; see :meth:`throttle`."""
         self.storage = storage
@@ -100,24 +97,3 @@ class ThrottledStorage:
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Take an entry out of sight."""
         return self.storage.delete(name, if_version)
-
-    def publish(self, chunk: str, shard: Shard, iovecs: Iovecs) -> None:
-        """Write a file."""
-        self.storage.publish(chunk, shard, iovecs)
-
-    @property
-    def writes_files(self) -> bool:
-        """Whether several files are written at once."""
-        return self.storage.writes_files
-
-    def write_files(
-        self,
-        chunks: Sequence[str],
-        shard: Shard,
-        batch: Transfer,
-        place: int,
-        headers: int,
-        check_offset: int,
-    ) -> Sequence[int]:
-        """Write several files."""
-        return self.storage.write_files(chunks, shard, batch, place, headers, check_offset)

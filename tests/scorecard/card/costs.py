@@ -99,7 +99,7 @@ def verification(trial: Trial) -> None:
         only_file(subject, key).unlink()
 
     def put_unchecked() -> None:
-        with mock.patch("vua.store.writer.hash_entry", _zeros):
+        with mock.patch("vua.store.entry_writer.hash_entry", _zeros):
             put()
 
     with_s, without_s = _medians(max(10, trial.scale // 4), put, put_unchecked)

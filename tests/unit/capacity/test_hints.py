@@ -37,7 +37,7 @@ class HintsTest(DirectoryTest):
         slab = Slab(LAYOUT, LAYOUT.full, 1)
         slab.bytes[:] = noise(slab.bytes.size // 4).numpy().view("u1")
         self.memory = slab.memory
-        self.saver = self.store.saver(slab.memory)
+        self.saver = self.store.writer(slab.memory)
 
     def put(self, prompt: list[int], ttl_s: float | None = None) -> list[str]:
         """Store a prompt with a hint; return its chunks' names."""
@@ -78,7 +78,7 @@ class HintsTest(DirectoryTest):
                     with closing(
                         Namespace.create(self.root, IDENTITY, [LAYOUT], bounds=Limits()).stores[0]
                     ) as other:
-                        other.saver(self.memory).save(KeyChain(token_ids([8]), 1)[0])
+                        other.writer(self.memory).save(KeyChain(token_ids([8]), 1)[0])
                 else:
                     report = collect(self.root, self.limits(), quick=how == "quick")
                     self.assertEqual(3, report.expired.chunks)

@@ -43,7 +43,7 @@ class TestPolicy(DirectoryTest):
         self.addCleanup(capacity.close)
         capacity.on_evicted(names.append)
         store = Store(space.storage, space.name, LAYOUT, capacity)
-        saver = store.saver(Slab(LAYOUT, LAYOUT.full, 1).memory)
+        saver = store.writer(Slab(LAYOUT, LAYOUT.full, 1).memory)
         keys = [space.keys(token_ids([number])) for number in range(STORED)]
         for key in keys:
             self.assertTrue(saver.save(key[0]))

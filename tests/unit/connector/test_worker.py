@@ -69,15 +69,10 @@ class Hanging:
         self._wait()
         return self._storage.read(batch)
 
-    def publish(self, *args: Any) -> None:
-        """Write a file, when it pleases."""
+    def write(self, batch: Batch) -> Any:
+        """Write files, when it pleases."""
         self._wait()
-        self._storage.publish(*args)
-
-    def write_files(self, *args: Any) -> Any:
-        """Write files by one call, when it pleases."""
-        self._wait()
-        return self._storage.write_files(*args)
+        return self._storage.write(batch)
 
 
 def soon(what: Callable[[], Any]) -> Any:

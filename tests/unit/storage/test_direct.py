@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import unittest
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,49 +14,15 @@ from vua.cli.bench_files import cool, direct_works, is_cold
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.io import posix
-from vua.io.posix import Iovecs
-from vua.storage.direct import FirstReads, write_through_cache
+from vua.storage.direct import FirstReads
 from vua.storage.local import LocalStorage
 from vua.store.namespace import Namespace
 
 PAGE = 4096
 
 
-class TestThroughCache(DirectoryTest):
-    """Writes by calls of a mebibyte."""
-
-    def test_bytes(self) -> None:
-        """The file is what lies in memory, however long its parts are; calls are short."""
-        source = np.random.default_rng(5).integers(0, 256, 5 << 20, dtype=np.uint8)
-        real, calls, allocated = posix.pwritev_all, [], []
-
-        def write(fd: int, iovecs: Iovecs, offset: int) -> int:
-            calls.append(int(iovecs[:, 1].sum()))
-            return real(fd, iovecs, offset)
-
-        for lengths in (
-            *([1], [4096] * 700, [5 << 20], [100, 3 << 20, 1 << 20, 17], [1 << 20] * 3),
-            *([0, 5, 0], [(1 << 20) + 1], [(1 << 20) - 1, 2]),
-        ):
-            edges = np.cumsum([0, *lengths])
-            rows = [
-                (source.ctypes.data + int(at), n) for at, n in zip(edges, lengths, strict=False)
-            ]
-            path = self.root / "file"
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            calls.clear()
-            allocated.clear()
-            with (
-                self.subTest(lengths=lengths[:4]),
-                mock.patch.object(posix, "pwritev_all", write),
-                mock.patch.object(posix, "allocate", lambda _fd, nbytes: allocated.append(nbytes)),
-            ):
-                write_through_cache(fd, np.array(rows, dtype=np.uint64), 3 << 20)
-                self.assertEqual(source[: edges[-1]].tobytes(), path.read_bytes())
-                self.assertLess(max(calls), 2 << 20)
-                self.assertEqual(-(-edges[-1] // (1 << 20)), len(calls))
-                self.assertEqual([edges[-1]] if edges[-1] >= 3 << 20 else [], allocated)
-            os.close(fd)
+class TestAllocate(DirectoryTest):
+    """Room on the disk before the bytes."""
 
     def test_allocate(self) -> None:
         """Room is found where the file system can do that; elsewhere nothing happens."""

@@ -239,7 +239,7 @@ class TestShards(StoreTest):
         other, keys = model_arrays(SMALL, CHUNKS, seed=5), keys_of(range(50, 62), 4)
         shard = split(SMALL, 2)[1]
         memory = Memory(SMALL, shard, CHUNKS, block_tokens=2)
-        saver = self.store.saver(memory.map(), shard=shard)
+        saver = self.store.writer(memory.map(), shard=shard)
         for chain, model in ((self.keys, self.model), (keys, other)):
             memory.fill(rectangle(model, shard))
             written = [saver.save(key, place=n) for n, key in enumerate(chain)]

@@ -1,0 +1,215 @@
+"""From memory to storage: writes entries of one shard, sealed where they have to be."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.capacity.reservation import Capacity, Reservation, Unlimited
+from vua.errors import StorageFullError
+from vua.format.entry import EntryCodec
+from vua.format.header import ENCRYPTED, PLAIN
+from vua.format.keys import ChunkKey, Keys
+from vua.format.layout import KVLayout, MemoryMap, Shard, payload_map
+from vua.io.posix import page_aligned
+from vua.native import Transfer
+from vua.security.keyring import Keyring, NoKeyError
+from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Storage, entry_name
+from vua.store.quarantine import Misses
+
+if TYPE_CHECKING:
+    from vua.security.seal import Seal  # needs an optional package
+
+__all__ = ["EntryWriter"]
+
+log = logging.getLogger(__name__)
+
+_WRITER: Final = f"vua {socket.gethostname()}"
+_BATCH_NBYTES: Final = 64 << 20
+"""What one call writes: it holds its space for so long, and new chunks wait for their mtimes."""
+_BATCH_CHUNKS: Final = (4, 512)
+"""How many chunks that is, at least and at most."""
+
+
+class Target(Protocol):
+    """What a writer needs of a :class:`vua.store.store.Store`."""
+
+    layout: KVLayout
+    storage: Storage
+    capacity: Capacity | None
+    keyring: Keyring
+    misses: Misses
+
+    def codec(self, shard: Shard, kind: str = "") -> EntryCodec:
+        """Return the codec of a shard's files."""
+        ...
+
+    def transfer(
+        self, stored: Shard, taken: Shard, target: Shard, memory: MemoryMap, kind: str = ""
+    ) -> Transfer:
+        """Return how a rectangle moves between files and memory."""
+        ...
+
+
+class EntryWriter:
+    """Writes from one memory map, keeping what it has worked out about it. One thread at a time."""
+
+    def __init__(self, store: Target, shard: Shard, memory: MemoryMap) -> None:
+        """Prepare to write ``shard`` from ``memory``; :meth:`Store.writer` calls this."""
+        self.store, self.shard = store, shard
+        self.refused = False
+        """Whether the last one was not written for want of space, or of a key."""
+        self.ttl_s: float | None = None
+        """A hint for what is written from now on, see :mod:`vua.capacity.ttl`."""
+        self.wanted: Callable[[], bool] = lambda: True
+        """Asked now and then by :meth:`save_all`, which ends early when it says no."""
+        self._memory = memory
+        self._transfers: dict[str, Transfer] = {}
+
+    def save_all(self, keys: Keys) -> int:
+        """Write chunks, the i-th from place i of the memory map, unless they are stored already.
+
+        In order, by two threads where that is worth it, up to the first that is refused: what
+        comes behind it would not be found. Returns how many were written. Raises as
+        :meth:`save` does, after what is being written has come to its end.
+        """
+        written, place, one_by_one = 0, 0, False
+        while place < len(keys) and self.wanted():
+            most = 1 if one_by_one else self._batch_chunks()
+            run = [keys[at] for at in range(place, min(place + most, len(keys)))]
+            statuses = self._write(run, place)
+            if self.refused:
+                if len(run) == 1:
+                    break
+                one_by_one = True  # there may be space for some of them
+            written += statuses.count(WRITTEN)
+            place += statuses.index(FAILED) if FAILED in statuses else len(statuses)
+        return written
+
+    def save(self, key: ChunkKey, *, place: int = 0) -> bool:
+        """Write the chunk at ``place`` of the memory map, unless it is stored already.
+
+        Returns whether it was written; not if it is there, or is refused. Raises StorageError
+        (NotWritableError, StorageFullError).
+        """
+        return self._write([key], place) == [WRITTEN]
+
+    def copy(self, key: ChunkKey, header: npt.NDArray[np.uint8], kind: str) -> bool:
+        """Write an entry that was verified: ``header``, and the payload that lies in memory.
+
+        Returns whether it was written. Raises as :meth:`save` does.
+        """
+        batch = self._batch([key], self._transfer(kind), 0, header[None], kind)
+        with self._reserve([key], batch.nbytes) as room:
+            return room.granted and self._put(batch, room) == [WRITTEN]
+
+    def _write(self, run: Sequence[ChunkKey], place: int) -> list[int]:
+        """Write a prompt's next chunks; what became of each, nothing where all are refused.
+
+        Leading ones that are stored already are only counted: then others may be, too.
+        """
+        self.refused, store, shard = False, self.store, self.shard
+        try:
+            seal = store.keyring.seal(run[0].tenant)
+        except NoKeyError as problem:
+            log.warning("chunk %s is not stored: %s", run[0].name[:12], problem)
+            return self._refuse(1)
+        nbytes, present = store.codec(shard, seal.kind if seal else "").file_nbytes, 0
+        while present < len(run) and store.storage.exists(
+            [entry_name(run[present].name, shard)], nbytes
+        ) == [True]:
+            present += 1
+        if present:
+            store.misses.count("chunks_present", present)
+            return [PRESENT] * present
+        with self._reserve(run, nbytes) as room:
+            if not room.granted:
+                return self._refuse(len(run))
+            return self._put(self._sealed(run, place, seal), room)
+
+    def _put(self, batch: Batch, room: Reservation | Unlimited) -> list[int]:
+        """Write a batch into the space that was reserved for it, with one more try where it fills.
+
+        Raises StorageError where not even the first entry is there now.
+        """
+        store = self.store
+        written = store.storage.write(batch)
+        statuses = list(written.statuses)
+        if statuses[0] == FAILED and isinstance(written.problem, StorageFullError):
+            room.relieve_full_disk()
+            written = store.storage.write(batch)
+            statuses = list(map(max, statuses, written.statuses))
+        room.commit(statuses)
+        if statuses[0] == FAILED and written.problem is not None:
+            raise written.problem
+        for event, became in (("chunks_saved", WRITTEN), ("chunks_present", PRESENT)):
+            if chunks := statuses.count(became):
+                store.misses.count(event, chunks)
+        log.debug("saved %s: %s", [name[:12] for name in batch.names], statuses)
+        return statuses
+
+    def _sealed(self, run: Sequence[ChunkKey], place: int, seal: Seal | None) -> Batch:
+        """Return a batch with the headers of new entries, and their payloads as they are stored."""
+        kind = seal.kind if seal else ""
+        codec, transfer = self.store.codec(self.shard, kind), self._transfer(kind)
+        headers = page_aligned(len(run) * codec.header_nbytes).reshape(len(run), -1)
+        payload_nbytes = codec.file_nbytes - codec.header_nbytes
+        encrypted = np.empty((0, payload_nbytes), dtype=np.uint8)
+        if kind == ENCRYPTED:
+            encrypted = page_aligned(len(run) * payload_nbytes).reshape(len(run), -1)
+        for at, key in enumerate(run):
+            mark, tags = PLAIN, b""
+            if seal is not None:
+                blocks = transfer.blocks(transfer.rows(place + at))
+                into = encrypted[at] if len(encrypted) else None
+                mark, tags = seal.close(codec, key, blocks, into)
+            text = codec.blank_header(key, writer=_WRITER, mark=mark, tags=tags)
+            headers[at] = np.frombuffer(text, dtype=np.uint8)
+        if len(encrypted):
+            store, shard, address = self.store, self.shard, encrypted.ctypes.data
+            memory = payload_map(store.layout, shard, address, encrypted, len(run))
+            transfer, place = store.transfer(shard, shard, shard, memory, kind), 0
+        return self._batch(run, transfer, place, headers, kind)
+
+    def _batch(
+        self,
+        run: Sequence[ChunkKey],
+        transfer: Transfer,
+        place: int,
+        headers: npt.NDArray[np.uint8],
+        kind: str,
+    ) -> Batch:
+        names = [entry_name(key.name, self.shard) for key in run]
+        check_offset = self.store.codec(self.shard, kind).check_offset
+        digests = np.zeros((0, 0), dtype=np.uint64)  # of what is read
+        return Batch(names, transfer, place, headers, digests, check_offset=check_offset)
+
+    def _batch_chunks(self) -> int:
+        """How many chunks to write by one call."""
+        nbytes, (low, high) = self.store.codec(self.shard).file_nbytes, _BATCH_CHUNKS
+        chunks, capacity = min(max(_BATCH_NBYTES // nbytes, low), high), self.store.capacity
+        return chunks if capacity is None else max(1, min(chunks, capacity.batch_bytes // nbytes))
+
+    def _reserve(self, run: Sequence[ChunkKey], nbytes: int) -> Reservation | Unlimited:
+        capacity = self.store.capacity
+        return Unlimited() if capacity is None else capacity.reserve(run, nbytes, self.ttl_s)
+
+    def _refuse(self, chunks: int) -> list[int]:
+        self.refused = True
+        if chunks == 1:  # several are then asked for one by one
+            self.store.misses.count("chunks_refused")
+        return []
+
+    def _transfer(self, kind: str) -> Transfer:
+        """How the shard lies in memory, and in entries with a ``kind`` of seal if any."""
+        transfer = self._transfers.get(kind)
+        if transfer is None:
+            shard = self.shard
+            transfer = self.store.transfer(shard, shard, shard, self._memory, kind)
+            self._transfers[kind] = transfer
+        return transfer
