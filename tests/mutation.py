@@ -321,6 +321,7 @@ class Calls:
     def __init__(self) -> None:
         """Know of no test yet."""
         self.tests: dict[str, tuple[float, set[str]]] = {}
+        self.failed: set[str] = set()
         self._now: set[str] = set()
         self._start = f"{SOURCE}/"
 
@@ -329,6 +330,11 @@ class Calls:
         code = frame.f_code
         if code.co_filename.startswith(self._start):
             self._now.add(f"{code.co_filename.removeprefix(self._start)}:{code.co_firstlineno}")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Leave out a test that fails without a mutant."""
+        if report.failed:
+            self.failed.add(report.nodeid)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -399,7 +405,11 @@ def call_map() -> dict[str, tuple[float, list[str]]]:
     asked = [*folders, "tests/unit/test_core.py", "-m", QUICK, *PYTEST]
     if pytest.main(asked, plugins=[calls]) not in (0, 1) or not calls.tests:
         raise RuntimeError("the tests cannot be run")
-    return {test: (seconds, sorted(found)) for test, (seconds, found) in calls.tests.items()}
+    return {
+        test: (seconds, sorted(found))
+        for test, (seconds, found) in calls.tests.items()
+        if test not in calls.failed
+    }
 
 
 # -- running ---------------------------------------------------------------------------------

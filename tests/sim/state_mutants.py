@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from sim.mutants import change_orders, instead, mutation
-from vua.connector import save_selection as saving
+from vua.connector import selection as saving
 from vua.connector.metadata import ConnectorMetadata
 from vua.device.state_pages import StatePages
 

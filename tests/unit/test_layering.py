@@ -5,14 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import unittest
-from functools import cache
-from pathlib import Path
 
-import vua
-from helpers import ROOT, TESTS
+from helpers import TESTS
+from imports import existing, imported_names, program, sources
 from properties import settings
-
-SOURCE = Path(vua.__file__).parent
 
 # From the bottom up: a room, which is a package or one of the flat modules, may import those before
 # it. Rooms of one line may not import each other.
@@ -37,10 +33,6 @@ FACES = ("lmcache", "transformers", "vllm")
 """Of the engines: only what tests them imports them."""
 TESTING = "vua.testing"
 ENGINES = ("lmcache", "sglang", "transformers", "vllm")
-
-PROGRAMS = (TESTS, ROOT / "benchmarks")
-"""From where tests and benchmarks import; besides, each finds what lies beside it."""
-IMPORT_IN_TEXT = re.compile(r"^ *(?:from|import) +([a-z0-9_.]+)", re.MULTILINE)
 
 UNSAFE_MODULES = ("cloudpickle", "dill", "marshal", "pickle", "shelve")
 UNSAFE_CALLS = ("eval", "exec")
@@ -74,46 +66,6 @@ def may_import(importer: str, imported: str) -> bool:
     if above is None or below is None or below >= above:
         return False
     return room_of(imported) not in FACES or room_of(importer) == "testing"
-
-
-def circle(imports: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other in a circle, the first one also at the end; empty: none."""
-    done: set[str] = set()
-    path: list[str] = []
-
-    def walk(module: str) -> list[str]:
-        if module in path:
-            return [*path[path.index(module) :], module]
-        if module in done:
-            return []
-        path.append(module)
-        for imported in sorted(imports.get(module, ())):
-            found = walk(imported)
-            if found:
-                return found
-        done.add(path.pop())
-        return []
-
-    return next(filter(None, map(walk, sorted(imports))), [])
-
-
-def imported_names(tree: ast.AST) -> list[str]:
-    """Every module that is named in an import, with `from a import b` counted as `a.b` too."""
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = "." * node.level + (node.module or "")
-            names += [f"{package}.{alias.name}" for alias in node.names]
-    return names
-
-
-def existing(name: str, modules: set[str]) -> str:
-    """`from vua.errors import X` names no module vua.errors.X: the part that is one."""
-    while name not in modules:
-        name = name.rpartition(".")[0]
-    return name
 
 
 def import_faults(importer: str, name: str, modules: set[str]) -> list[str]:
@@ -151,50 +103,6 @@ def faults(module: str, source: str, modules: set[str]) -> list[str]:
     return found
 
 
-def sources() -> dict[str, str]:
-    """The source of every module of VUA, by the module's name."""
-    found = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-        name = ".".join(parts).removesuffix(".__init__")
-        found[name] = path.read_text(encoding="utf-8")
-    return found
-
-
-def programs() -> list[Path]:
-    """Every module of the tests and benchmarks."""
-    return [path for root in PROGRAMS for path in sorted(root.rglob("*.py"))]
-
-
-@cache
-def program(beside: Path, name: str) -> Path | None:
-    """The module of the tests or benchmarks that an import means; None if it means another one."""
-    for folder in (beside, *PROGRAMS):
-        place = folder.joinpath(*name.split("."))
-        for path in (place.with_suffix(".py"), place / "__init__.py"):
-            if path.is_file():
-                return path
-    package = name.rpartition(".")[0]
-    return program(beside, package) if package else None
-
-
-def imported_programs(importer: Path, source: str) -> set[Path]:
-    """The modules of the tests and benchmarks that a source imports, or a program in its text."""
-    tree = ast.parse(source)
-    names = imported_names(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names += IMPORT_IN_TEXT.findall(node.value)
-    found = {program(importer.parent, name) for name in names}
-    return {path for path in found if path is not None}
-
-
-@cache
-def programs_imported(path: Path) -> set[Path]:
-    """The modules of the tests and benchmarks that one of them imports."""
-    return imported_programs(path, path.read_text(encoding="utf-8"))
-
-
 class TestLayering(unittest.TestCase):
     """The rules, and that they are really checked."""
 
@@ -208,71 +116,6 @@ class TestLayering(unittest.TestCase):
         ]
 
         self.assertEqual([], found)
-
-    def test_no_circles(self) -> None:
-        """No modules of VUA import each other in a circle, whether now or when they are used."""
-        all_sources = sources()
-        modules = set(all_sources)
-        imports = {
-            module: {
-                existing(name, modules)
-                for name in imported_names(ast.parse(source))
-                if name.partition(".")[0] == "vua"
-            }
-            - {module}
-            for module, source in all_sources.items()
-            if module != "vua"
-        }
-
-        self.assertEqual([], circle(imports))
-
-    def test_no_circles_beside_the_package(self) -> None:
-        """Nor do the modules of tests and benchmarks."""
-        imports = {
-            str(path.relative_to(ROOT)): {
-                str(one.relative_to(ROOT)) for one in programs_imported(path) if one != path
-            }
-            for path in programs()
-        }
-
-        self.assertIn("tests/helpers.py", imports["tests/commands.py"])
-        self.assertIn("benchmarks/peers/stores.py", imports["benchmarks/peers/worker.py"])
-        self.assertEqual([], circle(imports))
-
-    def test_tests_stand_alone(self) -> None:
-        """What tests share lies in modules that are none."""
-        found = [
-            f"{path.relative_to(ROOT)} imports {one.name}: a test"
-            for path in programs()
-            for one in programs_imported(path)
-            if one.name.startswith("test_")
-        ]
-
-        self.assertEqual([], found)
-
-    def test_imported_tests_are_found(self) -> None:
-        """Beside a test, in its package, and in a program's text."""
-        here = TESTS / "unit" / "store" / "test_x.py"
-        for source, test in (
-            ("from {} import X", "test_store"),
-            ("import {}", "test_store"),
-            ("from e2e import {}", "test_lora"),
-            ("from {} import X", "e2e.test_lora"),
-            ("def f():\n    import {}", "scorecard.test_attacks"),
-            ("run('import sys\\nfrom {} import X')", "test_store"),
-        ):
-            with self.subTest(source):
-                found = imported_programs(here, source.format(test))
-                self.assertIn(f"{test.rpartition('.')[2]}.py", {path.name for path in found})
-        self.assertEqual(set(), imported_programs(here, "import os\nfrom vua.core import VUA"))
-
-    def test_circles_are_found(self) -> None:
-        """Short ones, long ones, and those behind others; a diamond is none."""
-        self.assertEqual(["a", "b", "a"], circle({"a": {"b"}, "b": {"a"}}))
-        self.assertEqual(
-            ["b", "c", "d", "b"], circle({"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": {"b"}})
-        )
-        self.assertEqual([], circle({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}}))
 
     def test_faults_are_found(self) -> None:
         """Each rule catches a line that breaks it."""

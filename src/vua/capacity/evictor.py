@@ -33,21 +33,20 @@ __all__ = ["GRACE_S", "NOTHING", "PINNED_SHARE", "Evictor", "Freed", "evict_chun
 
 log = logging.getLogger(__name__)
 
-_POOL: Final = 1 << 16
-"""Chunks gathered by one pass over all mtimes. A million chunks take a pass of some 5 seconds per
-65,536 evicted, which make room for half a terabyte."""
+_VICTIMS: Final = 1 << 16
+"""Victims that one pass over all mtimes gathers. With a million chunks a pass takes 5 s."""
 _SETTLED_NS: Final = 60 * 10**9
-"""A chain that is still being stored gains chunks that a pass did not see. So what was used this
-short before a pass is evicted right after it or not at all, and not remembered."""
+"""Victims used less than this before the pass are not remembered for later: their prompts may have
+gained chunks since, which would have to go first."""
 _FUTURE_NS: Final = 10 * 10**9
-"""Mtimes of the server's that are later than its own clock by more: that was set back."""
+"""An mtime further ahead of the server's clock than this means that the clock was set back."""
 GRACE_S: Final = 3600.0
-"""No writer takes longer for a file: what is temporary and older was left behind by a crash."""
+"""Temporary files older than this were left by a crash: no writer takes so long for a file."""
 PINNED_SHARE: Final = 0.5
-"""Of the limit: so much may be pinned. Beyond it the pinned chunks that were not used for longest
-go, when room is needed."""
-_PULSE: Final = 16
-"""Chunks deleted between two signs of life."""
+"""Share of the limit that pins may hold. Beyond it the least recently used pinned chunks are
+evicted when room is needed."""
+_PULSE_CHUNKS: Final = 16
+"""Chunks deleted between two calls of `pulse`."""
 
 
 class Freed(NamedTuple):
@@ -160,7 +159,7 @@ class Evictor:
         Raises OSError where the directory cannot be listed.
         """
         with spaces(self._root) as found:
-            fresh = oldest(found, _POOL, pulse).oldest
+            fresh = oldest(found, _VICTIMS, pulse).oldest
         self._fill([one for one in fresh if one.mtime_ns <= now_ns - _SETTLED_NS])
 
     def evict(
@@ -213,12 +212,12 @@ class Evictor:
                 move_future_mtimes(ahead, by_name, now_ns, latest_ns)
             for victim in over:
                 freed += self._evict(victim, by_name, None)
-                if freed.chunks % _PULSE == 0:
+                if freed.chunks % _PULSE_CHUNKS == 0:
                     pulse(freed)
         return freed
 
     def _run(self, run: _Run) -> Freed:
-        freed, brought, seen, room = NOTHING, -1, 0, _POOL
+        freed, brought, seen, room = NOTHING, -1, 0, _VICTIMS
         if self._pool and self._pool[0].mtime_ns > run.now_ns + _FUTURE_NS:
             self._fill([])  # the clock was set back since
         with spaces(self._root) as found:
@@ -240,7 +239,7 @@ class Evictor:
                     return freed
                 self._pool.pop()
                 freed += self._evict(victim, by_name, run.pins_nbytes)
-                if freed.chunks % _PULSE == 0:
+                if freed.chunks % _PULSE_CHUNKS == 0:
                     run.pulse(freed)
 
     def _pass(

@@ -24,15 +24,15 @@ __all__ = ["Limits", "ResolvedLimits", "nbytes_of", "read_bounds", "write_bounds
 FORMAT: Final = "vua.bounds.v1"
 
 DEFAULT_MAX: Final = "80%"
-"""A share and not a number, so that a small disk is not filled; the rest is for whatever else lives
-there, and ext4 and XFS slow down when nearly full."""
+"""Share of the file system that the cache may fill. The rest is for other users of the disk; ext4
+and XFS are slow when nearly full."""
 DEFAULT_MIN_FREE: Final = "5%"
-"""Left free whoever fills the disk: the cache must never be why others get ENOSPC."""
+"""Share of the file system that is left free whoever fills it, so that others can still write."""
 DEFAULT_MIN_FREE_MOST: Final = 10 << 30
-"""And no more than this: of a large share 5 % would be much."""
+"""Upper limit of DEFAULT_MIN_FREE in bytes: 5 % of a large file system is more than needed."""
 
 MAX_NBYTES: Final = (1 << 63) - 1
-"""What file systems count in."""
+"""The largest size that file systems can express."""
 MAX_TTL_S: Final = 10**10
 """Some 300 years."""
 
@@ -66,7 +66,7 @@ def nbytes_of(value: int | str, whole: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What somebody says about a cache's size; None: nothing."""
+    """What one source (a process, the operator) sets. None: it does not set this."""
 
     max_bytes: int | str | None = None
     """Bytes of all files of the cache, as a number, ``"500G"`` or a share of the file system."""
@@ -78,7 +78,7 @@ class Limits:
     """Bytes per cache salt (more exactly: per extras of a first chunk); kept by `vua gc` alone."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no size or no time. Raises ConfigError."""
+        """Raise ConfigError for values that are no size or no time."""
         for name in ("max_bytes", "min_free_bytes", "max_bytes_per_salt"):
             value = getattr(self, name)
             if value is not None:
@@ -99,7 +99,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedLimits:
-    """What the settings come to."""
+    """The limits that hold, from all sources, in bytes and seconds."""
 
     max_bytes: int
     min_free_bytes: int

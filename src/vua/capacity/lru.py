@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 MTIME_STEP_NS: Final = 1000
-"""Between a parent's mtime and its child's: what all common file systems can tell apart."""
+"""By this much a child's mtime is older than its parent's. All common file systems resolve it."""
 
 CLOCK: Final = "clock"
 

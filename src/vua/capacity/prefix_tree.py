@@ -249,9 +249,9 @@ def read_prefix_tree(
     """Read who follows whom, some 30 us a chunk. Others may write and delete meanwhile."""
     whole = ChunkNodes([], [], [], [], [], {}, [])
     fans = fans_of(space)
-    for done, links in enumerate(spread(partial(_links_in, space), space, fans), 1):
-        whole.salts.update({len(whole.names) + at: salt for at, salt in links.salts.items()})
-        for mine, found in zip(whole, links, strict=True):
+    for done, nodes in enumerate(spread(partial(_nodes_in, space), space, fans), 1):
+        whole.salts.update({len(whole.names) + at: salt for at, salt in nodes.salts.items()})
+        for mine, found in zip(whole, nodes, strict=True):
             if isinstance(mine, list) and isinstance(found, list):
                 mine.extend(found)
         if show is not None:
@@ -267,22 +267,22 @@ def read_prefix_tree(
     )
 
 
-def _links_in(space: Space, fan: str) -> ChunkNodes:
+def _nodes_in(space: Space, fan: str) -> ChunkNodes:
     found = ChunkNodes([], [], [], [], [], {}, [])
     for chunk, mtime_ns in chunks_of(space, fan):
-        link = read_node(space, chunk)
+        node = read_node(space, chunk)
         try:
-            name, before = bytes.fromhex(chunk), bytes.fromhex(link.before)
+            name, before = bytes.fromhex(chunk), bytes.fromhex(node.before)
         except ValueError:
             continue  # a stranger's
-        if link.salt:
-            found.salts[len(found.names)] = link.salt
-        if link.temporary or not link.files:
+        if node.salt:
+            found.salts[len(found.names)] = node.salt
+        if node.temporary or not node.files:
             found.unsettled.append(chunk)
         found.names.append(name)
         found.mtimes_ns.append(mtime_ns)
-        found.nbytes.append(link.nbytes)
-        found.pinned.append(bool(link.pinned))
+        found.nbytes.append(node.nbytes)
+        found.pinned.append(bool(node.pinned))
         found.befores.append(before if len(before) == len(name) else name)
     return found
 

@@ -43,11 +43,12 @@ __all__ = [
 ]
 
 PIN: Final = "pin-"
-"""A file of such a name in a chunk's directory keeps the chunk."""
+"""Prefix of the name of an empty file that keeps the chunk in whose directory it lies."""
 AFTER: Final = "after-"
-"""A file of such a name tells the chunk before, where extras hide it in the header's parent."""
+"""Prefix of the name of an empty file that names the chunk before. Needed where extras changed the
+header's `parent`."""
 TRASH: Final = "trash-"
-"""A directory of such a name is being deleted."""
+"""Prefix of the name of a directory that is being deleted."""
 
 TTL_FOLDER: Final = "ttl"
 """The folder of chunks' own times to live, in a namespace; see :mod:`vua.capacity.ttl`."""
@@ -57,11 +58,11 @@ _FAN: Final = re.compile(r"[0-9a-f]{2}")
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _MOST_OPEN: Final = 16
-"""Descriptors of namespaces at a time. Engines are often started with 1024 in all."""
+"""Namespaces that are open at a time. Processes often may open 1024 files in all."""
 EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""This process has no more descriptors or memory: what a call would have found is not known."""
+"""Errors that mean: this process has no descriptors or memory left, so nothing is known."""
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
-"""There is no such directory (any more)."""
+"""Errors that mean: there is no such directory (any more)."""
 
 _SAMPLED_FANS: Final = 16
 

@@ -1,10 +1,10 @@
-"""How long single chunks are worth keeping, by the word of who stored them.
+"""Times to live of single chunks, as whoever stored them asked for.
 
 ``<namespace>/ttl/<chunk>`` holds seconds: the chunk may be deleted when it was not used for so
-long. A chunk without such a mark lives by the directory's own time to live, which a hint cannot
-lengthen. Marks stand beside the chunks and not in them, so that one listing finds all there are.
+long. For other chunks only the directory's time to live holds, which a chunk's own cannot lengthen.
+The files lie beside the chunks and not in them, so that one listing finds all there are.
 
-Of several hints for a chunk the longest holds, and a chunk never has a shorter one than what
+Of several times for a chunk the longest holds, and a chunk never has a shorter one than what
 follows it (none counts as the longest): prefixes go last, as with mtimes (`vua.capacity.lru`).
 """
 
@@ -36,21 +36,21 @@ __all__ = [
 _DIGITS: Final = 10
 _MOST: Final = 10**_DIGITS - 1
 _TRIES: Final = 3
-"""The directory of marks is removed when it is empty: perhaps just before one is made in it."""
+"""Tries to make a file in the folder, which somebody else may remove meanwhile when it is empty."""
 _NAME: Final = re.compile(r"[0-9a-f]{64}")
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def settle(space: Space, chunk: str, before: str, ttl_s: float | None) -> None:
-    """Note the hint for a chunk that was just stored, and lift those of its prefix.
+    """Set the time to live of a chunk that was just stored, and raise those of its prefix.
 
     Args:
         space: its namespace.
         chunk: its name.
         before: the name of the chunk before it, empty for a first one.
-        ttl_s: seconds, 0 or more; None: there is no hint.
+        ttl_s: seconds, 0 or more; None: it has no time to live of its own.
 
-    Costs one look for a mark when there is no hint. Never raises for the state of the storage.
+    Without one it costs one look for a file. Never raises for the state of the storage.
     """
     if ttl_s is not None:
         _write(space, chunk, ttl_s)
@@ -58,7 +58,7 @@ def settle(space: Space, chunk: str, before: str, ttl_s: float | None) -> None:
 
 
 def raise_ttls(space: Space, chunk: str, ttl_s: float | None) -> None:
-    """See to it that the marks of a chunk and its prefix are not below ``ttl_s`` (None: be none).
+    """Raise the times to live of a chunk and its prefix to ``ttl_s`` (None: remove them).
 
     Never raises for the state of the storage.
     """
@@ -76,7 +76,7 @@ def raise_ttls(space: Space, chunk: str, ttl_s: float | None) -> None:
 
 
 def _write(space: Space, chunk: str, ttl_s: float) -> None:
-    """Write a mark in one piece of always the same length; half of one counts as none."""
+    """Write a time in one piece, always of the same length; half of one counts as none."""
     text = f"{math.ceil(min(ttl_s, _MOST)):0{_DIGITS}d}".encode()
     with contextlib.suppress(OSError):
         fd = _open_mark(space, chunk)
@@ -98,7 +98,7 @@ def _open_mark(space: Space, chunk: str) -> int:
 
 
 def ttl_s_of(space: Space, chunk: str) -> int | None:
-    """Return the seconds of a chunk's mark; None where there is none, or one that says nothing."""
+    """Return a chunk's own time to live in s; None where it has none, or an unusable one."""
     if not chunk:
         return None
     try:
@@ -113,7 +113,7 @@ def ttl_s_of(space: Space, chunk: str) -> int | None:
 
 
 def remove_ttl(space: Space, chunk: str) -> None:
-    """Remove a chunk's mark, if it has one."""
+    """Remove a chunk's own time to live, if it has one."""
     with contextlib.suppress(OSError):
         os.unlink(f"{TTL_FOLDER}/{chunk}", dir_fd=space.fd)
 
@@ -126,7 +126,7 @@ def _marked(space: Space) -> Iterator[str]:
 
 
 def has_ttls(space: Space) -> bool:
-    """Whether any chunk has, or lately had, a mark there. Costs one look."""
+    """Whether any chunk has, or lately had, a time to live of its own. Costs one look."""
     try:
         os.stat(TTL_FOLDER, dir_fd=space.fd, follow_symlinks=False)
     except OSError:
@@ -135,12 +135,12 @@ def has_ttls(space: Space) -> bool:
 
 
 def count(found: Sequence[Space]) -> int:
-    """Return how many chunks of these namespaces have a mark."""
+    """Return how many chunks of these namespaces have a time to live of their own."""
     return sum(1 for space in found for _ in _marked(space))
 
 
 def remove_empty_folders(found: Sequence[Space]) -> bool:
-    """Remove the directories of marks that are empty; whether any mark is left."""
+    """Remove the folders that are empty; whether any chunk still has a time of its own."""
     left = False
     for space in found:
         if has_ttls(space) and is_ours(space):
@@ -154,17 +154,17 @@ def remove_empty_folders(found: Sequence[Space]) -> bool:
 def expired(
     found: Sequence[Space], now_ns: int, latest_ns: int | None = None, *, tidies: bool = True
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Find the chunks that their marks let go, what follows before what it depends on.
+    """Find the chunks whose own time to live is over, what follows before what it depends on.
 
-    Some 20 us for each mark.
+    Takes some 20 us for each chunk that has one.
 
     Args:
         found: namespaces.
         now_ns: the server's time, as :func:`vua.capacity.lru.server_now_ns` gives it.
         latest_ns: mtimes after this are from the future; none by default.
-        tidies: whether to remove the marks of chunks that are gone.
+        tidies: whether to remove what belongs to chunks that are gone.
 
-    Returns those, and the chunks with marks whose mtimes are from the future, in order too.
+    Returns those, and the ones among such chunks with mtimes from the future, in order too.
     """
     over, ahead = [], []
     for space in found:

@@ -1,4 +1,4 @@
-"""Chunks whose key is gone: nobody reads them again, and eviction takes its time to find them.
+"""Unreadable chunks: those whose key is gone. Eviction would find them only when they are oldest.
 
 Whoever deletes a tenant's key deletes what was stored with it, but the bytes stay until there is no
 room for them. This finds them: sealed chunks that name none of the keys that are left. Headers
@@ -30,7 +30,7 @@ _HEAD_NBYTES: Final = 1024
 _FORMAT: Final = f'"format":"{SEALED}"'.encode()
 _KEY: Final = re.compile(rb'"key":"([0-9a-f]{16})"')
 
-_Lost = tuple[int, str]
+_Unreadable = tuple[int, str]
 """A chunk, behind the position of its first token."""
 
 
@@ -60,8 +60,8 @@ def evict_unreadable(
     where the directory may not be written to.
     """
     ids, fans = known(), fans_of(space)
-    found: list[_Lost] = []
-    for done, some in enumerate(spread(partial(_lost_in, space, ids), space, fans), 1):
+    found: list[_Unreadable] = []
+    for done, some in enumerate(spread(partial(_unreadable_in, space, ids), space, fans), 1):
         found += some
         show(f"{space.name[:12]}: {done} of {len(fans)} parts, {len(found)} chunks of lost keys")
     freed, pinned = NOTHING, 0
@@ -78,7 +78,7 @@ def evict_unreadable(
     return freed, pinned
 
 
-def _lost_in(space: Space, ids: frozenset[str], fan: str) -> list[_Lost]:
+def _unreadable_in(space: Space, ids: frozenset[str], fan: str) -> list[_Unreadable]:
     starts = [(_start(space, chunk, ids), chunk) for chunk, _ in chunks_of(space, fan)]
     return [(start, chunk) for start, chunk in starts if start is not None]
 

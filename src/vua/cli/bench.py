@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -35,7 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, help="replay: where to keep the store meanwhile")
     parser.add_argument("--requests", type=int, help="replay: only the first of them")
     parser.add_argument("--max-bytes", metavar="SIZE", help="replay: with a bounded store")
-    parser.add_argument("--reference", type=Path, help="replay: JSON of hit ratios by policy")
+    parser.add_argument(
+        "--simulated", action="store_true", help="replay: only the table of policies, no store"
+    )
+    parser.add_argument(
+        "--policies", default="S3-FIFO,uses/new,adaptive", metavar="NAMES",
+        help="replay: in that table beside LRU and Belady's; or all (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sizes", metavar="1%,3%,20000",
+        help="replay: its sizes, in blocks or of the trace's distinct blocks "
+        "(default: --max-bytes, or 1%%,3%%,10%%,30%%)",
+    )  # fmt: skip
 
 
 def bench(options: argparse.Namespace, *, write: Write | None) -> int:
@@ -74,25 +86,35 @@ def _path(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str,
 
 
 def _replay(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
-    from vua.cli.bench_replay import belady, block_file_nbytes, lru, read, replay
+    from vua.cli.bench_replay import block_file_nbytes, read, replay
+    from vua.cli.bench_simulate import POLICIES, compare
 
     requests = read(options.target, options.requests)
-    with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=options.dir) as name:
-        done = replay(Path(name), requests, show, max_bytes=options.max_bytes)
-    reference = {} if options.reference is None else belady(options.reference, len(requests))
-    capacities = sorted(reference) or [1953, 5859, 19531, 58593]
-    if options.max_bytes is not None:
+    report: dict[str, Any] = {"version": 1, "trace": options.target.name}
+    if not options.simulated:
+        with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=options.dir) as name:
+            report |= replay(Path(name), requests, show, max_bytes=options.max_bytes).describe()
+    distinct = len({block for request in requests for block in request.whole})
+    if options.sizes is None and options.max_bytes is not None:
         room = nbytes_of(options.max_bytes, shutil.disk_usage(options.dir or "/").total)
-        capacities = [room // block_file_nbytes()]
-    bounded = [
-        {
-            "blocks": capacity,
-            "LRU, simulated": lru(requests, capacity),
-            **reference.get(capacity, {}),
-        }
-        for capacity in capacities
-    ]
-    return {"version": 1, "trace": options.target.name, **done.describe(), "bounded": bounded}
+        sizes = [room // block_file_nbytes()]
+    else:
+        words = (options.sizes or "1%,3%,10%,30%").split(",")
+        sizes = [_blocks(word, distinct) for word in words]
+    names = list(POLICIES) if options.policies == "all" else options.policies.split(",")
+    show(f"simulating {len(names)} policies at {len(sizes)} sizes")
+    return report | {"bounded": [one._asdict() for one in compare(requests, names, sizes)]}
+
+
+def _blocks(size: str, distinct: int) -> int:
+    """Return a size in blocks. Raises InputError."""
+    try:
+        blocks = float(size[:-1]) / 100 * distinct if size.endswith("%") else float(size)
+    except ValueError:
+        blocks = math.nan
+    if not 0 < blocks < math.inf:
+        raise InputError(f"--sizes: {size!r} is neither a number of blocks nor like 3%")
+    return max(1, round(blocks))
 
 
 def _print_path(report: dict[str, Any]) -> None:
@@ -130,6 +152,22 @@ def _print_path(report: dict[str, Any]) -> None:
 
 
 def _print_replay(report: dict[str, Any]) -> None:
+    if "requests" in report:
+        _print_store(report)
+    sizes = sorted({one["blocks"] for one in report["bounded"]})
+    found = {(one["policy"], one["blocks"]): one for one in report["bounded"]}
+    rows = [
+        [name, *(_cell(found[name, size]) for size in sizes)]
+        for name in dict.fromkeys(one["policy"] for one in report["bounded"])
+    ]
+    table(["hits, of LRU to Belady, written per hit", *(f" {size:,}" for size in sizes)], rows)
+
+
+def _cell(one: dict[str, Any]) -> str:
+    return f"{one['hit_ratio']:.4f} {one['covered']:+.2f} {one['written_per_hit']:.2f}"
+
+
+def _print_store(report: dict[str, Any]) -> None:
     print(
         f"{report['requests']:,} requests, {report['tokens']:,} tokens, {report['seconds']:.0f} s"
     )
@@ -140,7 +178,3 @@ def _print_replay(report: dict[str, Any]) -> None:
     print(f"bytes written {report['written_nbytes']:,}, loaded {report['loaded_nbytes']:,}")
     print(f"blocks evicted between lookup and load {report['vanished_blocks']:,}, ", end="")
     print(f"not stored for want of room {report['refused_blocks']:,}\n")
-    names = [" blocks", *(f" {name}" for name in list(report["bounded"][0])[1:])]
-    rows = [[f"{one['blocks']:,}", *(f"{v:.4f}" for v in list(one.values())[1:])]
-            for one in report["bounded"]]  # fmt: skip
-    table(names, rows)

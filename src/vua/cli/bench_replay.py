@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from vua.capacity.limits import Limits
 from vua.cli.bench_files import expect
+from vua.cli.bench_simulate import leading
 from vua.device.slab import Slab
 from vua.errors import InputError
 from vua.format.entry import EntryCodec
@@ -32,9 +32,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "Replayed",
     "Request",
-    "belady",
     "block_file_nbytes",
-    "lru",
     "read",
     "replay",
 ]
@@ -52,6 +50,8 @@ class Request:
     blocks: tuple[int, ...]
     """Ids of its blocks, each standing for the whole prefix."""
     tokens: int
+    time_s: float = 0.0
+    """When it came, since the first; 0 where the trace does not say."""
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -113,7 +113,9 @@ def read(path: Path, limit: int | None = None) -> list[Request]:
                 break
             try:
                 one = json.loads(line)
-                found.append(Request(tuple(map(int, one["hash_ids"])), int(one["input_length"])))
+                blocks = tuple(map(int, one["hash_ids"]))
+                time_s = float(one.get("timestamp", 0)) / 1e3
+                found.append(Request(blocks, int(one["input_length"]), time_s))
             except (ValueError, KeyError, TypeError) as problem:
                 raise InputError(
                     f"{path}, line {number}: {problem!r}; expected JSON lines with hash_ids and "
@@ -156,7 +158,7 @@ def replay(
         new, left = session.save(request, chain, loaded)
         written, refused = written + new, refused + left
         hit, vanished = hit + loaded, vanished + found - loaded
-        ideal += _leading(seen, request.whole)
+        ideal += leading(seen, request.whole)
         seen.update(request.whole)
         show(f"request {number + 1} of {len(requests)}")
     session.store.close()
@@ -227,41 +229,3 @@ def _prompt(request: Request) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]
     first = np.array(request.blocks, dtype=np.uint32)[:, None] * np.uint32(BLOCK_TOKENS)
     tokens = first + np.arange(BLOCK_TOKENS, dtype=np.uint32)
     return tokens.reshape(-1)[: request.tokens]
-
-
-def lru(requests: Sequence[Request], capacity: int) -> float:
-    """Return the block hit ratio of LRU with room for ``capacity`` blocks, tails touched first."""
-    held: OrderedDict[int, None] = OrderedDict()
-    hit = total = 0
-    for request in requests:
-        hit += _leading(held, request.whole)
-        total += len(request.whole)
-        for block in reversed(request.whole):
-            held[block] = None
-            held.move_to_end(block)
-        while len(held) > capacity:
-            held.popitem(last=False)
-    return hit / total
-
-
-def _leading(held: Container[int], blocks: Iterable[int]) -> int:
-    """Count the blocks before the first one that is not held."""
-    count = 0
-    for block in blocks:
-        if block not in held:
-            break
-        count += 1
-    return count
-
-
-def belady(reference: Path, requests: int) -> dict[int, dict[str, float]]:
-    """Return published hit ratios by capacity and policy, where they are of as many requests."""
-    described = json.loads(reference.read_text(encoding="utf-8"))
-    found: dict[int, dict[str, float]] = {}
-    for trace in described.values():
-        if trace.get("block_tokens") != BLOCK_TOKENS or trace.get("requests", requests) != requests:
-            continue
-        for policy, capacities in trace["policies"].items():
-            for capacity, values in capacities.items():
-                found.setdefault(int(capacity), {})[policy] = values["prefix_hit"]
-    return found

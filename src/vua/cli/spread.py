@@ -48,5 +48,5 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterat
 
 
 def over_fans(work: Callable[[str], R], space: Space, fans: list[str]) -> Iterator[R]:
-    """Yield ``work`` of each of a namespace's fan-out directories; see `prefix_tree.read_prefix_tree`."""
+    """Yield ``work`` of each of a namespace's fan-out directories, as `read_prefix_tree` asks."""
     return spread(work, fans, large=is_large(space))

@@ -14,7 +14,7 @@ class Adapter(NamedTuple):
     """One adapter as a worker holds it."""
 
     number: int
-    """vLLM's, ``lora_int_id``."""
+    """The engine's, ``lora_int_id``."""
     digest: str
     """What stands for its content in the keys of chunks."""
     generation: int

@@ -7,14 +7,15 @@ answer "miss" or "not stored" at once. When a pause is over one caller is allowe
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 
+from vua.connector.log import logger
+
 __all__ = ["Breaker", "StorageGuard"]
 
-log = logging.getLogger("vllm.vua.storage")
+log = logger("storage")
 
 
 class Breaker:

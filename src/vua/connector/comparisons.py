@@ -6,7 +6,6 @@ comparing are done on a thread of their own. See `vua.connector.witness`.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import GroupTransfer
+from vua.connector.log import logger
 from vua.connector.metadata import Verdict, WitnessOrder
 from vua.device.slab import Slab
 from vua.format.keys import ChunkKey
@@ -22,7 +22,7 @@ from vua.store.agreement import Agreement, compare
 
 __all__ = ["Comparisons"]
 
-log = logging.getLogger("vllm.vua.worker")
+log = logger("worker")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import difflib
 import functools
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Final
 
 from vua.capacity.limits import Limits
+from vua.connector.log import logger
 from vua.errors import ConfigError
 from vua.security.settings import Security
 
 __all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults"]
 
-log = logging.getLogger("vllm.vua")
+log = logger()
 
 _WHERE: Final = "kv_connector_extra_config"
 _MAY_BE_ZERO: Final = frozenset({"witness_every"})

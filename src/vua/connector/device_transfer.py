@@ -7,7 +7,7 @@ The order of things, which is all that is subtle here; see `vua.device.staging` 
   last life has been queued by then, in this step or before (asynchronous scheduling runs ahead of
   the GPU, not of its queue; a CUDA graph is queued as a whole). Nobody uses the new blocks before
   the load is reported, and it is reported only when the last scatter has ended on the GPU.
-- *A load that is given up* may have queued scatters whose blocks vLLM then gives to somebody else:
+- *A load that is given up* may have queued scatters whose blocks go to somebody else then:
   `GroupTransfer.fence` lets the engine's stream wait for them. None is queued afterwards, because
   that happens inside of `Attempt.use` only.
 - *A save* gathers on the engine's own stream, behind the forward pass that wrote the blocks and

@@ -11,7 +11,6 @@ what does not fit is not announced, which costs a router's knowledge and nothing
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -21,12 +20,13 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from vua.connector.cache_spec import Model
+from vua.connector.log import logger
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import Shard
 
-__all__ = ["FileEventLog", "FileEvents", "KVEventPublisher", "Seen", "StoredEvent"]
+__all__ = ["FileEventLog", "KVEventPublisher", "Seen", "StoredEvent"]
 
-log = logging.getLogger("vllm.vua.events")
+log = logger("events")
 
 _GONE: Final = -1
 MAX_SEEN: Final = 1 << 14
@@ -47,18 +47,6 @@ class Seen(NamedTuple):
     """Prefix hash."""
     file: int
     """Which of a chunk's files is stored now, see :func:`_files`; negative: the chunk is gone."""
-
-
-class FileEvents:
-    """What one step's workers saw, each in order."""
-
-    def __init__(self, seen: list[Seen]) -> None:
-        """Hold what one worker saw."""
-        self.seen = seen
-
-    def aggregate(self, other: FileEvents) -> FileEvents:
-        """Add what another worker saw."""
-        return FileEvents(self.seen + other.seen)
 
 
 def _files(model: Model) -> list[Shard]:
@@ -90,13 +78,13 @@ class FileEventLog:
         with self._lock:
             self._seen.append(seen)
 
-    def take(self) -> FileEvents | None:
-        """Return what was noted since the last call; None when that is nothing. O(1) then."""
+    def take(self) -> list[Seen]:
+        """Return what was noted since the last call, in order. O(1) when that is nothing."""
         if not self._seen:
-            return None
+            return []
         with self._lock:
             seen, self._seen = self._seen, deque(maxlen=MAX_SEEN)
-        return FileEvents(list(seen))
+        return list(seen)
 
 
 class StoredEvent(Protocol):

@@ -1,7 +1,7 @@
-"""One group of layers on one rank: its files, its buffers, and its pages in vLLM's memory.
+"""One group of layers on one rank: its files, its buffers, and its pages in the engine's memory.
 
 Moves chunks between them. Whether a result is still wanted is the :class:`vua.io.workers.Attempt`'s
-to say: vLLM gives the blocks of a load that was reported as failed to other requests.
+to say: an engine gives the blocks of a load that was reported as failed to other requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["GroupTransfer", "PageLayouts", "Rank", "Tables"]
 LOAD_SLAB_NBYTES: Final = 16 << 20
 
 Tables: TypeAlias = Mapping[str, int]
-"""The vLLM cache group of each layer, by name."""
+"""The engine's cache group of each layer, by name."""
 
 
 class PageLayouts(Protocol):
@@ -62,7 +62,7 @@ class Rank(NamedTuple):
 
 
 class GroupTransfer:
-    """One group's files, buffers, and its layers in vLLM's memory, on one rank."""
+    """One group's files, buffers, and its layers in the engine's memory, on one rank."""
 
     store: Store
     """There once :meth:`reopen` was called; nothing is moved before."""
@@ -96,7 +96,7 @@ class GroupTransfer:
         self._loader_of: dict[Any, Loader] = {}
         self._saver_of: dict[Any, EntryWriter] = {}
         self._places: list[tuple[int, slice, PagedKV | StatePages]] = []
-        """Where layers lie: (vLLM cache group, which of this rank's layers, the pages)."""
+        """Where layers lie: (cache group, which of this rank's layers, the pages)."""
 
     def register(
         self,

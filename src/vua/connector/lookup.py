@@ -7,9 +7,8 @@ loaded nor stored.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any, Final
@@ -20,6 +19,7 @@ from vua.connector.breaker import StorageGuard
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
+from vua.connector.log import logger
 from vua.connector.media import Media
 from vua.connector.prefix_match import PrefixMatch, find
 from vua.connector.request import RequestOptions, SaveHints
@@ -30,7 +30,7 @@ from vua.store.namespace import Namespace
 
 __all__ = ["Lookup", "Lookups", "StepPatience", "unasked"]
 
-log = logging.getLogger("vllm.vua.scheduler")
+log = logger("scheduler")
 
 _STEP_WAIT_S: Final = 0.001
 """Time per step that lookups are waited for. Mostly they are done by then; and an engine with
@@ -117,10 +117,10 @@ class StepPatience:
         """Begin another step."""
         self._left_s = None
 
-    def wait(self, lookup: Lookup, *, busy: bool) -> None:
-        """Wait for an answer; ``busy``: some request computes or loads."""
+    def wait(self, lookup: Lookup, busy: Callable[[], bool]) -> None:
+        """Wait for an answer; ``busy`` tells whether some request computes or loads."""
         if self._left_s is None:
-            self._left_s = _STEP_WAIT_S if busy else _IDLE_STEP_WAIT_S
+            self._left_s = _STEP_WAIT_S if busy() else _IDLE_STEP_WAIT_S
         if not lookup and self._left_s > 0:
             began = time.monotonic()
             wait_for([lookup.answer], timeout=self._left_s)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vua.connector.adapters import Adapter
+from vua.connector.adapters import Adapter, AdapterNote, together
+from vua.connector.events import Seen
 from vua.connector.request import SaveHints
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
@@ -15,10 +16,10 @@ __all__ = [
     "ConnectorMetadata",
     "GroupLoad",
     "LoadOrder",
-    "LoadTimes",
     "SaveOrder",
     "Verdict",
     "WitnessOrder",
+    "WorkerOutput",
 ]
 
 
@@ -40,7 +41,7 @@ class LoadOrder:
 
     request_id: str
     block_ids: list[list[int]]
-    """The request's block table from its first token on, per vLLM cache group."""
+    """The request's block table from its first token on, per cache group."""
     parts: list[GroupLoad]
     adapter: Adapter | None = None
     """The request's LoRA adapter, which the worker must hold."""
@@ -51,7 +52,7 @@ class SaveOrder:
     """Store whole chunks of a request whose K/V are complete after this step's forward pass."""
 
     block_ids: list[list[int]]
-    """The request's block table from its first token on, per vLLM cache group."""
+    """The request's block table from its first token on, per cache group."""
     parts: list[tuple[int, Sequence[ChunkKey]]]
     """Per group of layers (its place in `Model.groups`): the chunks."""
     hints: SaveHints = field(default_factory=SaveHints)
@@ -69,7 +70,7 @@ class WitnessOrder:
     number: int
     """Of the comparison, one more each time."""
     block_ids: list[list[int]]
-    """The request's block table from its first token on, per vLLM cache group."""
+    """The request's block table from its first token on, per cache group."""
     parts: list[tuple[int, Sequence[ChunkKey]]]
     """Per group of layers (its place in `Model.groups`): the chunks."""
 
@@ -101,23 +102,39 @@ class ConnectorMetadata:
     epoch: str | None = None
     """Which epoch they belong to, another one after a reset; None: nobody says."""
     adapters: list[Any] = field(default_factory=list)
-    """LoRA adapters (vLLM's ``LoRARequest``) that the scheduler's half wants to know."""
+    """LoRA adapters (the engine's own objects) that the scheduler's half wants to know."""
     idle: bool = False
     """Whether the step computes nothing. A worker cannot tell by itself: a step that is one CUDA
     graph has no attention metadata either."""
 
 
 @dataclass(slots=True)
-class LoadTimes:
-    """How long loads took that ended in a step."""
+class WorkerOutput:
+    """What one worker, or all of them together, tell the scheduler's half at the end of a step."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Per request id, from the first read to the last byte in its block; by the slowest worker of
-    those that ended it in this step."""
+    load_s: dict[str, float] = field(default_factory=dict)
+    """Per request id how long its load took that ended in this step, from the first read to the
+    last byte in its block; by the slowest worker of those that ended it."""
+    seen: list[Seen] = field(default_factory=list)
+    """What happened to files; nothing where no events are wanted."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    """Of comparisons that ended; one per worker and order."""
+    left_epoch: str | None = None
+    """The epoch with whose weights this engine does not run any more; None: none."""
+    adapters: dict[int, AdapterNote] = field(default_factory=dict)
+    """What changed among LoRA adapters, and what was asked about them, by number."""
 
-    def aggregate(self, other: LoadTimes) -> LoadTimes:
+    def aggregate(self, other: object) -> WorkerOutput:
         """Return what both say together."""
-        longer = dict(self.seconds)
-        for request_id, took in other.seconds.items():
-            longer[request_id] = max(took, longer.get(request_id, 0.0))
-        return LoadTimes(longer)
+        if not isinstance(other, WorkerOutput):
+            return self
+        slowest = dict(self.load_s)
+        for request_id, took_s in other.load_s.items():
+            slowest[request_id] = max(took_s, slowest.get(request_id, 0.0))
+        return WorkerOutput(
+            slowest,
+            self.seen + other.seen,
+            self.verdicts + other.verdicts,
+            other.left_epoch if self.left_epoch is None else self.left_epoch,
+            together(self.adapters, other.adapters),
+        )

@@ -6,13 +6,13 @@ thread beside the engine's; a namespace that cannot be told is never opened.
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
+from vua.connector.log import logger
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.store.namespace import Namespace
@@ -21,7 +21,7 @@ from vua.weights import Identification, Weights
 
 __all__ = ["Opened", "Opening", "open_namespace"]
 
-log = logging.getLogger("vllm.vua.scheduler")
+log = logger("scheduler")
 
 _START_WAIT_S: Final = 1.0
 """How long the engine's start waits: for small models, and weights whose digest is remembered."""

@@ -1,6 +1,6 @@
-"""Which weights and which adapter have computed what lies in vLLM's blocks.
+"""Which weights and which adapter have computed what lies in the engine's blocks.
 
-vLLM's own prefix cache knows an adapter by its name, and weights not at all: after either was
+The engine's own prefix cache knows an adapter by its name, and weights not at all: after either was
 replaced it goes on offering blocks of before, unless somebody resets it. A request that begins with
 such blocks computes on top of them, so nothing of it may be stored as if it were of now. Blocks are
 told apart by their numbers; those that nobody has written since the start, or since then only with
@@ -43,7 +43,7 @@ class Origins:
 
         Args:
             tables: its block table per cache group; 0 where there is no block.
-            cached_tokens: tokens at its start that vLLM's own prefix cache had.
+            cached_tokens: tokens at its start that the engine's own prefix cache had.
             origin: what computes the rest.
         """
         if not self._of and origin == _FIRST:

@@ -4,7 +4,7 @@ A layer that attends to everything needs every chunk of the prefix. One with a s
 only what the window holds at the point where the computation goes on; and only there its chunks are
 stored: at the end of a prompt, at the point where it turned out to leave another one, and at
 regular distances. One with a state needs the state right there, stored at the same points as far
-as vLLM's blocks end there. So a hit ends where every group has what it needs.
+as the engine's blocks end there. So a hit ends where every group has what it needs.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import stat
 import time
@@ -17,9 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from vua.connector.log import logger
+
 __all__ = ["Remembered", "files_below"]
 
-log = logging.getLogger("vllm.vua.scheduler")
+log = logger("scheduler")
 
 _KEPT_S: Final = 90 * 86400.0
 """What was not asked about for so long is forgotten."""

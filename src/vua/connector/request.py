@@ -10,15 +10,16 @@ is ignored, with one line in the log for each kind of mistake.
 from __future__ import annotations
 
 import difflib
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from vua.connector.log import logger
+
 __all__ = ["MAX_WAIT_S", "OptionReader", "RequestOptions", "SaveHints"]
 
-log = logging.getLogger("vllm.vua.requests")
+log = logger("requests")
 
 SECTION: Final = "vua"
 MAX_WAIT_S: Final = 60.0

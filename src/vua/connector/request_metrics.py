@@ -6,18 +6,18 @@ tokens, lookups and loads are counted here, once, and bytes by the workers.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from vua.connector.load_policy import NOTHING_STORED, LoadDecision, LoadPolicy
+from vua.connector.log import logger
 from vua.connector.metrics import Recorder
 
 __all__ = ["RequestMetrics"]
 
-log = logging.getLogger("vllm.vua.requests")
+log = logger("requests")
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class RequestMetrics:
     ) -> None:
         """Note the answer to a lookup; further calls for the same request change nothing.
 
-        ``local_tokens`` of the prompt lie in vLLM's own prefix cache already.
+        ``local_tokens`` of the prompt lie in the engine's own prefix cache already.
         """
         if request_id in self._accounts:
             return
@@ -80,7 +80,7 @@ class RequestMetrics:
         self._stats.observe("vua_lookup_seconds", seconds)
 
     def computing(self, request: Any, start: int, decision: LoadDecision) -> None:  # noqa: ANN401
-        """Note that vLLM's ``request`` is computed, behind ``start`` tokens or what was loaded."""
+        """Note that ``request`` is computed, behind ``start`` tokens or what was loaded."""
         self._policy.admitted(max(start, request.num_computed_tokens), request.num_tokens)
         if decision.left_out:
             self._chosen(request.request_id, decision)

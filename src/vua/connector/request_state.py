@@ -25,7 +25,7 @@ class RequestState:
     adapter: Adapter | None = None
     """Its LoRA adapter, as the workers held it when it was first asked about."""
     local_tokens: int = 0
-    """vLLM's own prefix-cache hit when it last asked."""
+    """The engine's own prefix-cache hit when it last asked."""
     decision: LoadDecision = NOTHING_STORED
     """What was decided then."""
     admitted: bool = False

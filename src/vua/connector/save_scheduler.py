@@ -17,7 +17,7 @@ from vua.connector.origins import MIXED, Origin, Origins
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.request_metrics import RequestMetrics
 from vua.connector.request_state import RequestState
-from vua.connector.save_selection import Step, to_save
+from vua.connector.selection import Step, to_save
 from vua.connector.step import ScheduledRequest, ScheduledStep, Tables
 from vua.connector.witness import Witness
 from vua.format.keys import token_ids

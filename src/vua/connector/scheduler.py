@@ -7,7 +7,6 @@ tensors: hashing and lookups run on a thread of their own, and the answer until 
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -18,9 +17,10 @@ from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
+from vua.connector.log import logger
 from vua.connector.lookup import Lookup, Lookups, StepPatience, unasked
 from vua.connector.media import Media
-from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, Verdict
+from vua.connector.metadata import ConnectorMetadata, LoadOrder, Verdict, WorkerOutput
 from vua.connector.metrics import Recorder, Series
 from vua.connector.opening import Opening, open_namespace
 from vua.connector.prefill_speed import prompt_work
@@ -29,9 +29,9 @@ from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.request_metrics import RequestMetrics
 from vua.connector.request_state import RequestState
 from vua.connector.save_scheduler import SaveScheduler, stop_at_state
+from vua.connector.selection import to_load
 from vua.connector.step import ScheduledStep
 from vua.connector.witness import Witness
-from vua.connector.worker_output import WorkerOutput
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.store.namespace import Namespace
@@ -45,7 +45,7 @@ _LOOK_AGAIN_S: Final = 0.02
 _RESET_AGAIN_S: Final = 10.0
 """How often a new epoch is tried again whose directory could not be made."""
 
-log = logging.getLogger("vllm.vua.scheduler")
+log = logger("scheduler")
 
 
 class SchedulerSide:
@@ -188,9 +188,7 @@ class SchedulerSide:
         *,
         loads: bool,
     ) -> tuple[int | None, bool]:
-        self._patience.wait(
-            state.lookup, busy=any(state.admitted for state in self._states.values())
-        )
+        self._patience.wait(state.lookup, self._busy)
         if not state.lookup:
             if time.monotonic() - state.lookup.asked_s < self._config.timeouts.lookup_s:
                 return None, False
@@ -222,6 +220,10 @@ class SchedulerSide:
             state.decision = self.policy.decide(start, limit, asked=state.options.wait_s > 0)
         tokens = state.decision.tokens
         return tokens, tokens > 0
+
+    def _busy(self) -> bool:
+        """Whether some request computes or loads."""
+        return any(state.admitted for state in self._states.values())
 
     def _waits(self, state: RequestState, found: PrefixMatch) -> bool:
         """Whether to look again later: the client said that the prompt is being written."""
@@ -279,7 +281,8 @@ class SchedulerSide:
         start, stop = state.local_tokens, state.local_tokens + num_external_tokens
         tables = [list(table) for table in blocks.get_block_ids()]
         parts = [
-            self._part(number, start, stop, found) for number in range(len(self._model.groups))
+            to_load(self._model, number, found, start, stop)
+            for number in range(len(self._model.groups))
         ]
         if self._model.plain:
             block, (table,) = self._model.align, tables
@@ -288,18 +291,6 @@ class SchedulerSide:
         self._saves.begins(state, tables, start)
         self.accounts.load_ordered(request.request_id, start, stop, state.decision)
         self.witness.loaded(request, found)
-
-    def _part(
-        self, number: int, local_tokens: int, stop: int, found: PrefixMatch | None
-    ) -> GroupLoad:
-        """What to load of one group: nothing of what vLLM has, and of a window no more than it."""
-        if found is None:  # cannot be; a load without keys fails, and vLLM does not wait for ever
-            return GroupLoad(number, local_tokens, stop, [])
-        group, size = self._model.groups[number], self._model.chunk_tokens
-        start = self._model.first_loaded(group, stop)
-        if not group.keeps_state:  # of a state there is no half
-            start = max(start, local_tokens)
-        return GroupLoad(number, start, stop, found.keys.run(start // size, -(-stop // size)))
 
     def finished(self, request: Any) -> None:  # noqa: ANN401
         """Forget a request that has ended or was aborted."""
@@ -340,7 +331,7 @@ class SchedulerSide:
     # -- per step -----------------------------------------------------------------------------
 
     def take_loads(self) -> list[LoadOrder]:
-        """Return the loads ordered since the last step. vLLM waits for each: none may get lost."""
+        """Return the loads ordered since the last step. None may get lost: they are waited for."""
         loads, self._loads = self._loads, []
         self._patience.renew()
         self.policy.step_begins()

@@ -19,7 +19,6 @@ but the last chunk is loaded, and that one is computed on top and compared. This
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from typing import Any, Final
 
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
+from vua.connector.log import logger
 from vua.connector.metadata import Verdict, WitnessOrder
 from vua.connector.metrics import Recorder
 from vua.connector.prefix_match import PrefixMatch
@@ -36,7 +36,7 @@ from vua.format.keys import ChunkKey
 
 __all__ = ["Kind", "Witness", "kind_of"]
 
-log = logging.getLogger("vllm.vua.scheduler")
+log = logger("scheduler")
 
 _OWN: Final = 1 << 16
 """Chunks whose writing is remembered; those beyond count as written by others."""
@@ -56,7 +56,7 @@ Kind = tuple[str, ...]
 
 
 def kind_of(request: Any, tokens: int) -> Kind:  # noqa: ANN401
-    """Return the kind of the first ``tokens`` tokens of vLLM's ``request``."""
+    """Return the kind of the first ``tokens`` tokens of a request."""
     adapter = request.lora_request
     beside = {each.modality for each in request.mm_features if each.mm_position.offset < tokens}
     return (str(adapter.lora_path) if adapter is not None else "", *sorted(beside))
@@ -140,9 +140,9 @@ class Witness:
         """Return up to which token a request may load; None: that will be known soon.
 
         Args:
-            request: vLLM's.
+            request: the engine's.
             found: the answer to its lookup; more than ``local_tokens`` of it could be loaded.
-            local_tokens: what vLLM's own prefix cache has.
+            local_tokens: what the engine's own prefix cache has.
         """
         if not self._on:
             return found.tokens
@@ -255,7 +255,7 @@ class Witness:
             request_id: the request.
             found: the answer to its lookup.
             complete: tokens computed after the step.
-            tables: its block table, per vLLM cache group.
+            tables: its block table, per cache group.
         """
         _, case = self._cases.get(request_id, (None, None))
         size = self._model.chunk_tokens

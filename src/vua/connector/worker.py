@@ -1,4 +1,4 @@
-"""The connector's half in each worker: moves chunks between files and vLLM's paged KV cache.
+"""The connector's half in each worker: moves chunks between files and the engine's paged KV cache.
 
 Loads run on their own threads, into blocks that nobody else reads until they are reported. Saves
 copy the blocks out on the engine's thread, after the forward pass and before anything may overwrite
@@ -8,7 +8,6 @@ that cannot be loaded is reported as blocks with load errors, one that cannot be
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -23,13 +22,13 @@ from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.comparisons import Comparisons
 from vua.connector.config import ConnectorConfig
 from vua.connector.device_transfer import DeviceGroupTransfer, lies_on_device, open_gds
-from vua.connector.events import FileEventLog, FileEvents
+from vua.connector.events import FileEventLog
 from vua.connector.group_transfer import GroupTransfer, PageLayouts, Rank, Tables
+from vua.connector.log import logger
 from vua.connector.memory import Memory
-from vua.connector.metadata import ConnectorMetadata, LoadOrder, LoadTimes
+from vua.connector.metadata import ConnectorMetadata, LoadOrder, WorkerOutput
 from vua.connector.metrics import Recorder, Series
 from vua.connector.opening import open_namespace
-from vua.connector.worker_output import WorkerOutput
 from vua.connector.write_queue import WriteQueue
 from vua.device.gds import Gds
 from vua.device.staging import Fence
@@ -40,7 +39,7 @@ from vua.store.namespace import Namespace
 
 __all__ = ["Rank", "WorkerSide"]
 
-log = logging.getLogger("vllm.vua.worker")
+log = logger("worker")
 
 _IDLE_WAIT_S: Final = 0.005
 """How long a step without a forward pass waits for a load to end, see take_received()."""
@@ -96,11 +95,9 @@ class WorkerSide:
         self._lock = threading.Condition()
         self._running = 0
         self._received: set[str] = set()
-        self._took = LoadTimes()
+        self._load_s: dict[str, float] = {}
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
-        """Blocks that this step computes with although a load did not fill them: nothing that
-        depends on them is stored."""
         self._registered = False
         self._gds: Gds | None = None
 
@@ -197,7 +194,7 @@ class WorkerSide:
     def start_loads(self, orders: ConnectorMetadata) -> None:
         """Begin this step's loads; returns before they have ended.
 
-        vLLM waits for each other one: whatever happens, it is reported when it has ended.
+        The engine waits for each: whatever happens, it is reported when it has ended.
         """
         self._wanted = orders.adapters
         current = self._is_current(orders.epoch)
@@ -264,7 +261,7 @@ class WorkerSide:
             if short is not None:
                 self._fail(order, short)
             if seconds is not None:
-                self._took.seconds[order.request_id] = seconds
+                self._load_s[order.request_id] = seconds
             self._received.add(order.request_id)
             self._running -= 1
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
@@ -293,15 +290,14 @@ class WorkerSide:
 
     def take_notes(self) -> WorkerOutput | None:
         """Return what the scheduler's half wants to know of this step; None when nothing."""
-        files = self.watch.take() if self.watch is not None else None
+        seen = self.watch.take() if self.watch is not None else []
         wanted, self._wanted = self._wanted, []
         adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
-        news = self._took.seconds or verdicts or adapters
-        if not news and files is None and self._left is None:
+        if not (self._load_s or seen or verdicts or adapters) and self._left is None:
             return None  # what just ends waits for the next step
         with self._lock:
-            took, self._took = self._took, LoadTimes()
-        return WorkerOutput(took, files or FileEvents([]), verdicts, self._left, adapters)
+            load_s, self._load_s = self._load_s, {}
+        return WorkerOutput(load_s, seen, verdicts, self._left, adapters)
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that were not filled, each once."""

@@ -5,7 +5,6 @@ What storage is too slow for is dropped, not queued: there are as many buffers a
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from vua.connector.breaker import StorageGuard
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
 from vua.connector.group_transfer import GroupTransfer
+from vua.connector.log import logger
 from vua.connector.memory import Memory
 from vua.connector.metadata import SaveOrder
 from vua.connector.metrics import Recorder
@@ -26,7 +26,7 @@ from vua.store.store import EntryWriter
 
 __all__ = ["WriteQueue"]
 
-log = logging.getLogger("vllm.vua.worker")
+log = logger("worker")
 
 _THREADS = 1
 """Native code writes the files of one save with threads of its own."""

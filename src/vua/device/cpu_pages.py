@@ -10,21 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, SupportsIndex, TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vua import native
+from vua.device.paged import WORDS, spans
 from vua.device.strided_copy import Pages, Piece
 from vua.errors import InputError, LayoutError
 from vua.native import Boxes
 
-__all__ = ["INTEGERS", "PageForm", "PagedKV", "fused_form", "latent_form"]
-
-INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Element types by size for copying: an integer is never rounded, flushed or quieted."""
+__all__ = ["PageForm", "PagedKV", "fused_form", "latent_form"]
 
 _Ids: TypeAlias = Sequence[SupportsIndex]
 _Chunks: TypeAlias = tuple[Tensor | None, Tensor | None]
@@ -140,21 +138,6 @@ def _half(index: Tensor, width: int, base: Tensor) -> _Strided | _Indexed:
     return _Indexed(places, int(places.max()) + 1)
 
 
-def _runs(layers: Sequence[Tensor]) -> Iterator[_Run]:
-    """Join neighbouring layers that one strided tensor can address."""
-    starts = [(layer.untyped_storage().data_ptr(), int(layer.storage_offset())) for layer in layers]
-    first = 0
-    while first < len(layers):
-        last, stride = first + 1, 0
-        while last < len(layers) and starts[last][0] == starts[first][0]:
-            step = starts[last][1] - starts[last - 1][1]
-            if step <= 0 or stride not in (0, step):
-                break
-            last, stride = last + 1, step
-        yield _Run(first, last - first, layers[first], stride)
-        first = last
-
-
 class PagedKV:
     """The tokens of one KV cache group, addressed by a request's block table.
 
@@ -178,11 +161,12 @@ class PagedKV:
             raise LayoutError(f"expected alike layers of {page} pages in CPU memory, found {found}")
         if block_size < 1 or block_size % form.block_size:
             raise LayoutError(f"block size {block_size} is no multiple of {form.block_size} slots")
-        self._integer = INTEGERS[caches[0].element_size()]
+        self._integer = WORDS[caches[0].element_size()]
         layers = [cache.detach().view(self._integer) for cache in caches]
         if layers[0].dim() == 3:
             layers = [layer.unsqueeze(1) for layer in layers]
-        self._runs, self._pages = tuple(_runs(layers)), Pages(layers)
+        self._pages = Pages(layers)
+        self._runs = tuple(_Run(at, count, layers[at], step) for at, count, step in spans(layers))
         self._shape = (layers[0].shape[1], len(layers))
         self._halves = tuple(
             _half(index, form.width, layers[0]) if index.shape[1] else None

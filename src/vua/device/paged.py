@@ -29,7 +29,7 @@ from torch import Tensor
 
 from vua.errors import InputError, LayoutError
 
-__all__ = ["KNOWN_AXES", "WORDS", "PagedCache", "PagedLayout", "Rows", "slots_of"]
+__all__ = ["KNOWN_AXES", "WORDS", "PagedCache", "PagedLayout", "Rows", "slots_of", "spans"]
 
 KNOWN_AXES: Final = {
     "BHNC": "vLLM 0.26 and later: [blocks, heads, block_size, k_dim + v_dim]",
@@ -178,7 +178,7 @@ class PagedCache:
         self.arrays = tuple(tuple(t.detach().view(word) for t in array) for array in arrays)
         """``[K, V][layer]``: the rows as integers, ``[blocks, slots, heads, dim]``."""
         places = [[t.data_ptr() for t in array] for array in self.arrays]
-        self.spans = tuple(_spans(array) for array in self.arrays)
+        self.spans = tuple(spans(array) for array in self.arrays)
         """Per array: (first layer, layers, elements from one to the next) of layers in a row."""
         self.table = torch.tensor(places, dtype=torch.int64).to(self.device)
         """Addresses of the first rows, ``[arrays, layers]``, on the cache's device."""
@@ -238,8 +238,11 @@ class PagedCache:
         return PagedCache(arrays, self.layout.narrow(start, stop))
 
 
-def _spans(layers: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
-    """Join neighbouring layers that lie at one distance from each other in one allocation."""
+def spans(layers: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
+    """Join neighbouring layers that lie at one distance from each other in one allocation.
+
+    Returns (first layer, layers, elements from one to the next), in order.
+    """
     found: list[tuple[int, int, int]] = []
     for number, layer in enumerate(layers):
         step = 0

@@ -9,11 +9,9 @@
  * was added to glibc after 2.17 is called by its number.
  */
 #define _GNU_SOURCE
-#include <errno.h>
 #include <fcntl.h>
 #include <linux/openat2.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -30,129 +28,6 @@ static int open_file(const struct work *work, uint64_t file)
         how.resolve |= RESOLVE_CACHED;
     const char *path = work->paths + file * work->path_nbytes;
     return (int)syscall(SYS_openat2, work->dir_fd, path, &how, sizeof how);
-}
-
-static void start_more(struct work *work);
-
-static ssize_t read_some(int fd, const struct iovec *rows, uint64_t count, uint64_t offset, int how)
-{
-    if (how == 0)
-        return preadv(fd, rows, (int)count, (off_t)offset);
-    return syscall(SYS_preadv2, fd, rows, count, offset, 0L, how); /* 0: the offset's upper half */
-}
-
-int vua_read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t count,
-                  uint64_t nbytes, uint64_t offset, uint64_t stop, int *how)
-{
-    struct iovec left[ROWS_MAX];
-    for (;;) {
-        ssize_t got = read_some(fd, rows, count, offset, *how);
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got < 0 && *how != 0 && !(work->flags & NOWAIT) &&
-            (errno == EAGAIN || errno == EOPNOTSUPP || errno == ENOSYS)) {
-            *how = 0;
-            posix_fadvise(fd, (off_t)offset, (off_t)(stop - offset), POSIX_FADV_WILLNEED);
-            start_more(work);
-            continue;
-        }
-        if (got <= 0)
-            return 0;
-        if ((uint64_t)got == nbytes)
-            return 1;
-        nbytes -= (uint64_t)got;
-        offset += (uint64_t)got;
-        while ((size_t)got >= rows->iov_len)
-            got -= (ssize_t)rows++->iov_len, count--;
-        memmove(left, rows, count * sizeof *rows);
-        left[0].iov_base = (char *)left[0].iov_base + got;
-        left[0].iov_len -= (size_t)got;
-        rows = left;
-    }
-}
-
-uint64_t vua_aim(struct iovec *rows, const struct batch *batch, const struct slice *slice,
-                 char *header, char *sink, uint64_t place)
-{
-    uint64_t count = 0;
-    if (slice->header)
-        rows[count++] = (struct iovec){header, batch->header_nbytes};
-    uint64_t kept = count; /* rows that nothing is added to */
-    for (uint64_t i = slice->run; i < slice->run_stop; i++) {
-        const struct run *run = &batch->runs[i];
-        const uint64_t array = run->array;
-        const uint64_t *offsets = NULL;
-        char *start = sink + run->sink;
-        if (array < ARRAYS_MAX) {
-            start = (char *)(batch->base[array][run->layer] +
-                             run->head * batch->head_stride[array]);
-            offsets = batch->piece_offset[array] + place * batch->pieces;
-        }
-        for (uint64_t piece = 0; piece < batch->pieces; piece++) {
-            char *at = start + (offsets ? offsets[piece] : piece * (batch->sink_nbytes / batch->pieces));
-            struct iovec *last = &rows[count - 1];
-            if (count > kept && (char *)last->iov_base + last->iov_len == at) {
-                last->iov_len += run->nbytes;
-            } else {
-                if (count == ROWS_MAX)
-                    return 0;
-                rows[count++] = (struct iovec){at, run->nbytes};
-            }
-        }
-    }
-    return count;
-}
-
-/* Hash the next bytes. */
-static uint64_t hash_next(const struct xxh3 *hash, struct cursor *at, uint64_t nbytes)
-{
-    _Alignas(64) char state[STATE_NBYTES];
-    hash->reset(state);
-    while (nbytes > 0) {
-        uint64_t some = at->row->iov_len - at->done;
-        some = some < nbytes ? some : nbytes;
-        hash->update(state, (const char *)at->row->iov_base + at->done, some);
-        nbytes -= some;
-        at->done += some;
-        if (at->done == at->row->iov_len)
-            at->row++, at->done = 0;
-    }
-    return hash->digest(state);
-}
-
-void vua_hash_units(const struct batch *batch, struct cursor at, uint64_t unit, uint64_t stop,
-                    uint64_t *digests)
-{
-    for (; unit < stop; unit++)
-        digests[unit] = hash_next(&batch->hash, &at, batch->unit_nbytes[unit]);
-}
-
-/* Hash the chunk at a place in memory. Returns whether it could be. Of a batch without a sink. */
-int vua_hash(const struct batch *batch, uint64_t place, uint64_t *digests)
-{
-    struct iovec rows[ROWS_MAX];
-    char header[1]; /* is not looked at */
-    const struct slice *stop = batch->slices + batch->slice_count;
-    for (const struct slice *s = batch->slices; s < stop; s++) {
-        if (vua_aim(rows, batch, s, header, NULL, place) == 0)
-            return 0;
-        struct cursor at = {rows + (s->header != 0), 0};
-        vua_hash_units(batch, at, s->unit, s->unit_stop, digests);
-    }
-    return 1;
-}
-
-int vua_is_plain(const struct stat *status, const struct users *trusted)
-{
-    if (!S_ISREG(status->st_mode) || status->st_nlink > 1)
-        return 0;
-    for (uint64_t i = 0; trusted->uids != NULL; i++) {
-        if (i == trusted->count)
-            return 0;
-        if (trusted->uids[i] == status->st_uid)
-            break;
-    }
-    return 1;
 }
 
 /* Load a file through the page cache. Returns whether all of it was read. */
@@ -187,7 +62,7 @@ static int load_open_file(struct work *work, int fd, uint64_t file, char *sink, 
     if (work->flags & DIRECT && vua_is_cold(fd)) {
         if (work->flags & NOWAIT)
             return 0;
-        start_more(work);
+        work->found_cold(work);
         if (bounce != NULL && fcntl(fd, F_SETFL, O_DIRECT) == 0 &&
             vua_load_direct(work, fd, file, header, sink, bounce))
             return 1;
@@ -255,7 +130,7 @@ uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint
 {
     struct work work = {
         batch, dir_fd, paths, path_nbytes, files, place, headers, digests, inodes, discard, flags,
-        {uids, uid_count}, bounce, bounce_nbytes, bounces, .good = files,
+        {uids, uid_count}, bounce, bounce_nbytes, bounces, .good = files, .found_cold = start_more,
     };
     pthread_t helpers[THREADS_MAX];
     uint64_t started = start(helpers, threads < THREADS_MAX ? threads - 1 : THREADS_MAX, &work);

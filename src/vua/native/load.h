@@ -1,4 +1,5 @@
-/* What load.c, direct.c and save.c share: the plan and memory as vua/native/transfer.py has them, and steps. */
+/* What load.c, direct.c and save.c share: the plan and memory as vua/native/transfer.py has them,
+ * and the steps of rows.c. */
 #ifndef VUA_LOAD_H
 #define VUA_LOAD_H
 #include <pthread.h>
@@ -77,6 +78,7 @@ struct work {
     _Atomic uint64_t cold;      /* files that were not in the page cache, or not as a whole */
     pthread_t more[COLD_THREADS];
     uint64_t more_count;        /* threads started once a file was cold */
+    void (*found_cold)(struct work *); /* called for each cold file: starts them */
 };
 
 /* Where a walk over rows stands. */

@@ -50,7 +50,7 @@ class MemoryStorage:
                 problem = wrong_length
                 break
         done = len(versions) - isinstance(problem, CorruptEntryError)
-        return Filled(done, problem, lambda index: versions[index])
+        return Filled(done, problem, dict(enumerate(versions)).get)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         """Look them up."""

@@ -11,7 +11,6 @@ a worker that holds another one refuses.
 from __future__ import annotations
 
 import hashlib
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -20,10 +19,11 @@ import torch
 
 from vua.connector.adapters import Adapter, AdapterNote
 from vua.connector.cache_spec import UncachedError
+from vua.connector.log import logger
 
 __all__ = ["Adapters", "adapter_digest"]
 
-log = logging.getLogger("vllm.vua.worker")
+log = logger("worker")
 
 _VERSION: Final = b"vua.lora.v1"
 _NAMES: Final = frozenset({"id"})

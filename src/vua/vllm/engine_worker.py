@@ -8,20 +8,20 @@ found nothing is cached: what is in memory could not be told then.
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any, Final
 
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vua.connector.cache_spec import UncachedError
+from vua.connector.log import logger
 from vua.connector.memory import Memory
 from vua.connector.weights_watch import WeightsWatch
 from vua.vllm.adapters import Adapters
 
 __all__ = ["Calls", "EngineWorker", "memory_of"]
 
-log = logging.getLogger("vllm.vua.worker")
+log = logger("worker")
 
 _LEAVES_WEIGHTS: Final = frozenset(
     # One word each. Steps of the engine.

@@ -8,7 +8,6 @@ fails is reported so that vLLM recomputes its tokens (``kv_load_failure_policy="
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,10 +26,10 @@ from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
 from vua.connector.group_transfer import Rank
-from vua.connector.metadata import ConnectorMetadata
+from vua.connector.log import logger
+from vua.connector.metadata import ConnectorMetadata, WorkerOutput
 from vua.connector.scheduler import SchedulerSide
 from vua.connector.worker import WorkerSide
-from vua.connector.worker_output import WorkerOutput
 from vua.errors import ConfigError, VUAError
 from vua.io import forks
 from vua.security.keyring import check_keys
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VUAStorageConnector_V1"]
 
-log = logging.getLogger("vllm.vua")
+log = logger()
 
 # What goes between the two halves needs nothing of vLLM but to be what it expects.
 KVConnectorMetadata.register(ConnectorMetadata)
@@ -258,14 +257,14 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         blocks = connector_output.invalid_block_ids or set()
         notes = getattr(connector_output, "kv_connector_worker_meta", None)
         if side is not None and isinstance(notes, WorkerOutput):  # before the ends of these loads
-            self._guarded(lambda: side.policy.measured(notes.times.seconds), None)
+            self._guarded(lambda: side.policy.measured(notes.load_s), None)
             self._guarded(lambda: side.learn(notes), None)
             self._guarded(lambda: side.judge(notes.verdicts), None)
         if side is not None and (received or failed or blocks):  # not always in one step
             self._guarded(lambda: side.received(received, failed, blocks), None)
         events = self._events
         if events is not None and isinstance(notes, WorkerOutput):
-            self._guarded(lambda: events.learn(notes.files.seen), None)
+            self._guarded(lambda: events.learn(notes.seen), None)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV cache events since the last step, see `events`."""

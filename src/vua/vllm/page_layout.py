@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from vua.connector.cache_spec import Group, UncachedError
-from vua.device.cpu_pages import INTEGERS, PagedKV, PageForm, fused_form, latent_form
-from vua.device.paged import PagedCache
+from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
+from vua.device.paged import WORDS, PagedCache
 from vua.device.state_pages import StatePages
 from vua.errors import LayoutError, VUAError
 from vua.format.layout import Shard
@@ -143,7 +143,7 @@ def _engine_writer(dtype: torch.dtype, block_size: int, head_dim: int, isa: str 
 
 def _probe(write: _Writer, dtype: torch.dtype, block_size: int, head_dim: int) -> PageForm:
     """Number all elements, let the engine write them digit by digit, read where each one went."""
-    integer = INTEGERS[dtype.itemsize]
+    integer = WORDS[dtype.itemsize]
     numbers = torch.arange(2 * block_size * head_dim)
     found = torch.zeros_like(numbers)
     for scale in (1, _RADIX):
@@ -176,7 +176,7 @@ def _proves(form: PageForm, write: _Writer, dtype: torch.dtype) -> bool:
     back = torch.empty(2, heads, 1, blocks * slots, dim, dtype=dtype)
     PagedKV([theirs], form, slots).gather(table, 0, blocks * slots, *back)
     pairs = ((ours, theirs), (back[:, :, :, order], chunks))
-    integer = INTEGERS[dtype.itemsize]
+    integer = WORDS[dtype.itemsize]
     return all(torch.equal(one.view(integer), other.view(integer)) for one, other in pairs)
 
 

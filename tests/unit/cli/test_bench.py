@@ -19,7 +19,6 @@ from vua.cli.bench_path import Demand, Speed, _worth, probe
 from vua.cli.bench_replay import (
     Request,
     block_file_nbytes,
-    lru,
     read,
     replay,
 )
@@ -106,14 +105,6 @@ class TestReplay(DirectoryTest):
         ):
             replay(self.root, [Request((1, 2, 3), 1536)] * 2, quiet)
 
-    def test_lru(self) -> None:
-        """LRU with room for everything is ideal; with little room, what fits is found again."""
-        requests = multi_round(users=2, rounds=2, blocks=1)  # 0 1, 0 2, 0 1 3, 0 2 4
-
-        self.assertEqual(5 / 10, lru(requests, 100))
-        self.assertEqual(0.0, lru([Request((n,), 512) for n in (1, 2, 1)], 1))
-        self.assertEqual(1 / 3, lru([Request((n,), 512) for n in (1, 2, 1)], 2))
-
     def test_trace_files(self) -> None:
         """A trace is read as its format says; anything else is refused with its line."""
         trace = self.root / "trace"
@@ -126,17 +117,35 @@ class TestReplay(DirectoryTest):
             read(bad)
 
     def test_command(self) -> None:
-        """The command replays a trace and says what LRU would have reached."""
+        """The command replays a trace and says what policies would have reached."""
         trace = self.root / "trace"
         lines = [
             {"hash_ids": list(r.blocks), "input_length": r.tokens} for r in multi_round(2, 2, 1)
         ]
         trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        code, text = command("bench", "replay", str(trace), "--json")
+        code, text = command("bench", "replay", str(trace), "--json", "--sizes", "100,20%")
         report = json.loads(text)
+        hits = {(one["policy"], one["blocks"]): one["hit_ratio"] for one in report["bounded"]}
 
         self.assertEqual(0, code)
-        self.assertEqual((0.5, 0.5), (report["hit_ratio"], report["bounded"][0]["LRU, simulated"]))
+        self.assertEqual((0.5, 0.5), (report["hit_ratio"], hits["LRU", 100]))
+        self.assertEqual(0.3, hits["Belady", 1])  # of 5 distinct blocks: the one all have
+        self.assertEqual(10, len(hits))
+
+    def test_policies_alone(self) -> None:
+        """Without the store it prints the table only; what makes no sense is refused."""
+        trace = self.root / "trace"
+        trace.write_text('{"hash_ids": [4], "input_length": 600, "timestamp": 9}\n' * 3)
+        words = ("bench", "replay", str(trace), "--simulated", "--sizes")
+        code, text = command(*words, "1", "--policies", "all")
+
+        self.assertEqual(0, code)
+        for expected in ("ARC", "second touch", "0.6667 +0.00 0.50"):
+            self.assertIn(expected, text)
+        self.assertNotIn("lookup", text)
+        for wrong in (("0",), ("x%",), ("1", "--policies", "LIFO")):
+            with self.subTest(wrong), contextlib.redirect_stderr(io.StringIO()):
+                self.assertNotEqual(0, command(*words, *wrong)[0])
 
 
 class TestPath(DirectoryTest):

@@ -1,5 +1,7 @@
 """The settings of the vLLM connector; no engine is needed to read them."""
 
+# ruff: noqa: SLF001 - the warning of an old name comes once in a process
+
 from __future__ import annotations
 
 import ast

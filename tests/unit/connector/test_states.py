@@ -196,7 +196,7 @@ class RulesTest(DirectoryTest):
     def saved(self, computed: int, complete: int, *, every: int = NEVER, **there: Any) -> list[int]:
         """The chunks whose states are saved in a step; three blocks, of which one may be freed."""
         from vua.connector.prefix_match import find
-        from vua.connector.save_selection import Step, to_save
+        from vua.connector.selection import Step, to_save
 
         tokens = 6 * SIZE + 3
         model, keys = self.model(), self.keys(tokens)
@@ -221,7 +221,7 @@ class RulesTest(DirectoryTest):
     def test_reused(self) -> None:
         """What vLLM's own prefix cache had, and nobody has stored, is stored in the first step."""
         from vua.connector.prefix_match import find
-        from vua.connector.save_selection import Step, to_save
+        from vua.connector.selection import Step, to_save
 
         for kind in (STATE, replace(FULL, group="w12")):
             model, keys = self.model(), self.keys(6 * SIZE + 3)

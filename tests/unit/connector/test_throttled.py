@@ -212,13 +212,13 @@ class ThrottledConnectorTest(DirectoryTest):
 
     def test_times_of_several_workers(self) -> None:
         """What workers say about the same step is put together, the slowest counting."""
-        from vua.connector.metadata import LoadTimes
+        from vua.connector.metadata import WorkerOutput
 
-        one, other = LoadTimes({"a": 1.0, "b": 5.0}), LoadTimes({"b": 2.0, "c": 3.0})
+        one, other = WorkerOutput({"a": 1.0, "b": 5.0}), WorkerOutput({"b": 2.0, "c": 3.0})
         expected = {"a": 1.0, "b": 5.0, "c": 3.0}
-        self.assertEqual(expected, one.aggregate(other).seconds)
-        self.assertEqual(expected, other.aggregate(one).seconds)
-        self.assertEqual({"a": 1.0, "b": 5.0}, one.seconds)
+        self.assertEqual(expected, one.aggregate(other).load_s)
+        self.assertEqual(expected, other.aggregate(one).load_s)
+        self.assertEqual({"a": 1.0, "b": 5.0}, one.load_s)
 
     def test_unknown_policy(self) -> None:
         """A policy that does not exist is refused with those that do."""

@@ -26,6 +26,7 @@ if find_spec("vllm"):
 
     from vua.connector import events
     from vua.connector.cache_spec import Group, Model
+    from vua.connector.metadata import WorkerOutput
     from vua.vllm.events import BlockEvents, enabled
 
 CHUNK = 16
@@ -80,20 +81,19 @@ class AnnouncerTest(unittest.TestCase):
         self, announcer: Any, chunks: Iterable[int], ranks: Iterable[int] = (0,)
     ) -> list[Any]:
         """Let workers store chunks; return the events that come of it."""
-        joined = None
+        joined = WorkerOutput()
         for rank in ranks:
             for chunk in chunks:
                 self.watches[rank].stored(self.keys[chunk], self.ranks[rank])
-            seen = self.watches[rank].take()
-            joined = seen if joined is None else joined.aggregate(seen)
-        announcer.learn(joined.seen if joined is not None else ())
+            joined = joined.aggregate(WorkerOutput(seen=self.watches[rank].take()))
+        announcer.learn(joined.seen)
         taken: list[Any] = announcer.take()
         return taken
 
     def lose(self, announcer: Any, chunk: int) -> list[Any]:
         """Let a worker find a chunk gone; return the events that come of it."""
         self.watches[0].gone(self.names[chunk])
-        announcer.learn(self.watches[0].take().seen)
+        announcer.learn(self.watches[0].take())
         taken: list[Any] = announcer.take()
         return taken
 
@@ -176,8 +176,8 @@ class AnnouncerTest(unittest.TestCase):
 
         for _ in range(events.MAX_SEEN + 10):
             self.watches[0].gone(self.names[0])
-        self.assertEqual(events.MAX_SEEN, len(self.watches[0].take().seen))
-        self.assertIsNone(self.watches[0].take())
+        self.assertEqual(events.MAX_SEEN, len(self.watches[0].take()))
+        self.assertEqual([], self.watches[0].take())
 
     def test_switch(self) -> None:
         """Only vLLM's own switch turns events on."""

@@ -319,11 +319,9 @@ class RequestFieldsTest(DirectoryTest):
     def answer(self) -> None:
         """Let the workers say what they hold of what they are asked about."""
         from vua.connector.adapters import Adapter, AdapterNote
-        from vua.connector.events import FileEvents
-        from vua.connector.metadata import LoadTimes
-        from vua.connector.worker_output import WorkerOutput
+        from vua.connector.metadata import WorkerOutput
 
-        notes = WorkerOutput(LoadTimes(), FileEvents([]))
+        notes = WorkerOutput()
         for wanted in self.side.take_wanted_adapters():
             number = wanted.lora_int_id
             digest = self.loaded.get(number)
@@ -430,15 +428,13 @@ class RequestFieldsTest(DirectoryTest):
     def test_adapter_replaced(self) -> None:
         """Under the same number, nothing of before is found; loaded again, all of it."""
         from vua.connector.adapters import Adapter, AdapterNote
-        from vua.connector.events import FileEvents
-        from vua.connector.metadata import LoadTimes
-        from vua.connector.worker_output import WorkerOutput
+        from vua.connector.metadata import WorkerOutput
 
         lora = self.adapter(1, "one")
         self.hits(lora_request=lora, save=True)
         for generation, digest, found in ((1, "two", 0), (2, "one", 64)):
             note = AdapterNote(Adapter(1, digest, generation), 1)
-            self.side.learn(WorkerOutput(LoadTimes(), FileEvents([]), adapters={1: note}))
+            self.side.learn(WorkerOutput(adapters={1: note}))
             self.assertEqual(found, self.hits(lora_request=lora))
 
     def test_no_name(self) -> None:

@@ -1,4 +1,4 @@
-"""Which of a step's complete chunks to store, for each group of layers."""
+"""For each group of layers: which tokens to load, and which complete chunks to store."""
 
 from __future__ import annotations
 
@@ -6,10 +6,28 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vua.connector.cache_spec import Group, Model
+from vua.connector.metadata import GroupLoad
 from vua.connector.prefix_match import PrefixMatch
 from vua.format.keys import ChunkKey
 
-__all__ = ["Step", "to_save"]
+__all__ = ["Step", "to_load", "to_save"]
+
+
+def to_load(
+    model: Model, number: int, found: PrefixMatch | None, start: int, stop: int
+) -> GroupLoad:
+    """Return what to load of group ``number`` of a request's tokens [start, stop).
+
+    Nothing of what the engine has already, and of a window no more than it. ``found`` is what the
+    lookup learned about the prompt.
+    """
+    if found is None:  # cannot be; a load without keys fails, and no engine waits for ever
+        return GroupLoad(number, start, stop, [])
+    group, size = model.groups[number], model.chunk_tokens
+    first = model.first_loaded(group, stop)
+    if not group.keeps_state:  # of a state there is no half
+        first = max(first, start)
+    return GroupLoad(number, first, stop, found.keys.run(first // size, -(-stop // size)))
 
 
 class Step(NamedTuple):
@@ -22,10 +40,10 @@ class Step(NamedTuple):
     complete: int
     """Tokens computed after it."""
     tables: Sequence[Sequence[int]]
-    """The request's block table in this step, per vLLM cache group; 0 where a block is freed."""
+    """The request's block table in this step, per cache group; 0 where a block is freed."""
     reused: range = range(0)
-    """In a request's first step: chunks before it that vLLM's own prefix cache had, whose windows
-    and states may not be stored."""
+    """In a request's first step: chunks before it that the engine's own prefix cache had, whose
+    windows and states may not be stored."""
 
 
 def to_save(
@@ -64,7 +82,7 @@ def _state(
 ) -> Sequence[ChunkKey]:
     """The chunk with which the step ends, if its state is worth a file, and likewise begins.
 
-    vLLM has the states of no other chunks.
+    An engine has the states of no other chunks.
     """
     keys = []
     for end, chunks in ((step.computed, step.reused), (step.complete, step.chunks)):

@@ -1,0 +1,88 @@
+"""The storages of VUA, and one of a stranger's, do what the contract says."""
+
+from __future__ import annotations
+
+import unittest
+from pathlib import Path
+from unittest import mock
+
+from conformance.sqlite_storage import SQLiteStorage
+from helpers import has_native
+from vua.storage.base import Batch, Filled, Storage
+from vua.storage.local import LocalStorage
+from vua.storage.memory import MemoryStorage
+from vua.testing import conformance
+
+
+class TestDirectory(conformance.StorageConformance, unittest.TestCase):
+    """Files in a directory."""
+
+    def open_storage(self, directory: Path) -> Storage:
+        """Open it."""
+        storage = LocalStorage(directory)
+        self.addCleanup(storage.close)
+        return storage
+
+
+class TestDirectoryInPython(TestDirectory):
+    """Files in a directory, without native code."""
+
+    def setUp(self) -> None:
+        """Switch it off."""
+        if not has_native():
+            self.skipTest("it is off for all tests")
+        self.enterContext(mock.patch.dict("os.environ", VUA_NATIVE="off"))
+        super().setUp()
+
+
+class TestMemory(conformance.StorageConformance, unittest.TestCase):
+    """A dictionary."""
+
+    shared = False
+
+    def open_storage(self, directory: Path) -> Storage:
+        """Make one."""
+        del directory
+        return MemoryStorage()
+
+
+class TestSQLite(conformance.StorageConformance, unittest.TestCase):
+    """The example of a storage of one's own."""
+
+    def open_storage(self, directory: Path) -> Storage:
+        """Open a database."""
+        storage = SQLiteStorage(directory / "chunks.db")
+        self.addCleanup(storage.close)
+        return storage
+
+
+class Liar(MemoryStorage):
+    """It says that it has read everything, and has not."""
+
+    def read(self, batch: Batch) -> Filled:
+        """Read nothing."""
+        return Filled(len(batch.names), None, lambda _: None)
+
+
+class TestLiar(unittest.TestCase):
+    """The suite can fail, and no reader believes a storage."""
+
+    def test_fails(self) -> None:
+        """What is not read is noticed by each test that reads."""
+
+        class Case(conformance.StorageConformance, unittest.TestCase):
+            shared = False
+
+            def open_storage(self, directory: Path) -> Storage:
+                del directory
+                return Liar()
+
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(Case).run(result)
+        failed = {case.id().rpartition(".")[2] for case, _ in result.failures + result.errors}
+        failed = {name.partition(" ")[0] for name in failed}
+        self.assertLessEqual({"test_digests", "test_first_missing", "test_many_threads"}, failed)
+
+
+if __name__ == "__main__":
+    unittest.main()

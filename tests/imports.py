@@ -1,0 +1,121 @@
+"""Who imports whom: in the package, in the tests and benchmarks, and in the C files."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import vua
+from helpers import ROOT, TESTS
+
+SOURCE = Path(vua.__file__).parent
+PROGRAMS = (TESTS, ROOT / "benchmarks")
+"""From where tests and benchmarks import; besides, each finds what lies beside it."""
+IMPORT_IN_TEXT = re.compile(r"^ *(?:from|import) +([a-z0-9_.]+)", re.MULTILINE)
+C_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+C_FUNCTION = re.compile(r"^(?!static)\w[^;{}()]*\b(\w+)\([^;{}()]*\)\n\{", re.MULTILINE)
+"""The name of a function that other files may call, where it is defined."""
+
+
+def sources() -> dict[str, str]:
+    """The source of every module of VUA, by the module's name."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        name = ".".join(parts).removesuffix(".__init__")
+        found[name] = path.read_text(encoding="utf-8")
+    return found
+
+
+def imported_names(tree: ast.AST) -> list[str]:
+    """Every module that is named in an import, with `from a import b` counted as `a.b` too."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = "." * node.level + (node.module or "")
+            names += [f"{package}.{alias.name}" for alias in node.names]
+    return names
+
+
+def existing(name: str, modules: set[str]) -> str:
+    """`from vua.errors import X` names no module vua.errors.X: the part that is one."""
+    while name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def programs() -> list[Path]:
+    """Every module of the tests and benchmarks."""
+    return [path for root in PROGRAMS for path in sorted(root.rglob("*.py"))]
+
+
+@cache
+def program(beside: Path, name: str) -> Path | None:
+    """The module of the tests or benchmarks that an import means; None if it means another one."""
+    for folder in (beside, *PROGRAMS):
+        place = folder.joinpath(*name.split("."))
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.is_file():
+                return path
+    package = name.rpartition(".")[0]
+    return program(beside, package) if package else None
+
+
+def imported_programs(importer: Path, source: str) -> set[Path]:
+    """The modules of the tests and benchmarks that a source imports, or a program in its text."""
+    tree = ast.parse(source)
+    names = imported_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names += IMPORT_IN_TEXT.findall(node.value)
+    found = {program(importer.parent, name) for name in names}
+    return {path for path in found if path is not None}
+
+
+@cache
+def programs_imported(path: Path) -> set[Path]:
+    """The modules of the tests and benchmarks that one of them imports."""
+    return imported_programs(path, path.read_text(encoding="utf-8"))
+
+
+def c_uses(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Of C files by name: which others each includes, or calls functions of."""
+    code = {name: C_COMMENT.sub("", source) for name, source in sources.items()}
+    places = {one: name for name, text in code.items() for one in C_FUNCTION.findall(text)}
+    return {
+        name: {
+            *re.findall(r'#include "(.+)"', text),
+            *(
+                places[word]
+                for word in re.findall(r"\w+", text)
+                if word in places and name.endswith(".c")
+            ),
+        }
+        - {name}
+        for name, text in code.items()
+    }
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, the first one also at the end; empty: none."""
+    done: set[str] = set()
+    path: list[str] = []
+
+    def walk(module: str) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        path.append(module)
+        for imported in sorted(imports.get(module, ())):
+            found = walk(imported)
+            if found:
+                return found
+        done.add(path.pop())
+        return []
+
+    return next(filter(None, map(walk, sorted(imports))), [])

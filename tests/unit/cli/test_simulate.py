@@ -1,0 +1,122 @@
+"""Eviction policies, simulated over small traces."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+from mixtures import mixture
+from vua.cli import bench_ranks, bench_simulate
+from vua.cli.bench_ranks import Adaptive, Past, Ranked
+from vua.cli.bench_simulate import POLICIES, clairvoyant, compare, simulate
+
+
+@dataclass
+class Asked:
+    """A request."""
+
+    whole: tuple[int, ...]
+    time_s: float = 0.0
+
+
+def asked(name: str, requests: int) -> list[Asked]:
+    """The first requests of a generated trace."""
+    return [Asked(tuple(blocks), time_s) for time_s, blocks in mixture(name)[:requests]]
+
+
+class Watched(bench_simulate._Store):  # noqa: SLF001
+    """A store that looks at itself after each request."""
+
+    def use(self, blocks: Sequence[int], now_ns: int) -> None:
+        """No block is held without the one before it, nor more than there is room for."""
+        super().use(blocks, now_ns)
+        assert all(before in {*self._held, -1} for before in self._held.values())
+        assert len(self._held) <= self._policy.capacity
+
+
+class TestPolicies(unittest.TestCase):
+    """All of them."""
+
+    def test_never_a_prefix_before_its_children(self) -> None:
+        """Whatever a policy proposes, what it holds has no gap; the same for each run."""
+        requests = asked("all", 60)
+        makers = {**POLICIES, "Belady": clairvoyant(requests)}
+        for name, make in makers.items():
+            with self.subTest(name), mock.patch.object(bench_simulate, "_Store", Watched):
+                first = simulate(requests, [make(60, Past())])
+                self.assertEqual(first, simulate(requests, [make(60, Past())]))
+                self.assertEqual(sum(len(one.whole) for one in requests), first[0].blocks)
+
+    def test_room_for_all(self) -> None:
+        """With room for all each finds what an unbounded store does, but for the second touch."""
+        requests = asked("tools", 150)
+        done = compare(requests, list(POLICIES), [10**6])
+        hits = {one.policy: one.hit_ratio for one in done}
+        low = hits.pop("second touch")
+
+        self.assertEqual(1, len(set(hits.values())), hits)
+        self.assertLess(low, hits["LRU"])
+
+    def test_known_counts(self) -> None:
+        """LRU and Belady's find what can be counted by hand."""
+        requests = [Asked((one,)) for one in (1, 2, 3, 1, 2, 3)]
+        found = {one.policy: one for one in compare(requests, ["FIFO"], [2])}
+
+        self.assertEqual((0.0, 0.0), (found["LRU"].hit_ratio, found["FIFO"].hit_ratio))
+        self.assertEqual(2 / 6, found["Belady"].hit_ratio)
+        self.assertEqual(1.0, found["Belady"].covered)
+        self.assertEqual(1.0, found["Belady"].written_per_hit)  # 1 and 2, each found once
+
+    def test_lru_by_times(self) -> None:
+        """Times of now, as directories have them today, are LRU."""
+        requests = asked("chat", 300)
+        with mock.patch.object(bench_ranks, "_SHARES", (0.0,) * 4):
+            by_times = simulate(requests, [Ranked(200, Adaptive(Past(), 200))])
+
+        self.assertEqual(simulate(requests, [POLICIES["LRU"](200, Past())]), by_times)
+
+
+class TestAdaptive(unittest.TestCase):
+    """The proposed policy."""
+
+    def test_more_hits_from_fewer_bytes(self) -> None:
+        """Beside prompts that nobody repeats it finds more than LRU, and writes less for it."""
+        lru, adaptive, _ = compare(asked("chat_scan", 1200), ["adaptive"], [500])
+
+        self.assertGreater(adaptive.hit_ratio, 1.5 * lru.hit_ratio)
+        self.assertLess(adaptive.written_per_hit, lru.written_per_hit / 2)
+
+    def test_falls_back(self) -> None:
+        """Where uses say nothing and LRU finds nearly all it becomes LRU; with little room not."""
+        requests = asked("chat", 1600)
+        roomy, tight = Adaptive(Past(), 6000), Adaptive(Past(), 300)
+        simulate(requests, [Ranked(6000, roomy)])
+        simulate(requests, [Ranked(300, tight)])
+
+        self.assertEqual(0, roomy.share)
+        self.assertLess(0, tight.share)
+
+    def test_times(self) -> None:
+        """No time is later than now, and a block's is never later than that of one before it."""
+        adaptive = Adaptive(Past(), 100)
+        for number, one in enumerate(asked("all", 400)):
+            now_ns = 10**15 + number * 10**9
+            times = adaptive.ranks(one.whole, now_ns)
+            self.assertLessEqual(times[0], now_ns)
+            self.assertEqual(sorted(times, reverse=True), times)
+
+    def test_forgets(self) -> None:
+        """It remembers so many blocks, those used last."""
+        with mock.patch.object(bench_ranks, "_REMEMBERED", 2):
+            past = Past()
+            past.meet((1, 2), 10**9)
+            past.meet((3,), 2 * 10**9)
+
+            self.assertEqual(([1], 1), past.meet((1,), 3 * 10**9)[:2])
+            self.assertEqual(([2, 0], 1), past.meet((1, 2), 4 * 10**9)[:2])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,111 @@
+"""Mirrors `vua.native.fallback`: in Python the same comes out as in C, whatever is read."""
+
+from __future__ import annotations
+
+import os
+import unittest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from helpers import DirectoryTest, Memory, has_native, model_arrays, rectangle
+from layouts import DEEP, SMALL, shards
+from properties import given
+from vua import native
+from vua.format.entry import EntryCodec
+from vua.format.layout import KVLayout
+from vua.format.plan import entry_plan
+from vua.io.posix import memory_at
+from vua.native import Headers, Transfer, fallback
+
+FILES = 3
+NOISE = np.random.default_rng(6).bytes(4 << 20)
+MODELS = {layout: model_arrays(layout, FILES) for layout in (SMALL, DEEP)}
+
+
+def damage(path: Path, how: str, at: int) -> None:
+    """Do something to a file."""
+    nbytes = path.stat().st_size
+    if how == "missing":
+        path.unlink()
+    elif how == "shorter":
+        os.truncate(path, at % nbytes)
+    elif how == "longer":
+        os.truncate(path, nbytes + 1 + at)
+    elif how == "link":
+        path.rename(path.with_suffix(".there"))
+        path.symlink_to(path.with_suffix(".there"))
+    elif how == "other bytes":
+        with path.open("r+b") as file:
+            file.seek(at % nbytes)
+            file.write(b"\x77")
+
+
+def contents(transfer: Transfer, into: Headers, files: int) -> tuple[list[bytes], list[bytes]]:
+    """What was read: the rows of memory that somebody wants, and the tables."""
+    inside = np.repeat(transfer.plan.extents["array"] < 2, transfer.plan.segments)
+    rows = [row for place in range(files) for row in transfer.rows(place)[inside].tolist()]
+    tables = [table[:files].tobytes() for table in into if table is not None]
+    return [bytes(memory_at(address, nbytes)) for address, nbytes in rows], tables
+
+
+@unittest.skipUnless(has_native(), "native code is not built: python3 dev.py build")
+class TestReadEntries(DirectoryTest):
+    """Both read the same files into memories of their own."""
+
+    @given(
+        st.sampled_from([SMALL, DEEP]),
+        st.sampled_from([None, 2, 4]),
+        st.tuples(
+            st.sampled_from(["", "missing", "shorter", "longer", "link", "other bytes"]),
+            st.integers(0, FILES - 1),
+            st.integers(0, 1 << 20),
+            st.booleans(),
+        ),
+        st.data(),
+    )
+    def test_same(
+        self, layout: KVLayout, block: int | None, case: Any, data: st.DataObject
+    ) -> None:
+        """The same count, headers, digests, inodes and memory, also of what is discarded."""
+        how, bad, at, keep = case
+        stored, needed = (data.draw(shards(layout.layers, layout.kv_heads)) for _ in range(2))
+        taken = stored.intersection(needed)
+        if taken is None:
+            return
+        codec = EntryCodec("0" * 64, layout, stored)
+        plan = entry_plan(codec, taken, needed, block or layout.chunk_tokens)
+        paths = [f"{number}.file" for number in range(FILES)]
+        for path in paths:
+            (self.root / path).unlink(missing_ok=True)
+            start = (at + ord(path[0])) % 1000
+            (self.root / path).write_bytes(NOISE[start : start + codec.file_nbytes])
+        damage(self.root / paths[bad], how, at)
+        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        self.addCleanup(os.close, fd)
+        found = []
+        for read in (native.read_entries, fallback.read_entries):
+            model = rectangle(MODELS[layout], needed)
+            memory = Memory(layout, needed, FILES, block_tokens=block).fill(model)
+            tokens = memory.map()
+            transfer = Transfer(plan, tokens.base, tokens.head_stride, tokens.piece_offset, memory)
+            into = Headers(
+                np.zeros((FILES, plan.header_nbytes), dtype=np.uint8),
+                np.zeros((FILES, plan.blocks), dtype=np.uint64),
+                np.zeros((FILES, 2), dtype=np.uint64),
+                np.zeros((FILES, plan.discard_nbytes), dtype=np.uint8) if keep else None,
+            )
+            done = read(transfer, fd, paths, 0, into)
+            found.append((done, *contents(transfer, into, done)))
+            for place in range(done if keep else 0):
+                blocks = transfer.blocks(transfer.rows(place, into.discard[place].ctypes.data))
+                self.assertEqual(into.digests[place].tolist(), native.digests_of(blocks))
+
+        self.assertEqual(bad if how not in ("", "other bytes") else FILES, found[0][0])
+        self.assertEqual(found[0], found[1])
+
+
+if __name__ == "__main__":
+    unittest.main()
