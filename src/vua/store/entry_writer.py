@@ -143,7 +143,9 @@ class EntryWriter:
         for event, became in (("chunks_saved", WRITTEN), ("chunks_present", PRESENT)):
             if chunks := statuses.count(became):
                 store.misses.count(event, chunks)
-        log.debug("saved %s: %s", [name[:12] for name in names], statuses)
+        for key, became in zip(run, statuses, strict=True):
+            if became == WRITTEN:
+                log.debug("saved chunk %s/%s", key.name[:12], self.shard.name)
         return statuses
 
     def _sealed(self, run: Sequence[ChunkKey], place: int, seal: Seal | None) -> Batch:
