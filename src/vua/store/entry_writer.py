@@ -140,13 +140,16 @@ class EntryWriter:
             room.commit(statuses)
             if statuses[0] == FAILED and written.problem is not None:
                 raise written.problem
+        self._count(run, statuses)
+        return statuses
+
+    def _count(self, run: Sequence[ChunkKey], statuses: Sequence[int]) -> None:
         for event, became in (("chunks_saved", WRITTEN), ("chunks_present", PRESENT)):
             if chunks := statuses.count(became):
-                store.misses.count(event, chunks)
+                self.store.misses.count(event, chunks)
         for key, became in zip(run, statuses, strict=True):
             if became == WRITTEN:
                 log.debug("saved chunk %s/%s", key.name[:12], self.shard.name)
-        return statuses
 
     def _sealed(self, run: Sequence[ChunkKey], place: int, seal: Seal | None) -> Batch:
         """Return a batch with the headers of new entries, and their payloads as they are stored."""
