@@ -111,20 +111,17 @@ def hashes_payloads(tree: ast.Module) -> bool:
     return any(name.startswith("xxh3_64") or name == "checksums" for name in names)
 
 
-def settings(trees: dict[str, ast.Module], name: str) -> int:
-    """Annotated fields of a class of settings, and of the groups that they are typed as."""
+def settings(trees: dict[str, ast.Module], name: str) -> str:
+    """How many a class of settings has, and how many with those inside of groups."""
     classes = {
-        node.name: node
-        for module, tree in trees.items()
-        if module.rpartition(".")[2] in ("config", "settings", "config_groups", "groups")
+        node.name: [part for part in node.body if isinstance(part, ast.AnnAssign)]
+        for tree in trees.values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     }
-    body = classes[name].body if name in classes else []
-    return sum(
-        isinstance(node, ast.AnnAssign) and not ast.unparse(node.annotation).startswith("ClassVar")
-        for node in body
-    )
+    fields = classes.get(name, [])
+    groups = [classes.get(ast.unparse(field.annotation), []) for field in fields]
+    return f"{len(fields)} / {sum(max(1, len(group)) for group in groups)}"
 
 
 def static(checkout: Path) -> Rows:
@@ -154,7 +151,7 @@ def static(checkout: Path) -> Rows:
         "longest function": longest(f for tree in trees.values() for f in functions(tree)),
     }
     for name, whose in SETTINGS.items():
-        rows[f"settings of {whose}"] = f"{settings(trees, name)}"
+        rows[f"settings of {whose} / with those in groups"] = settings(trees, name)
     names = sorted({p.relative_to(source).parts[0] for p in python if p.parent != source})
     rows["`(public)`"] = counted([path for path in source.glob("*.py") if path.name in PUBLIC])
     return rows | {f"`{name}/`": counted(rooms(name)) for name in names}

@@ -1,6 +1,6 @@
 """Small errors in `capacity`, `store` and `connector`, and which tests notice them.
 
-    python dev.py mutate [--mutants 60] [--seed 1] [--only WORD] [--map FILE] [--markdown FILE]
+    python dev.py mutate [--mutants 60] [--seed 1] [--minutes 60] [--map FILE] [--markdown FILE]
 
 Sites are found in the syntax trees: comparisons, `and` and `or`, `not`, numbers, truth values,
 guards that leave a function, calls made for what they do. A sample is drawn by the text of each, so
@@ -46,7 +46,7 @@ BELONG = ("capacity", "store", "connector", "vllm", "format")
 """Folders of tests/unit that call these rooms; so does tests/unit/test_core.py."""
 PRELOADED = ("torch", "numpy", "vllm.v1.outputs", "vllm.v1.core.sched.scheduler")
 """Imported once, before every mutant's process is forked. Nothing of VUA."""
-TESTS_S = 20.0
+TESTS_S = 10.0
 """A mutant meets the fastest of its tests, so many seconds of them."""
 SLOWER = 6
 """How much longer than without a mutant the tests may take; then it counts as noticed."""
@@ -301,15 +301,15 @@ def named_mutant(named: Named) -> Mutant:
 
 def chosen(many: int, seed: int) -> list[Mutant]:
     """A sample, as many of each room and one of a function at most; the named ones first."""
-    found = [named_mutant(named) for named in NAMED]
+    found, samples = [named_mutant(named) for named in NAMED], list[list[Mutant]]()
     for room in ROOMS:
         paths = sorted((SOURCE / "vua" / room).rglob("*.py"))
         texts = {str(path.relative_to(SOURCE)): path.read_text() for path in paths}
         every = [mutant for path, text in texts.items() for mutant in mutants_of(text, path)]
         drawn = sorted(every, key=lambda mutant: mutant.draw(seed))
         one_each = {(mutant.path, mutant.function): mutant for mutant in reversed(drawn)}
-        found += sorted(one_each.values(), key=drawn.index)[: many // len(ROOMS)]
-    return found
+        samples.append(sorted(one_each.values(), key=drawn.index)[: many // len(ROOMS)])
+    return found + [mutant for row in zip(*samples, strict=False) for mutant in row]
 
 
 # -- which tests call what -------------------------------------------------------------------
@@ -369,6 +369,7 @@ def in_child(work: Callable[[], Any], source: Path, timeout_s: float) -> Any:
     Raises RuntimeError with what it printed when it broke.
     """
     with tempfile.TemporaryDirectory(prefix="vua-mutation-") as folder:
+        Path(folder).chmod(0o711)  # some tests are another user for a while
         answer, pid = Path(folder, "answer"), os.fork()
         if pid == 0:
             try:
@@ -491,6 +492,7 @@ def main() -> int:
     parser.add_argument("--mutants", type=int, default=60, help="drawn beside the named ones")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="those whose path or function has this word")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin none after that")
     parser.add_argument("--map", type=Path, help="which test calls what: kept, or taken from here")
     parser.add_argument("--markdown", type=Path, help="put the table at the end of this page")
     asked = parser.parse_args()
@@ -516,7 +518,10 @@ def main() -> int:
     results = []
     with tempfile.TemporaryDirectory(prefix="vua-mutants-") as name:
         copy = Path(shutil.copytree(SOURCE, Path(name, "src")))
+        stop_s = time.monotonic() + 60 * asked.minutes
         for mutant in mutants:
+            if time.monotonic() > stop_s:
+                break
             line = function_lines(mutant.path)[mutant.function]
             outcome = judged(mutant, callers[f"{mutant.path}:{line}"], copy)
             results.append((mutant, outcome))

@@ -75,7 +75,10 @@ class Tracer:
         threading.setprofile(None)  # type: ignore[arg-type]
 
     def arm(self, hook: str, reached: Callable[[], bool]) -> None:
-        """Begin with the next call of a function ``hook``; ``reached`` tells, quickly, the end."""
+        """Begin with the next call of ``hook``, a function or ``Class.method``.
+
+        ``reached`` tells, quickly, the end.
+        """
         with self._lock:
             self._reached, self._above, self._way = reached, [], Way()
             self._done.clear()
@@ -100,11 +103,11 @@ class Tracer:
         if self._hook is None or not self._ours(frame) or event not in ("call", "return"):
             return
         stack = self._stack(frame)
-        names = [name.rpartition(".")[2].split(": ")[-1] for name in stack]
         with self._lock:
-            if self._hook in names:
-                stack = stack[names.index(self._hook) :]
-                if event == "call" and names[-1] == HAND_OVER and WORKERS in stack[-1]:
+            hook = next((at for at, name in enumerate(stack) if self._is_hook(name)), None)
+            if hook is not None:
+                stack = stack[hook:]
+                if event == "call" and stack[-1].endswith(HAND_OVER) and WORKERS in stack[-1]:
                     self._above = stack
             elif self._above and any(WORKERS in s and s.endswith(TAKEN_UP) for s in stack):
                 stack = self._above + stack
@@ -118,6 +121,10 @@ class Tracer:
                 self._way.functions = list(dict.fromkeys(stack))
                 self._hook = None
                 self._done.set()
+
+    def _is_hook(self, function: str) -> bool:
+        name = function.split(": ")[1]
+        return name == self._hook or name.endswith(f".{self._hook}")
 
     def _ours(self, frame: FrameType) -> bool:
         return frame.f_code.co_filename.startswith(self._source)

@@ -120,22 +120,18 @@ def move_future_mtimes(
     return first
 
 
-_evict_chunk: Final = evict_chunk
-
-
 class Evictor:
     """Evicts from one cache directory, remembering what it saw. For one thread at a time."""
 
     def __init__(
-        self, root: str | os.PathLike[str], evict_chunk: Callable[..., int | None] = evict_chunk
+        self, root: str | os.PathLike[str], rehearse: Callable[..., int | None] | None = None
     ) -> None:
         """Prepare for ``root``; reads nothing yet.
 
-        Chunks are deleted by ``evict_chunk``. With another one than this module's, nothing else is
-        changed: a rehearsal.
+        With ``rehearse`` nothing is changed: it is called in place of :func:`evict_chunk`.
         """
-        self._root, self._evict_chunk = os.fspath(root), evict_chunk
-        self._is_real = evict_chunk is _evict_chunk
+        self._root, self._evict_chunk = os.fspath(root), rehearse or evict_chunk
+        self._is_real = rehearse is None
         self._pool: list[Candidate] = []
         """The oldest chunks at the last pass, oldest last."""
         self._held: deque[tuple[Candidate, int]] = deque()

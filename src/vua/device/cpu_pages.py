@@ -226,7 +226,8 @@ class PagedKV:
     def _copy(self, pieces: Sequence[Piece], chunks: _Chunks, *, store: bool = True) -> None:
         """Copy pieces of chunks ``[chunks, heads, layers, tokens, dim]``, if possible in C."""
         boxes = self._boxes(pieces, chunks, store=store) if pieces and self._strided else []
-        if boxes and native.move(boxes):
+        if boxes:
+            native.copy_strided(boxes)
             return
         # vLLM may have made its caches in inference mode, the only mode that can write them then.
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""How rows are moved in a CPU's memory: by one call of `move.c`, else by PyTorch."""
+"""How rows are moved in a CPU's memory: by one call, except where slots repeat."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def move(job: Job, *, store: bool) -> None:
         return
     found = moves.runs(slots, job.cache.layout.block_size)
     kinds = [_boxes(job, array, found, store=store) for array in range(len(job.chunks))]
-    if not native.move(kinds):
-        moves.move(job, store=store)
+    native.copy_strided(kinds)
 
 
 def _repeats(slots: npt.NDArray[np.int64]) -> bool:

@@ -1,4 +1,4 @@
-"""What `vua.native.move` copies between chunks and pages whose elements lie at fixed strides."""
+"""What `vua.native.copy_strided` copies between chunks and pages of elements at fixed strides."""
 
 from __future__ import annotations
 

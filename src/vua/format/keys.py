@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.errors import InputError
-from vua.native import chain, narrow
+from vua.native import hash_chain, narrow
 
 if TYPE_CHECKING:
     import torch
@@ -253,7 +253,7 @@ class KeyChain:
                 self._parents[start] = parent, before
             ids = self._ids[nbytes * start : nbytes * stop]
             if self._naming is None:
-                self._digests += chain(parent, ids, nbytes)
+                self._digests += hash_chain(parent, ids, nbytes)
             else:
                 self._digests += _secret_chain(self._naming.secret, parent, ids, nbytes)
 
@@ -319,7 +319,7 @@ class KeyRun(Sequence[ChunkKey]):
 
 
 def _secret_chain(secret: bytes, parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
-    """As :func:`vua.native.chain`, by an HMAC with ``secret``."""
+    """As :func:`vua.native.hash_chain`, by an HMAC with ``secret``."""
     digests = bytearray()
     for start in range(0, len(ids), chunk_nbytes):
         text = parent + ids[start : start + chunk_nbytes]

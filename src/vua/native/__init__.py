@@ -1,11 +1,15 @@
-"""A few loops in C, where the installation has them; everything works without them.
+"""What VUA has in C: four functions, each with a fallback in Python that does the same.
 
-`load.c` reads and hashes a batch of files in one call: one release of the GIL for all of them, and
-a second core where that pays; `direct.c` does so past the page cache. `save.c` hashes and writes a
-batch of files. :mod:`vua.native.fallback` does the same file by file, is always there, and is the
-one that judges whatever `load.c` does not find in order. `chain.c` hashes the chunks of a
-prompt, `move.c` copies between chunks and an engine's pages.
-docs/decisions/0006-native-loops.md says why, and what it brings.
+=================== ======================== =====================================================
+:func:`read_entries` ``load.c``, ``direct.c`` reads and hashes a batch of entry files by one call
+:func:`write_entries` ``save.c``             hashes and writes a batch
+:func:`hash_chain`   ``chain.c``             hashes the chunks of a prompt
+:func:`copy_strided` ``move.c``              copies between chunks and an engine's pages
+=================== ======================== =====================================================
+
+Each decides by itself whether the library does the work or :mod:`vua.native.fallback`; nobody else
+asks. docs/decisions/0006-native-loops.md says why, and what it brings, and
+docs/decisions/0023-batches-of-entries.md how what they read is judged.
 
 They are one shared library without anything of Python's, `_vua_native.linux-MACHINE.so` in this
 folder, which `hatch_build.py` compiles when a wheel is built (`dev.py build`: in a checkout).
@@ -17,8 +21,8 @@ default), ``off``, or ``require`` (fail without it). :func:`status` says whether
 from vua.native.batches import THREADS, hash_entry, read_entries
 from vua.native.bindings import Status, library, status
 from vua.native.fallback import read_entry
-from vua.native.moves import ITEMS, Boxes, move
-from vua.native.prefixes import chain, narrow
+from vua.native.moves import ITEMS, Boxes, copy_strided
+from vua.native.prefixes import hash_chain, narrow
 from vua.native.saves import FAILED, PRESENT, WRITTEN, WriteOptions, write_entries
 from vua.native.transfer import Digest, Headers, Transfer, digests_of, fill_check
 
@@ -34,12 +38,12 @@ __all__ = [
     "Status",
     "Transfer",
     "WriteOptions",
-    "chain",
+    "copy_strided",
     "digests_of",
     "fill_check",
+    "hash_chain",
     "hash_entry",
     "library",
-    "move",
     "narrow",
     "read_entries",
     "read_entry",

@@ -32,7 +32,15 @@ from vua.native.transfer import (
     fill_check,
 )
 
-__all__ = ["hash_chain", "hash_entry", "read_entries", "read_entry", "write_entries"]
+__all__ = [
+    "Strided",
+    "copy_strided",
+    "hash_chain",
+    "hash_entry",
+    "read_entries",
+    "read_entry",
+    "write_entries",
+]
 
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -226,3 +234,26 @@ def _write_bytes(
         header[plan.table_offset : plan.table_offset + len(table)] = table
         fill_check(header, check_offset)
     posix.pwritev_all(fd, opening, 0)
+
+
+Strided = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[npt.NDArray[np.uint64]]]
+"""Heads, dims and bytes of an element; the strides of target and source; for each box the addresses
+of its first elements there, and its tokens."""
+
+
+def copy_strided(copies: Sequence[Strided]) -> None:
+    """Copy boxes one after the other; see :func:`vua.native.moves.copy_strided`."""
+    for (heads, dims, item), to, from_, tables in copies:
+        for target, source, tokens in zip(*(t.ravel().tolist() for t in tables), strict=True):
+            shape = (heads, tokens, dims)
+            if tokens:
+                _elements(target, shape, to, item)[...] = _elements(source, shape, from_, item)
+
+
+def _elements(
+    address: int, shape: Sequence[int], strides: Sequence[int], item: int
+) -> npt.NDArray[np.unsignedinteger]:
+    """The elements of a box, as an array over its memory."""
+    last = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+    buffer = posix.memory_at(address, last + item)
+    return np.ndarray(tuple(shape), f"u{item}", buffer, strides=tuple(strides))

@@ -9,10 +9,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from vua.native import fallback
 from vua.native.batches import crew
 from vua.native.bindings import library
 
-__all__ = ["ITEMS", "Boxes", "move"]
+__all__ = ["ITEMS", "Boxes", "copy_strided"]
 
 ITEMS: Final = (1, 2, 4, 8)
 """Bytes per element that `move.c` knows."""
@@ -67,18 +68,23 @@ class Boxes(ctypes.Structure):
         sides = ((ctypes.c_uint64 * 3)(*side) for side in (to, from_))
         super().__init__(tables[2].size, *shape, *sides, *addresses)
 
+    def plain(self) -> fallback.Strided:
+        """Return the same for Python."""
+        return (self.heads, self.dims, self.item), self.to, self.from_, self.keep
+
     @property
     def nbytes(self) -> int:
         """Bytes that are copied."""
         return int(self.keep[2].sum() * self.heads * self.dims * self.item)
 
 
-def move(kinds: Sequence[Boxes]) -> bool:
-    """Copy all boxes, with the GIL released; False where it cannot: nothing was done."""
+def copy_strided(copies: Sequence[Boxes]) -> None:
+    """Copy all boxes. In C the GIL is released, and two threads share what is large."""
     bound = library()
-    if bound is None:
-        return False
-    nbytes = sum(kind.nbytes for kind in kinds)
+    nbytes = sum(one.nbytes for one in copies)
     stream = nbytes >= _STREAMED_NBYTES
     with crew.joined(large=nbytes >= _SHARED_NBYTES) as threads:
-        return bool(bound.move((Boxes * len(kinds))(*kinds), len(kinds), threads, stream))
+        if bound is None or not bound.move(
+            (Boxes * len(copies))(*copies), len(copies), threads, stream
+        ):
+            fallback.copy_strided([one.plain() for one in copies])

@@ -236,9 +236,23 @@ class LocalStorage:
 
     def write(self, batch: Batch) -> Written:
         """Write files that are not there, each under a unique temporary name first."""
-        statuses, first, tries = [FAILED] * len(batch.names), 0, 0
-        while first < len(statuses):
-            found = self._write(batch, first)
+        paths = [chunk_path(name.partition("/")[0]) for name in batch.names]
+        statuses, first, tries = [FAILED] * len(paths), 0, 0
+        while first < len(paths):
+            options = native.WriteOptions(
+                f"{batch.names[0].partition('/')[2]}{SUFFIX}",
+                f"{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}",
+                check_offset=batch.check_offset or 0,
+                allocate_nbytes=self._allocated_nbytes,
+                directory_mode=self._security.directory_mode,
+                file_mode=self._security.file_mode,
+                uids=self._uids,
+                durable=self._durable,
+            )
+            place, headers = batch.place + first, batch.headers[first:]
+            found = native.write_entries(
+                batch.transfer, self._fd, paths[first:], place, headers, options
+            )
             statuses[first:] = map(max, statuses[first:], found)
             failed = next((at for at, one in enumerate(found, first) if one <= FAILED), None)
             if failed is None:
@@ -250,23 +264,6 @@ class LocalStorage:
                 return Written(statuses, explained(problem, f"{self.directory}/{_path(name)}"))
             first = failed
         return Written(statuses)
-
-    def _write(self, batch: Batch, first: int) -> Sequence[int]:
-        """Write files from ``first`` on; what became of each, or a negative errno."""
-        names = batch.names[first:]
-        options = native.WriteOptions(
-            f"{names[0].partition('/')[2]}{SUFFIX}",
-            f"{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}",
-            check_offset=batch.check_offset or 0,
-            allocate_nbytes=self._allocated_nbytes,
-            directory_mode=self._security.directory_mode,
-            file_mode=self._security.file_mode,
-            uids=self._uids,
-            durable=self._durable,
-        )
-        paths = [chunk_path(name.partition("/")[0]) for name in names]
-        place, headers = batch.place + first, batch.headers[first:]
-        return native.write_entries(batch.transfer, self._fd, paths, place, headers, options)
 
     def _repaired(self, code: int, name: str) -> bool:
         """Clear the way: the namespace was deleted, its mount has died, or a directory is there."""

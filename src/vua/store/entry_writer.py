@@ -105,24 +105,24 @@ class EntryWriter:
         Returns whether it was written. Raises as :meth:`save` does.
         """
         batch = self._batch([key], self._transfer(kind), 0, header[None], kind)
-        with self._reserve([key], batch.nbytes) as room:
-            return room.granted and self._put(batch, room) == [WRITTEN]
+        return self._write([key], 0, batch) == [WRITTEN]
 
-    def _write(self, run: Sequence[ChunkKey], place: int) -> list[int]:
+    def _write(self, run: Sequence[ChunkKey], place: int, batch: Batch | None = None) -> list[int]:
         """Write a prompt's next chunks; what became of each, nothing where all are refused.
 
-        Leading ones that are stored already are only counted: then others may be, too.
+        Leading ones that are stored already are only counted: then others may be, too. A ``batch``
+        that is given is written as it is. Raises StorageError where nothing could be written.
         """
-        self.refused, store, shard = False, self.store, self.shard
+        self.refused, store, storage, seal = False, self.store, self.store.storage, None
         try:
-            seal = store.keyring.seal(run[0].tenant)
+            seal = store.keyring.seal(run[0].tenant) if batch is None else None
         except NoKeyError as problem:
             log.warning("chunk %s is not stored: %s", run[0].name[:12], problem)
             return self._refuse(1)
-        nbytes, present = store.codec(shard, seal.kind if seal else "").file_nbytes, 0
-        while present < len(run) and store.storage.exists(
-            [entry_name(run[present].name, shard)], nbytes
-        ) == [True]:
+        nbytes = store.codec(self.shard, seal.kind if seal else "").file_nbytes
+        nbytes = nbytes if batch is None else batch.nbytes
+        names, present = [entry_name(key.name, self.shard) for key in run], 0
+        while present < len(run) and storage.exists([names[present]], nbytes)[0]:
             present += 1
         if present:
             store.misses.count("chunks_present", present)
@@ -130,28 +130,26 @@ class EntryWriter:
         with self._reserve(run, nbytes) as room:
             if not room.granted:
                 return self._refuse(len(run))
-            return self._put(self._sealed(run, place, seal), room)
+            batch = batch or self._sealed(run, place, seal)
+            written = storage.write(batch)
+            statuses = list(written.statuses)
+            if statuses[0] == FAILED and isinstance(written.problem, StorageFullError):
+                room.relieve_full_disk()
+                written = storage.write(batch)
+                statuses = list(map(max, statuses, written.statuses))
+            room.commit(statuses)
+            if statuses[0] == FAILED and written.problem is not None:
+                raise written.problem
+        self._count(run, statuses)
+        return statuses
 
-    def _put(self, batch: Batch, room: Reservation | Unlimited) -> list[int]:
-        """Write a batch into the space that was reserved for it, with one more try where it fills.
-
-        Raises StorageError where not even the first entry is there now.
-        """
-        store = self.store
-        written = store.storage.write(batch)
-        statuses = list(written.statuses)
-        if statuses[0] == FAILED and isinstance(written.problem, StorageFullError):
-            room.relieve_full_disk()
-            written = store.storage.write(batch)
-            statuses = list(map(max, statuses, written.statuses))
-        room.commit(statuses)
-        if statuses[0] == FAILED and written.problem is not None:
-            raise written.problem
+    def _count(self, run: Sequence[ChunkKey], statuses: Sequence[int]) -> None:
         for event, became in (("chunks_saved", WRITTEN), ("chunks_present", PRESENT)):
             if chunks := statuses.count(became):
-                store.misses.count(event, chunks)
-        log.debug("saved %s: %s", [name[:12] for name in batch.names], statuses)
-        return statuses
+                self.store.misses.count(event, chunks)
+        for key, became in zip(run, statuses, strict=True):
+            if became == WRITTEN:
+                log.debug("saved chunk %s/%s", key.name[:12], self.shard.name)
 
     def _sealed(self, run: Sequence[ChunkKey], place: int, seal: Seal | None) -> Batch:
         """Return a batch with the headers of new entries, and their payloads as they are stored."""

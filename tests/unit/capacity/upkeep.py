@@ -1,9 +1,9 @@
-"""A small library with bounds, and prompts for it; as a program: what another user stores."""
+"""A small library with bounds, and prompts for it."""
 
 from __future__ import annotations
 
 import os
-import sys
+from pathlib import Path
 
 import torch
 
@@ -25,15 +25,10 @@ def put(vua: VUA, first: int, tokens: int = TOKENS) -> int:
     return vua.put(torch.arange(first * 1000, first * 1000 + tokens), kv)
 
 
-def main(directory: str, nbytes: int, numbers: range) -> int:
-    """Store prompts as another user; return how many were stored wholly."""
+def store_as_user(directory: Path, nbytes: int, numbers: range) -> int:
+    """Become another user for good and store prompts; return how many were stored wholly."""
     os.setgroups([])
     os.setgid(USER)
     os.setuid(USER)
     with VUA(config(nbytes), directory) as vua:
         return sum(put(vua, number) == 16 for number in numbers)
-
-
-if __name__ == "__main__":
-    said = map(int, sys.argv[2:])
-    sys.stdout.write(f"{main(sys.argv[1], next(said), range(*said))}\n")

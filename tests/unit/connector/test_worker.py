@@ -69,6 +69,11 @@ class Hanging:
         self._wait()
         return self._storage.read(batch)
 
+    def open_file(self, name: str) -> Any:
+        """Open a file for a read that goes straight to the device, when it pleases."""
+        self._wait()
+        return self._storage.open_file(name)
+
     def write(self, batch: Batch) -> Any:
         """Write files, when it pleases."""
         self._wait()

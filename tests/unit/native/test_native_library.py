@@ -37,7 +37,8 @@ if "unchecked" in sys.argv:
     bindings.fault_of = lambda library, built_from: None
 for _ in range(2):
     library = native.library()
-print("in use" if library else "not in use", len(native.chain(b"", memoryview(bytes(512)), 256)))
+digests = native.hash_chain(b"", memoryview(bytes(512)), 256)
+print("in use" if library else "not in use", len(digests))
 """
 
 spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import unittest
 import writers
 from writers import CONFIG, LENGTH, PROMPTS, cache, prompt
 
-from helpers import DirectoryTest, bits, soak
+from helpers import DirectoryTest, bits, in_child, soak
 from vua.core import VUA
+from vua.errors import StorageError
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -84,28 +86,17 @@ class TestDiskFull(DirectoryTest):
 
     def test_file_size_limit(self) -> None:
         """A process that may write only small files raises, and leaves no part of a file."""
-        script = (
-            "import resource, signal, sys\n"
-            "from writers import CONFIG, cache, prompt\n"
-            "from vua.core import VUA\n"
-            "vua = VUA(CONFIG, sys.argv[1])\n"
-            "vua.put(prompt(0)[:8], [[t[:, :, :8] for t in pair] for pair in cache(0)])\n"
-            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
-            "try:\n"
-            "    vua.put(prompt(0), cache(0))\n"
-            "except OSError as problem:\n"
-            "    print(type(problem).__name__, vua.get_closest(prompt(0)).num_tokens)\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(self.root)],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=ENVIRONMENT,
-        )
 
-        self.assertEqual("StorageError 8", done.stdout.strip())
+        def put_too_much() -> None:
+            with VUA(CONFIG, self.root) as vua:
+                vua.put(prompt(0)[:8], [[t[:, :, :8] for t in pair] for pair in cache(0)])
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+                with self.assertRaises(StorageError):
+                    vua.put(prompt(0), cache(0))
+                self.assertEqual(8, vua.get_closest(prompt(0)).num_tokens)
+
+        self.assertEqual("well", in_child(put_too_much))
         self.assertEqual(1, len(self.files()))
         self.assertEqual([], self.files(".tmp-*"))
 

@@ -1,0 +1,109 @@
+"""What happens beside an eviction or a measurement, at the worst moment."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+from helpers import DirectoryTest
+from replay import LAYOUT, NBYTES, Cache
+from vua.capacity.estimate import UsageEstimate
+from vua.capacity.evictor import Evictor, evict_chunk
+from vua.capacity.limits import Limits
+from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
+from vua.capacity.reclaim import Reclaim
+from vua.capacity.scan import PIN
+from vua.capacity.usage import measure
+from vua.format.keys import KeyChain, token_ids
+
+SECOND_NS = 10**9
+
+
+def keys_of_prompt(*blocks: int) -> KeyChain:
+    """The chunks of a prompt, one token each."""
+    return KeyChain(token_ids(blocks), 1)
+
+
+class RacesTest(DirectoryTest):
+    """Chunks of single prompts, all used long ago."""
+
+    def setUp(self) -> None:
+        """Store ten, and say that they were used an hour ago, a second after each other."""
+        super().setUp()
+        self.cache = Cache(self.root, 10)
+        self.fd = self.cache.capacity.storage.fileno()
+        self.names = [keys_of_prompt(number)[0].name for number in range(10)]
+        for number in range(10):
+            self.cache.saver.save(keys_of_prompt(number)[0])
+        self.cache.capacity.close()
+        self.now_ns = server_now_ns(self.fd)
+        for at, name in enumerate(self.names):
+            set_mtime(self.fd, name, self.now_ns - (3600 - at) * SECOND_NS)
+
+    def stored(self) -> list[int]:
+        """The numbers of the chunks that are there."""
+        return [at for at, name in enumerate(self.names) if mtime_ns_of(self.fd, name) is not None]
+
+    def test_own_prompt(self) -> None:
+        """Ahead of need nothing goes that a prompt, of those being written now, may begin with."""
+        for oldest, stays in ((3600, 10), (3594, 9)):  # seconds ago
+            reclaim = Reclaim(self.root, Limits(max_bytes=9 * NBYTES, min_free_bytes=0), Counter())
+            for ago_s in (oldest, 5):  # the prompt that began last is not the one to look at
+                reclaim.note_request(NBYTES, self.now_ns - ago_s * SECOND_NS, 1)
+            reclaim.work_ahead(lambda: None)
+            self.assertEqual(stays, len(self.stored()))
+
+    def test_written_while_measured(self) -> None:
+        """What is written while the directory is looked at counts, seen or not."""
+        lock = threading.RLock()
+        limits = Limits(max_bytes=100 * NBYTES, min_free_bytes=0)
+        estimate = UsageEstimate(self.root, limits, lock)
+
+        def slow(*args: Any, **options: Any) -> Any:
+            found = measure(*args, **options)
+            estimate.reserve(7 * NBYTES)
+            estimate.settle(7 * NBYTES, 7 * NBYTES)
+            return found
+
+        with mock.patch("vua.capacity.estimate.measure", slow):
+            estimate.measure(lambda *_: None)
+        self.assertEqual((10 + 7 - 100) * NBYTES, estimate.missing(0))
+
+    def test_used_after_the_search(self) -> None:
+        """A victim that is used between the search and its turn stays."""
+        evictor = Evictor(self.root)
+        evictor.prepare(self.now_ns, lambda: None)
+        self.assertEqual(10, evictor.left)
+        set_mtime(self.fd, self.names[0], self.now_ns)
+        evictor.evict(2 * NBYTES, self.now_ns)
+        self.assertEqual([0, *range(3, 10)], self.stored())
+
+    def test_pinned_while_renamed(self) -> None:
+        """A pin that comes after the look at a chunk brings it back from its eviction."""
+        name, real = self.names[0], os.rename
+        folder = self.root / self.cache.store.namespace / name[:2] / name
+
+        def rename(*args: Any, **options: Any) -> None:
+            if folder.exists():
+                (folder / f"{PIN}{name}").touch()
+            real(*args, **options)
+
+        with mock.patch("os.rename", rename):
+            self.assertIsNone(evict_chunk(self.cache.capacity.space, name))
+        self.assertTrue((folder / f"{LAYOUT.full.name}.safetensors").exists())
+        self.assertEqual([*range(10)], self.stored())
+
+    def test_orphan(self) -> None:
+        """A chunk without its parent goes before all else: it counts as unused for years."""
+        cache = Cache(self.root, 20)
+        key = keys_of_prompt(77, 78)[1]
+        self.assertTrue(cache.saver.save(key))
+        mtime_ns = mtime_ns_of(self.fd, key.name)
+        assert mtime_ns is not None
+        self.assertLess(mtime_ns, self.now_ns - 10**4 * 86_400 * SECOND_NS // 2)
+        Evictor(self.root).evict(1, self.now_ns)
+        self.assertEqual([*range(10)], self.stored())
+        self.assertIsNone(mtime_ns_of(self.fd, key.name))

@@ -1,0 +1,90 @@
+"""How many functions and files lie on the ways through VUA, traced while they are gone.
+
+`docs/architecture.md` has the same from inside a vLLM engine (`benchmarks/house.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from helpers import DirectoryTest, keys_of, noise
+from replay import Cache
+from vua.format.identity import Identity
+from vua.format.layout import KVLayout
+from ways import Tracer, Way
+
+if find_spec("vllm"):
+    from vua.connector.cache_spec import Group, Model
+    from vua.connector.config import ConnectorConfig
+    from vua.connector.group_transfer import Rank
+    from vua.connector.metadata import ConnectorMetadata, SaveOrder
+    from vua.connector.worker import WorkerSide
+    from vua.vllm import page_layout
+
+LAYOUT = KVLayout(layers=2, kv_heads=1, k_dim=64, v_dim=64, dtype="F32", chunk_tokens=16)
+MOST = {
+    ("save", "auto"): (8, 6),
+    ("save", "off"): (10, 7),
+    ("eviction", "auto"): (7, 3),
+}
+"""Functions after the hook, and files, of a way with and without native code."""
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified names")
+
+
+class WaysTest(DirectoryTest):
+    """Each way is as short as it was; a longer one has to say why."""
+
+    def files(self) -> list[Path]:
+        """The entries that are stored."""
+        return list(self.root.rglob("*.safetensors"))
+
+    def check(self, name: str, native: str, way: Way) -> None:
+        """The way is no longer than the table says."""
+        functions, files = MOST[name, native]
+        text = "\n    ".join([f"{name}, native code {native}:", *way.functions])
+        self.assertLessEqual((way.after_hook, len(way.files)), (functions, files), text)
+        self.assertLessEqual(len(way.files), files, text)
+
+    @pytest.mark.vllm
+    @pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
+    def test_save(self) -> None:
+        """From the worker's hook, which gathers K and V, to a file under its name."""
+        for native in ("auto", "off"):
+            group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
+            model = Model(Identity(model=native, chunk_tokens=16), (group,), (16,), latent=False)
+            config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
+            caches = {f"layers.{layer}": noise(4, 1, 16, 128, seed=layer) for layer in range(2)}
+            before = len(self.files())
+            with mock.patch.dict(os.environ, {"VUA_NATIVE": native}), Tracer() as tracer:
+                side = WorkerSide(model, config, Rank(0, 0))
+                self.addCleanup(side.shutdown)
+                numbers = {layer: at for at, layer in enumerate(caches)}
+                side.register(caches, numbers, dict.fromkeys(caches, 0), page_layout)
+                orders = ConnectorMetadata(saves=[SaveOrder([[1]], [(0, keys_of(range(16), 16))])])
+                way = tracer.follow(
+                    "WorkerSide.save",
+                    lambda: len(self.files()) > before,  # noqa: B023
+                    lambda: side.save(orders),  # noqa: B023
+                )
+            self.check("save", native, way)
+
+    def test_eviction(self) -> None:
+        """From the thread that evicts to a chunk that is gone."""
+        with Tracer() as tracer:
+            cache = Cache(self.root, 8)
+            for number in range(8):
+                cache.request([number])
+            stored = self.files()
+            way = tracer.follow(
+                "ReclaimThread._run",
+                lambda: not all(path.exists() for path in stored),
+                lambda: [cache.request([number]) for number in range(8, 12)],
+            )
+        self.check("eviction", "auto", way)
