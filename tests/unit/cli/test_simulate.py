@@ -78,6 +78,32 @@ class TestPolicies(unittest.TestCase):
         self.assertEqual(simulate(requests, [POLICIES["LRU"](200, Past())]), by_times)
 
 
+class Given:
+    """Times as they are told."""
+
+    times: Sequence[int] = ()
+
+    def ranks(self, blocks: Sequence[int], now_ns: int) -> Sequence[int]:  # noqa: ARG002
+        """The times told."""
+        return self.times
+
+
+class TestRanked(unittest.TestCase):
+    """Times in the order of prefixes."""
+
+    def test_what_follows_goes_first(self) -> None:
+        """Whatever times are wanted, a prompt goes from its end; a use never brings forward."""
+        order = Given()
+        policy, went = Ranked(9, order), []
+        for blocks, order.times in (((1, 2, 3), (10**9, 2 * 10**9, 10**9)), ((1,), (5,))):
+            policy.use(blocks, 0, 3 * 10**9)
+        for _ in range(3):
+            went.append(policy.victim())
+            policy.drop(went[-1])
+
+        self.assertEqual([3, 2, 1], went)
+
+
 class TestAdaptive(unittest.TestCase):
     """The proposed policy."""
 
