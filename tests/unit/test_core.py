@@ -623,7 +623,7 @@ class TestLogging(CoreTest):
             self.open()
         text = "\n".join(logs.output)
 
-        for words in ("put 4 tokens", "get 4 tokens", "saved [", "loaded 1 of 1", "open"):
+        for words in ("put 4 tokens", "get 4 tokens", "saved chunk", "loaded 1 of 1", "open"):
             self.assertIn(words, text)
         self.assertNotIn("87123", text)
 
