@@ -83,7 +83,7 @@ class Given:
 
     times: Sequence[int] = ()
 
-    def ranks(self, blocks: Sequence[int], now_ns: int) -> Sequence[int]:  # noqa: ARG002
+    def ranks(self, blocks: Sequence[int], now_ns: int) -> Sequence[int]:
         """The times told."""
         return self.times
 
