@@ -13,6 +13,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 BATCH = Batch([PROMPT])
 OTHERS = [Batch([tokens(700, seed=seed)]) for seed in (81, 82, 83)]
 """Computed, so that the engine knows how long that takes."""
+FAST = Throttle(None, pause_s=0.0)
+"""Before any load: whoever reads keeps the storage that it has."""
 SLOW, SLOWISH = Throttle(200_000), Throttle(600_000)
 """Loading the prompt takes three seconds, or one; computing a small part of that."""
 
@@ -26,7 +28,7 @@ class ThrottledTest(EngineTest):
         extra: dict[str, Any] = {"load_policy": 4.0}
 
         served = self.serve(
-            *OTHERS, *[BATCH] * 4, SLOW, *[BATCH] * 6, lifted, *[BATCH] * 10, extra=extra
+            *OTHERS, FAST, *[BATCH] * 4, SLOW, *[BATCH] * 6, lifted, *[BATCH] * 10, extra=extra
         )
 
         others = self.baseline(*OTHERS)

@@ -45,9 +45,9 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
 @contextmanager
 def _one_identity() -> Iterator[None]:
     """Give all engines one namespace (per epoch), and prompts names by their tokens alone."""
-    from vua.connector import lookup
     from vua.format.identity import Identity
     from vua.format.keys import KeyChain
+    from vua.store import namespace as naming_module
 
     def namespace(self: Identity) -> str:
         return hashlib.sha256(f"one identity {self.epoch}".encode()).hexdigest()
@@ -57,7 +57,7 @@ def _one_identity() -> Iterator[None]:
 
     with (
         mock.patch.object(Identity, "namespace", property(namespace)),
-        mock.patch.object(lookup, "KeyChain", plain_chain),
+        mock.patch.object(naming_module, "KeyChain", plain_chain),
     ):
         yield
 

@@ -273,7 +273,7 @@ def chunks_are_not_cut_at_the_start(patches: ExitStack) -> None:
             del skip
             super().scatter_chunks(ids, start, count, 0, *kv)
 
-    patches.enter_context(mock.patch("vua.connector.group_transfer.PagedKV", Uncut))
+    patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", Uncut))
 
 
 @mutation()
@@ -284,7 +284,7 @@ def pieces_end_one_token_early(patches: ExitStack) -> None:
         def scatter_chunks(self, ids: Any, start: int, count: int, *rest: Any) -> None:
             super().scatter_chunks(ids, start, count - 1, *rest)
 
-    patches.enter_context(mock.patch("vua.connector.group_transfer.PagedKV", Short))
+    patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", Short))
 
 
 @mutation()
@@ -297,7 +297,7 @@ def heads_are_exchanged(patches: ExitStack) -> None:
             for part in kv:
                 part.copy_(part.flip(0))
 
-    patches.enter_context(mock.patch("vua.connector.group_transfer.PagedKV", Flipped))
+    patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", Flipped))
 
 
 @mutation()
@@ -305,10 +305,10 @@ def salts_are_ignored(patches: ExitStack) -> None:
     """Prompts of different tenants have the same names."""
 
     class Bland(KeyChain):
-        def __init__(self, ids: bytes, chunk_tokens: int, _extras: Any = None) -> None:
-            super().__init__(ids, chunk_tokens)
+        def __init__(self, ids: bytes, chunk_tokens: int, _extras: Any, naming: Any) -> None:
+            super().__init__(ids, chunk_tokens, {}, naming)
 
-    patches.enter_context(mock.patch("vua.connector.lookup.KeyChain", Bland))
+    patches.enter_context(mock.patch("vua.store.namespace.KeyChain", Bland))
 
 
 @mutation(requests=4)

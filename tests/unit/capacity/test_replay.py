@@ -29,7 +29,7 @@ class TestReplay(DirectoryTest):
     def setUp(self) -> None:
         """However slow the disk is, nothing is refused for a time because a search took long."""
         super().setUp()
-        patient = mock.patch("vua.capacity.room._DEAR_S", math.inf)
+        patient = mock.patch("vua.capacity.reclaim._COSTLY_S", math.inf)
         patient.start()
         self.addCleanup(patient.stop)
 
