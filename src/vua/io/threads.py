@@ -149,7 +149,9 @@ class Threads:
                 self._submit(call)
             return [call.result() for call in calls]
         except BaseException:
-            for call in [call for call in calls if not call.drop()]:
+            # The last first: a call that ends early because it is dropped frees a thread, which
+            # must not take up the next one.
+            for call in [call for call in reversed(calls) if not call.drop()]:
                 call.wait()
             raise
 

@@ -15,6 +15,7 @@ import threading
 import time
 import unittest
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,16 +54,17 @@ class TestThreads(unittest.TestCase):
 
     def test_interrupted(self) -> None:
         """Whoever is interrupted waits for what is under way; the rest never begins."""
-        threads, began, free = self.threads(1), threading.Event(), threading.Event()
+        threads, began = self.threads(1), threading.Event()
         did: list[int] = []
 
         def work(call: Call[None], n: int) -> None:
             began.set()
-            free.wait(SOON_S)
+            stop = time.monotonic() + SOON_S
+            while call.wanted and time.monotonic() < stop:
+                time.sleep(0.001)
             did.append(n if call.wanted else -n)
 
         def interrupt(*_: object) -> None:
-            threading.Timer(0.05, free.set).start()
             raise KeyboardInterrupt
 
         before = signal.signal(signal.SIGUSR1, interrupt)
@@ -72,8 +74,15 @@ class TestThreads(unittest.TestCase):
             began.wait()
             os.kill(os.getpid(), signal.SIGUSR1)
 
+        drop = Call.drop
+
+        def slowly(call: Call[None]) -> bool:
+            dropped = drop(call)
+            time.sleep(0.02)  # time for a thread that is free
+            return dropped
+
         threading.Thread(target=send).start()
-        with self.assertRaises(KeyboardInterrupt):
+        with self.assertRaises(KeyboardInterrupt), patch.object(Call, "drop", slowly):
             threads.map(work, [1, 2, 3])
         self.assertEqual([-1], did)
         self.assertEqual([4], threads.map(lambda _, n: n, [4]))
