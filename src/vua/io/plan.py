@@ -11,6 +11,7 @@ Nothing here knows of layouts or models; :mod:`vua.format.plan` works the tables
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -36,7 +37,7 @@ READ: Final = np.dtype(
 offset in the file, blocks [block, block_stop). `load.h` has the same."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class EntryPlan:
     """How files of one shard are read into, or written from, memory of one kind. No addresses."""
 
@@ -59,6 +60,16 @@ class EntryPlan:
     """Segments of each extent."""
     discard_nbytes: int
     """Memory for the extents that are read only to be verified; all segments of it."""
+
+    @cached_property
+    def tables(self) -> tuple[int, ...]:
+        """The plan as `load.h` has it in ``struct batch``: sizes, counts, addresses of tables."""
+        return (
+            *(self.file_nbytes, self.header_nbytes, self.table_offset),
+            *(self.reads.ctypes.data, len(self.reads), self.extents.ctypes.data),
+            *(self.block_nbytes.ctypes.data, self.block_place.ctypes.data, self.blocks),
+            *(self.segments, self.discard_nbytes),
+        )
 
     @property
     def blocks(self) -> int:
