@@ -145,12 +145,12 @@ def _answer(
     if namespace is None:
         return Answer(found, differences, length)
     try:
-        keys, sealed_as = prompt_keys(namespace, ids, question.salt)
+        keys, seal = prompt_keys(namespace, ids, question.salt)
     except NoKeyError as problem:
         return Answer(found, differences, length, locked=str(problem))
-    groups = tuple(look(store, keys, sealed_as) for store in namespace.stores)
+    groups = tuple(look(store, keys, seal) for store in namespace.stores)
     blocks = (question.block_tokens,) if question.block_tokens else BLOCKS
-    answer = Answer(found, differences, length, groups, sealed_as=sealed_as, blocks=blocks)
+    answer = Answer(found, differences, length, groups, seal=seal, blocks=blocks)
     gap = answer.gap
     if question.quick or gap is None:
         return answer
@@ -178,8 +178,8 @@ def _describe(answer: Answer) -> dict[str, object]:
         "description": described(namespace),
         "identity": namespace.identity and namespace.identity.describe(),
         "differences": None if differences is None else [asdict(one) for one in differences],
-        "seal": answer.sealed_as.kind or None,
-        "key": answer.sealed_as.key_id or None,
+        "seal": answer.seal and answer.seal.kind,
+        "key": answer.seal and answer.seal.key_id,
         "usable_chunks": answer.usable,
         "usable_tokens": answer.usable * answer.size,
         "loads": {str(size): tokens for size, tokens in answer.loads.items()},
@@ -248,8 +248,8 @@ def _lines(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "identity", ", ".join(shown)
     if answer.differences is not None:
         yield "compared", _compared(answer.differences)
-    if answer.sealed_as.key_id:
-        yield "key", "{}, {}".format(*answer.sealed_as)
+    if answer.seal is not None:
+        yield "key", f"{answer.seal.key_id}, {answer.seal.kind}"
     for group in answer.groups:
         yield _label(group.layout), _stored(group)
         gap = group.first_missing
