@@ -20,17 +20,16 @@ from typing import Final
 import numpy as np
 
 from vua.capacity import ttl
-from vua.capacity.estimate import TOLERANCE
-from vua.capacity.evictor import GRACE_S, NOTHING, PINNED_SHARE, Evictor, Freed
+from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
 from vua.capacity.owned import is_ours, is_temporary, trash_in
 from vua.capacity.prefix_tree import PrefixTree, Spread, in_turn, read_node, read_prefix_tree
-from vua.capacity.removal import Remover
+from vua.capacity.removal import GRACE_S, NOTHING, Freed, Remover
 from vua.capacity.scan import Space, listed, spaces
 from vua.capacity.unreadable import evict_unreadable
-from vua.capacity.usage import Usage, measure
+from vua.capacity.usage import TOLERANCE, Usage, measure
 from vua.storage.local import chunk_path
 from vua.storage.mark import UPKEEP, claim
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from vua.capacity.evictor import NOTHING, Freed, evict_chunk
 from vua.capacity.prefix_tree import Spread, in_turn, read_node
+from vua.capacity.removal import NOTHING, Freed, evict_chunk
 from vua.capacity.scan import Space, chunks_of, fans_of, listed
 from vua.errors import CorruptEntryError
 from vua.format.entry import EntryInfo, parse_entry

@@ -10,10 +10,10 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from vua.capacity.evictor import Freed
 from vua.capacity.gc import Report, collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
 from vua.capacity.owned import trash_in
+from vua.capacity.removal import Freed
 from vua.capacity.scan import PIN, Space, chunk_nbytes, chunks_of, fans_of, listed, spaces
 from vua.capacity.ttl import count
 from vua.capacity.usage import measure

@@ -7,11 +7,11 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from vua.capacity.evictor import NOTHING, PINNED_SHARE, Freed
+from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits, ResolvedLimits
-from vua.capacity.owned import delete_namespace, is_all_ours, is_ours
+from vua.capacity.owned import is_all_ours, is_ours
 from vua.capacity.prefix_tree import ancestors, pin, read_node, read_prefix_tree, unpin
-from vua.capacity.removal import Remover
+from vua.capacity.removal import NOTHING, Freed, Remover, delete_namespace
 from vua.capacity.scan import TRASH, Space, chunk_nbytes, chunks_of, fans_of, spaces
 from vua.capacity.usage import measure
 from vua.cli.names import Target, resolve
