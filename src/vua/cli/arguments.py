@@ -12,14 +12,29 @@ from typing import Final, NoReturn
 
 from vua.cli.text import UNUSABLE, plain
 
-__all__ = ["VARIABLE", "Parser", "parsed"]
+__all__ = ["VARIABLE", "Parser", "parsed", "seconds"]
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory where a command is given none; engines know it too."""
-_WITHOUT: Final = ("bench", "inspect", "key")
+_WITHOUT: Final = ("bench", "completion", "inspect", "key")
 """Commands whose words do not begin with a directory."""
 _NAME: Final = re.compile("[0-9a-f]{6,64}")
-_NUMBER: Final = re.compile(r"[0-9.e+]+|inf|nan", re.IGNORECASE)
+_SECONDS: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+
+
+def seconds(text: str) -> float:
+    """Return a time in seconds, given as a number of them or with a unit.
+
+    >>> seconds("90"), seconds("1.5h"), seconds("7d")
+    (90.0, 5400.0, 604800.0)
+    """
+    unit_s = _UNITS_S.get(text[-1:])
+    try:
+        return float(text) if unit_s is None else float(text[:-1]) * unit_s
+    except ValueError:
+        msg = f"{text!r} is no time; give seconds, or a number with s, m, h, d or w, like 12h"
+        raise argparse.ArgumentTypeError(msg) from None
 
 
 class _UsageError(Exception):
@@ -53,7 +68,10 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
             with contextlib.suppress(_UsageError):
                 return parser.parse_args(filled)
         problem.parser.print_usage(sys.stderr)
-        print(plain(f"{problem.parser.prog}: error: {problem}"), file=sys.stderr)
+        prog, hint = problem.parser.prog, ""
+        if str(problem).endswith("required: DIR"):
+            hint = f": name the cache's directory, or set {VARIABLE}"
+        print(plain(f"{prog}: error: {problem}{hint}; see `{prog} --help`"), file=sys.stderr)
         sys.exit(UNUSABLE)
     if may_fill and _is_left_out(options):
         with contextlib.suppress(_UsageError):
@@ -63,7 +81,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
 
 def _is_left_out(options: argparse.Namespace) -> bool:
     if "seconds" in options:
-        return options.seconds is None and bool(_NUMBER.fullmatch(options.directory))
+        return options.seconds is None and bool(_SECONDS.fullmatch(options.directory))
     if "names" in options:
         return bool(_NAME.fullmatch(options.file if "file" in options else options.directory))
     return False

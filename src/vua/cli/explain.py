@@ -13,7 +13,7 @@ from vua.cli.keys import NO_KEYS, prompt_keys
 from vua.cli.prefix import ChunkState, GroupState, continuations, look
 from vua.cli.prompt import prompt_ids, read_ids
 from vua.cli.spread import over_fans
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, facts, progress
 from vua.cli.walk import described, open_root
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout
@@ -104,9 +104,7 @@ def _expected(question: Question) -> Expected | None:
                 question.model,
                 chunk_tokens=size,
                 epoch=question.epoch,
-                progress=lambda done, of: show(
-                    f"reading weights: {done / 1e9:.1f} of {of / 1e9:.1f} GB"
-                ),
+                progress=lambda done, of: show("reading weights", done, of, amount=done),
             )
     except OSError as problem:
         raise explained(problem, question.model) from problem
@@ -221,22 +219,19 @@ def _describe_chunk(chunk: ChunkState) -> dict[str, object]:
 def _print_expected(expected: Expected, found: Sequence[Description]) -> None:
     identity = expected.identity
     there = any(one.name == identity.namespace for one in found)
-    print(plain(f"model {identity.name}"))
-    print(f"  namespace  {identity.namespace[:SHORT]}, {'there' if there else 'not there as such'}")
-    for note in expected.notes:
-        print(plain(f"  note       {note}"))
+    told = "there" if there else "not there as such"
+    lines = [("namespace", f"{identity.namespace[:SHORT]}, {told}")]
+    lines += [("note", note) for note in expected.notes]
     if not any(one.identity is not None for one in found):
-        print("  nearest    no namespace says what it is for")
+        lines.append(("nearest", "no namespace says what it is for"))
+    facts(f"model {identity.name}", lines)
 
 
 def _print(answer: Answer) -> None:
     namespace = answer.namespace
     identity = namespace.identity
-    print(
-        plain(f"namespace {namespace.name[:SHORT]}  {identity.name if identity else ''}".rstrip())
-    )
-    for name, value in _lines(answer):
-        print(plain(f"  {name:<10} {value}"))
+    name = identity.name if identity else ""
+    facts(f"namespace {namespace.name[:SHORT]}  {name}".rstrip(), _lines(answer))
 
 
 def _lines(answer: Answer) -> Iterator[tuple[str, str]]:
