@@ -20,7 +20,7 @@ from typing import Final
 from vua import __version__, native
 from vua.capacity.limits import Limits
 from vua.cli.adopting import adopt
-from vua.cli.arguments import VARIABLE, Parser, parsed, seconds
+from vua.cli.arguments import VARIABLE, Parser, duration_s, parsed
 from vua.cli.bench import add_arguments, bench
 from vua.cli.capacity import du, gc, ttl
 from vua.cli.completion import SHELLS, answer_shell, completion
@@ -61,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = Parser(
         prog="vua",
         description="Look into a VUA cache directory.",
-        epilog=f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 all "
-        "is well, 1 damage or not all done, 2 no sense or no such directory.",
+        epilog=f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
+        "all is well, 1 damage or not all done, 2 no sense or no such directory.",
     )
     parser.add_argument("--version", action=_Version, help="show the version, and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -80,11 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("top", parents=[common], help="watch a directory in use")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     one.add_argument(
-        "--interval",
-        metavar="TIME",
-        type=seconds,
-        default=2.0,
-        help="between two looks; default 2s",
+        "--interval", metavar="TIME", type=duration_s, default=2.0, help="between looks; default 2s"
     )
     one.add_argument("--once", action="store_true", help="look once, over one interval")
     one = commands.add_parser("doctor", parents=[common], help="test what VUA relies on")
@@ -160,7 +156,7 @@ def _add_upkeep(
     one.add_argument("--min-free", metavar="SIZE", help="left free on the disk")
     one.add_argument("--max-per-salt", metavar="SIZE", help="of each cache salt's chunks")
     one.add_argument(
-        "--ttl", metavar="TIME", type=seconds, help="delete what was not used so long, like 7d"
+        "--ttl", metavar="TIME", type=duration_s, help="delete what was not used so long: 1d, 12h"
     )
     _add_care(one)
     one.add_argument("--set", action="store_true", help="keep these in bounds.json, for everybody")
@@ -172,7 +168,8 @@ def _add_upkeep(
     )
 
     one = add("ttl", "show or set the time without use after which chunks are deleted")
-    one.add_argument("seconds", metavar="TIME", nargs="?", type=seconds, help="like 90, 12h, 7d")
+    time = "seconds, or 30m, 12h, 1d, 2w"
+    one.add_argument("seconds", metavar="TIME", nargs="?", type=duration_s, help=time)
     one.add_argument("--off", action="store_true", help="keep chunks for as long as there is room")
 
     one = add("rm", "delete chunks with all that follows them, or namespaces")

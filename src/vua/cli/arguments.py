@@ -12,28 +12,34 @@ from typing import Final, NoReturn
 
 from vua.cli.text import UNUSABLE, plain
 
-__all__ = ["VARIABLE", "Parser", "parsed", "seconds"]
+__all__ = ["VARIABLE", "Parser", "duration_s", "parsed"]
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory where a command is given none; engines know it too."""
 _WITHOUT: Final = ("bench", "completion", "inspect", "key")
 """Commands whose words do not begin with a directory."""
 _NAME: Final = re.compile("[0-9a-f]{6,64}")
-_SECONDS: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
-_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
-def seconds(text: str) -> float:
-    """Return a time in seconds, given as a number of them or with a unit.
+def duration_s(text: str) -> float:
+    """Return the seconds that ``90``, ``90s``, ``30m``, ``12h``, ``1d`` or ``2w`` say.
 
-    >>> seconds("90"), seconds("1.5h"), seconds("7d")
-    (90.0, 5400.0, 604800.0)
+    Raises argparse.ArgumentTypeError for anything else.
+
+    >>> duration_s("1.5h")
+    5400.0
     """
-    unit_s = _UNITS_S.get(text[-1:])
+    unit = text[-1:].lower()
     try:
-        return float(text) if unit_s is None else float(text[:-1]) * unit_s
+        return (
+            float(text.removesuffix(text[-1:])) * _UNITS_S[unit]
+            if unit in _UNITS_S
+            else float(text)
+        )
     except ValueError:
-        msg = f"{text!r} is no time; give seconds, or a number with s, m, h, d or w, like 12h"
+        msg = f"{text!r:.40} is no time; give seconds, or 30m, 12h, 1d, 2w"
         raise argparse.ArgumentTypeError(msg) from None
 
 
@@ -81,7 +87,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
 
 def _is_left_out(options: argparse.Namespace) -> bool:
     if "seconds" in options:
-        return options.seconds is None and bool(_SECONDS.fullmatch(options.directory))
+        return options.seconds is None and bool(_NUMBER.fullmatch(options.directory))
     if "names" in options:
         return bool(_NAME.fullmatch(options.file if "file" in options else options.directory))
     return False
