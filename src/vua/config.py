@@ -53,7 +53,7 @@ class VUAConfig:
     """Memory of answers that were dropped, kept for the next ones; 0 keeps none."""
 
     max_bytes: int | str | None = None
-    """Size of the whole directory: bytes, ``"500G"`` or a share of the file system. See Bounds."""
+    """Size of the whole directory: bytes, ``"500G"`` or ``"80%"`` of the file system."""
     min_free_bytes: int | str | None = None
     """Bytes of the file system that are left free, in the same forms."""
     ttl_s: float | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
 
@@ -120,6 +119,7 @@ class Transfer(ctypes.Structure):
         self._base = [np.ascontiguousarray(array, dtype=u64) for array in base]
         self._stride = list(head_stride)
         self._offset = [np.ascontiguousarray(array, dtype=u64) for array in segment_offset]
+        self._starts: npt.NDArray[np.uint64] | None = None
         super().__init__(
             *(*(xxh3 or (0, 0, 0)), plan.file_nbytes, plan.header_nbytes, plan.table_offset),
             *(plan.reads.ctypes.data, len(plan.reads), plan.extents.ctypes.data),
@@ -132,15 +132,17 @@ class Transfer(ctypes.Structure):
             self.head_stride[array] = stride
             self.segment_offset[array] = offset.ctypes.data
 
-    @cached_property
-    def _starts(self) -> npt.NDArray[np.uint64]:
-        """Addresses of extents, without their segments' offsets."""
+    def _extent_starts(self) -> npt.NDArray[np.uint64]:
+        """Return the addresses of extents, without their segments' offsets."""
+        if self._starts is not None:
+            return self._starts
         extents = self.plan.extents
         starts = extents["discard"].copy()
         for array, (base, stride) in enumerate(zip(self._base, self._stride, strict=True)):
             mine = extents["array"] == array
             heads = extents["head"][mine] * np.uint64(stride)
             starts[mine] = base[extents["layer"][mine]] + heads
+        self._starts = starts  # two threads may both compute it; a lock would not survive a fork
         return starts
 
     def rows(self, place: int, discard: int = 0) -> Iovecs:
@@ -158,7 +160,7 @@ class Transfer(ctypes.Structure):
         step = plan.discard_nbytes // segments
         offsets[ARRAYS_MAX] = discard + np.arange(segments, dtype=np.uint64) * np.uint64(step)
         rows = np.empty((len(extents), segments, 2), dtype=np.uint64)
-        rows[..., 0] = self._starts[:, None] + offsets[extents["array"].astype(np.intp)]
+        rows[..., 0] = self._extent_starts()[:, None] + offsets[extents["array"].astype(np.intp)]
         rows[..., 1] = extents["nbytes"][:, None]
         return rows.reshape(-1, 2)
 
