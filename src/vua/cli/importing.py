@@ -11,12 +11,11 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import stat
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, cast
 
 import numpy as np
 
@@ -81,15 +80,15 @@ def import_(directory: str, file: str, *, write: Write | None) -> int:
     try:
         with ExitStack() as stack:
             show = stack.enter_context(progress())
-            stream: BinaryIO = sys.stdin.buffer
+            stream, total = cast(BinaryIO, sys.stdin.buffer), 0
             if file != "-":
                 stream = stack.enter_context(Path(file).open("rb"))
-            status = os.fstat(stream.fileno())
+                total = os.fstat(stream.fileno()).st_size
             stack.enter_context(as_owner(directory))
             check_root(directory)
             root = to_change(directory)
             taker = _Taker(root, Reader(stream), stack)
-            done = taker.run(show, status.st_size if stat.S_ISREG(status.st_mode) else 0)
+            done = taker.run(show, total)
     except OSError as problem:
         if isinstance(problem, StorageError):
             raise

@@ -38,15 +38,20 @@ class Screen:
     def columns(
         self, names: Sequence[str], cells: Sequence[Sequence[str]], *, head: bool = True
     ) -> None:
-        """Print rows, below the columns' names with ``head``. What is too long goes on below."""
+        """Print rows, below the columns' names with ``head``.
+
+        Where there is no room for all, the widest column goes on in the next line.
+        """
         table = Table(box=None, show_header=head, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in names:
-            right = name.startswith(" ")
+        widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+        for place, name in enumerate(names):
+            widest = place == widths.index(max(widths))
             table.add_column(
                 Text(name.strip(), style="bold"),
-                justify="right" if right else "left",
-                no_wrap=right,
+                justify="right" if name.startswith(" ") else "left",
+                no_wrap=not widest,
                 overflow="fold",
+                min_width=min(10, widths[place]) if widest else None,
             )
         for row in cells:
             table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))

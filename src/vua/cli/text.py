@@ -169,7 +169,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> None:
     """Print names and values, aligned, below a title."""
     line("", title)
-    cells = [["", _shown(name), _shown(value)] for name, value in pairs]
+    cells = [["", f"{_shown(name):<9}", _shown(value)] for name, value in pairs]
     if (screen := _screen()) is not None:
         screen.columns(["", "", ""], cells, head=False)
     else:
