@@ -159,6 +159,21 @@ class Capacity:
             self.reclaiming.reclaim.warn_once("pin", text)
             return False
 
+    def pin_prefix(self, chunks: Sequence[str]) -> int:
+        """Keep stored chunks, a prefix from the first one on; return how many are held.
+
+        Raises OSError only where this process has no more descriptors.
+        """
+        return prefix_tree.pin_prefix(self.space, chunks)
+
+    def unpin_prefix(self, chunks: Sequence[str]) -> int:
+        """Undo :meth:`pin_prefix` of these chunks and of prefixes of them; how many that frees."""
+        return prefix_tree.unpin_prefix(self.space, chunks)
+
+    def raise_ttls(self, chunk: str, ttl_s: float) -> None:
+        """Raise the times to live of a chunk and its prefix; never raises for the storage."""
+        ttl.raise_ttls(self.space, chunk, ttl_s)
+
     def on_evicted(self, tell: Callable[[str], None]) -> None:
         """Call ``tell`` with the name of each chunk of this namespace that is evicted here."""
 

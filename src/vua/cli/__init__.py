@@ -22,7 +22,7 @@ from typing import Final
 from vua import __version__, native
 from vua.capacity.limits import Limits
 from vua.cli.adopting import adopt
-from vua.cli.arguments import VARIABLE, Parser, parsed
+from vua.cli.arguments import VARIABLE, Parser, duration_s, parsed
 from vua.cli.bench import add_arguments, bench
 from vua.cli.capacity import du, gc, ttl
 from vua.cli.doctor import doctor
@@ -152,7 +152,7 @@ def _add_upkeep(
     one.add_argument("--min-free", metavar="SIZE", help="left free on the disk")
     one.add_argument("--max-per-salt", metavar="SIZE", help="of each cache salt's chunks")
     one.add_argument(
-        "--ttl", metavar="SECONDS", type=float, help="delete what was not used so long"
+        "--ttl", metavar="TIME", type=duration_s, help="delete what was not used so long: 1d, 12h"
     )
     _add_care(one)
     one.add_argument("--set", action="store_true", help="keep these in bounds.json, for everybody")
@@ -164,7 +164,8 @@ def _add_upkeep(
     )
 
     one = add("ttl", "show or set the time without use after which chunks are deleted")
-    one.add_argument("seconds", metavar="SECONDS", nargs="?", type=float)
+    time = "seconds, or 30m, 12h, 1d, 2w"
+    one.add_argument("seconds", metavar="TIME", nargs="?", type=duration_s, help=time)
     one.add_argument("--off", action="store_true", help="keep chunks for as long as there is room")
 
     one = add("rm", "delete chunks with all that follows them, or namespaces")

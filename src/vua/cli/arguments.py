@@ -12,14 +12,35 @@ from typing import Final, NoReturn
 
 from vua.cli.text import UNUSABLE, plain
 
-__all__ = ["VARIABLE", "Parser", "parsed"]
+__all__ = ["VARIABLE", "Parser", "duration_s", "parsed"]
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory where a command is given none; engines know it too."""
 _WITHOUT: Final = ("bench", "inspect", "key")
 """Commands whose words do not begin with a directory."""
 _NAME: Final = re.compile("[0-9a-f]{6,64}")
-_NUMBER: Final = re.compile(r"[0-9.e+]+|inf|nan", re.IGNORECASE)
+_NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def duration_s(text: str) -> float:
+    """Return the seconds that ``90``, ``90s``, ``30m``, ``12h``, ``1d`` or ``2w`` say.
+
+    Raises argparse.ArgumentTypeError for anything else.
+
+    >>> duration_s("1.5h")
+    5400.0
+    """
+    unit = text[-1:].lower()
+    try:
+        return (
+            float(text.removesuffix(text[-1:])) * _UNITS_S[unit]
+            if unit in _UNITS_S
+            else float(text)
+        )
+    except ValueError:
+        msg = f"{text!r:.40} is no time; give seconds, or 30m, 12h, 1d, 2w"
+        raise argparse.ArgumentTypeError(msg) from None
 
 
 class _UsageError(Exception):

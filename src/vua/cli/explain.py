@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from vua.capacity.bucket import BucketCapacity
 from vua.capacity.prefix_tree import read_prefix_tree
 from vua.cli.answer import BLOCKS, Answer, verdict
 from vua.cli.identify import Difference, Expected, compare, expect, nearest
@@ -152,11 +153,12 @@ def _answer(
     blocks = (question.block_tokens,) if question.block_tokens else BLOCKS
     answer = Answer(found, differences, length, groups, sealed_as=sealed_as, blocks=blocks)
     gap = answer.gap
-    if question.quick or gap is None:
+    capacity = namespace.capacity
+    if question.quick or gap is None or isinstance(capacity, BucketCapacity):
         return answer
     before = keys[gap.index - 1].name if gap.index else ""
     with progress() as show:
-        tree = read_prefix_tree(namespace.capacity.space, show, over_fans)
+        tree = read_prefix_tree(capacity.space, show, over_fans)
     return replace(answer, others=continuations(tree, gap.key, before))
 
 

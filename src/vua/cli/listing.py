@@ -89,7 +89,7 @@ class _Content:
 
 def _content(namespace: Description, show: Callable[[str], None], *, long: bool) -> _Content:
     content = _Content(namespace)
-    fd = os.open(namespace.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(namespace.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         space = Space(namespace.name, fd)
         names = fans_of(space)

@@ -166,7 +166,7 @@ def _verify(
         reason = "it does not describe this namespace; the next save writes it anew"
         result.problems.append((DESCRIPTION, "corrupt", reason))
     try:
-        with closing(LocalStorage(namespace.path, security=_ANYBODY)) as storage:
+        with closing(LocalStorage(namespace.directory, security=_ANYBODY)) as storage:
             space = Space(namespace.name, storage.fileno())
             large, names = is_large(space), ["", *fans_of(space)]
     except OSError as problem:
@@ -186,7 +186,7 @@ def _part(namespace: Description, keys: KnownKeys, fan: str, *, repair: bool) ->
     """Check one fan-out directory, or (for "") what lies beside them."""
     result, checker = _Result(namespace, ""), Checker(keys)
     try:
-        with closing(LocalStorage(namespace.path, security=_ANYBODY)) as storage:
+        with closing(LocalStorage(namespace.directory, security=_ANYBODY)) as storage:
             for found in walk(Space(namespace.name, storage.fileno()), fan):
                 if found.kind == "unreadable":
                     result.add(found.path, Check("error", (found.problem,), 0))

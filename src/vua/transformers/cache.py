@@ -24,7 +24,7 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.io.forks import watch
 from vua.serdes import DTYPES
-from vua.store.namespace import check_root
+from vua.store.namespace import locate
 from vua.transformers.batch import Row, rows_of
 from vua.transformers.model import DTYPE_NAMES, LAYERS, described_model, layout_of
 from vua.weights import Identification, identify_weights
@@ -85,7 +85,7 @@ class PrefixCache:
         config = VUAConfig(split_factor=chunk_tokens, epoch=epoch, durable=durable)
         self.layout = _tried(model, layout_of(model, chunk_tokens=chunk_tokens))
         self._described = described_model(model, chunk_tokens=chunk_tokens, epoch=epoch)
-        self._model, self._config, self._path = model, config, check_root(path)
+        self._model, self._config, self._path = model, config, locate(path)
         self._vua: VUA | None = None
         self._warned = False
         self.after_fork()
@@ -136,7 +136,7 @@ class PrefixCache:
         """Return the open namespace of a model that is identified. Raises as `ready`."""
         with self._lock:
             if self._vua is None:
-                self._vua = VUA(self._config, self._path, identity=self.identity)
+                self._vua = VUA(self._config, str(self._path), identity=self.identity)
             return self._vua
 
     def _usable(self) -> VUA | None:
