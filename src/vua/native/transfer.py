@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
 
@@ -153,6 +152,7 @@ class Transfer(ctypes.Structure):
         self._base = [np.ascontiguousarray(array, dtype=u64) for array in base]
         self._stride = list(head_stride)
         self._offset = [np.ascontiguousarray(array, dtype=u64) for array in segment_offset]
+        self._starts: npt.NDArray[np.uint64] | None = None
         self._reads: dict[int, tuple[Iovecs, list[Read]]] = {}
         super().__init__(*(xxh3 or (0, 0, 0)), *plan.tables)
         memory = zip(self._base, self._stride, self._offset, strict=True)
@@ -161,15 +161,17 @@ class Transfer(ctypes.Structure):
             self.head_stride[array] = stride
             self.segment_offset[array] = offset.ctypes.data
 
-    @cached_property
-    def _starts(self) -> npt.NDArray[np.uint64]:
-        """Addresses of extents, without their segments' offsets."""
+    def _extent_starts(self) -> npt.NDArray[np.uint64]:
+        """Return the addresses of extents, without their segments' offsets."""
+        if self._starts is not None:
+            return self._starts
         extents = self.plan.extents
         starts = extents["discard"].copy()
         for array, (base, stride) in enumerate(zip(self._base, self._stride, strict=True)):
             mine = extents["array"] == array
             heads = extents["head"][mine] * np.uint64(stride)
             starts[mine] = base[extents["layer"][mine]] + heads
+        self._starts = starts  # two threads may both compute it; a lock would not survive a fork
         return starts
 
     def rows(self, place: int, discard: int = 0) -> Iovecs:
@@ -187,7 +189,7 @@ class Transfer(ctypes.Structure):
         step = plan.discard_nbytes // segments
         offsets[ARRAYS_MAX] = discard + np.arange(segments, dtype=np.uint64) * np.uint64(step)
         rows = np.empty((len(extents), segments, 2), dtype=np.uint64)
-        rows[..., 0] = self._starts[:, None] + offsets[extents["array"].astype(np.intp)]
+        rows[..., 0] = self._extent_starts()[:, None] + offsets[extents["array"].astype(np.intp)]
         rows[..., 1] = extents["nbytes"][:, None]
         return rows.reshape(-1, 2)
 

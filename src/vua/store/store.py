@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from vua.capacity.bucket import BucketCapacity
 from vua.capacity.reservation import Capacity
 from vua.errors import EntryError, InputError
 from vua.format.entry import EntryCodec
@@ -54,7 +55,7 @@ class Store:
         storage: Storage,
         namespace: str,
         layout: KVLayout,
-        capacity: Capacity | None = None,
+        capacity: Capacity | BucketCapacity | None = None,
         keyring: Keyring | None = None,
     ) -> None:
         """Use ``storage`` for chunks of ``layout`` in ``namespace`` (64 hex).
