@@ -23,12 +23,12 @@ from types import TracebackType
 from typing import Final
 
 from vua.capacity import prefix_tree, ttl
-from vua.capacity.evictor import evict_chunk
 from vua.capacity.limits import Limits
 from vua.capacity.lru import MTIME_STEP_NS, inherit, mtime_ns_of, set_mtime
 from vua.capacity.pending import Pending
 from vua.capacity.policy import LRU, Policy
 from vua.capacity.reclaim_thread import ReclaimThread
+from vua.capacity.removal import evict_chunk
 from vua.capacity.scan import AFTER, Candidate, Space, mark
 from vua.capacity.touches import Touches
 from vua.errors import StorageFullError

@@ -7,12 +7,13 @@ its lifecycle rule; see docs/object-stores.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from vua.capacity.limits import Limits, nbytes_of
+from vua.capacity.scan import Show
 from vua.cli.owner import confirm
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size, table, when
 from vua.cli.walk import Found, walk_bucket
@@ -56,14 +57,14 @@ def _open(url: str) -> BucketPath:
     return place
 
 
-def _chunks(namespace: Description, show: Callable[[str], None]) -> dict[str, _Chunk]:
+def _chunks(namespace: Description, show: Show) -> dict[str, _Chunk]:
     """List a namespace's chunks. Raises StorageError."""
     found: dict[str, _Chunk] = {}
     for one in walk_bucket(namespace):
         if one.kind == "entry":
             _add(found, namespace, one)
             if len(found) % 1000 == 0:
-                show(f"{namespace.name[:SHORT]}, {len(found)} chunks")
+                show(namespace.name[:SHORT], amount=len(found), unit="chunks")
     return found
 
 
@@ -102,7 +103,7 @@ class _Occupied:
         return [self.namespace[:SHORT], self.chunks, size(self.nbytes), *shown]
 
 
-def _occupied(namespace: Description, show: Callable[[str], None]) -> _Occupied:
+def _occupied(namespace: Description, show: Show) -> _Occupied:
     chunks = _chunks(namespace, show).values()
     times = [one.written_s for one in chunks]
     nbytes = sum(one.nbytes for one in chunks)
@@ -170,11 +171,11 @@ def gc_bucket(url: str, said: Limits, *, dry_run: bool, yes: bool, write: Write 
     return SOUND if within else DAMAGED
 
 
-def _find_needed(chunks: dict[tuple[str, str], _Chunk], show: Callable[[str], None]) -> None:
+def _find_needed(chunks: dict[tuple[str, str], _Chunk], show: Show) -> None:
     """Find out which chunk follows which, by a request for each header."""
     every = list(chunks.values())
     for first in range(0, len(every), _AT_ONCE):
-        show(f"{first} of {len(every)} headers read")
+        show("reading headers", first, len(every))
         Bucket.each(_find_parent, every[first : first + _AT_ONCE])
     for chunk in every:
         at, seen = chunk, set[str]()
@@ -261,7 +262,7 @@ def rm_bucket(
     return SOUND
 
 
-def _named(found: Sequence[Description], name: str, show: Callable[[str], None]) -> list[_Chunk]:
+def _named(found: Sequence[Description], name: str, show: Show) -> list[_Chunk]:
     """Return the chunk whose name begins so, and all that follow it. Raises ConfigError."""
     for namespace in found:
         chunks = _chunks(namespace, show)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from vua.capacity.scan import Space, fans_of
+from vua.capacity.scan import Show, Space, fans_of
 from vua.cli.spread import over_fans
-from vua.cli.text import SHORT, SOUND, Write, bar, plain, progress, size, table, when
+from vua.cli.text import (
+    SHORT,
+    SOUND,
+    Write,
+    line,
+    progress,
+    size,
+    table,
+    when,
+)
 from vua.cli.walk import Found, described, open_root, walk, walk_bucket
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
@@ -84,7 +92,8 @@ class _Content:
         ]
 
     def show_chunks(self) -> None:
-        print("\n" + plain(f"{self.namespace.path}  {self.model}".rstrip()))
+        print()
+        line("", f"{self.namespace.path}  {self.model}".rstrip())
         if not self.entries:
             print("no chunks")
             return
@@ -103,7 +112,7 @@ class _Content:
         table(["chunk", "shards", " size", "newest"], rows)
 
 
-def _content(namespace: Description, show: Callable[[str], None], *, long: bool) -> _Content:
+def _content(namespace: Description, show: Show, *, long: bool) -> _Content:
     content = _Content(namespace)
     if isinstance(namespace.path, BucketPath):
         files = [one for one in walk_bucket(namespace) if one.kind == "entry"]
@@ -116,7 +125,7 @@ def _content(namespace: Description, show: Callable[[str], None], *, long: bool)
         parts = over_fans(partial(_part, space, long=long), space, names)
         for number, part in enumerate(parts, 1):
             content.add(*part)
-            show(bar(number, len(names), f"{namespace.name[:SHORT]}, {content.chunks} chunks"))
+            show(space.name[:SHORT], number, len(names), amount=content.chunks, unit="chunks")
     finally:
         os.close(fd)
     return content

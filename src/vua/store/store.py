@@ -28,6 +28,7 @@ from vua.storage.base import Storage, entry_name, parse_name
 from vua.store.entry_reader import EntryReader, Verified
 from vua.store.entry_writer import EntryWriter
 from vua.store.quarantine import Misses
+from vua.store.search import Search
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
@@ -71,6 +72,8 @@ class Store:
         self._codecs: dict[tuple[Shard, str], EntryCodec] = {}
         self._plans: dict[tuple[Shard, Shard, Shard, int, str], EntryPlan] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
+        self.search = Search(storage, layout) if storage.capabilities.probes > 1 else None
+        """What looks chunks up where an answer takes long."""
         self.misses = Misses(storage)
         self.counts: Counter[str] = self.misses.counts
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
@@ -114,6 +117,8 @@ class Store:
                 model. Chunks stored in other shards that cover the model count as well.
         """
         wanted = [self.layout.full] if shards is None else shards
+        if self.search is not None:
+            return self.search.longest(keys, wanted)
         if not len(keys) or not self.holds(keys[0], wanted):
             return 0
         present, absent = 1, len(keys) + 1  # chunk counts: known good, known bad
@@ -128,6 +133,8 @@ class Store:
 
     def holds(self, key: ChunkKey, wanted: Sequence[Shard]) -> bool:
         """Whether a chunk is stored: in the files ``wanted``, or in others that cover the model."""
+        if self.search is not None:
+            return self.search.holds([key], wanted)[0]
         if all(self.storage.exists([entry_name(key.name, shard) for shard in wanted])):
             return True
         return cover(self.layout.full, self.shards(key.name)) is not None
@@ -247,6 +254,8 @@ class Loader:
     ) -> str | None:
         """Return why a chunk is not to be had; None where it may be in other shards."""
         misses = self._store.misses
+        if self._store.search is not None:
+            self._store.search.forget(entry_name(key.name, shard))
         if isinstance(problem, FileNotFoundError):
             found = cover(self._target, self._store.shards(key.name))
             if found is None or found == self._cover:
