@@ -23,7 +23,7 @@ from vua.io.plan import EntryPlan
 from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
-from vua.storage.base import Storage, parse_name
+from vua.storage.base import Storage, entry_name, parse_name
 from vua.store.entry_reader import EntryReader, Verified
 from vua.store.entry_writer import EntryWriter
 from vua.store.quarantine import Misses
