@@ -17,7 +17,7 @@ import pytest
 import torch
 from devices import on_cpu_too
 
-from helpers import DirectoryTest, bits, keys_of, noise
+from helpers import DirectoryTest, bits, keys_of, noise, until
 from vua.device.staging import Staging
 from vua.errors import StorageError
 from vua.format.identity import Identity
@@ -45,7 +45,6 @@ LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
 BLOCKS = 12
 IO_S = 1.0
 """After which work counts as hanging, by a clock that stands still until a test moves it."""
-SOON_S = 60.0
 
 
 class Hanging:
@@ -82,16 +81,6 @@ class Hanging:
         return self._storage.write(batch)
 
 
-def soon(what: Callable[[], Any]) -> Any:
-    """Ask again and again until the answer is true; return it."""
-    stop = time.monotonic() + SOON_S
-    while not (answer := what()):
-        if time.monotonic() > stop:
-            raise AssertionError("nothing came")
-        time.sleep(0.002)
-    return answer
-
-
 def room_of(slabs: Any) -> int:
     """How many slabs a pool, or the staging around one, has left to lend."""
     pool = getattr(slabs, "_pool", slabs)
@@ -112,7 +101,7 @@ class HangingTest(DirectoryTest):
         self.side.register(self.layers, layer_of, dict.fromkeys(self.layers, 0), page_layout)
         self.keys = keys_of(range(48), 16)
         self.save(self.keys)
-        soon(lambda: len(self.files()) == 3 and self.side.pending_saves == 0)
+        until(lambda: len(self.files()) == 3 and self.side.pending_saves == 0)
         self.side.stats.take()
         store = self.side._groups[0].store
         self.storage = Hanging(store.storage)
@@ -126,7 +115,7 @@ class HangingTest(DirectoryTest):
 
     def hang(self) -> None:
         """Let what is being read or written take too long."""
-        soon(lambda: self.storage.calls)
+        until(lambda: self.storage.calls)
         self.now_s += 1.1 * IO_S
 
     def worker(self, memory: Any = None, **settings: Any) -> WorkerSide:
@@ -134,9 +123,7 @@ class HangingTest(DirectoryTest):
         settings = {"worker": ONE_THREAD, "timeouts": Timeouts(io_s=IO_S)} | settings
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
-        config = ConnectorConfig(
-            shared_storage_path=str(self.root), chunk_tokens=16, **settings
-        )
+        config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
         return WorkerSide(model, config, Rank(0, 0), memory=memory, clock=self.clock)
 
     def save(self, keys: list[Any]) -> None:
@@ -150,7 +137,7 @@ class HangingTest(DirectoryTest):
 
     def received(self) -> set[str]:
         """The loads that end next."""
-        ended: set[str] = soon(lambda: self.side.take_received(idle=True))
+        ended: set[str] = until(lambda: self.side.take_received(idle=True))
         return ended
 
     def blocks(self, *ids: int) -> list[bytes]:
@@ -178,7 +165,7 @@ class HangingTest(DirectoryTest):
             self.side._groups[0].load_slabs.take(), "its thread may still write to the slab"
         )
         self.storage.go.set()
-        slab = soon(self.side._groups[0].load_slabs.take)
+        slab = until(self.side._groups[0].load_slabs.take)
         self.side._groups[0].load_slabs.give_back(slab)
 
         self.assertEqual(before, self.blocks(5, 6, 7))
@@ -222,7 +209,7 @@ class HangingTest(DirectoryTest):
                 store = self.side._groups[0].store
                 store.storage = storage = Hanging(store.storage)  # type: ignore[assignment]
                 self.load("during", [5, 6, 7])
-                soon(lambda storage=storage: storage.calls)
+                until(lambda storage=storage: storage.calls)
                 change()
                 storage.go.set()
 
@@ -254,7 +241,7 @@ class HangingTest(DirectoryTest):
             self.received()
             return not self.side.take_failed_blocks()
 
-        soon(loads_again)
+        until(loads_again)
         self.assertEqual(self.blocks(1, 2, 3), self.blocks(8, 9, 10))
 
     def test_hanging_saves(self) -> None:
@@ -272,10 +259,10 @@ class HangingTest(DirectoryTest):
         def saved() -> bool:
             self.now_s += 60.0  # the longest pause
             self.save(keys)
-            soon(lambda: self.side.pending_saves == 0)
+            until(lambda: self.side.pending_saves == 0)
             return len(self.files()) == len(before) + 3
 
-        soon(saved)
+        until(saved)
 
     def test_storage_slower_than_the_engine(self) -> None:
         """What does not fit into the buffers is dropped, not queued, and stored another time."""
@@ -301,11 +288,11 @@ class HangingTest(DirectoryTest):
         self.storage.go.set()
 
         def saved() -> bool:
-            soon(lambda: side.pending_saves == 0)
+            until(lambda: side.pending_saves == 0)
             side.save(order)
             return len(self.files()) == 3 + len(keys)
 
-        soon(saved)
+        until(saved)
 
     def test_written_after_the_copies(self) -> None:
         """What the engine waits for, the copies, shares the machine with no write of its step."""
@@ -320,7 +307,7 @@ class HangingTest(DirectoryTest):
         self.storage.go.set()
         with mock.patch.object(group, "gather", watched):
             self.save(keys_of(range(100, 148), 16))
-        soon(lambda: self.side.pending_saves == 0)
+        until(lambda: self.side.pending_saves == 0)
 
         self.assertEqual([0, 0, 0], calls)
         self.assertEqual(3, self.storage.calls)
@@ -342,7 +329,7 @@ class HangingTest(DirectoryTest):
 
         self.assertEqual((0, room), (side.pending_saves, room_of(side._groups[0].save_slabs)))
         side.save(order)
-        soon(lambda: len(self.files()) == 6)
+        until(lambda: len(self.files()) == 6)
 
     def test_failing_saves(self) -> None:
         """A full disk is not written to again and again."""
@@ -350,7 +337,7 @@ class HangingTest(DirectoryTest):
         self.storage.go.set()
         for at in range(20):
             self.save(keys_of(range(1000 * at, 1000 * at + 48), 16))
-            soon(lambda: self.side.pending_saves == 0)
+            until(lambda: self.side.pending_saves == 0)
 
         self.assertEqual(3, self.storage.calls)
 
@@ -360,7 +347,7 @@ class HangingTest(DirectoryTest):
         keys = keys_of(range(100, 148), 16)
         hints = SaveHints(pin=True)
         self.side.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
-        soon(lambda: self.side.pending_saves == 0)
+        until(lambda: self.side.pending_saves == 0)
 
         pins = sorted(path.parent.name for path in self.root.rglob("pin-*"))
         self.assertEqual(sorted(key.name for key in keys), pins)
@@ -371,7 +358,7 @@ class HangingTest(DirectoryTest):
         hinted, plain = keys_of(range(100, 148), 16), keys_of(range(200, 248), 16)
         for keys, hints in ((hinted, SaveHints(ttl_s=60)), (plain, SaveHints())):
             self.side.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
-            soon(lambda: self.side.pending_saves == 0)
+            until(lambda: self.side.pending_saves == 0)
 
         marks = {path.name: path.read_text() for path in self.root.glob("*/ttl/*")}
         self.assertEqual({key.name: "0000000060" for key in hinted}, marks)
