@@ -35,10 +35,11 @@ from vua.io.posix import FileStatus
 from vua.native import Headers
 from vua.security.settings import Security, open_directory
 from vua.storage.base import FAILED, Batch, Capabilities, Entry, Filled, Written, entry_name
+from vua.storage.description import is_namespace_name
 from vua.storage.direct import FirstReads
 from vua.storage.problems import explained
 
-__all__ = ["LocalStorage", "chunk_path"]
+__all__ = ["LocalStorage", "chunk_path", "entry_at", "entry_path"]
 
 SUFFIX: Final = ".safetensors"
 TEMPORARY: Final = ".tmp-"
@@ -59,9 +60,17 @@ def chunk_path(chunk: str) -> str:
     return f"{chunk[:2]}/{chunk}"
 
 
-def _path(name: str) -> str:
+def entry_path(name: str) -> str:
     """Return the file of an entry below its namespace."""
     return f"{name[:2]}/{name}{SUFFIX}"
+
+
+def entry_at(path: str) -> str:
+    """Return the name of the entry whose file lies at ``path`` below its namespace, or nothing."""
+    name = path[3:].removesuffix(SUFFIX)
+    chunk, _, shard = name.partition("/")
+    named = is_namespace_name(chunk) and Shard.parse(shard) is not None
+    return name if named and entry_path(name) == path else ""
 
 
 def version_of(status: FileStatus) -> bytes:
@@ -129,7 +138,7 @@ class LocalStorage:
 
     def read(self, batch: Batch) -> Filled:
         """Read and hash files by few calls; one that C stops at is read, or judged, in Python."""
-        paths = list(map(_path, batch.names))
+        paths = list(map(entry_path, batch.names))
         inodes = np.zeros((len(paths), 2), dtype=np.uint64)
         into = Headers(batch.headers, batch.digests, inodes, batch.discard)
         done, problem = 0, None
@@ -176,14 +185,14 @@ class LocalStorage:
 
         Raises OSError, UntrustedError.
         """
-        return open_plain(self._fd, _path(name), self._uids, local=self._local)
+        return open_plain(self._fd, entry_path(name), self._uids, local=self._local)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         """Whether files are there, to be read and of that size."""
         return [self._exists(name, nbytes) for name in names]
 
     def _exists(self, name: str, nbytes: int | None) -> bool:
-        path = _path(name)
+        path = entry_path(name)
         try:
             fd = posix.open_cached(self._fd, path) if self._local else None
             if fd is None:
@@ -261,7 +270,7 @@ class LocalStorage:
             code, name = -found[failed - first] or errno.EIO, batch.names[failed]
             if tries > _REPAIRS or not self._repaired(code, name):
                 problem = OSError(code, os.strerror(code))
-                return Written(statuses, explained(problem, f"{self.directory}/{_path(name)}"))
+                return Written(statuses, explained(problem, f"{self.directory}/{entry_path(name)}"))
             first = failed
         return Written(statuses)
 
@@ -292,7 +301,7 @@ class LocalStorage:
         """Set the files' times."""
         for name in names:
             with contextlib.suppress(OSError):
-                os.utime(_path(name), dir_fd=self._fd, follow_symlinks=False)
+                os.utime(entry_path(name), dir_fd=self._fd, follow_symlinks=False)
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Move a file to ``quarantine/`` (a few are kept there for a look), or delete it."""

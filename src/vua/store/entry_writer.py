@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vua.capacity.bucket import BucketCapacity
 from vua.capacity.reservation import Capacity, Reservation, Unlimited
 from vua.errors import StorageFullError
 from vua.format.entry import EntryCodec
@@ -41,7 +42,7 @@ class Target(Protocol):
 
     layout: KVLayout
     storage: Storage
-    capacity: Capacity | None
+    capacity: Capacity | BucketCapacity | None
     keyring: Keyring
     misses: Misses
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vua.capacity.bucket import BucketCapacity
 from vua.capacity.reservation import Capacity
 from vua.errors import EntryError, InputError
 from vua.format.entry import EntryCodec
@@ -56,7 +57,7 @@ class Store:
         storage: Storage,
         namespace: str,
         layout: KVLayout,
-        capacity: Capacity | None = None,
+        capacity: Capacity | BucketCapacity | None = None,
         keyring: Keyring | None = None,
     ) -> None:
         """Use ``storage`` for chunks of ``layout`` in ``namespace`` (64 hex).

@@ -81,7 +81,7 @@ class TestDoctor(DirectoryTest):
         code, out, err = run("doctor", self.root)
 
         self.assertEqual((0, ""), (code, err))
-        self.assertEqual(len(NAMES), len(out.splitlines()))
+        self.assertEqual(1 + len(NAMES), len(out.splitlines()))
 
     def test_read_only(self) -> None:
         """A directory that may not be written to is bad; none is an unusable question."""
