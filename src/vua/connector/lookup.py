@@ -14,7 +14,7 @@ from concurrent.futures import wait as wait_for
 from typing import Any, Final
 
 from vua.connector.adapters import Adapter
-from vua.connector.breaker import Breaker, StorageGuard
+from vua.connector.breaker import StorageGuard
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
@@ -24,6 +24,7 @@ from vua.connector.prefix_match import PrefixMatch, find
 from vua.connector.request import RequestOptions, SaveHints
 from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
+from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
 from vua.store.namespace import Namespace
 

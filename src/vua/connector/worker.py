@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from vua import native
-from vua.connector.breaker import Breaker, StorageGuard
+from vua.connector.breaker import StorageGuard
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.comparisons import Comparisons
 from vua.connector.config import ConnectorConfig
@@ -35,6 +35,7 @@ from vua.device.gds import Gds
 from vua.device.staging import Fence
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
+from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
 from vua.store.namespace import Namespace
 

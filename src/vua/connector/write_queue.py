@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vua.connector.breaker import Breaker, StorageGuard
+from vua.connector.breaker import StorageGuard
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
 from vua.connector.group_transfer import GroupTransfer
@@ -21,6 +21,7 @@ from vua.connector.metadata import SaveOrder
 from vua.connector.metrics import Recorder
 from vua.errors import StorageError
 from vua.format.keys import ChunkKey
+from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
 from vua.store.store import EntryWriter
 
