@@ -12,7 +12,9 @@ import time
 import traceback
 import unittest
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,7 @@ import torch
 from vua import native
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
+from vua.native import bindings
 
 Arrays = list[npt.NDArray[np.uint8]]
 """Per array (K, V): ``[layers, heads, tokens, bytes of a row]``."""
@@ -44,6 +47,16 @@ def soak(test: Callable[..., None]) -> Callable[..., None]:
 def has_native() -> bool:
     """Whether the native code is built here (`python3 dev.py build`) and can be used."""
     return native.library() is not None
+
+
+@contextmanager
+def native_code(wish: str) -> Iterator[None]:
+    """Choose anew between the native code and Python, as VUA_NATIVE says: auto, off or require."""
+    with (
+        mock.patch.dict(os.environ, VUA_NATIVE=wish),
+        mock.patch.object(bindings._choice, "status", None),  # noqa: SLF001
+    ):
+        yield
 
 
 class DirectoryTest(unittest.TestCase):

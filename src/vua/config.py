@@ -12,6 +12,7 @@ import torch
 from vua.capacity.limits import Limits, nbytes_of
 from vua.errors import ConfigError
 from vua.security.settings import Security
+from vua.storage.bucket_path import BucketPath
 
 __all__ = ["VUAConfig"]
 
@@ -88,12 +89,12 @@ class VUAConfig:
             max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
         )
 
-    def check_room(self, path: str | os.PathLike[str], chunk_nbytes: int) -> None:
+    def check_room(self, path: str | os.PathLike[str] | BucketPath, chunk_nbytes: int) -> None:
         """Refuse a `max_bytes` that has no room for a chunk's file of ``chunk_nbytes``.
 
         Raises ConfigError, and OSError where the file system of ``path`` cannot be asked.
         """
-        if self.max_bytes is None:
+        if self.max_bytes is None or isinstance(path, BucketPath):
             return
         system = os.statvfs(path)
         limit = nbytes_of(self.max_bytes, system.f_blocks * system.f_frsize)

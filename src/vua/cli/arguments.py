@@ -16,7 +16,7 @@ __all__ = ["VARIABLE", "Parser", "duration_s", "parsed"]
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory where a command is given none; engines know it too."""
-_WITHOUT: Final = ("bench", "inspect", "key")
+_WITHOUT: Final = ("bench", "completion", "inspect", "key")
 """Commands whose words do not begin with a directory."""
 _NAME: Final = re.compile("[0-9a-f]{6,64}")
 _NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
@@ -74,7 +74,10 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
             with contextlib.suppress(_UsageError):
                 return parser.parse_args(filled)
         problem.parser.print_usage(sys.stderr)
-        print(plain(f"{problem.parser.prog}: error: {problem}"), file=sys.stderr)
+        prog, hint = problem.parser.prog, ""
+        if str(problem).endswith("required: DIR"):
+            hint = f": name the cache's directory, or set {VARIABLE}"
+        print(plain(f"{prog}: error: {problem}{hint}; see `{prog} --help`"), file=sys.stderr)
         sys.exit(UNUSABLE)
     if may_fill and _is_left_out(options):
         with contextlib.suppress(_UsageError):

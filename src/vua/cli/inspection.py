@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vua.cli.check import Check, Checker, Place
-from vua.cli.text import DAMAGED, SOUND, UNUSABLE, Write, plain, size, when
+from vua.cli.text import DAMAGED, SOUND, UNUSABLE, Write, facts, size, when
 from vua.format.entry import FORMAT, EntryInfo
 from vua.format.header import SEALED
 from vua.format.layout import Shard
@@ -30,9 +30,8 @@ def inspect(files: Sequence[str], *, write: Write | None) -> int:
         if write is not None:
             reports.append(_describe(file, check))
             continue
-        print("\n" * bool(number) + plain(file))
-        for name, value in _lines(check, namespace, place):
-            print(f"  {name:<11}{plain(value)}")
+        print(end="\n" * bool(number))
+        facts(file, _lines(check, namespace, place))
     if write is not None:
         write(reports)
     return code

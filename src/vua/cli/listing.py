@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from vua.capacity.scan import Space, fans_of
+from vua.capacity.scan import Show, Space, fans_of
 from vua.cli.spread import over_fans
-from vua.cli.text import SHORT, SOUND, Write, bar, plain, progress, size, table, when
+from vua.cli.text import (
+    SHORT,
+    SOUND,
+    Write,
+    line,
+    progress,
+    size,
+    table,
+    when,
+)
 from vua.cli.walk import Found, described, open_root, walk
 from vua.storage.description import Description
 
@@ -68,7 +76,8 @@ class _Content:
         ]
 
     def show_chunks(self) -> None:
-        print("\n" + plain(f"{self.namespace.path}  {self.model}".rstrip()))
+        print()
+        line("", f"{self.namespace.path}  {self.model}".rstrip())
         if not self.entries:
             print("no chunks")
             return
@@ -87,9 +96,9 @@ class _Content:
         table(["chunk", "shards", " size", "newest"], rows)
 
 
-def _content(namespace: Description, show: Callable[[str], None], *, long: bool) -> _Content:
+def _content(namespace: Description, show: Show, *, long: bool) -> _Content:
     content = _Content(namespace)
-    fd = os.open(namespace.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(namespace.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         space = Space(namespace.name, fd)
         names = fans_of(space)
@@ -100,7 +109,7 @@ def _content(namespace: Description, show: Callable[[str], None], *, long: bool)
             content.nbytes += nbytes
             content.newest_s = max(filter(None, (content.newest_s, newest_s)), default=None)
             content.entries += entries
-            show(bar(number, len(names), f"{namespace.name[:SHORT]}, {content.chunks} chunks"))
+            show(space.name[:SHORT], number, len(names), amount=content.chunks, unit="chunks")
     finally:
         os.close(fd)
     return content

@@ -14,18 +14,27 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from vua.capacity.scan import Space, fans_of
+from vua.capacity.scan import Show, Space, fans_of
 from vua.cli.check import Check, Checker, Outcome, Place
 from vua.cli.keys import NO_KEYS
 from vua.cli.owner import to_change
 from vua.cli.spread import is_large, spread
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size, table
+from vua.cli.text import (
+    DAMAGED,
+    SHORT,
+    SOUND,
+    Write,
+    line,
+    plain,
+    progress,
+    size,
+    table,
+)
 from vua.cli.walk import Found, described, open_root, walk
 from vua.errors import VUAError
 from vua.io import posix
@@ -158,15 +167,13 @@ def verify(
     return DAMAGED if damaged else SOUND
 
 
-def _verify(
-    namespace: Description, show: Callable[[str], None], keys: KnownKeys, *, repair: bool
-) -> _Result:
+def _verify(namespace: Description, show: Show, keys: KnownKeys, *, repair: bool) -> _Result:
     result = _Result(namespace, described(namespace))
     if result.description == "damaged":
         reason = "it does not describe this namespace; the next save writes it anew"
         result.problems.append((DESCRIPTION, "corrupt", reason))
     try:
-        with closing(LocalStorage(namespace.path, security=_ANYBODY)) as storage:
+        with closing(LocalStorage(namespace.directory, security=_ANYBODY)) as storage:
             space = Space(namespace.name, storage.fileno())
             large, names = is_large(space), ["", *fans_of(space)]
     except OSError as problem:
@@ -175,7 +182,7 @@ def _verify(
     parts = spread(partial(_part, namespace, keys, repair=repair), names, large=large)
     for number, part in enumerate(parts, 1):
         result.join(part)
-        show(bar(number, len(names), f"{namespace.name[:SHORT]}, {size(result.nbytes)} read"))
+        show(namespace.name[:SHORT], number, len(names), amount=result.nbytes)
     if described(read_description(namespace.path)) == "missing" and result.counts:
         reason = "missing: no chunk of this namespace is found until the next save writes it"
         result.problems.append((DESCRIPTION, "error", reason))
@@ -186,7 +193,7 @@ def _part(namespace: Description, keys: KnownKeys, fan: str, *, repair: bool) ->
     """Check one fan-out directory, or (for "") what lies beside them."""
     result, checker = _Result(namespace, ""), Checker(keys)
     try:
-        with closing(LocalStorage(namespace.path, security=_ANYBODY)) as storage:
+        with closing(LocalStorage(namespace.directory, security=_ANYBODY)) as storage:
             for found in walk(Space(namespace.name, storage.fileno()), fan):
                 if found.kind == "unreadable":
                     result.add(found.path, Check("error", (found.problem,), 0))
@@ -256,7 +263,7 @@ def _report(directory: str, results: list[_Result], strays: list[str], ids: froz
         print(f"{directory}: no namespaces")
     for result in results:
         for path, outcome, reason in result.problems:
-            print(f"{outcome}: {plain(f'{result.namespace.path}/{path}')}: {plain(reason)}")
+            line(outcome, f"{result.namespace.path}/{path}: {reason}")
     removed = sum(result.removed for result in results)
     if removed:
         print(f"{removed} taken out of sight; the next save writes them anew, `vua gc` removes")

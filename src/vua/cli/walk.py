@@ -15,6 +15,8 @@ from vua.capacity.owned import is_trash
 from vua.capacity.scan import AFTER, PIN, Space, is_fan, listed
 from vua.errors import StorageError
 from vua.format.layout import Shard
+from vua.storage.bucket_mark import bucket_descriptions
+from vua.storage.bucket_path import BucketPath
 from vua.storage.description import (
     DESCRIPTION,
     Description,
@@ -24,7 +26,7 @@ from vua.storage.description import (
 from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP
 from vua.storage.problems import explained
-from vua.store.namespace import check_root
+from vua.store.namespace import locate
 
 __all__ = ["Found", "Kind", "described", "open_root", "walk"]
 
@@ -56,7 +58,9 @@ def open_root(directory: str) -> tuple[list[Description], list[str]]:
 
     Raises ConfigError or StorageError where there is no readable directory.
     """
-    root = check_root(directory, create=False)
+    root = locate(directory, create=False)
+    if isinstance(root, BucketPath):
+        return bucket_descriptions(root), []
     try:
         found = list(descriptions(root))
         known = {namespace.name for namespace in found}
@@ -72,6 +76,8 @@ def described(namespace: Description) -> str:
     """Return what ``namespace.json`` is: ``ok``, ``missing`` or ``damaged``."""
     if namespace.layout is not None:
         return "ok"
+    if isinstance(namespace.path, BucketPath):
+        return "damaged" if (namespace.path / DESCRIPTION).exists() else "missing"
     return "damaged" if os.path.lexists(namespace.path / DESCRIPTION) else "missing"
 
 

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any, Final
 
-from vua.capacity.ttl import raise_ttls
 from vua.connector.adapters import Adapter
 from vua.connector.breaker import StorageGuard
 from vua.connector.cache_spec import Model, UncachedError
@@ -222,7 +221,7 @@ class Lookups:
         if hints.pin:
             capacity.pin(last)
         if hints.ttl_s is not None:
-            raise_ttls(capacity.space, last, hints.ttl_s)
+            capacity.raise_ttls(last, hints.ttl_s)
 
     def _keys(self, lookup: Lookup) -> KeyChain | None:
         request, ids = lookup.request, lookup.token_ids

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from vua import native
 from vua.connector.breaker import StorageGuard
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.comparisons import Comparisons
@@ -73,6 +74,7 @@ class WorkerSide:
         """Whose stores are open."""
         self.stats = Recorder()
         self._place, self._rank = rank, rank.pp * len(model.groups[0].shards[0]) + rank.tp
+        native.crew.share(sum(map(len, model.groups[0].shards)))  # of this machine, at most
         self._groups = [
             GroupTransfer(number, model, rank, config, self.stats)
             for number in range(len(model.groups))

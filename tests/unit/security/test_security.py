@@ -13,12 +13,11 @@ import time
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
-from helpers import ROOT, TESTS, DirectoryTest, caches_of, has_native, kv_bits
+from helpers import ROOT, TESTS, DirectoryTest, caches_of, has_native, kv_bits, native_code
 from scorecard.attacks import FOREIGN_UID, PLANTS, clear, foreign_uid, hostile_names
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError, StorageError, UntrustedError
@@ -165,7 +164,7 @@ class TestForeign(SecurityTest):
         sound = middle.read_bytes()
         for native in ("off", "require") if has_native() else ("off",):
             with (
-                self.subTest(native), mock.patch.dict(os.environ, VUA_NATIVE=native),
+                self.subTest(native), native_code(native),
                 foreign_uid(middle),
             ):  # fmt: skip
                 self.assertEqual(8, self.get())

@@ -25,6 +25,7 @@ from helpers import (
     has_native,
     keys_of,
     model_arrays,
+    native_code,
     read_only,
     rectangle,
     soak,
@@ -73,7 +74,7 @@ class StoreTest(DirectoryTest):
         """Make a store with nothing in it."""
         super().setUp()
         wish = "require" if self.native and has_native() else "off"
-        self.enterContext(mock.patch.dict(os.environ, VUA_NATIVE=wish))
+        self.enterContext(native_code(wish))
         self.keys = keys_of(range(CHUNKS * self.layout.chunk_tokens), self.layout.chunk_tokens)
         self.model = model_arrays(self.layout, CHUNKS)
         self.store = self.open()
@@ -329,7 +330,7 @@ class TestDamage(StoreTest):
             os.truncate(self.file(0), status.nbytes - 1)
             return fd, status
 
-        self.enterContext(mock.patch.dict(os.environ, VUA_NATIVE="off"))  # it opens by itself
+        self.enterContext(native_code("off"))  # it opens by itself
         self.enterContext(mock.patch("vua.native.fallback.open_plain", cutting))
         memory = Memory(SMALL, SMALL.full, CHUNKS).fill(self.model)
         loaded = self.store.load(self.keys, memory.map())
@@ -638,7 +639,7 @@ class TestWays(StoreTest):
             return got[-1]
 
         with (
-            mock.patch.dict(os.environ, VUA_NATIVE="require"),
+            native_code("require"),
             mock.patch.object(native, "read_entries", count),
         ):
             self.use()
