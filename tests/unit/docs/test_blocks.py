@@ -4,7 +4,8 @@ Of each page the blocks run in their order, in a new directory: ``python`` as on
 ``console`` the commands after ``$``, whose output must be what the page shows (``...`` stands for
 anything; ``# exit status 1`` behind a command for another status than 0). Of ``bash`` the commands
 of `vua` and `dev.py` are parsed, not run; ``json`` must be JSON. ``<!-- run: engine -->`` before a
-page's first block: it needs transformers and the real model, and takes longer.
+page's first block: it needs transformers and the real model, and takes longer. ``<!-- part -->``
+on the line before a block of python: a part of a program, which must be Python, but does not run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from helpers import ROOT
 from vua import cli
 from vua.testing import real_model
 
-BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^(<!-- part -->\n)?( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 ENGINE = "<!-- run: engine -->"
 STATUS = re.compile(r"\s+# exit status (\d)$")
 RUN = ("python", "console")
@@ -44,11 +45,11 @@ class Block(NamedTuple):
 
 def blocks(page: Path) -> list[Block]:
     """The blocks of a page, without their indentation."""
-    found = BLOCK.findall(page.read_text("utf-8"))
-    return [
-        Block(name, re.sub(f"^{space}", "", text, flags=re.MULTILINE))
-        for space, name, text in found
-    ]
+    found = []
+    for part, space, name, text in BLOCK.findall(page.read_text("utf-8")):
+        language = "part" if part and name == "python" else name
+        found.append(Block(language, re.sub(f"^{space}", "", text, flags=re.MULTILINE)))
+    return found
 
 
 def pages() -> list[Path]:
@@ -161,6 +162,8 @@ class BlockTest(unittest.TestCase):
                 with self.subTest(page=page.name, block=block.text[:60]):
                     if block.language == "json":
                         json.loads(block.text)
+                    if block.language == "part":
+                        compile(block.text, page.name, "exec")
                     for words in commands(block.text) if block.language == "bash" else []:
                         self.parse(words)
                         count += 1
