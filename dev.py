@@ -269,6 +269,14 @@ def llama_cpp(*arguments: str) -> int:
     return run("-m", "pytest", "-q", *(arguments or ["tests/unit/llama_cpp"]))
 
 
+def lmcache(*arguments: str) -> int:
+    """Runs the tests of the LMCache face by LMCache, which `dev.py peers` installs, once."""
+    python = ROOT / ".venv-peers" / "bin" / "python"
+    status = 0 if python.exists() else peers()
+    tests = arguments or ("tests/unit/lmcache",)
+    return status or run("-m", "pytest", "-q", *tests, python=python, paths=("src",))
+
+
 def lint() -> int:
     """Checks style, formatting and types."""
     checks = (("ruff", "check"), ("ruff", "format", "--check"), ("mypy",))
@@ -348,7 +356,8 @@ def ci() -> int:
 TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
-        *(setup, build, wheels, demo, test, thorough, test_oldest, lint, format_, docs, bench),
+        *(setup, build, wheels, demo, test, thorough, test_oldest, llama_cpp, lmcache),
+        *(lint, format_, docs, bench),
         *(peers, scorecard, identity_campaign, soak, fuzz, house, mutate, ci),
     )
 }

@@ -1,1 +1,1 @@
-"""What LMCache calls GPU connectors, independent of it and working on any device's tensors."""
+"""For LMCache: an L2 adapter, and what it calls GPU connectors; the latter work without it."""

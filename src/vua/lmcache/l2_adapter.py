@@ -1,0 +1,354 @@
+"""VUA as an L2 tier of LMCache's multi-process mode: its objects, verified and bounded.
+
+    lmcache server ... --l2-adapter '{"type": "plugin", "module_path": "vua.lmcache.l2_adapter",
+        "class_name": "VUAL2Adapter", "adapter_params": {"path": "/mnt/kv"}}'
+
+Promises that an object comes back as it was stored, for the same key, model, shapes and dtypes, or
+not at all. LMCache names objects by hashes of its own and does not show the tokens, so nothing is
+shared with other engines, and within LMCache only what has the same key. Needs LMCache 0.5.6.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from vua.capacity.limits import Limits
+from vua.errors import ConfigError, VUAError
+from vua.format.identity import Identity, config_digest
+from vua.format.keys import ChunkKey
+from vua.format.layout import KVLayout, MemoryMap
+from vua.storage.base import entry_name
+from vua.store.namespace import Namespace, check_root
+
+__all__ = ["VUAL2Adapter"]
+
+log = logging.getLogger(__name__)
+
+_SETTINGS: Final = ("path", "max_bytes", "min_free_bytes", "ttl_s", "durable", "epoch", "threads")
+_THREADS: Final = 4
+_STORE, _LOOKUP, _LOAD = "store", "lookup", "load"
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What an object's bytes mean, as far as LMCache says."""
+
+    model: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, model: str, described: Any) -> _Form:  # noqa: ANN401 - LMCache is untyped
+        """Take it from LMCache's ``MemoryLayoutDesc`` or memory object."""
+        meta = getattr(described, "metadata", described)
+        shapes = getattr(meta, "shapes", None) or [meta.shape]  # several: one per group of layers
+        dtypes = getattr(meta, "dtypes", None) or [meta.dtype]
+        nbytes = sum(
+            shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
+        named = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return cls(model, tuple(tuple(shape) for shape in shapes), named, nbytes)
+
+    def identity(self, epoch: str) -> Identity:
+        """Return the identity of such objects; LMCache's keys say nothing of dtype and shape."""
+        said = {
+            "vua_stored_by": "lmcache",
+            "model": self.model,
+            "shapes": self.shapes,
+            "dtypes": self.dtypes,
+        }
+        return Identity(
+            model=config_digest(said),
+            kv_dtype="+".join(dict.fromkeys(self.dtypes)),
+            epoch=epoch,
+            chunk_tokens=1,
+            name=f"lmcache {self.model}",
+        )
+
+    @property
+    def layout(self) -> KVLayout:
+        """Return the layout of an object's file: its bytes, in one row."""
+        return KVLayout(
+            layers=1, kv_heads=1, k_dim=self.nbytes, v_dim=0, dtype="U8", chunk_tokens=1
+        )
+
+
+@dataclass(slots=True)
+class _Task:
+    """One call of LMCache's, worked on in parts."""
+
+    kind: str
+    keys: Sequence[Any]
+    objects: Sequence[Any]
+    forms: Sequence[_Form | None]
+    found: list[bool]
+    left: int
+    """Parts that are not done."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class VUAL2Adapter(L2AdapterInterface):
+    """An L2 adapter over a directory that any number of LMCache servers may share.
+
+    What is stored survives restarts and is counted: the directory keeps within its limits, whoever
+    has written what is in it. Several threads may call it. Locks hold nothing here: another host
+    may evict an object between lookup and load, which then misses.
+    """
+
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
+        """Use the directory ``params["path"]``, which is created (mode 0700) when missing.
+
+        Args:
+            params: ``path``; and as in `VUAConfig` ``max_bytes``, ``min_free_bytes``, ``ttl_s``,
+                ``durable``, ``epoch``, ``threads`` (at work at the same time; 4).
+            l1_memory_desc: LMCache's memory, of which nothing needs to be known.
+
+        Raises:
+            ConfigError: a setting is unknown or unusable.
+            StorageError: the directory cannot be created.
+        """
+        del l1_memory_desc
+        super().__init__()
+        unknown = sorted(set(params) - set(_SETTINGS))
+        if unknown or "path" not in params:
+            raise ConfigError(
+                f"adapter_params has {', '.join(unknown) or 'no path'}; known are {_SETTINGS}"
+            )
+        given = dict(params)
+        self._root = check_root(given.pop("path"))
+        self._durable, self._epoch = bool(given.pop("durable", False)), given.pop("epoch", "")
+        self._threads = int(given.pop("threads", _THREADS))
+        self._bounds = Limits(**given)
+        self._pool = ThreadPoolExecutor(self._threads, "vua-lmcache")
+        self._namespaces: dict[_Form, Namespace] = {}
+        self._fds = {kind: create_event_notifier() for kind in (_STORE, _LOOKUP, _LOAD)}
+        self._done: dict[str, dict[int, Any]] = {kind: {} for kind in self._fds}
+        self._lock = threading.Lock()
+        self._last_id, self._warned = 0, False
+
+    # -- what LMCache calls -------------------------------------------------------------------
+
+    def get_store_event_fd(self) -> int:
+        """Return the descriptor that is readable when a store task is done."""
+        return int(self._fds[_STORE].fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Return the descriptor that is readable when a lookup is done."""
+        return int(self._fds[_LOOKUP].fileno())
+
+    def get_load_event_fd(self) -> int:
+        """Return the descriptor that is readable when a load task is done."""
+        return int(self._fds[_LOAD].fileno())
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Store objects, but for those that are stored already; see `pop_completed_store_tasks`."""
+        forms = [_Form.of(key.model_name, one) for key, one in zip(keys, objects, strict=True)]
+        return self._start(_STORE, keys, objects, forms)
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        """Return the tasks that are done; one fails where not all of its objects are stored."""
+        with self._lock:
+            done, self._done[_STORE] = self._done[_STORE], {}
+        return done
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[Any], group_layout_descs: Mapping[int, Any]
+    ) -> int:
+        """Look for objects, by name. Without a group's layout: in those layouts that were used."""
+        forms: list[_Form | None] = []
+        for key in keys:
+            described = group_layout_descs.get(key.object_group_id)
+            known = described is not None and described.shapes
+            forms.append(_Form.of(key.model_name, described) if known else None)
+        return self._start(_LOOKUP, keys, [], forms)
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:  # noqa: ANN401
+        """Return which objects are stored, once; None while that is not known."""
+        with self._lock:
+            return self._done[_LOOKUP].pop(task_id, None)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Do nothing, as nothing is locked."""
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Read objects into their memory; of those that miss it is undefined what is there."""
+        forms = [_Form.of(key.model_name, one) for key, one in zip(keys, objects, strict=True)]
+        return self._start(_LOAD, keys, objects, forms)
+
+    def query_load_result(self, task_id: int) -> Any:  # noqa: ANN401
+        """Return which objects were loaded and verified, once; None while that is not known."""
+        with self._lock:
+            return self._done[_LOAD].pop(task_id, None)
+
+    def delete(self, keys: list[Any]) -> None:
+        """Delete objects, in all layouts that were used."""
+        for key in keys:
+            for form, namespace in self._used(key.model_name):
+                name, storage = entry_name(_name(key).name, form.layout.full), namespace.storage
+                if storage.exists([name])[0] and storage.delete(name):
+                    self._notify_keys_deleted([key], [form.nbytes])
+
+    def report_status(self) -> dict[str, Any]:
+        """Return what LMCache shows of its tiers."""
+        return {"is_healthy": True, "type": "vua", "path": str(self._root)}
+
+    def close(self) -> None:
+        """Finish what is under way and release threads and descriptors."""
+        self._pool.shutdown(wait=True)
+        for namespace in self._namespaces.values():
+            namespace.close()
+        for notifier in self._fds.values():
+            notifier.close()
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _start(
+        self, kind: str, keys: Sequence[Any], objects: Sequence[Any], forms: Sequence[_Form | None]
+    ) -> int:
+        """Give a task to the threads, in as many parts as there are."""
+        with self._lock:
+            self._last_id += 1
+            number = self._last_id
+        step = max(1, -(-len(keys) // self._threads))
+        parts = [range(at, min(at + step, len(keys))) for at in range(0, len(keys), step)]
+        task = _Task(kind, keys, objects, forms, [False] * len(keys), max(1, len(parts)))
+        for part in parts or [range(0)]:
+            self._pool.submit(self._run, number, task, part)
+        return number
+
+    def _run(self, number: int, task: _Task, part: range) -> None:
+        """Do a part of a task; whoever does the last one tells LMCache."""
+        work: dict[str, Callable[[_Task, range], None]] = {
+            _STORE: self._store, _LOOKUP: self._look_up, _LOAD: self._load,
+        }  # fmt: skip
+        try:
+            work[task.kind](task, part)
+        except (VUAError, OSError) as problem:
+            level = logging.DEBUG if self._warned else logging.WARNING
+            self._warned = True
+            log.log(level, "LMCache's objects are not to be had here: %s", problem)
+        except Exception:
+            log.exception("a %s task of LMCache's failed", task.kind)
+        with task.lock:
+            task.left -= 1
+            if task.left:
+                return
+        with self._lock:
+            self._done[task.kind][number] = self._result(task)
+        self._fds[task.kind].notify()
+
+    def _result(self, task: _Task) -> Any:  # noqa: ANN401
+        found = [at for at, one in enumerate(task.found) if one]
+        keys = [task.keys[at] for at in found]
+        if task.kind == _STORE:
+            sizes = [form.nbytes for at in found if (form := task.forms[at]) is not None]
+            self._notify_keys_stored(keys, sizes)
+            return L2StoreResult(all(task.found), sum(sizes))
+        if task.kind == _LOAD:
+            self._notify_keys_accessed(keys)
+        bits = Bitmap(len(task.keys))
+        for at in found:
+            bits.set(at)
+        return bits
+
+    def _store(self, task: _Task, part: range) -> None:
+        for form, places in _by_form(task, part):
+            namespace = self._namespace(form, create=True)
+            if namespace is None:
+                continue
+            keys = [_name(task.keys[at]) for at in places]
+            store = namespace.stores[0]
+            writer = store.writer(_memory([task.objects[at] for at in places]))
+            writer.save_all(keys)
+            for at, key in zip(places, keys, strict=True):
+                task.found[at] = store.holds(key, [form.layout.full])
+
+    def _load(self, task: _Task, part: range) -> None:
+        for form, places in _by_form(task, part):
+            namespace = self._namespace(form)
+            if namespace is None:
+                continue
+            store, begin = namespace.stores[0], 0
+            while rest := places[begin:]:
+                keys = [_name(task.keys[at]) for at in rest]
+                loaded = store.load(keys, _memory([task.objects[at] for at in rest])).chunks
+                store.used(keys, loaded)
+                for at in rest[:loaded]:
+                    task.found[at] = True
+                begin += loaded + 1  # the next one misses; those behind it need not
+
+    def _look_up(self, task: _Task, part: range) -> None:
+        for at in part:
+            key, form = task.keys[at], task.forms[at]
+            used = self._used(key.model_name) if form is None else [(form, self._namespace(form))]
+            task.found[at] = any(
+                namespace is not None and namespace.stores[0].holds(_name(key), [one.layout.full])
+                for one, namespace in used
+            )
+
+    def _used(self, model: str) -> list[tuple[_Form, Namespace]]:
+        with self._lock:
+            return [(form, one) for form, one in self._namespaces.items() if form.model == model]
+
+    def _namespace(self, form: _Form, *, create: bool = False) -> Namespace | None:
+        """Return the namespace of such objects; None where there is none yet."""
+        with self._lock:
+            known = self._namespaces.get(form)
+            if known is None:
+                identity = form.identity(self._epoch)
+                if not create and not (self._root / identity.namespace).is_dir():
+                    return None
+                known = self._namespaces[form] = Namespace.create(
+                    self._root, identity, [form.layout], durable=self._durable, bounds=self._bounds
+                )
+            return known
+
+
+def _name(key: Any) -> ChunkKey:  # noqa: ANN401
+    """Return the chunk key that stands for one of LMCache's: its hash, rank, group and salt."""
+    parts = (
+        key.chunk_hash,
+        key.kv_rank.to_bytes(8, "little"),
+        key.object_group_id.to_bytes(8, "little"),
+        key.cache_salt.encode(),
+    )
+    framed = b"".join(
+        len(part).to_bytes(8, "little") + part for part in (b"vua.lmcache.v1", *parts)
+    )
+    return ChunkKey(hashlib.sha256(framed).digest(), b"", 0, 1)
+
+
+def _by_form(task: _Task, part: range) -> Iterator[tuple[_Form, list[int]]]:
+    """Yield the places of a part that lie in one namespace, those of the same form."""
+    groups: dict[_Form, list[int]] = defaultdict(list)
+    for at in part:
+        if (form := task.forms[at]) is not None:
+            groups[form].append(at)
+    yield from groups.items()
+
+
+def _memory(objects: Sequence[Any]) -> MemoryMap:
+    """Return where objects lie, each of them one token of one row."""
+    addresses = np.array([one.data_ptr for one in objects], dtype=np.uint64)
+    base = addresses.min()
+    return MemoryMap(
+        base=(np.array([base], dtype=np.uint64),),
+        head_stride=(0,),
+        piece_offset=(addresses - base,),
+        piece_tokens=1,
+        owner=objects,
+    )

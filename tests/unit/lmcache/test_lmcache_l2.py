@@ -1,0 +1,205 @@
+"""Mirrors `vua.lmcache.l2_adapter`, by the real LMCache: `dev.py lmcache` has it."""
+
+from __future__ import annotations
+
+import os
+import select
+import unittest
+from importlib import util
+from typing import Any
+from unittest import mock
+
+import torch
+
+from helpers import DirectoryTest, flip, noise
+from vua.errors import ConfigError, NotWritableError
+
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+
+HAS_LMCACHE = util.find_spec("lmcache") is not None
+WHERE = "LMCache is not installed here; `dev.py lmcache` runs these tests where it is"
+SHAPE, COUNT, DEADLINE_S = (2, 3, 16, 8), 7, 120
+MODULE = {"module_path": "vua.lmcache.l2_adapter", "class_name": "VUAL2Adapter"}
+
+
+@unittest.skipUnless(HAS_LMCACHE, WHERE)
+class TestL2Adapter(DirectoryTest):
+    def adapter(self, **params: Any) -> Any:
+        """The adapter as LMCache makes it from its command line."""
+        from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import (
+            PluginL2AdapterConfig,
+            _create_plugin_adapter,
+        )
+
+        given = {**MODULE, "adapter_params": {"path": str(self.root / "kv"), **params}}
+        adapter = _create_plugin_adapter(PluginL2AdapterConfig.from_dict(given))
+        self.addCleanup(adapter.close)
+        return adapter
+
+    def keys(self, count: int = COUNT, **fields: Any) -> list[Any]:
+        """Keys of one prompt."""
+        from lmcache.v1.distributed.api import ObjectKey
+
+        given = {"model_name": "org/model", "kv_rank": 1, **fields}
+        return [ObjectKey(bytes([number] * 32), **given) for number in range(count)]
+
+    def objects(self, values: list[torch.Tensor]) -> list[Any]:
+        """LMCache's objects in the memory of tensors."""
+        from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+        made = []
+        for one in values:
+            raw = one.view(torch.uint8).flatten()
+            meta = MemoryObjMetadata(
+                one.shape, one.dtype, one.data_ptr(), raw.numel(), 1, fmt=MemoryFormat.KV_2LTD
+            )
+            made.append(TensorMemoryObj(raw, meta, parent_allocator=None))
+        return made
+
+    def values(self, count: int = COUNT, seed: int = 0) -> list[torch.Tensor]:
+        """Objects' contents."""
+        return [noise(*SHAPE, dtype=torch.bfloat16, seed=seed + one) for one in range(count)]
+
+    def done(self, fd: int, ask: Any) -> Any:
+        """What LMCache is told when a task is done."""
+        while (found := ask()) is None:
+            self.assertTrue(select.select([fd], [], [], DEADLINE_S)[0], "no answer")
+            os.read(fd, 8)
+        return found
+
+    def store(self, adapter: Any, keys: list[Any], values: list[torch.Tensor]) -> Any:
+        """Store, and the result."""
+        task = adapter.submit_store_task(keys, self.objects(values))
+        return self.done(
+            adapter.get_store_event_fd(), lambda: adapter.pop_completed_store_tasks().get(task)
+        )
+
+    def load(self, adapter: Any, keys: list[Any], dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+        """Load; a tensor for each key that was found, else None."""
+        into = [torch.full(SHAPE, 7, dtype=dtype) for _ in keys]
+        task = adapter.submit_load_task(keys, self.objects(into))
+        fd = adapter.get_load_event_fd()
+        bits = self.done(fd, lambda: adapter.query_load_result(task))
+        return [one if bits.test(at) else None for at, one in enumerate(into)]
+
+    def found(self, adapter: Any, keys: list[Any], dtype: torch.dtype = torch.bfloat16) -> int:
+        """How many a lookup finds, with the layout that LMCache says."""
+        from lmcache.v1.distributed.api import MemoryLayoutDesc
+
+        layout = MemoryLayoutDesc([torch.Size(SHAPE)], [dtype])
+        task = adapter.submit_lookup_and_lock_task(keys, {0: layout})
+        fd = adapter.get_lookup_and_lock_event_fd()
+        bits = self.done(fd, lambda: adapter.query_lookup_and_lock_result(task))
+        adapter.submit_unlock(keys)
+        return sum(bits.test(at) for at in range(len(keys)))
+
+    def same(self, values: list[torch.Tensor], found: list[Any]) -> list[bool]:
+        """Which were found, after comparing the bits of these."""
+        for mine, theirs in zip(values, found, strict=True):
+            if theirs is not None:
+                self.assertTrue(torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)))
+        return [one is not None for one in found]
+
+    def test_restart(self) -> None:
+        """Another server finds and loads every bit that one has stored; in part, too."""
+        values, keys = self.values(), self.keys()
+        stored = self.store(self.adapter(), keys, values)
+        second = self.adapter()
+
+        self.assertTrue(stored.is_successful())
+        self.assertEqual(sum(one.nbytes for one in values), stored.bytes_transferred())
+        self.assertEqual(COUNT, self.found(second, keys))
+        self.assertEqual([True] * COUNT, self.same(values, self.load(second, keys)))
+        mixed = [keys[3], *self.keys(2, cache_salt="x"), keys[0], keys[6]]
+        found = self.load(second, mixed)
+        expected = [values[at] for at in (3, 0, 0, 0, 6)]
+        self.assertEqual([True, False, False, True, True], self.same(expected, found))
+        self.assertEqual(3, self.found(second, mixed))
+        self.assertEqual(1, len(list((self.root / "kv").glob("*/namespace.json"))))
+
+    def test_kept_apart(self) -> None:
+        """Another model, rank, group, salt, dtype, shape or epoch finds nothing."""
+        keys = self.keys()
+        self.store(self.adapter(), keys, self.values())
+        second = self.adapter()
+        fields: tuple[dict[str, Any], ...] = (
+            {"model_name": "org/other"},
+            {"kv_rank": 2},
+            {"object_group_id": 1},
+            {"cache_salt": "tenant"},
+        )
+        for given in fields:
+            with self.subTest(**given):
+                self.assertEqual([None] * COUNT, self.load(second, self.keys(**given)))
+        self.assertEqual(0, self.found(second, keys, torch.float16))
+        self.assertEqual([None] * COUNT, self.load(second, keys, torch.float16))
+        self.assertEqual([None] * COUNT, self.load(self.adapter(epoch="b"), keys))
+        self.assertEqual([True] * COUNT, self.same(self.values(), self.load(second, keys)))
+
+    def test_damage(self) -> None:
+        """A flipped bit or a shorter file is a miss, is stored anew, and costs nobody else."""
+        keys, values = self.keys(), self.values()
+        self.store(self.adapter(), keys, values)
+        files = self.files()
+        flip(files[0], files[0].stat().st_size - 9)
+        os.truncate(files[1], files[1].stat().st_size - 1)
+        second = self.adapter()
+        with self.assertLogs("vua"):
+            found = self.same(values, self.load(second, keys))
+
+        self.assertEqual(COUNT - 2, sum(found))
+        self.assertTrue(self.store(second, keys, values).is_successful())
+        self.assertEqual([True] * COUNT, self.same(values, self.load(self.adapter(), keys)))
+
+    def test_damage_elsewhere(self) -> None:
+        """The same bit, flipped under LMCache's own adapter, is delivered: this test can fail."""
+        from lmcache.v1.distributed.l2_adapters import fs_l2_adapter
+
+        config = fs_l2_adapter.FSL2AdapterConfig.from_dict(
+            {"type": "fs", "base_path": str(self.root)}
+        )
+        adapter = fs_l2_adapter.FSL2Adapter(config)
+        self.addCleanup(adapter.close)
+        keys, values = self.keys(1), self.values(1)
+        self.store(adapter, keys, values)
+        [file] = self.files("*.data")
+        flip(file, 9)
+
+        [found] = self.load(adapter, keys)
+
+        self.assertFalse(torch.equal(values[0].view(torch.uint8), found.view(torch.uint8)))
+
+    def test_refused(self) -> None:
+        """A directory that refuses fails the task and nothing else; then it goes on."""
+        adapter, values, keys = self.adapter(), self.values(), self.keys()
+        refused = NotWritableError(30, "read-only")
+        with (
+            mock.patch("vua.storage.local.LocalStorage.write", side_effect=refused),
+            self.assertLogs("vua"),
+        ):
+            self.assertFalse(self.store(adapter, keys, values).is_successful())
+        self.assertEqual(0, self.found(adapter, keys))
+        self.assertTrue(self.store(adapter, keys, values).is_successful())
+
+    def test_delete(self) -> None:
+        """LMCache's own eviction deletes; its account of bytes follows."""
+        adapter, keys = self.adapter(), self.keys()
+        self.store(adapter, keys, self.values())
+        before = adapter.get_usage().total_bytes_used
+        adapter.delete(keys[:3])
+
+        self.assertEqual(COUNT - 3, self.found(self.adapter(), keys))
+        self.assertEqual(before * (COUNT - 3) // COUNT, adapter.get_usage().total_bytes_used)
+
+    def test_settings(self) -> None:
+        """A setting that is not known is refused; an empty task is answered."""
+        with self.assertRaisesRegex(ConfigError, "adapter_params has paht"):
+            self.adapter(paht="x")
+        adapter = self.adapter(max_bytes="1G", threads=1)
+        self.assertEqual([], self.load(adapter, []))
+        self.assertTrue(adapter.report_status()["is_healthy"])
+
+
+if __name__ == "__main__":
+    unittest.main()
