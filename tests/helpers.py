@@ -14,6 +14,7 @@ import unittest
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 from unittest import mock
 
 import numpy as np
@@ -29,11 +30,14 @@ from vua.native import bindings
 Arrays = list[npt.NDArray[np.uint8]]
 """Per array (K, V): ``[layers, heads, tokens, bytes of a row]``."""
 
+T = TypeVar("T")
+
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 
 POISON = 0xA5
 PACKED = -1  # a memory in which chunks lie as they do in files
+SOON_S = 120.0  # how long tests wait for what has to happen: only a failure takes so long
 GUARD = 3  # tokens before and after those that a dense memory is about
 
 
@@ -215,6 +219,16 @@ def swap(one: Path, other: Path) -> None:
     aside.replace(other)
 
 
+def until(what: Callable[[], T]) -> T:
+    """Ask again and again until the answer is true; return it. Fails after two minutes."""
+    stop_s = time.monotonic() + SOON_S
+    while not (answer := what()):
+        if time.monotonic() > stop_s:
+            raise AssertionError("that never became true")
+        time.sleep(0.002)
+    return answer
+
+
 @contextlib.contextmanager
 def read_only(root: Path) -> Iterator[None]:
     """Make a directory that the process may read and not write, for root as for anybody."""
@@ -252,7 +266,7 @@ def in_child(does: Callable[[], object]) -> str:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    stop = time.monotonic() + 60.0
+    stop = time.monotonic() + SOON_S
     while time.monotonic() < stop:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
