@@ -79,7 +79,7 @@ METRICS: Final[dict[str, Metric]] = {
     ),
     "vua_load_decisions_total": Metric(
         "counter",
-        "Requests with stored tokens. Loaded: as it is predicted to be faster (faster), before both "
+        "Requests with stored tokens. Loaded: predicted to be faster (faster), before both "
         "are measured (unmeasured), for load_policy or the client's wait_s (asked), or in part, to "
         "see whether the storage is faster again (probe). Not loaded: as computing is predicted to "
         "be faster (compute), or to compare what is stored (witness).",
