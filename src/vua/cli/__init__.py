@@ -22,6 +22,8 @@ from vua.capacity.limits import Limits
 from vua.cli.adopting import adopt
 from vua.cli.arguments import VARIABLE, Parser, duration_s, parsed
 from vua.cli.bench import add_arguments, bench
+from vua.cli.bucket import adopt_bucket, du_bucket, gc_bucket, rm_bucket
+from vua.cli.bucket_doctor import doctor_bucket
 from vua.cli.capacity import du, gc, ttl
 from vua.cli.completion import SHELLS, answer_shell, completion
 from vua.cli.doctor import doctor
@@ -37,7 +39,8 @@ from vua.cli.removal import pins, rm
 from vua.cli.text import UNUSABLE, Write, as_json, guarded, plain
 from vua.cli.top import top
 from vua.cli.verification import verify
-from vua.errors import StorageError, VUAError
+from vua.errors import ConfigError, StorageError, VUAError
+from vua.storage.bucket_path import is_url
 
 __all__ = ["main"]
 
@@ -271,6 +274,23 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "import": lambda said, write: import_(said.directory, said.file, write=write),
 }
 
+_ON_BUCKETS: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
+    "du": lambda said, write: du_bucket(said.directory, write=write),
+    "doctor": lambda said, write: doctor_bucket(said.directory, write=write),
+    "adopt": lambda said, _: adopt_bucket(said.directory),
+    "rm": lambda said, write: rm_bucket(
+        *(said.directory, said.names), everything=said.all,
+        dry_run=said.dry_run, yes=said.yes, write=write,
+    ),
+    "gc": lambda said, write: gc_bucket(
+        *(said.directory, Limits(max_bytes=said.max_bytes, min_free_bytes=said.min_free,
+                                 ttl_s=said.ttl, max_bytes_per_salt=said.max_per_salt)),
+        dry_run=said.dry_run, yes=said.yes, write=write,
+    ),
+    **{name: _RUN[name] for name in ("ls", "verify", "explain")},
+}  # fmt: skip
+"""What can be done with a cache in a bucket; `inspect` takes URLs of objects."""
+
 _AS_OWNER: Final = frozenset({"adopt", "du", "gc", "pin", "rm", "ttl", "verify"})
 """Root does these as the user whose the directory is; `import` when it has opened its archive."""
 
@@ -293,6 +313,10 @@ def _main(arguments: Sequence[str] | None) -> int:
             _RUN.get(options.command, _run_upkeep),
             as_json if "json" in options and options.json else None,
         )
+        if is_url(getattr(options, "directory", None)):
+            if options.command not in _ON_BUCKETS:
+                raise ConfigError(f"this needs a directory, and {options.directory} is a bucket")
+            run = _ON_BUCKETS[options.command]
         with as_owner(options.directory) if options.command in _AS_OWNER else nullcontext():
             code = run(options, write)
         sys.stdout.flush()

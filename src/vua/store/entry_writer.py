@@ -22,6 +22,7 @@ from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Storage, entry_name
 from vua.store.quarantine import Misses
+from vua.store.search import Search
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
@@ -45,6 +46,7 @@ class Target(Protocol):
     capacity: Capacity | BucketCapacity | None
     keyring: Keyring
     misses: Misses
+    search: Search | None
 
     def codec(self, shard: Shard, kind: str = "") -> EntryCodec:
         """Return the codec of a shard's files."""
@@ -150,6 +152,8 @@ class EntryWriter:
             if chunks := statuses.count(became):
                 self.store.misses.count(event, chunks)
         for key, became in zip(run, statuses, strict=True):
+            if self.store.search is not None and became != FAILED:
+                self.store.search.wrote(entry_name(key.name, self.shard))
             if became == WRITTEN:
                 log.debug("saved chunk %s/%s", key.name[:12], self.shard.name)
 

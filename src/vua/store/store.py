@@ -23,10 +23,11 @@ from vua.io.plan import EntryPlan
 from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
-from vua.storage.base import Storage, parse_name
+from vua.storage.base import Storage, entry_name, parse_name
 from vua.store.entry_reader import EntryReader, Verified
 from vua.store.entry_writer import EntryWriter
 from vua.store.quarantine import Misses
+from vua.store.search import Search
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
@@ -69,6 +70,8 @@ class Store:
         self._codecs: dict[tuple[Shard, str], EntryCodec] = {}
         self._plans: dict[tuple[Shard, Shard, Shard, int, str], EntryPlan] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
+        self.search = Search(storage, layout) if storage.capabilities.probes > 1 else None
+        """What looks chunks up where an answer takes long."""
         self.misses = Misses(storage)
         self.counts: Counter[str] = self.misses.counts
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
@@ -111,6 +114,8 @@ class Store:
             shards: the files that the asker's own kind writes, probed first; by default the whole
                 model. Chunks stored in other shards that cover the model count as well.
         """
+        if self.search is not None:
+            return self.search.longest(keys, shards or [self.layout.full])
         written = [f"/{shard.name}" for shard in shards or (self.layout.full,)]
         if not len(keys) or not self._holds(keys[0].name, written):
             return 0
@@ -126,6 +131,8 @@ class Store:
 
     def holds(self, key: ChunkKey, wanted: Sequence[Shard]) -> bool:
         """Whether a chunk is stored: in the files ``wanted``, or in others that cover the model."""
+        if self.search is not None:
+            return self.search.holds([key], wanted)[0]
         return self._holds(key.name, [f"/{shard.name}" for shard in wanted])
 
     def _holds(self, chunk: str, written: Sequence[str]) -> bool:
@@ -244,6 +251,8 @@ class Loader:
     ) -> str | None:
         """Return why a chunk is not to be had; None where it may be in other shards."""
         misses = self._store.misses
+        if self._store.search is not None:
+            self._store.search.forget(entry_name(key.name, shard))
         if isinstance(problem, FileNotFoundError):
             found = cover(self._target, self._store.shards(key.name))
             if found is None or found == self._cover:
