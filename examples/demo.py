@@ -86,7 +86,8 @@ class Progress:
         begin = time.monotonic()
         while not done.wait(1.0 if live else QUIET_S):
             text = f"{title} ... {time.monotonic() - begin:.0f} s"
-            print(f"\r{text}" if live else text, end="" if live else "\n", file=sys.stderr, flush=True)
+            before, after = ("\r", "") if live else ("", "\n")
+            print(before + text, end=after, file=sys.stderr, flush=True)
         seconds = time.monotonic() - begin
         print(f"{chr(13) if live else ''}{title}: {seconds:.0f} s", file=sys.stderr, flush=True)
 
