@@ -43,6 +43,7 @@ PEER_SUBJECTS = (
     "lmcache_subject.py:lmcache_fs",
     "lmcache_subject.py:lmcache_fs_native",
 )
+LLAMA_CPP = "0.3.36"  # as tests/llama.py has it
 TAIL_LINES = 40
 WHEELS = ("pure", "manylinux_2_17_x86_64", "manylinux_2_17_aarch64")
 SHARED = ("-n", "2", "--dist", "loadscope")  # two processes, a class's tests in one of them
@@ -109,7 +110,7 @@ def install() -> None:
             *(str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON)),
             *pip_settings_for_uv(),
             *("--override", str(REQUIREMENTS / "overrides.txt"), *constraints),
-            *("-r", str(REQUIREMENTS / "dev.txt"), "-e", ".[transformers,test,dev]"),
+            *("-r", str(REQUIREMENTS / "dev.txt"), "-e", ".[transformers,cli,test,dev,docs]"),
         ],
     )
     step(
@@ -253,6 +254,21 @@ def test_oldest(*arguments: str) -> int:
     ).returncode
 
 
+def llama_cpp(*arguments: str) -> int:
+    """Runs the tests of the llama.cpp face; builds its engine first, once (ten minutes or more)."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    target = cache / "vua" / "engines" / f"llama-cpp-python-{LLAMA_CPP}"
+    if not any(target.glob("llama_cpp_python-*.dist-info")):
+        shutil.rmtree(target, ignore_errors=True)
+        what = ["--target", str(target), "--no-deps", f"llama-cpp-python=={LLAMA_CPP}", "diskcache"]
+        step(
+            f"llama-cpp-python {LLAMA_CPP}, by pip, from its source (the long step)",
+            [*pip_command(), "install", "--no-input", *what],
+            CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_CURL=OFF",
+        )
+    return run("-m", "pytest", "-q", *(arguments or ["tests/unit/llama_cpp"]))
+
+
 def lint() -> int:
     """Checks style, formatting and types."""
     checks = (("ruff", "check"), ("ruff", "format", "--check"), ("mypy",))
@@ -262,6 +278,13 @@ def lint() -> int:
 def format_() -> int:
     """Rewrites the code in its one format, with the fixes that are safe."""
     return max(run("-m", "ruff", "check", "--fix-only"), run("-m", "ruff", "format"))
+
+
+def docs(*arguments: str) -> int:
+    """Brings the tables of the documentation up to date, and builds it into site/, strictly."""
+    status = run("docs/_tools/reference.py")
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # the theme's advertisement of its successor
+    return status or run("-m", "mkdocs", "build", "--strict", "--quiet", *arguments)
 
 
 def bench(*arguments: str) -> int:
@@ -325,7 +348,7 @@ def ci() -> int:
 TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
-        *(setup, build, wheels, demo, test, thorough, test_oldest, lint, format_, bench),
+        *(setup, build, wheels, demo, test, thorough, test_oldest, lint, format_, docs, bench),
         *(peers, scorecard, identity_campaign, soak, fuzz, house, mutate, ci),
     )
 }

@@ -26,7 +26,7 @@ from vua.io.threads import Call, Threads
 from vua.security.keyring import NoKeyError, check_keys
 from vua.store.buffers import BufferPool
 from vua.store.label import Label
-from vua.store.namespace import Namespace, check_root
+from vua.store.namespace import Namespace, locate
 from vua.store.store import Store
 from vua.store.tensors import Cache, KVCache, allocate, memory_map, sequences, sequences_with_caches
 
@@ -78,7 +78,7 @@ class VUA:
 
         Args:
             config: settings.
-            path: the directory.
+            path: the directory, or the URL of a place in a bucket (``s3://bucket/prefix``).
             identity: what the K/V depend on, in place of the config's ``model`` and ``epoch``.
 
         Raises:
@@ -94,7 +94,7 @@ class VUA:
             msg = f"VUA(config, path): expected a path second, found {path!r:.80}"
             raise ConfigError(msg)
         check_keys(self.config.security)
-        self.path = check_root(path, security=self.config.security)
+        self.path = locate(path, security=self.config.security)
         self._identity = identity or Identity(
             model=self.config.model,
             epoch=self.config.epoch,
@@ -254,6 +254,22 @@ class VUA:
             zip(batch.ids, batch.rows, strict=True),
         )
         return answers if batch.listed else answers[0]
+
+    def lookup(self, tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> list[int]:
+        """Return how many leading tokens of each sequence are stored, in whole chunks.
+
+        Asks for names and reads nothing: a hint, because only a load knows what is sound. O(log n)
+        probes a sequence.
+
+        Args:
+            tokens: as for :meth:`get_closest`.
+
+        Raises:
+            InputError: the tokens are unusable. Never for the state of the directory.
+        """
+        namespace = self._namespace_to_read()
+        found = [self._stored(namespace, ids)[1] for ids in sequences(tokens).ids]
+        return [chunks * self.config.split_factor for chunks in found]
 
     def _namespace_to_read(self) -> Namespace | None:
         with self._lock:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import unittest
 import unittest.mock
 from importlib.util import find_spec
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from helpers import DirectoryTest
+from helpers import DirectoryTest, until
 from vua.connector.config import WorkerResources
 from vua.format.layout import KVLayout
 
@@ -29,7 +28,6 @@ SMALL = KVLayout(2, 1, 8, 4, "F32", 64)
 TOKENS, STEP_TOKENS = 32768, 8192
 PER_STEP, PER_DECODE = 60, 6
 """Files that the storage writes while a step computes, and while one generates."""
-SOON_S = 60.0
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
@@ -52,15 +50,12 @@ class LongPromptTest(DirectoryTest):
 
     def let_write(self, files: int) -> None:
         """Let the storage write so many files, if so many wait; return when it has."""
-        stop = time.monotonic() + SOON_S
-        for _ in range(files):
-            before = self.engine.worker.pending_saves
-            if not before:
+        worker = self.engine.worker
+        for _ in range(min(files, worker.pending_saves)):
+            if not (before := worker.pending_saves):
                 return
             self.allowed.release()
-            while self.engine.worker.pending_saves == before:
-                self.assertLess(time.monotonic(), stop, "nothing was written")
-                time.sleep(0.0005)
+            until(lambda before=before: worker.pending_saves < before)
 
     def compute(self, request: Any) -> None:
         """Compute a prompt in steps, beside which files are written."""
