@@ -25,11 +25,11 @@ FLOORS = (
     ("store",),
     ("config",),
     ("core", "connector"),
-    ("lmcache", "transformers", "vllm"),
+    ("lmcache", "sglang", "transformers", "vllm"),
     ("cli",),
     ("testing",),
 )
-FACES = ("lmcache", "transformers", "vllm")
+FACES = ("lmcache", "sglang", "transformers", "vllm")
 """Of the engines: only what tests them imports them."""
 TESTING = "vua.testing"
 ENGINES = ("lmcache", "sglang", "transformers", "vllm")
