@@ -112,7 +112,7 @@ def install() -> None:
             *(str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON)),
             *pip_settings_for_uv(),
             *("--override", str(REQUIREMENTS / "overrides.txt"), *constraints),
-            *("-r", str(REQUIREMENTS / "dev.txt"), "-e", ".[transformers,test,dev]"),
+            *("-r", str(REQUIREMENTS / "dev.txt"), "-e", ".[transformers,cli,test,dev,docs]"),
         ],
     )
     step(
@@ -317,6 +317,13 @@ def format_() -> int:
     return max(run("-m", "ruff", "check", "--fix-only"), run("-m", "ruff", "format"))
 
 
+def docs(*arguments: str) -> int:
+    """Brings the tables of the documentation up to date, and builds it into site/, strictly."""
+    status = run("docs/_tools/reference.py")
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # the theme's advertisement of its successor
+    return status or run("-m", "mkdocs", "build", "--strict", "--quiet", *arguments)
+
+
 def bench(*arguments: str) -> int:
     """Runs the benchmark suite, with the other stores where `dev.py peers` has installed them."""
     peers = ROOT / ".venv-peers" / "bin" / "python"
@@ -378,7 +385,7 @@ def ci() -> int:
 TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
-        *(setup, build, wheels, demo, test, thorough, test_oldest, lint, format_, bench),
+        *(setup, build, wheels, demo, test, thorough, test_oldest, lint, format_, docs, bench),
         *(sglang, peers, scorecard, identity_campaign, soak, fuzz, house, mutate, ci),
     )
 }

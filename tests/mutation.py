@@ -153,7 +153,7 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "what is written during a measurement is forgotten",
-        "vua/capacity/estimate.py",
+        "vua/capacity/usage.py",
         "unseen += max(0, self._used_bytes - before)",
         "pass",
     ),
@@ -165,7 +165,7 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "a pin that comes during the rename is ignored",
-        "vua/capacity/evictor.py",
+        "vua/capacity/removal.py",
         "if not pinned and _look(space, trash)[0]:",
         "if False:",
     ),

@@ -7,6 +7,7 @@ from typing import Final
 
 from suite.context import Bench
 from suite.measure import Row
+from vua.capacity.scan import silent
 from vua.cli.bench_replay import BLOCK_TOKENS, Request, block_file_nbytes, read, replay
 from vua.cli.bench_simulate import compare
 
@@ -40,7 +41,7 @@ def hits(bench: Bench) -> Iterator[Row]:
     """C7: hit blocks over those of a perfect unbounded store."""
     name, requests = _requests(bench, "C7")
     root = bench.place("replay")
-    done = replay(root, requests, lambda _line: None)
+    done = replay(root, requests, silent)
     bench.drop(root)
     ratio = done.hit_blocks / max(1, done.ideal_blocks)
     case = f"{name}: {done.token_hit_ratio:.1%} of {done.tokens:,} tokens hit"
@@ -55,7 +56,7 @@ def bounded(bench: Bench) -> Iterator[Row]:
     unique = len({block for request in requests for block in request.whole})
     room = max(8, unique // 10)
     root = bench.place("bounded")
-    done = replay(root, requests, lambda _line: None, max_bytes=room * block_file_nbytes())
+    done = replay(root, requests, silent, max_bytes=room * block_file_nbytes())
     bench.drop(root)
     lru = next(one for one in compare(requests, [], [room]) if one.policy == "LRU")
     ratio = done.hit_ratio / max(1e-9, lru.hit_ratio)

@@ -12,6 +12,7 @@ import torch
 from vua.capacity.limits import Limits, nbytes_of
 from vua.errors import ConfigError
 from vua.security.settings import Security
+from vua.storage.bucket_path import BucketPath
 
 __all__ = ["VUAConfig"]
 
@@ -52,7 +53,7 @@ class VUAConfig:
     """Memory of answers that were dropped, kept for the next ones; 0 keeps none."""
 
     max_bytes: int | str | None = None
-    """Size of the whole directory: bytes, ``"500G"`` or a share of the file system. See Bounds."""
+    """Size of the whole directory: bytes, ``"500G"`` or ``"80%"`` of the file system."""
     min_free_bytes: int | str | None = None
     """Bytes of the file system that are left free, in the same forms."""
     ttl_s: float | None = None
@@ -88,12 +89,12 @@ class VUAConfig:
             max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
         )
 
-    def check_room(self, path: str | os.PathLike[str], chunk_nbytes: int) -> None:
+    def check_room(self, path: str | os.PathLike[str] | BucketPath, chunk_nbytes: int) -> None:
         """Refuse a `max_bytes` that has no room for a chunk's file of ``chunk_nbytes``.
 
         Raises ConfigError, and OSError where the file system of ``path`` cannot be asked.
         """
-        if self.max_bytes is None:
+        if self.max_bytes is None or isinstance(path, BucketPath):
             return
         system = os.statvfs(path)
         limit = nbytes_of(self.max_bytes, system.f_blocks * system.f_frsize)

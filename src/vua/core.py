@@ -26,7 +26,7 @@ from vua.io.threads import Call, Threads
 from vua.security.keyring import NoKeyError, check_keys
 from vua.store.buffers import BufferPool
 from vua.store.label import Label
-from vua.store.namespace import Namespace, check_root
+from vua.store.namespace import Namespace, locate
 from vua.store.store import Store
 from vua.store.tensors import Cache, KVCache, allocate, memory_map, sequences, sequences_with_caches
 
@@ -78,7 +78,7 @@ class VUA:
 
         Args:
             config: settings.
-            path: the directory.
+            path: the directory, or the URL of a place in a bucket (``s3://bucket/prefix``).
             identity: what the K/V depend on, in place of the config's ``model`` and ``epoch``.
 
         Raises:
@@ -94,7 +94,7 @@ class VUA:
             msg = f"VUA(config, path): expected a path second, found {path!r:.80}"
             raise ConfigError(msg)
         check_keys(self.config.security)
-        self.path = check_root(path, security=self.config.security)
+        self.path = locate(path, security=self.config.security)
         self._identity = identity or Identity(
             model=self.config.model,
             epoch=self.config.epoch,

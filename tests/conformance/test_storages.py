@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import unittest
 from pathlib import Path
-from unittest import mock
 
+import pytest
+
+from buckets import memory_url, seaweedfs, speaking_to
 from conformance.sqlite_storage import SQLiteStorage
-from helpers import has_native
+from helpers import has_native, native_code
 from vua.storage.base import Batch, Filled, Storage
+from vua.storage.bucket import Bucket
+from vua.storage.bucket_path import BucketPath
 from vua.storage.local import LocalStorage
 from vua.storage.memory import MemoryStorage
+from vua.storage.object import ObjectStorage
 from vua.testing import conformance
 
 
@@ -31,7 +36,7 @@ class TestDirectoryInPython(TestDirectory):
         """Switch it off."""
         if not has_native():
             self.skipTest("it is off for all tests")
-        self.enterContext(mock.patch.dict("os.environ", VUA_NATIVE="off"))
+        self.enterContext(native_code("off"))
         super().setUp()
 
 
@@ -54,6 +59,41 @@ class TestSQLite(conformance.StorageConformance, unittest.TestCase):
         storage = SQLiteStorage(directory / "chunks.db")
         self.addCleanup(storage.close)
         return storage
+
+
+class TestBucketInMemory(conformance.StorageConformance, unittest.TestCase):
+    """Objects in a bucket, without a server."""
+
+    def setUp(self) -> None:
+        """Take an empty bucket."""
+        pytest.importorskip("obstore")
+        self.url = memory_url()
+        super().setUp()
+
+    def open_storage(self, directory: Path) -> Storage:
+        """Use a folder of the bucket."""
+        return ObjectStorage(BucketPath(Bucket.at(self.url)) / ("c0" * 32))
+
+
+class TestBucketOfFiles(TestBucketInMemory):
+    """Objects that the same library keeps as files."""
+
+    def open_storage(self, directory: Path) -> Storage:
+        """Use the directory."""
+        return ObjectStorage(BucketPath(Bucket.at(f"file://{directory}")) / ("c0" * 32))
+
+
+@pytest.mark.thorough
+class TestSeaweedFS(TestBucketInMemory):
+    """Objects of a real server."""
+
+    time_step_s = 1.1  # it tells whole seconds
+
+    def setUp(self) -> None:
+        """Take an empty place of its bucket."""
+        self.url = seaweedfs().place()
+        self.enterContext(speaking_to(seaweedfs().endpoint))
+        conformance.StorageConformance.setUp(self)
 
 
 class Liar(MemoryStorage):

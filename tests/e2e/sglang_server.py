@@ -53,6 +53,8 @@ _ARGUMENTS = (
     *("--hicache-storage-prefetch-policy", "wait_complete"),
 )
 
+_HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer test"}
+
 
 def extra_config(root: Path, **settings: Any) -> str:
     """The extra configuration with which SGLang uses VUA in a directory."""
@@ -161,7 +163,7 @@ class Server:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}{path}",
             data,
-            {"Content-Type": "application/json"},
+            _HEADERS,
             method=method,
         )
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
@@ -174,7 +176,7 @@ class Server:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}/generate",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            _HEADERS,
         )
         began, first_s, last = time.monotonic(), 0.0, {}
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as stream:

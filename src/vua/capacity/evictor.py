@@ -5,9 +5,6 @@ Chunks depend on each other, and a victim in the middle of a chain leaves all th
 reach. Mtimes (:mod:`vua.capacity.lru`) order a chain only if *the* oldest chunk goes first. So one
 pass over all mtimes gathers the oldest, and these are evicted in order over many bursts, each
 looked at again first; `docs/decisions/0004-bounds.md` has the measurements.
-
-A chunk leaves by one rename of its directory and is then deleted file by file: it is out of sight
-at once and as a whole, and who has a file open goes on reading it.
 """
 
 from __future__ import annotations
@@ -15,21 +12,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from vua.capacity import ttl
 from vua.capacity.lru import MTIME_STEP_NS, mtime_ns_of, set_mtime
-from vua.capacity.owned import delete_chunk, drop_empty, is_chunk_file, strip_chunk
-from vua.capacity.scan import PIN, TRASH, Candidate, Space, chunk_nbytes, listed, oldest, spaces
+from vua.capacity.removal import GRACE_S, NOTHING, Freed, drop_empty, evict_chunk
+from vua.capacity.scan import Candidate, Space, chunk_nbytes, oldest, spaces
 from vua.storage.local import chunk_path
 
-__all__ = ["GRACE_S", "NOTHING", "PINNED_SHARE", "Evictor", "Freed", "evict_chunk"]
+__all__ = ["PINNED_SHARE", "Evictor"]
 
 log = logging.getLogger(__name__)
 
@@ -40,66 +36,11 @@ _SETTLED_NS: Final = 60 * 10**9
 gained chunks since, which would have to go first."""
 _FUTURE_NS: Final = 10 * 10**9
 """An mtime further ahead of the server's clock than this means that the clock was set back."""
-GRACE_S: Final = 3600.0
-"""Temporary files older than this were left by a crash: no writer takes so long for a file."""
 PINNED_SHARE: Final = 0.5
 """Share of the limit that pins may hold. Beyond it the least recently used pinned chunks are
 evicted when room is needed."""
 _PULSE_CHUNKS: Final = 16
 """Chunks deleted between two calls of `pulse`."""
-
-
-class Freed(NamedTuple):
-    """What an eviction brought."""
-
-    chunks: int
-    nbytes: int
-
-    def __add__(self, other: Freed) -> Freed:  # type: ignore[override]
-        """Return the sum."""
-        return Freed(self.chunks + other.chunks, self.nbytes + other.nbytes)
-
-
-NOTHING: Final = Freed(0, 0)
-
-
-def evict_chunk(space: Space, chunk: str, *, pinned: bool = False) -> int | None:
-    """Take a chunk out of sight as a whole and delete it; return the bytes that were freed.
-
-    None: it is gone already, or pinned (``pinned`` deletes it all the same). Of several at once one
-    succeeds. Where something lies in its directory that VUA did not put there, only the rest goes.
-    A crash leaves a ``trash-`` directory that `vua gc` deletes. Raises OSError where the directory
-    may not be written to.
-    """
-    path, trash = chunk_path(chunk), f"{TRASH}{secrets.token_hex(8)}"
-    held, foreign = _look(space, path)
-    if held and not pinned:
-        return None
-    if foreign:
-        nbytes = strip_chunk(space.fd, path)
-        if nbytes:
-            ttl.remove_ttl(space, chunk)
-        return nbytes or None
-    try:
-        os.rename(path, trash, src_dir_fd=space.fd, dst_dir_fd=space.fd)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if not pinned and _look(space, trash)[0]:  # by somebody, this very moment
-        with contextlib.suppress(OSError):
-            os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
-            return None
-    ttl.remove_ttl(space, chunk)
-    return delete_chunk(space.fd, trash)
-
-
-def _look(space: Space, path: str) -> tuple[bool, bool]:
-    """Whether pins hold what lies in a chunk's directory, and whether others put something in."""
-    held = foreign = False
-    with listed(space.fd, path) as entries:
-        for entry in entries:
-            held = held or entry.name.startswith(PIN)
-            foreign = foreign or not is_chunk_file(entry)
-    return held, foreign
 
 
 def move_future_mtimes(

@@ -15,22 +15,28 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from vua.capacity import ttl
-from vua.capacity.estimate import TOLERANCE
-from vua.capacity.evictor import GRACE_S, NOTHING, PINNED_SHARE, Evictor, Freed
+from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
 from vua.capacity.owned import is_ours, is_temporary, trash_in
 from vua.capacity.prefix_tree import PrefixTree, Spread, in_turn, read_node, read_prefix_tree
-from vua.capacity.removal import Remover
-from vua.capacity.scan import Space, listed, spaces
+from vua.capacity.removal import GRACE_S, NOTHING, Freed, Remover
+from vua.capacity.scan import (
+    Show,
+    Space,
+    listed,
+    silent,
+    spaces,
+)
 from vua.capacity.unreadable import evict_unreadable
-from vua.capacity.usage import Usage, measure
+from vua.capacity.usage import TOLERANCE, Usage, measure
 from vua.storage.local import chunk_path
 from vua.storage.mark import UPKEEP, claim
 
@@ -83,7 +89,7 @@ def collect(
     quick: bool = False,
     rehearse: bool = False,
     known: Callable[[], frozenset[str]] | None = None,
-    show: Callable[[str], None] = lambda line: None,  # noqa: ARG005
+    show: Show = silent,
     spread: Spread = in_turn,
 ) -> Report:
     """Bring ``root`` within ``limits`` and sweep what nobody needs.
@@ -94,7 +100,7 @@ def collect(
         quick: leave out orphans and quotas, which need every header.
         rehearse: change nothing, and report what would go (now, by this host's clock).
         known: returns the ids of all keys that are not lost; what is sealed with another one goes.
-        show: told what is going on, often.
+        show: told how far it is.
         spread: how to go through a namespace's fan-out directories, by default one by one.
 
     Raises ConfigError for a directory without the mark (`vua.storage.mark`), OSError where ``root``
@@ -165,7 +171,7 @@ def _evict_unreadable(
     space: Space,
     known: Callable[[], frozenset[str]],
     report: Report,
-    show: Callable[[str], None],
+    show: Show,
     spread: Spread,
     remover: Remover,
 ) -> None:
@@ -290,7 +296,7 @@ def _evict(
     directory: int,
     limits: ResolvedLimits,
     report: Report,
-    show: Callable[[str], None],
+    show: Show,
 ) -> None:
     """Evict what is too old or too much, when it is this pass's turn."""
     evictor, deadline_s = Evictor(root), time.monotonic() + _LEASE_WAIT_S
@@ -298,16 +304,17 @@ def _evict(
         with lease(directory) as held:
             if held is not None:
 
-                def pulse(freed: Freed) -> None:
+                def pulse(freed: Freed, need: int = 0) -> None:
                     held.renew()
-                    show(f"{freed.chunks} chunks evicted")
+                    show(f"{freed.chunks} chunks evicted", freed.nbytes, need, amount=freed.nbytes)
 
                 now_ns = server_now_ns(directory)
                 report.expired = _expire(evictor, now_ns, limits, pulse)
                 need = _look(root, limits, report)
                 if need > 0:
-                    most = report.pins_most
-                    report.evicted = evictor.evict(need, now_ns, pins_nbytes=most, pulse=pulse)
+                    report.evicted = evictor.evict(
+                        need, now_ns, pins_nbytes=report.pins_most, pulse=partial(pulse, need=need)
+                    )
                     _look(root, limits, report)  # others go on writing meanwhile
                 return
         if _look(root, limits, report) <= 0 and limits.ttl_s is None:

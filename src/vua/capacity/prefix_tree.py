@@ -19,7 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.lru import mtime_ns_of, set_mtime
-from vua.capacity.scan import AFTER, PIN, Space, chunks_of, fans_of, listed, mark, unmark
+from vua.capacity.scan import (
+    AFTER,
+    PIN,
+    Show,
+    Space,
+    chunks_of,
+    fans_of,
+    listed,
+    mark,
+    silent,
+    unmark,
+)
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 
 __all__ = [
@@ -243,9 +254,7 @@ def in_turn(
     return map(work, fans)
 
 
-def read_prefix_tree(
-    space: Space, show: Callable[[str], None] | None = None, spread: Spread = in_turn
-) -> PrefixTree:
+def read_prefix_tree(space: Space, show: Show = silent, spread: Spread = in_turn) -> PrefixTree:
     """Read who follows whom, some 30 us a chunk. Others may write and delete meanwhile."""
     whole = ChunkNodes([], [], [], [], [], {}, [])
     fans = fans_of(space)
@@ -254,8 +263,7 @@ def read_prefix_tree(
         for mine, found in zip(whole, nodes, strict=True):
             if isinstance(mine, list) and isinstance(found, list):
                 mine.extend(found)
-        if show is not None:
-            show(f"{space.name[:12]}: {done} of {len(fans)} parts, {len(whole.names)} chunks")
+        show(space.name[:12], done, len(fans), amount=len(whole.names), unit="chunks")
     return PrefixTree(
         _digests(whole.names),
         np.array(whole.mtimes_ns, dtype=np.int64),

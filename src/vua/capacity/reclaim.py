@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Final
 
 from vua.capacity import ttl
-from vua.capacity.estimate import UsageEstimate
-from vua.capacity.evictor import NOTHING, PINNED_SHARE, Evictor, Freed
+from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.lease import Lease, lease, upkeep_directory
 from vua.capacity.limits import Limits
 from vua.capacity.lru import server_now_ns
+from vua.capacity.removal import NOTHING, Freed
 from vua.capacity.scan import Candidate, spaces
+from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
 from vua.storage.mark import MARK, is_marked
 

@@ -1,19 +1,94 @@
-"""Deletes, or only adds up what would go: the hands of the full pass, for a rehearsal too."""
+"""All that deletes: files, chunks, namespaces, and only what VUA has put there (`owned`).
+
+A chunk leaves by one rename of its directory and is then deleted file by file: it is out of sight
+at once and as a whole, and who has a file open goes on reading it. :class:`Remover` can also only
+add up what would go.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 import stat
 import time
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
-from vua.capacity.evictor import GRACE_S, Freed, evict_chunk
+from vua.capacity import ttl
 from vua.capacity.lru import mtime_ns_of, server_now_ns
-from vua.capacity.owned import delete_chunk, delete_file, delete_namespace, drop_empty
-from vua.capacity.scan import PIN, Space, chunk_nbytes, listed
-from vua.storage.local import chunk_path
+from vua.capacity.owned import QUARANTINED, is_chunk, is_chunk_file, is_leftover, is_trash
+from vua.capacity.scan import PIN, TRASH, TTL_FOLDER, Space, chunk_nbytes, is_fan, listed
+from vua.storage.description import DESCRIPTION, is_described
+from vua.storage.local import QUARANTINE, chunk_path
 
-__all__ = ["Remover"]
+__all__ = [
+    "GRACE_S",
+    "NOTHING",
+    "Freed",
+    "Remover",
+    "delete_namespace",
+    "drop_empty",
+    "evict_chunk",
+]
+
+GRACE_S: Final = 3600.0
+"""Temporary files older than this were left by a crash: no writer takes so long for a file."""
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Freed(NamedTuple):
+    """What an eviction brought."""
+
+    chunks: int
+    nbytes: int
+
+    def __add__(self, other: Freed) -> Freed:  # type: ignore[override]
+        """Return the sum."""
+        return Freed(self.chunks + other.chunks, self.nbytes + other.nbytes)
+
+
+NOTHING: Final = Freed(0, 0)
+
+
+def evict_chunk(space: Space, chunk: str, *, pinned: bool = False) -> int | None:
+    """Take a chunk out of sight as a whole and delete it; return the bytes that were freed.
+
+    None: it is gone already, or pinned (``pinned`` deletes it all the same). Of several at once one
+    succeeds. Where something lies in its directory that VUA did not put there, only the rest goes.
+    A crash leaves a ``trash-`` directory that `vua gc` deletes. Raises OSError where the directory
+    may not be written to.
+    """
+    path, trash = chunk_path(chunk), f"{TRASH}{secrets.token_hex(8)}"
+    held, foreign = _look(space, path)
+    if held and not pinned:
+        return None
+    if foreign:
+        nbytes = strip_chunk(space.fd, path)
+        if nbytes:
+            ttl.remove_ttl(space, chunk)
+        return nbytes or None
+    try:
+        os.rename(path, trash, src_dir_fd=space.fd, dst_dir_fd=space.fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not pinned and _look(space, trash)[0]:  # by somebody, this very moment
+        with contextlib.suppress(OSError):
+            os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
+            return None
+    ttl.remove_ttl(space, chunk)
+    return delete_chunk(space.fd, trash)
+
+
+def _look(space: Space, path: str) -> tuple[bool, bool]:
+    """Whether pins hold what lies in a chunk's directory, and whether others put something in."""
+    held = foreign = False
+    with listed(space.fd, path) as entries:
+        for entry in entries:
+            held = held or entry.name.startswith(PIN)
+            foreign = foreign or not is_chunk_file(entry)
+    return held, foreign
 
 
 class Remover:
@@ -29,7 +104,7 @@ class Remover:
         return time.time_ns() if directory is None else server_now_ns(directory)
 
     def evict_chunk(self, space: Space, chunk: str, *, pinned: bool = False) -> int | None:
-        """Delete a chunk, as :func:`vua.capacity.evictor.evict_chunk` does."""
+        """Delete a chunk, as :func:`evict_chunk` does."""
         if not self.rehearse:
             return evict_chunk(space, chunk, pinned=pinned)
         if not self.is_there(space, chunk):
@@ -91,3 +166,148 @@ def _nbytes(parent: int, path: str) -> int:
             with listed(parent, at) as entries:
                 todo += [f"{at}/{entry.name}" for entry in entries]
     return total
+
+
+def delete_file(parent: int, name: str) -> int:
+    """Delete one file below the descriptor ``parent``; return its bytes, 0 where it stays."""
+    with contextlib.suppress(OSError):
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        os.unlink(name, dir_fd=parent)
+        return status.st_size if status.st_nlink <= 1 else 0
+    return 0
+
+
+def strip_chunk(parent: int, path: str) -> int:
+    """Delete what is of VUA in a chunk's directory and leave the rest; return the bytes."""
+    try:
+        fd = os.open(path, _DIRECTORY, dir_fd=parent)
+    except OSError:
+        return 0
+    try:
+        with os.scandir(fd) as entries:
+            names = [entry.name for entry in entries if is_chunk_file(entry)]
+        return sum(delete_file(fd, name) for name in names)
+    finally:
+        os.close(fd)
+
+
+def delete_chunk(parent: int, path: str) -> int:
+    """Delete a chunk's directory; return the bytes. With anything of others in it, it stays."""
+    nbytes = strip_chunk(parent, path)
+    _remove(parent, path)
+    return nbytes
+
+
+def _remove(parent: int, path: str) -> None:
+    with contextlib.suppress(OSError):  # there is something in it
+        os.rmdir(path, dir_fd=parent)
+
+
+def delete_namespace(parent: int, name: str) -> int:
+    """Delete what is of VUA in a namespace's directory, and that if nothing is left in it.
+
+    Its description goes last: until then it can be told whose the rest is. Returns the bytes.
+    """
+    try:
+        fd = os.open(name, _DIRECTORY, dir_fd=parent)
+    except OSError:
+        return 0
+    try:
+        nbytes = sum(_delete_part(fd, part) for part in os.listdir(fd))
+        if os.listdir(fd) == [DESCRIPTION]:
+            nbytes += delete_file(fd, DESCRIPTION)
+    finally:
+        os.close(fd)
+    _remove(parent, name)
+    return nbytes
+
+
+def _delete_part(fd: int, name: str) -> int:
+    """Delete one of the things that a namespace's directory holds, or what of it is of VUA."""
+    if is_fan(name):
+        with listed(fd, name) as entries:
+            chunks = [one.name for one in entries if is_chunk(one, name)]
+        nbytes = sum(delete_chunk(fd, f"{name}/{chunk}") for chunk in chunks)
+    elif name == TTL_FOLDER:
+        nbytes = _delete_all(fd, name, re.compile(r"[0-9a-f]{64}"))
+    elif name == QUARANTINE:
+        nbytes = _delete_all(fd, name, QUARANTINED)
+    elif is_trash(name):
+        return delete_chunk(fd, name)
+    else:
+        return delete_file(fd, name) if is_leftover(fd, name) else 0
+    _remove(fd, name)
+    return nbytes
+
+
+def _delete_all(parent: int, folder: str, pattern: re.Pattern[str]) -> int:
+    with listed(parent, folder) as entries:
+        names = [
+            one.name
+            for one in entries
+            if pattern.fullmatch(one.name) and one.is_file(follow_symlinks=False)
+        ]
+    return sum(delete_file(parent, f"{folder}/{name}") for name in names)
+
+
+def drop_empty(parent: int, name: str, before_ns: int, now_ns: int) -> bool:
+    """Delete a namespace that holds nothing any more; whether it is gone now.
+
+    Only one that says soundly what it is, and that was not made, nor anything in it evicted, since
+    ``before_ns`` (a time as far after ``now_ns`` is of before the server's clock was set). Beside a
+    process that writes there it is safe: only what is empty is removed, by calls that fail
+    otherwise, and whoever finds the directory gone makes it anew.
+    """
+    try:
+        fd = os.open(name, _DIRECTORY, dir_fd=parent)
+    except OSError:
+        return False
+    try:
+        mtime_ns = os.fstat(fd).st_mtime_ns  # changes with every chunk that is evicted
+        is_young = abs(now_ns - mtime_ns) <= now_ns - before_ns
+        if is_young or not is_described(fd, name):
+            return False
+        folders = []
+        with os.scandir(fd) as entries:
+            for one in entries:
+                empty = is_fan(one.name) or one.name in (TTL_FOLDER, QUARANTINE)
+                if one.name != DESCRIPTION and not (empty and one.is_dir(follow_symlinks=False)):
+                    return False
+                folders += [one.name] if empty else []
+        if any(os.listdir(one) for one in _each_opened(fd, folders)):
+            return False
+        for folder in folders:
+            os.rmdir(folder, dir_fd=fd)
+        return _undescribe(parent, fd, name)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _each_opened(parent: int, names: list[str]) -> Iterator[int]:
+    for name in names:
+        fd = os.open(name, _DIRECTORY, dir_fd=parent)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def _undescribe(parent: int, fd: int, name: str) -> bool:
+    """Remove a directory that holds a description alone; if somebody was faster, it stays."""
+    if os.listdir(fd) != [DESCRIPTION]:
+        return False
+    aside = f".tmp-{secrets.token_hex(8)}"
+    os.link(DESCRIPTION, aside, src_dir_fd=fd, dst_dir_fd=parent)
+    try:
+        os.unlink(DESCRIPTION, dir_fd=fd)
+        try:
+            os.rmdir(name, dir_fd=parent)
+        except OSError:  # a chunk has come
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, DESCRIPTION, src_dir_fd=parent, dst_dir_fd=fd)
+            return False
+    finally:
+        os.unlink(aside, dir_fd=parent)
+    return True

@@ -23,12 +23,12 @@ from types import TracebackType
 from typing import Final
 
 from vua.capacity import prefix_tree, ttl
-from vua.capacity.evictor import evict_chunk
 from vua.capacity.limits import Limits
 from vua.capacity.lru import MTIME_STEP_NS, inherit, mtime_ns_of, set_mtime
 from vua.capacity.pending import Pending
 from vua.capacity.policy import LRU, Policy
 from vua.capacity.reclaim_thread import ReclaimThread
+from vua.capacity.removal import evict_chunk
 from vua.capacity.scan import AFTER, Candidate, Space, mark
 from vua.capacity.touches import Touches
 from vua.errors import StorageFullError
@@ -158,6 +158,21 @@ class Capacity:
             text = f"{self._root}: nothing can be pinned: {problem}"
             self.reclaiming.reclaim.warn_once("pin", text)
             return False
+
+    def pin_prefix(self, chunks: Sequence[str]) -> int:
+        """Keep stored chunks, a prefix from the first one on; return how many are held.
+
+        Raises OSError only where this process has no more descriptors.
+        """
+        return prefix_tree.pin_prefix(self.space, chunks)
+
+    def unpin_prefix(self, chunks: Sequence[str]) -> int:
+        """Undo :meth:`pin_prefix` of these chunks and of prefixes of them; how many that frees."""
+        return prefix_tree.unpin_prefix(self.space, chunks)
+
+    def raise_ttls(self, chunk: str, ttl_s: float) -> None:
+        """Raise the times to live of a chunk and its prefix; never raises for the storage."""
+        ttl.raise_ttls(self.space, chunk, ttl_s)
 
     def on_evicted(self, tell: Callable[[str], None]) -> None:
         """Call ``tell`` with the name of each chunk of this namespace that is evicted here."""

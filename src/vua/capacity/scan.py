@@ -15,7 +15,7 @@ import random
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from vua.io.posix import open_beneath
 from vua.storage.local import chunk_path
@@ -29,6 +29,7 @@ __all__ = [
     "TTL_FOLDER",
     "Candidate",
     "Scan",
+    "Show",
     "Space",
     "chunk_nbytes",
     "chunks_of",
@@ -38,9 +39,25 @@ __all__ = [
     "listed",
     "mark",
     "oldest",
+    "silent",
     "spaces",
     "unmark",
 ]
+
+
+class Show(Protocol):
+    """Is told how far something has come, often."""
+
+    def __call__(
+        self, text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B"
+    ) -> None:
+        """Note what is going on, ``done`` of ``total`` parts (0: not known), with which amount."""
+        ...
+
+
+def silent(*_: object, **__: object) -> None:
+    """Show nothing."""
+
 
 PIN: Final = "pin-"
 """Prefix of the name of an empty file that keeps the chunk in whose directory it lies."""

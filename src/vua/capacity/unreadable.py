@@ -14,9 +14,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from vua.capacity.evictor import NOTHING, Freed, evict_chunk
 from vua.capacity.prefix_tree import Spread, in_turn, read_node
-from vua.capacity.scan import Space, chunks_of, fans_of, listed
+from vua.capacity.removal import NOTHING, Freed, evict_chunk
+from vua.capacity.scan import (
+    Show,
+    Space,
+    chunks_of,
+    fans_of,
+    listed,
+    silent,
+)
 from vua.errors import CorruptEntryError
 from vua.format.entry import EntryInfo, parse_entry
 from vua.format.header import MAX_HEADER_NBYTES, SEALED
@@ -38,7 +45,7 @@ def evict_unreadable(
     space: Space,
     known: Callable[[], frozenset[str]],
     *,
-    show: Callable[[str], None] = lambda line: None,  # noqa: ARG005
+    show: Show = silent,
     spread: Spread = in_turn,
     evict_chunk: Callable[[Space, str], int | None] = evict_chunk,
 ) -> tuple[Freed, int]:
@@ -63,7 +70,7 @@ def evict_unreadable(
     found: list[_Unreadable] = []
     for done, some in enumerate(spread(partial(_unreadable_in, space, ids), space, fans), 1):
         found += some
-        show(f"{space.name[:12]}: {done} of {len(fans)} parts, {len(found)} chunks of lost keys")
+        show(f"{space.name[:12]}, {len(found)} chunks of lost keys", done, len(fans))
     freed, pinned = NOTHING, 0
     if found:
         ids = known()  # a key that was made meanwhile may have sealed some of them

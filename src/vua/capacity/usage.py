@@ -1,19 +1,27 @@
-"""How many bytes a cache directory occupies, counted or estimated from a sample.
+"""How many bytes a cache directory occupies, and what a process takes it to be meanwhile.
 
 What cannot be read counts as present: a limit that one does not see being reached is none.
+
+A process measures again whenever it has written 1/512 to 1/32 of the limit: more often the less its
+estimate agreed with what was found. So any number of writers that know nothing of each other stay
+within the limit plus a few percent.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, TypeVar
 
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.scan import EXHAUSTED, Space, chunk_nbytes, fans_of, files_nbytes, listed, spaces
+from vua.errors import ConfigError
 from vua.storage.local import QUARANTINE
 
-__all__ = ["Usage", "measure"]
+__all__ = ["TOLERANCE", "Usage", "UsageEstimate", "measure"]
 
 R = TypeVar("R")
 
@@ -23,6 +31,16 @@ _SIZED_CHUNKS: Final = 256
 """Chunks per namespace whose files are measured for the mean size. Most have the same size."""
 _SIZED_CHUNKS_LEAST: Final = 8
 """More than 32 namespaces share 8192 measurements; each gets at least this many."""
+
+TOLERANCE: Final = 0.02
+"""Share of the limit by which it may be exceeded while another process is evicting."""
+
+_INTERVAL_SHARES: Final = (1 / 512, 1 / 32)
+"""Shares of the limit that may be written between two measurements: the fewest, the most."""
+_AGREED_SHARE: Final = 1 / 200
+"""An estimate that is off by less than this share of the limit makes the interval longer."""
+_DOUBT_COST_RATIO: Final = 20
+"""A measurement that did not help is not repeated before this many times the time it took."""
 
 
 class Usage(NamedTuple):
@@ -114,3 +132,104 @@ def _read(space: Space, path: str, work: Callable[[Iterator[os.DirEntry[str]]], 
             raise
         return None
     return None if problems else found
+
+
+class UsageEstimate:
+    """An estimate. Only :meth:`measure` reads the directory; call it from one thread at a time.
+
+    Everything else is arithmetic, for callers that hold ``lock``.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], bounds: Limits, lock: threading.RLock) -> None:
+        """Know nothing yet of ``root``."""
+        self._root, self._bounds, self._lock = root, bounds, lock
+        self.limits: ResolvedLimits | None = None
+        """None until the first measurement, and where nothing can be measured."""
+        self.is_unknown = False
+        """Whether this process lacked the descriptors to measure, the last time."""
+        self._used_bytes = self._free_bytes = self._unmeasured_bytes = self._reserved_bytes = 0
+        self._interval_bytes, self._share = 0.0, _INTERVAL_SHARES[0]
+        self._measured_at_s = self._cost_s = 0.0
+
+    def missing(self, nbytes: int) -> int:
+        """Return how many bytes must go before ``nbytes`` more fit; 0 or less: none."""
+        if self.limits is None:
+            return 0
+        over = self._used_bytes - self.limits.max_bytes
+        return max(over, self.limits.min_free_bytes - self._free_bytes) + nbytes
+
+    def count_request(self, nbytes: int) -> None:
+        """Count what a writer asks for, which brings the next measurement nearer."""
+        self._unmeasured_bytes += nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Note that files are about to be written."""
+        self._used_bytes += nbytes
+        self._free_bytes -= nbytes
+        self._reserved_bytes += nbytes
+
+    def settle(self, reserved_bytes: int, written_bytes: int) -> None:
+        """Note how much of what was reserved has been written."""
+        self._reserved_bytes -= reserved_bytes
+        self._used_bytes -= reserved_bytes - written_bytes
+
+    def freed(self, nbytes: int) -> None:
+        """Note that so much was deleted."""
+        self._used_bytes -= nbytes
+        self._free_bytes += nbytes
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether nothing may be written before the next measurement."""
+        return self.limits is None or self._unmeasured_bytes >= self._interval_bytes
+
+    @property
+    def is_ageing(self) -> bool:
+        """Whether it is time to measure, before anybody has to wait for that."""
+        return self.limits is None or self._unmeasured_bytes >= self._interval_bytes / 2
+
+    def is_tolerable(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more may be written while another process is evicting."""
+        most = 0 if self.limits is None else int(self.limits.max_bytes * (1 + TOLERANCE))
+        return self._used_bytes + nbytes <= most and self._free_bytes > nbytes
+
+    def doubt(self) -> None:
+        """Measure before the next write, unless that was done a moment ago."""
+        if time.monotonic() - self._measured_at_s > _DOUBT_COST_RATIO * self._cost_s:
+            self._interval_bytes = 0.0
+
+    def measure(self, warn: Callable[[str, str], None]) -> None:
+        """Read the limits and the directory's size; ``warn`` (cause, text) of what fails."""
+        began_s = time.monotonic()
+        with self._lock:
+            before, unseen = self._used_bytes, self._reserved_bytes
+        try:
+            limits = self._read_limits(warn)
+            used_bytes = measure(self._root).nbytes
+            status = os.statvfs(self._root)
+            self.is_unknown = False
+        except OSError as problem:
+            self.is_unknown = problem.errno in EXHAUSTED
+            warn("measure", f"{self._root} cannot be measured: {problem}")
+            return
+        with self._lock:
+            unseen += max(0, self._used_bytes - before)  # written meanwhile, and perhaps not seen
+            gap = abs(used_bytes - before) / max(1, limits.max_bytes)
+            low, high = _INTERVAL_SHARES
+            agreed = gap < _AGREED_SHARE
+            self._share = min(2 * self._share, high) if agreed else max(self._share / 2, low)
+            self._interval_bytes = limits.max_bytes * self._share * random.uniform(0.5, 1.0)  # noqa: S311
+            self.limits = limits
+            self._used_bytes, self._unmeasured_bytes = used_bytes + unseen, unseen
+            self._free_bytes = status.f_bavail * status.f_frsize - unseen
+            self._measured_at_s = time.monotonic()
+            self._cost_s = self._measured_at_s - began_s
+
+    def _read_limits(self, warn: Callable[[str, str], None]) -> ResolvedLimits:
+        try:
+            return ResolvedLimits.of(
+                self._root, self._bounds, refused=lambda text: warn(f"bounds.json: {text}", text)
+            )
+        except ConfigError as problem:
+            warn("bounds.json", str(problem))
+            return self.limits or ResolvedLimits.of(self._root, self._bounds, file=False)

@@ -2,10 +2,8 @@
 
 All of it may run while others read and write there; `gc`, `rm`, `pin`, `ttl`, `import`, `adopt` and
 `verify --repair` alone change anything (`doctor` makes a directory for a while); `key` makes keys,
-elsewhere. Exit codes: 0 all is well, 1 damage was found (or a directory stays beyond its bounds,
-pins kept something, not all could be taken in, `doctor` found something bad), 2 the question makes
-no sense (or the directory cannot be read). Where the environment has VUA_PATH the directory may be
-left out.
+elsewhere. `docs/cli.md` has the exit codes and what `--json` prints. Where the environment has
+VUA_PATH the directory may be left out.
 """
 
 from __future__ import annotations
@@ -22,9 +20,12 @@ from typing import Final
 from vua import __version__, native
 from vua.capacity.limits import Limits
 from vua.cli.adopting import adopt
-from vua.cli.arguments import VARIABLE, Parser, parsed
+from vua.cli.arguments import VARIABLE, Parser, duration_s, parsed
 from vua.cli.bench import add_arguments, bench
+from vua.cli.bucket import adopt_bucket, du_bucket, gc_bucket, rm_bucket
+from vua.cli.bucket_doctor import doctor_bucket
 from vua.cli.capacity import du, gc, ttl
+from vua.cli.completion import SHELLS, answer_shell, completion
 from vua.cli.doctor import doctor
 from vua.cli.explain import Question, explain
 from vua.cli.exporting import Choice, export
@@ -38,7 +39,8 @@ from vua.cli.removal import pins, rm
 from vua.cli.text import UNUSABLE, Write, as_json, guarded, plain
 from vua.cli.top import top
 from vua.cli.verification import verify
-from vua.errors import VUAError
+from vua.errors import ConfigError, StorageError, VUAError
+from vua.storage.bucket_path import is_url
 
 __all__ = ["main"]
 
@@ -62,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = Parser(
         prog="vua",
         description="Look into a VUA cache directory.",
-        epilog=f"DIR may be left out where the environment's {VARIABLE} names it.",
+        epilog=f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
+        "all is well, 1 damage or not all done, 2 no sense or no such directory.",
     )
     parser.add_argument("--version", action=_Version, help="show the version, and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -79,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--repair", action="store_true", help="take what is damaged out of sight")
     one = commands.add_parser("top", parents=[common], help="watch a directory in use")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
-    one.add_argument("--interval", metavar="S", type=float, default=2.0, help="seconds; default 2")
+    one.add_argument(
+        "--interval", metavar="TIME", type=duration_s, default=2.0, help="between looks; default 2s"
+    )
     one.add_argument("--once", action="store_true", help="look once, over one interval")
     one = commands.add_parser("doctor", parents=[common], help="test what VUA relies on")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
@@ -99,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
         "bench", parents=[common], help="measure a directory, or play a trace"
     )
     add_arguments(one)
+    one = commands.add_parser("completion", help="print what makes a shell complete these words")
+    one.add_argument("shell", choices=SHELLS)
     return parser
 
 
@@ -152,7 +159,7 @@ def _add_upkeep(
     one.add_argument("--min-free", metavar="SIZE", help="left free on the disk")
     one.add_argument("--max-per-salt", metavar="SIZE", help="of each cache salt's chunks")
     one.add_argument(
-        "--ttl", metavar="SECONDS", type=float, help="delete what was not used so long"
+        "--ttl", metavar="TIME", type=duration_s, help="delete what was not used so long: 1d, 12h"
     )
     _add_care(one)
     one.add_argument("--set", action="store_true", help="keep these in bounds.json, for everybody")
@@ -164,7 +171,8 @@ def _add_upkeep(
     )
 
     one = add("ttl", "show or set the time without use after which chunks are deleted")
-    one.add_argument("seconds", metavar="SECONDS", nargs="?", type=float)
+    time = "seconds, or 30m, 12h, 1d, 2w"
+    one.add_argument("seconds", metavar="TIME", nargs="?", type=duration_s, help=time)
     one.add_argument("--off", action="store_true", help="keep chunks for as long as there is room")
 
     one = add("rm", "delete chunks with all that follows them, or namespaces")
@@ -252,6 +260,7 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "ls": lambda said, write: ls(said.directory, long=said.long, write=write),
     "inspect": lambda said, write: inspect(said.files, write=write),
     "bench": lambda said, write: bench(said, write=write),
+    "completion": lambda said, _: completion(said.shell),
     "verify": lambda said, write: verify(
         said.directory, repair=said.repair, security=said.security, write=write
     ),
@@ -265,6 +274,23 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "import": lambda said, write: import_(said.directory, said.file, write=write),
 }
 
+_ON_BUCKETS: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
+    "du": lambda said, write: du_bucket(said.directory, write=write),
+    "doctor": lambda said, write: doctor_bucket(said.directory, write=write),
+    "adopt": lambda said, _: adopt_bucket(said.directory),
+    "rm": lambda said, write: rm_bucket(
+        *(said.directory, said.names), everything=said.all,
+        dry_run=said.dry_run, yes=said.yes, write=write,
+    ),
+    "gc": lambda said, write: gc_bucket(
+        *(said.directory, Limits(max_bytes=said.max_bytes, min_free_bytes=said.min_free,
+                                 ttl_s=said.ttl, max_bytes_per_salt=said.max_per_salt)),
+        dry_run=said.dry_run, yes=said.yes, write=write,
+    ),
+    **{name: _RUN[name] for name in ("ls", "verify", "explain")},
+}  # fmt: skip
+"""What can be done with a cache in a bucket; `inspect` takes URLs of objects."""
+
 _AS_OWNER: Final = frozenset({"adopt", "du", "gc", "pin", "rm", "ttl", "verify"})
 """Root does these as the user whose the directory is; `import` when it has opened its archive."""
 
@@ -276,12 +302,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    options = parsed(_parser(), sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    answer_shell(parser)
+    options = parsed(parser, sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
     try:
         if "key_file" in options:
             options.security = security_of(options)
-        run, write = _RUN.get(options.command, _run_upkeep), as_json if options.json else None
+        run, write = (
+            _RUN.get(options.command, _run_upkeep),
+            as_json if "json" in options and options.json else None,
+        )
+        if is_url(getattr(options, "directory", None)):
+            if options.command not in _ON_BUCKETS:
+                raise ConfigError(f"this needs a directory, and {options.directory} is a bucket")
+            run = _ON_BUCKETS[options.command]
         with as_owner(options.directory) if options.command in _AS_OWNER else nullcontext():
             code = run(options, write)
         sys.stdout.flush()
@@ -289,7 +324,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (VUAError, OSError) as problem:
-        print(plain(f"vua {options.command}: {problem}"), file=sys.stderr)
+        text = problem.strerror if isinstance(problem, StorageError) else problem
+        print(plain(f"vua {options.command}: {text or problem}"), file=sys.stderr)
         return UNUSABLE
     except KeyboardInterrupt:
         return 130

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from vua.cli.identify import Difference
-from vua.cli.keys import UNSEALED, SealedAs
 from vua.cli.prefix import ChunkState, Continuations, GroupState, loadable, usable
 from vua.cli.walk import described
 from vua.storage.description import Description
+
+if TYPE_CHECKING:
+    from vua.security.seal import Seal  # needs an optional package
 
 __all__ = ["BLOCKS", "Answer", "verdict"]
 
@@ -29,8 +31,8 @@ class Answer:
     groups: tuple[GroupState, ...] = ()
     """Empty where the namespace is not described, or the prompt is not cached."""
     others: Continuations | None = None
-    sealed_as: SealedAs = UNSEALED
-    """With which key such a prompt's files are sealed, if any."""
+    seal: Seal | None = None
+    """Of such a prompt's files, if they are sealed."""
     locked: str = ""
     """Why such a prompt is not cached at all."""
     blocks: tuple[int, ...] = BLOCKS

@@ -12,14 +12,35 @@ from typing import Final, NoReturn
 
 from vua.cli.text import UNUSABLE, plain
 
-__all__ = ["VARIABLE", "Parser", "parsed"]
+__all__ = ["VARIABLE", "Parser", "duration_s", "parsed"]
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory where a command is given none; engines know it too."""
-_WITHOUT: Final = ("bench", "inspect", "key")
+_WITHOUT: Final = ("bench", "completion", "inspect", "key")
 """Commands whose words do not begin with a directory."""
 _NAME: Final = re.compile("[0-9a-f]{6,64}")
-_NUMBER: Final = re.compile(r"[0-9.e+]+|inf|nan", re.IGNORECASE)
+_NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def duration_s(text: str) -> float:
+    """Return the seconds that ``90``, ``90s``, ``30m``, ``12h``, ``1d`` or ``2w`` say.
+
+    Raises argparse.ArgumentTypeError for anything else.
+
+    >>> duration_s("1.5h")
+    5400.0
+    """
+    unit = text[-1:].lower()
+    try:
+        return (
+            float(text.removesuffix(text[-1:])) * _UNITS_S[unit]
+            if unit in _UNITS_S
+            else float(text)
+        )
+    except ValueError:
+        msg = f"{text!r:.40} is no time; give seconds, or 30m, 12h, 1d, 2w"
+        raise argparse.ArgumentTypeError(msg) from None
 
 
 class _UsageError(Exception):
@@ -53,7 +74,10 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
             with contextlib.suppress(_UsageError):
                 return parser.parse_args(filled)
         problem.parser.print_usage(sys.stderr)
-        print(plain(f"{problem.parser.prog}: error: {problem}"), file=sys.stderr)
+        prog, hint = problem.parser.prog, ""
+        if str(problem).endswith("required: DIR"):
+            hint = f": name the cache's directory, or set {VARIABLE}"
+        print(plain(f"{prog}: error: {problem}{hint}; see `{prog} --help`"), file=sys.stderr)
         sys.exit(UNUSABLE)
     if may_fill and _is_left_out(options):
         with contextlib.suppress(_UsageError):

@@ -8,11 +8,11 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vua.capacity.limits import nbytes_of
+from vua.capacity.scan import Show
 from vua.cli.arguments import VARIABLE
 from vua.cli.text import SOUND, Write, progress, table
 from vua.errors import InputError
@@ -74,7 +74,7 @@ def bench(options: argparse.Namespace, *, write: Write | None) -> int:
     return SOUND
 
 
-def _path(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
+def _path(options: argparse.Namespace, show: Show) -> dict[str, Any]:
     from vua.cli.bench_path import Demand, probe
 
     if (options.model is None) != (options.prefill is None):
@@ -85,7 +85,7 @@ def _path(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str,
     return probe(options.target, demand, show, tiny=options.tiny)
 
 
-def _replay(options: argparse.Namespace, show: Callable[[str], None]) -> dict[str, Any]:
+def _replay(options: argparse.Namespace, show: Show) -> dict[str, Any]:
     from vua.cli.bench_replay import block_file_nbytes, read, replay
     from vua.cli.bench_simulate import POLICIES, compare
 

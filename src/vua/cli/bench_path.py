@@ -17,6 +17,7 @@ from typing import Final
 
 import numpy as np
 
+from vua.capacity.scan import Show
 from vua.cli.bench_files import (
     Buffer,
     RawFile,
@@ -102,7 +103,7 @@ class Speed:
 
 
 def probe(
-    directory: Path, demand: Demand | None, show: Callable[[str], None], *, tiny: bool = False
+    directory: Path, demand: Demand | None, show: Show, *, tiny: bool = False
 ) -> dict[str, object]:
     """Measure a directory and return plain values for JSON. Leaves nothing behind.
 
@@ -111,14 +112,16 @@ def probe(
     home = Path(tempfile.mkdtemp(prefix=".vua-bench-", dir=directory))
     try:
         why_not = direct_works(home)
-        show("writes")
+        sizes = _SIZES[:1] if tiny else _SIZES
+        steps = 2 + len(sizes)
+        show("writes", 0, steps)
         costs = _write_cost(home, 4 if tiny else 64, direct=why_not is None)
-        show("metadata")
+        show("metadata", 1, steps)
         rates = _metadata(home, 32 if tiny else _NAMES)
         speeds: list[Speed] = []
         unmeasured = [] if why_not is None else [{"what": "O_DIRECT", "reason": why_not}]
-        for size in _SIZES[:1] if tiny else _SIZES:
-            show(f"files of {size >> 10} KiB")
+        for number, size in enumerate(sizes, 2):
+            show(f"files of {size >> 10} KiB", number, steps)
             found, missing = _bandwidth(home, size, tiny=tiny, direct=why_not is None)
             speeds += found
             unmeasured += missing

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.limits import Limits
+from vua.capacity.scan import Show
 from vua.cli.bench_files import expect
 from vua.cli.bench_simulate import leading
 from vua.device.slab import Slab
@@ -129,7 +130,7 @@ def read(path: Path, limit: int | None = None) -> list[Request]:
 def replay(
     root: Path,
     requests: Sequence[Request],
-    show: Callable[[str], None],
+    show: Show,
     *,
     max_bytes: int | str | None = None,
 ) -> Replayed:
@@ -160,7 +161,7 @@ def replay(
         hit, vanished = hit + loaded, vanished + found - loaded
         ideal += leading(seen, request.whole)
         seen.update(request.whole)
-        show(f"request {number + 1} of {len(requests)}")
+        show("", number + 1, len(requests), amount=number + 1, unit="requests")
     session.store.close()
     file_nbytes = block_file_nbytes()
     blocks = sum(len(request.whole) for request in requests)

@@ -5,22 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from vua.capacity.evictor import Freed
 from vua.capacity.gc import Report, collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
 from vua.capacity.owned import trash_in
-from vua.capacity.scan import PIN, Space, chunk_nbytes, chunks_of, fans_of, listed, spaces
+from vua.capacity.removal import Freed
+from vua.capacity.scan import (
+    PIN,
+    Show,
+    Space,
+    chunk_nbytes,
+    chunks_of,
+    fans_of,
+    listed,
+    spaces,
+)
 from vua.capacity.ttl import count
 from vua.capacity.usage import measure
 from vua.cli.keys import NO_KEYS, key_ids
 from vua.cli.owner import confirm, to_change
 from vua.cli.spread import over_fans
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, progress, size, table, when
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, progress, size, table, when
 from vua.errors import ConfigError, StorageError
 from vua.security.settings import Security
 from vua.storage.local import QUARANTINE
@@ -210,7 +218,7 @@ def _short(name: str, value: object) -> object:
     return value if name in ("chunks", "pinned") else size(int(str(value)))
 
 
-def _occupied(space: Space, show: Callable[[str], None]) -> dict[str, object]:
+def _occupied(space: Space, show: Show) -> dict[str, object]:
     chunks = nbytes = pinned = 0
     mtimes_ns: list[int] = []
     fans = fans_of(space)
@@ -218,8 +226,7 @@ def _occupied(space: Space, show: Callable[[str], None]) -> dict[str, object]:
     for number, (some, size_, held, times) in enumerate(parts, 1):
         chunks, nbytes, pinned = chunks + some, nbytes + size_, pinned + held
         mtimes_ns += times
-        text = f"{space.name[:SHORT]}, {chunks} chunks, {size(nbytes)}"
-        show(bar(number, len(fans), text))
+        show(space.name[:SHORT], number, len(fans), amount=chunks, unit="chunks")
     quarantine = chunk_nbytes(space, QUARANTINE)
     return {
         "namespace": space.name,

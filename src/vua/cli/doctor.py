@@ -23,7 +23,7 @@ from vua import native
 from vua.capacity.limits import ResolvedLimits, read_bounds
 from vua.capacity.usage import measure
 from vua.cli.probes import PROBES, Finding, Ground, Level, mount_of
-from vua.cli.text import DAMAGED, SOUND, Write, plain, size
+from vua.cli.text import DAMAGED, SOUND, Write, size, table
 from vua.errors import ConfigError
 from vua.io import posix
 from vua.security.settings import Security, check_owner
@@ -57,9 +57,7 @@ def doctor(directory: str, *, trusted_uids: str = "", write: Write | None) -> in
     if write is not None:
         write({"directory": directory, "findings": [asdict(one) for one in findings]})
     else:
-        width = max(len(one.name) for one in findings)
-        for one in findings:
-            print(plain(f"{one.level:<4}  {one.name:<{width}}  {one.text}"))
+        table(["state", "what", "found"], [(one.level, one.name, one.text) for one in findings])
     return DAMAGED if any(one.level == "bad" for one in findings) else SOUND
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from vua.capacity.bucket import BucketCapacity
 from vua.capacity.prefix_tree import read_prefix_tree
 from vua.cli.answer import BLOCKS, Answer, verdict
 from vua.cli.identify import Difference, Expected, compare, expect, nearest
@@ -13,7 +14,7 @@ from vua.cli.keys import NO_KEYS, prompt_keys
 from vua.cli.prefix import ChunkState, GroupState, continuations, look
 from vua.cli.prompt import prompt_ids, read_ids
 from vua.cli.spread import over_fans
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, facts, progress
 from vua.cli.walk import described, open_root
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout
@@ -104,9 +105,7 @@ def _expected(question: Question) -> Expected | None:
                 question.model,
                 chunk_tokens=size,
                 epoch=question.epoch,
-                progress=lambda done, of: show(
-                    f"reading weights: {done / 1e9:.1f} of {of / 1e9:.1f} GB"
-                ),
+                progress=lambda done, of: show("reading weights", done, of, amount=done),
             )
     except OSError as problem:
         raise explained(problem, question.model) from problem
@@ -145,18 +144,19 @@ def _answer(
     if namespace is None:
         return Answer(found, differences, length)
     try:
-        keys, sealed_as = prompt_keys(namespace, ids, question.salt)
+        keys, seal = prompt_keys(namespace, ids, question.salt)
     except NoKeyError as problem:
         return Answer(found, differences, length, locked=str(problem))
-    groups = tuple(look(store, keys, sealed_as) for store in namespace.stores)
+    groups = tuple(look(store, keys, seal) for store in namespace.stores)
     blocks = (question.block_tokens,) if question.block_tokens else BLOCKS
-    answer = Answer(found, differences, length, groups, sealed_as=sealed_as, blocks=blocks)
+    answer = Answer(found, differences, length, groups, seal=seal, blocks=blocks)
     gap = answer.gap
-    if question.quick or gap is None:
+    capacity = namespace.capacity
+    if question.quick or gap is None or isinstance(capacity, BucketCapacity):
         return answer
     before = keys[gap.index - 1].name if gap.index else ""
     with progress() as show:
-        tree = read_prefix_tree(namespace.capacity.space, show, over_fans)
+        tree = read_prefix_tree(capacity.space, show, over_fans)
     return replace(answer, others=continuations(tree, gap.key, before))
 
 
@@ -178,8 +178,8 @@ def _describe(answer: Answer) -> dict[str, object]:
         "description": described(namespace),
         "identity": namespace.identity and namespace.identity.describe(),
         "differences": None if differences is None else [asdict(one) for one in differences],
-        "seal": answer.sealed_as.kind or None,
-        "key": answer.sealed_as.key_id or None,
+        "seal": answer.seal and answer.seal.kind,
+        "key": answer.seal and answer.seal.key_id,
         "usable_chunks": answer.usable,
         "usable_tokens": answer.usable * answer.size,
         "loads": {str(size): tokens for size, tokens in answer.loads.items()},
@@ -221,22 +221,19 @@ def _describe_chunk(chunk: ChunkState) -> dict[str, object]:
 def _print_expected(expected: Expected, found: Sequence[Description]) -> None:
     identity = expected.identity
     there = any(one.name == identity.namespace for one in found)
-    print(plain(f"model {identity.name}"))
-    print(f"  namespace  {identity.namespace[:SHORT]}, {'there' if there else 'not there as such'}")
-    for note in expected.notes:
-        print(plain(f"  note       {note}"))
+    told = "there" if there else "not there as such"
+    lines = [("namespace", f"{identity.namespace[:SHORT]}, {told}")]
+    lines += [("note", note) for note in expected.notes]
     if not any(one.identity is not None for one in found):
-        print("  nearest    no namespace says what it is for")
+        lines.append(("nearest", "no namespace says what it is for"))
+    facts(f"model {identity.name}", lines)
 
 
 def _print(answer: Answer) -> None:
     namespace = answer.namespace
     identity = namespace.identity
-    print(
-        plain(f"namespace {namespace.name[:SHORT]}  {identity.name if identity else ''}".rstrip())
-    )
-    for name, value in _lines(answer):
-        print(plain(f"  {name:<10} {value}"))
+    name = identity.name if identity else ""
+    facts(f"namespace {namespace.name[:SHORT]}  {name}".rstrip(), _lines(answer))
 
 
 def _lines(answer: Answer) -> Iterator[tuple[str, str]]:
@@ -248,8 +245,8 @@ def _lines(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "identity", ", ".join(shown)
     if answer.differences is not None:
         yield "compared", _compared(answer.differences)
-    if answer.sealed_as.key_id:
-        yield "key", "{}, {}".format(*answer.sealed_as)
+    if answer.seal is not None:
+        yield "key", f"{answer.seal.key_id}, {answer.seal.kind}"
     for group in answer.groups:
         yield _label(group.layout), _stored(group)
         gap = group.first_missing

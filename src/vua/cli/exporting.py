@@ -12,21 +12,27 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from vua.capacity.lru import mtime_ns_of
 from vua.capacity.prefix_tree import ancestors, read_prefix_tree
-from vua.capacity.scan import AFTER, Space, listed, spaces
+from vua.capacity.scan import (
+    AFTER,
+    Show,
+    Space,
+    listed,
+    spaces,
+)
 from vua.cli.archive import Writer, file_sizes
 from vua.cli.check import Checker, Place
 from vua.cli.keys import NO_KEYS, prompt_keys
 from vua.cli.names import Target, resolve
 from vua.cli.prompt import prompt_ids, read_ids
 from vua.cli.spread import over_fans
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size
+from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
 from vua.errors import (
     ConfigError,
     CorruptEntryError,
@@ -119,7 +125,7 @@ def export(directory: str, file: str, choice: Choice, *, write: Write | None) ->
 
 
 def _wanted(
-    root: Path, found: Sequence[Space], choice: Choice, show: Callable[[str], None]
+    root: Path, found: Sequence[Space], choice: Choice, show: Show
 ) -> dict[Space, list[str]]:
     """The chunks of each namespace, parents before children, each once."""
     wanted: dict[Space, dict[str, None]] = {}
@@ -157,9 +163,7 @@ def _leading(space: Space, keys: KeyChain) -> Iterator[str]:
         yield name
 
 
-def _write(
-    root: Path, wanted: dict[Space, list[str]], writer: Writer, show: Callable[[str], None]
-) -> _Done:
+def _write(root: Path, wanted: dict[Space, list[str]], writer: Writer, show: Show) -> _Done:
     done = _Done()
     total = sum(map(len, wanted.values()))
     for space, chunks in wanted.items():
@@ -175,7 +179,7 @@ def _write(
         kept: set[str] = set()
         for chunk in chunks:
             _write_chunk(namespace, space, chunk, writer, done, kept)
-            show(bar(done.chunks, total, f"{space.name[:SHORT]}, {size(done.nbytes)}"))
+            show(space.name[:SHORT], done.chunks, total, amount=done.nbytes)
     writer.close()
     return done
 

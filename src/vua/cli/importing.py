@@ -9,21 +9,29 @@ It does not prove who computed it: take archives only from whom you would let wr
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, cast
 
 import numpy as np
 
-from vua.capacity.scan import AFTER
+from vua.capacity.scan import AFTER, Show
 from vua.cli.archive import Member, Reader, file_sizes
 from vua.cli.check import Checker, Place
 from vua.cli.owner import as_owner, to_change
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
+from vua.cli.text import (
+    DAMAGED,
+    SHORT,
+    SOUND,
+    Write,
+    line,
+    progress,
+    size,
+)
 from vua.errors import (
     ConfigError,
     EntryError,
@@ -72,14 +80,15 @@ def import_(directory: str, file: str, *, write: Write | None) -> int:
     try:
         with ExitStack() as stack:
             show = stack.enter_context(progress())
-            stream: BinaryIO = sys.stdin.buffer
+            stream, total = cast(BinaryIO, sys.stdin.buffer), 0
             if file != "-":
                 stream = stack.enter_context(Path(file).open("rb"))
+                total = os.fstat(stream.fileno()).st_size
             stack.enter_context(as_owner(directory))
             check_root(directory)
             root = to_change(directory)
             taker = _Taker(root, Reader(stream), stack)
-            done = taker.run(show)
+            done = taker.run(show, total)
     except OSError as problem:
         if isinstance(problem, StorageError):
             raise
@@ -91,7 +100,7 @@ def import_(directory: str, file: str, *, write: Write | None) -> int:
                "namespaces": done.namespaces, "problems": done.problems})  # fmt: skip
         return SOUND if sound else DAMAGED
     for text in done.problems[:_MOST_PROBLEMS]:
-        print(plain(f"not taken: {text}"))
+        line("not taken", text)
     if len(done.problems) > _MOST_PROBLEMS:
         print(f"and {len(done.problems) - _MOST_PROBLEMS} more")
     if done.refused:
@@ -113,16 +122,20 @@ class _Taker:
         self._ends: dict[tuple[str, str], int | None] = {}
         """Of chunks that are there: the position behind their last token, None for no chunk."""
 
-    def run(self, show: Callable[[str], None]) -> _Done:
-        """Take everything in; what is not to be had is a problem, not an error."""
-        done = self._done
+    def run(self, show: Show, total: int) -> _Done:
+        """Take everything in; what is not to be had is a problem, not an error.
+
+        ``total`` are the bytes of the archive, 0 where that is not known.
+        """
+        done, read_nbytes = self._done, 0
         try:
             for member in self._reader.members():
                 try:
                     self._take(member)
                 except (ConfigError, EntryError, LayoutError) as problem:
                     done.problems.append(f"{member.name}: {problem}")
-                show(f"{member.name[:SHORT]}: {done.written} files, {size(done.nbytes)}")
+                read_nbytes += member.nbytes
+                show(member.name[:SHORT], read_nbytes, total, amount=read_nbytes)
         except LayoutError:
             raise
         except InputError as problem:  # what came before is whole, each file by itself

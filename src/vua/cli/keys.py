@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from vua.errors import ConfigError
 from vua.format.keys import KeyChain
@@ -11,10 +11,11 @@ from vua.security.keyring import KnownKeys, NoKeyError, check_keys
 from vua.security.settings import Security
 from vua.store.namespace import Namespace
 
+if TYPE_CHECKING:
+    from vua.security.seal import Seal  # needs an optional package
+
 __all__ = [
     "NO_KEYS",
-    "UNSEALED",
-    "SealedAs",
     "key_arguments",
     "key_ids",
     "prompt_keys",
@@ -23,17 +24,6 @@ __all__ = [
 
 NO_KEYS: Final = Security()
 """The settings where no keys are given."""
-
-
-class SealedAs(NamedTuple):
-    """How files of a prompt are sealed; both empty: not at all."""
-
-    key_id: str = ""
-    """16 hex."""
-    kind: str = ""
-
-
-UNSEALED: Final = SealedAs()
 
 
 def key_arguments() -> argparse.ArgumentParser:
@@ -74,8 +64,8 @@ def key_ids(security: Security) -> frozenset[str]:
     return known.ids
 
 
-def prompt_keys(namespace: Namespace, ids: bytes, salt: str) -> tuple[KeyChain, SealedAs]:
-    """Return the chunk keys of a prompt as engines with its keys name them, and their seal.
+def prompt_keys(namespace: Namespace, ids: bytes, salt: str) -> tuple[KeyChain, Seal | None]:
+    """Return the chunk keys of a prompt as engines with its keys name them, and their seal, if any.
 
     Raises NoKeyError where the salt's key is not to be had: nothing of it is cached then.
     """
@@ -88,4 +78,4 @@ def prompt_keys(namespace: Namespace, ids: bytes, salt: str) -> tuple[KeyChain, 
             msg = "no key for this salt; `vua key DIR --salt S`"
             raise NoKeyError(msg) from problem
         raise
-    return keys, UNSEALED if seal is None else SealedAs(seal.key_id, seal.kind)
+    return keys, seal

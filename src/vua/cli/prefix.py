@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from vua.capacity.prefix_tree import PrefixTree
-from vua.cli.keys import SealedAs
-from vua.errors import CorruptEntryError, EntryError, ForeignEntryError
-from vua.format.entry import parse_entry
+from vua.errors import CorruptEntryError, ForeignEntryError
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, Shard, cover
-from vua.store.entry_reader import stored_header
+from vua.format.plan import header_plan
+from vua.native import Transfer
+from vua.store.entry_reader import EntryReader
 from vua.store.store import Store
+
+if TYPE_CHECKING:
+    from vua.security.seal import Seal  # needs an optional package
 
 __all__ = [
     "ChunkState",
@@ -88,54 +91,46 @@ class GroupState:
         return found
 
 
-def look(store: Store, keys: KeyChain, sealed_as: SealedAs) -> GroupState:
+def look(store: Store, keys: KeyChain, seal: Seal | None) -> GroupState:
     """Look at every chunk of a prompt for one group of layers: one listing, one header per file."""
-    judge = _Judge(store, sealed_as)
-    states = tuple(judge.judge(index, keys[index]) for index in range(len(keys)))
+    states = tuple(_state(store, seal, index, keys[index]) for index in range(len(keys)))
     return GroupState(store.layout, store.lookup(keys), states)
 
 
-class _Judge:
-    def __init__(self, store: Store, sealed_as: SealedAs) -> None:
-        self._store, self._layout, self._sealed_as = store, store.layout, sealed_as
+def _state(store: Store, seal: Seal | None, index: int, key: ChunkKey) -> ChunkState:
+    full = store.layout.full
+    found = [one for one in store.shards(key.name) if one.group == store.layout.group]
+    problems = {one: _problem(store, seal, key, one) for one in sorted(found, key=_order)}
+    there = [one for one, text in problems.items() if text is not None]
+    if not there:
+        return ChunkState(index, key, "absent")
+    names = tuple(shard.name for shard in there)
+    bad = tuple(f"{shard.name}: {text}" for shard, text in problems.items() if text)
+    if bad:
+        return ChunkState(index, key, "damaged", names, bad)
+    if cover(full, there) is None:
+        text = f"they do not cover {full.name}; was a writer's part lost?"
+        return ChunkState(index, key, "partial", names, (text,))
+    return ChunkState(index, key, "stored", names)
 
-    def judge(self, index: int, key: ChunkKey) -> ChunkState:
-        found = self._store.shards(key.name)
-        mine = sorted((one for one in found if one.group == self._layout.group), key=_order)
-        checked = {shard: self._problem(key, shard) for shard in mine}
-        problems = {shard: text for shard, text in checked.items() if text is not None}
-        if not problems:
-            return ChunkState(index, key, "absent")
-        names = tuple(shard.name for shard in problems)
-        bad = tuple(f"{shard.name}: {text}" for shard, text in problems.items() if text)
-        if bad:
-            return ChunkState(index, key, "damaged", names, bad)
-        if cover(self._layout.full, problems) is None:
-            text = f"they do not cover {self._layout.full.name}; was a writer's part lost?"
-            return ChunkState(index, key, "partial", names, (text,))
-        return ChunkState(index, key, "stored", names)
 
-    def _problem(self, key: ChunkKey, shard: Shard) -> str | None:
-        """Why a file is not the one it is named as; "" if it is, None if it vanished meanwhile."""
-        if not self._layout.full.contains(shard):
-            return f"lies outside the layout's {self._layout.full.name}"
-        codec = self._store.codec(shard, self._sealed_as.kind)
-        try:
-            header = stored_header(self._store.storage, codec, key.name)
-            codec.check_header(header, key, self._sealed_as.key_id)
-            parse_entry(bytes(header))  # what a reader does not compare, the header's check covers
-        except FileNotFoundError:
-            return None
-        except (EntryError, OSError) as problem:
-            return _explained(problem)
-        return ""
+def _problem(store: Store, seal: Seal | None, key: ChunkKey, shard: Shard) -> str | None:
+    """Why a file is not the one it is named as; "" if it is, None if it vanished meanwhile."""
+    if not store.layout.full.contains(shard):
+        return f"lies outside the layout's {store.layout.full.name}"
+    codec = store.codec(shard, "" if seal is None else seal.kind)
+    header_only = Transfer(header_plan(codec), (), (), ())
+    problem = EntryReader(store.storage, codec, header_only).read([key], seal=seal).problem
+    if isinstance(problem, FileNotFoundError):
+        return None
+    return "" if problem is None else _explained(problem)
 
 
 def _order(shard: Shard) -> tuple[int, int]:
     return shard.layer_start, shard.head_start
 
 
-def _explained(problem: EntryError | OSError) -> str:
+def _explained(problem: Exception) -> str:
     if isinstance(problem, ForeignEntryError):
         return f"foreign: {problem}"
     if isinstance(problem, CorruptEntryError):

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 
-from vua.capacity.evictor import NOTHING, PINNED_SHARE, Freed
+from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits, ResolvedLimits
-from vua.capacity.owned import delete_namespace, is_all_ours, is_ours
+from vua.capacity.owned import is_all_ours, is_ours
 from vua.capacity.prefix_tree import ancestors, pin, read_node, read_prefix_tree, unpin
-from vua.capacity.removal import Remover
-from vua.capacity.scan import TRASH, Space, chunk_nbytes, chunks_of, fans_of, spaces
+from vua.capacity.removal import NOTHING, Freed, Remover, delete_namespace
+from vua.capacity.scan import (
+    TRASH,
+    Show,
+    Space,
+    chunk_nbytes,
+    chunks_of,
+    fans_of,
+    spaces,
+)
 from vua.capacity.usage import measure
 from vua.cli.names import Target, resolve
 from vua.cli.owner import confirm, to_change
 from vua.cli.spread import over_fans
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
+from vua.cli.text import (
+    DAMAGED,
+    SHORT,
+    SOUND,
+    Write,
+    progress,
+    size,
+    table,
+)
 from vua.errors import ConfigError, StorageError
 from vua.storage.local import chunk_path
 from vua.storage.problems import explained
@@ -53,7 +68,6 @@ def rm(
             if not dry_run:
                 _ask(directory, picked, everything=everything, yes=yes)
             for target in picked:
-                show(f"{target.space.name[:SHORT]}/{target.chunk[:SHORT]}")
                 gone, held = _remove(root, target, show, remover, force=force)
                 freed, kept = freed + gone, kept + held
     except OSError as problem:
@@ -81,7 +95,7 @@ def _ask(directory: str, picked: list[Target], *, everything: bool, yes: bool) -
 
 
 def _remove(
-    root: Path, target: Target, show: Callable[[str], None], remover: Remover, *, force: bool
+    root: Path, target: Target, show: Show, remover: Remover, *, force: bool
 ) -> tuple[Freed, int]:
     space, freed = target.space, NOTHING
     if not target.chunk and not is_ours(space):
@@ -98,7 +112,8 @@ def _remove(
         tree.descendants(target.chunk) if target.chunk else [tree.name(index) for index in every]
     )
     kept = 0
-    for name in reversed(doomed):  # leaves first
+    for number, name in enumerate(reversed(doomed), 1):  # leaves first
+        show(f"{space.name[:SHORT]}: deleting", number, len(doomed), amount=freed.nbytes)
         nbytes = remover.evict_chunk(space, name, pinned=force)
         if nbytes is not None:
             freed += Freed(1, nbytes)
@@ -150,10 +165,10 @@ def pins(directory: str, targets: list[str], *, remove: bool, write: Write | Non
 
 
 def _print_pins(directory: str, report: list[dict[str, object]], word: str) -> None:
-    for one in report:
-        line = f"{str(one['namespace'])[:SHORT]}  {one['chunk']}  {one['chunks']} chunks {word}"
-        print(plain(line))
-    if not report:
+    rows = [(str(one["namespace"])[:SHORT], one["chunk"], one["chunks"]) for one in report]
+    if rows:
+        table(["namespace", "chunk", f" chunks {word}"], rows)
+    else:
         print(f"{directory}: nothing is pinned")
 
 

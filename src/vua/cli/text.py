@@ -1,4 +1,7 @@
-"""Words and tables for people, JSON for programs, and the border that both pass on their way out.
+"""What commands print: tables and facts for people, JSON for programs, progress, exit codes.
+
+On a terminal, and with the optional package `rich`, tables take the terminal's width and have
+colours (none with NO_COLOR). Everywhere else they are plain text, as a pipe wants it.
 
 Names in a directory, descriptions, headers and archives may be anybody's, and a terminal obeys what
 it is shown. So a command writes through :func:`guarded` streams: whatever it prints, nothing but
@@ -8,23 +11,34 @@ printable characters and ends of lines comes out. (JSON has none of the others: 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any, Final, TextIO, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, TextIO, cast
+
+from vua.capacity.scan import Show
+
+if TYPE_CHECKING:
+    from vua.cli.screen import Screen
 
 __all__ = [
     "DAMAGED",
+    "SHORT",
     "SOUND",
     "UNUSABLE",
     "Write",
     "as_json",
-    "bar",
     "clear_screen",
+    "facts",
     "guarded",
+    "line",
     "plain",
     "progress",
+    "size",
     "table",
     "when",
 ]
@@ -35,6 +49,10 @@ UNUSABLE: Final = 2
 
 SHORT: Final = 12
 """Hex digits that are shown of a digest."""
+_LINE_S: Final = 0.2
+"""Between two changes of the line of progress."""
+_FORECAST_S: Final = 1.0
+"""After so long what remains is told."""
 
 Write = Callable[[object], None]
 """Prints a report in a form for programs."""
@@ -45,15 +63,15 @@ def as_json(report: object) -> None:
     print(json.dumps(report, indent=1).replace("\x7f", "\\u007f"))
 
 
-def size(nbytes: int) -> str:
+def size(nbytes: float) -> str:
     """Return ``nbytes`` in the unit that keeps it short.
 
     >>> size(512), size(4096), size(5_000_000)
     ('512 B', '4.0 KiB', '4.8 MiB')
     """
-    step = max(0, min(nbytes.bit_length() - 1, 50)) // 10
+    step = max(0, min(int(nbytes).bit_length() - 1, 50)) // 10
     if step == 0:
-        return f"{nbytes} B"
+        return f"{int(nbytes)} B"
     return f"{nbytes / (1 << 10 * step):.1f} {'_KMGTP'[step]}iB"
 
 
@@ -76,6 +94,9 @@ def plain(text: str) -> str:
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
+# -- the border ---------------------------------------------------------------------------------
+
+
 class _Guarded:
     """A text stream to which only what a terminal shows as it is passes; lines may end."""
 
@@ -84,9 +105,13 @@ class _Guarded:
         """The stream itself, for the few sequences that are meant."""
         self._encoding = stream.encoding or "utf-8"
 
+    def shown(self, text: str) -> str:
+        """Return what of ``text`` the stream shows, the rest escaped."""
+        lines = "\n".join(map(plain, text.split("\n")))
+        return lines.encode(self._encoding, "backslashreplace").decode(self._encoding)
+
     def write(self, text: str) -> int:
-        shown = "\n".join(map(plain, text.split("\n")))
-        self.beyond.write(shown.encode(self._encoding, "backslashreplace").decode(self._encoding))
+        self.beyond.write(self.shown(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the stream has
@@ -102,56 +127,138 @@ def guarded() -> Iterator[None]:
         yield
 
 
-def _control(stream: TextIO, text: str) -> None:
-    """Write what a terminal is to obey."""
-    beyond = stream.beyond if isinstance(stream, _Guarded) else stream
-    beyond.write(text)
+def _beyond(stream: TextIO) -> TextIO:
+    """Return the stream to which what a terminal is to obey is written."""
+    return stream.beyond if isinstance(stream, _Guarded) else stream
 
 
 def clear_screen() -> None:
     """Clear stdout, where that is a terminal."""
-    if sys.stdout.isatty():
-        _control(sys.stdout, "\x1b[H\x1b[2J")
+    if _is_screen(sys.stdout):
+        _beyond(sys.stdout).write("\x1b[H\x1b[2J")
+
+
+def _is_screen(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal that can do more than print line after line."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _screen() -> Screen | None:
+    """What draws on stdout, where that is a terminal and `rich` is installed."""
+    if not _is_screen(sys.stdout):
+        return None
+    try:
+        made: Screen = import_module("vua.cli.screen").Screen(_beyond(sys.stdout))
+    except ImportError:
+        return None
+    return made
+
+
+# -- for people ---------------------------------------------------------------------------------
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print rows below a head; columns whose name starts with a space stand to the right."""
-    cells = [[plain(str(cell)) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    for row in (head, *cells):
+    cells = [[_shown(str(cell)) for cell in row] for row in rows]
+    if (screen := _screen()) is not None:
+        screen.columns(head, cells)
+    else:
+        _align(head, [list(head), *cells])
+
+
+def facts(title: str, pairs: Iterable[tuple[str, str]]) -> None:
+    """Print names and values, aligned, below a title."""
+    line("", title)
+    cells = [["", f"{_shown(name):<9}", _shown(value)] for name, value in pairs]
+    if (screen := _screen()) is not None:
+        screen.columns(["", "", ""], cells, head=False)
+    else:
+        _align(["", "", ""], cells)
+
+
+def line(state: str, text: str) -> None:
+    """Print a line: a word that judges one thing and what is to say of it, or (``""``) a title."""
+    if (screen := _screen()) is not None:
+        screen.line(state, _shown(text))
+    else:
+        print(plain(f"{state}: {text}" if state else text))
+
+
+def _shown(text: str) -> str:
+    """Return ``text`` in one line as stdout shows it."""
+    return sys.stdout.shown(plain(text)) if isinstance(sys.stdout, _Guarded) else plain(text)
+
+
+def _align(names: Sequence[str], rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
         placed = [
             cell.rjust(width) if name.startswith(" ") else cell.ljust(width)
-            for name, cell, width in zip(head, row, widths, strict=True)
+            for name, cell, width in zip(names, row, widths, strict=True)
         ]
         print("  ".join(placed).rstrip())
 
 
-def bar(done: int, total: int, text: str) -> str:
-    """Return a line of progress.
+# -- progress -----------------------------------------------------------------------------------
 
-    >>> bar(1, 4, "one")
-    '#####............... 25 % one'
+
+def told(text: str, done: int, total: int, amount: int, unit: str, seconds: float) -> str:
+    """Return a line of progress, after ``seconds`` of it.
+
+    >>> told("verify", 1, 4, 3 << 20, "B", 2.0)
+    '#####............... 25 %  verify, 3.0 MiB, 1.5 MiB/s, 0:06 left'
+    >>> told("rows", 0, 0, 0, "", 9.0)
+    'rows'
     """
-    share = min(1.0, done / max(1, total))
-    return f"{'#' * int(20 * share):.<20} {share:.0%}".replace("%", " %") + f" {text}"
+    words, late = [text] if text else [], seconds >= _FORECAST_S
+    if amount:
+        per_s = amount / seconds if late else 0.0
+        in_bytes = unit == "B"
+        words.append(size(amount) if in_bytes else f"{amount:,} {unit}")
+        words += [f"{size(per_s)}/s" if in_bytes else f"{per_s:,.0f} {unit}/s"] if late else []
+    if total <= 0:
+        return ", ".join(words)
+    share = min(1.0, done / total)
+    if late and 0 < share < 1:
+        minutes, left_s = divmod(round(seconds * (1 - share) / share), 60)
+        words.append(f"{minutes}:{left_s:02} left")
+    return f"{'#' * int(20 * share):.<20} {int(100 * share)} %  " + ", ".join(words)
+
+
+class _Line:
+    """One line on a terminal that changes a few times a second."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._shown_s = _beyond(stream), 0.0
+        self._part, self._began_s, self._done = ("", 0), 0.0, 0
+
+    def show(
+        self, text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B"
+    ) -> None:
+        now_s = time.monotonic()
+        if (unit, total) != self._part or done < self._done:  # something else begins
+            self._part, self._began_s = (unit, total), now_s
+        self._done = done
+        if now_s - self._shown_s > _LINE_S:
+            self._shown_s = now_s
+            words = told(plain(text), done, total, amount, unit, now_s - self._began_s)
+            self._stream.write(f"\r\x1b[K{words[: shutil.get_terminal_size().columns - 1]}")
+            self._stream.flush()
+
+    def clear(self) -> None:
+        if self._shown_s:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """Give a function that shows one changing line, on a terminal only, a few times a second."""
-    stream, last = sys.stderr, 0.0
-    shown = stream.isatty()
-
-    def show(line: str) -> None:
-        nonlocal last
-        if shown and time.monotonic() - last > 0.2:
-            last = time.monotonic()
-            _control(stream, f"\r\x1b[K{plain(line)}")
-            stream.flush()
-
+def progress() -> Iterator[Show]:
+    """Give a function that shows how far something is, in one line on a terminal (stderr)."""
+    if not _is_screen(sys.stderr):
+        yield lambda *_, **__: None
+        return
+    shown = _Line(sys.stderr)
     try:
-        yield show
+        yield shown.show
     finally:
-        if shown and last:
-            _control(stream, "\r\x1b[K")
-            stream.flush()
+        shown.clear()

@@ -10,35 +10,51 @@ next save puts a new one in its place.
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from vua.capacity.scan import Space, fans_of
+from vua.capacity.scan import Show, Space, fans_of
 from vua.cli.check import Check, Checker, Outcome, Place
 from vua.cli.keys import NO_KEYS
 from vua.cli.owner import to_change
 from vua.cli.spread import is_large, spread
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, bar, plain, progress, size, table
-from vua.cli.walk import Found, described, open_root, walk
+from vua.cli.text import (
+    DAMAGED,
+    SHORT,
+    SOUND,
+    Write,
+    line,
+    plain,
+    progress,
+    size,
+    table,
+)
+from vua.cli.walk import Found, described, open_root, walk, walk_bucket
 from vua.errors import VUAError
 from vua.io import posix
 from vua.io.plain import is_plain
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.base import entry_name
+from vua.storage.bucket import Bucket
+from vua.storage.bucket_mark import claim_bucket
+from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.description import DESCRIPTION, Description, read_description
 from vua.storage.local import LocalStorage, version_of
+from vua.storage.object import ObjectStorage
 
 __all__ = ["verify"]
 
 _OUTCOMES: tuple[Outcome, ...] = ("sound", "corrupt", "foreign", "error")
+_AT_ONCE: Final = 64
+"""Objects that are held in memory at a time at most."""
 _ANYBODY: Final = Security(trusted_uids="any")
 """Whose files are looked at: whose a file is does not make its bytes right or wrong."""
 
@@ -138,7 +154,9 @@ def verify(
     ConfigError where a key of ``security`` cannot be used.
     """
     keys = KnownKeys(security)
-    if repair:
+    if repair and is_url(directory):
+        claim_bucket(BucketPath(Bucket.at(directory)), tool=True)
+    elif repair:
         to_change(directory)
     found, strays = open_root(directory)
     with progress() as show:
@@ -158,15 +176,16 @@ def verify(
     return DAMAGED if damaged else SOUND
 
 
-def _verify(
-    namespace: Description, show: Callable[[str], None], keys: KnownKeys, *, repair: bool
-) -> _Result:
+def _verify(namespace: Description, show: Show, keys: KnownKeys, *, repair: bool) -> _Result:
     result = _Result(namespace, described(namespace))
     if result.description == "damaged":
         reason = "it does not describe this namespace; the next save writes it anew"
         result.problems.append((DESCRIPTION, "corrupt", reason))
+    if isinstance(namespace.path, BucketPath):
+        _verify_bucket(result, namespace.path, show, keys, repair=repair)
+        return result
     try:
-        with closing(LocalStorage(namespace.path, security=_ANYBODY)) as storage:
+        with closing(LocalStorage(namespace.directory, security=_ANYBODY)) as storage:
             space = Space(namespace.name, storage.fileno())
             large, names = is_large(space), ["", *fans_of(space)]
     except OSError as problem:
@@ -175,18 +194,55 @@ def _verify(
     parts = spread(partial(_part, namespace, keys, repair=repair), names, large=large)
     for number, part in enumerate(parts, 1):
         result.join(part)
-        show(bar(number, len(names), f"{namespace.name[:SHORT]}, {size(result.nbytes)} read"))
+        show(namespace.name[:SHORT], number, len(names), amount=result.nbytes)
     if described(read_description(namespace.path)) == "missing" and result.counts:
         reason = "missing: no chunk of this namespace is found until the next save writes it"
         result.problems.append((DESCRIPTION, "error", reason))
     return result
 
 
+def _verify_bucket(
+    result: _Result,
+    place: BucketPath,
+    show: Show,
+    keys: KnownKeys,
+    *,
+    repair: bool,
+) -> None:
+    """Check the objects of a namespace, some at a time."""
+    storage, checker, namespace = ObjectStorage(place), Checker(keys), result.namespace
+
+    def check(found: Found) -> tuple[str, Check, bool]:
+        try:
+            meta, data = place.bucket.get((place / found.path).key)
+        except OSError as problem:
+            return found.path, Check("error", (str(problem),), 0), False
+        where = Place(namespace.name, found.chunk, found.shard, namespace.layout_of(found.shard))
+        done = checker.check_bytes(memoryview(bytearray(data)), where)
+        removed = False
+        if repair and done.outcome != "sound" and found.shard is not None:
+            removed = storage.delete(entry_name(found.chunk, found.shard), meta.tag or None)
+        return found.path, done, removed
+
+    run: list[Found] = []
+    for found in itertools.chain(walk_bucket(namespace), [None]):
+        if found is not None and found.kind != "entry":
+            result.others.setdefault(found.kind, []).append(found)
+        elif found is not None:
+            run.append(found)
+        if run and (found is None or len(run) == _AT_ONCE):
+            for path, done, removed in place.bucket.each(check, run):
+                result.add(path, done)
+                result.removed += removed
+            run = []
+            show(namespace.name[:SHORT], amount=result.nbytes)
+
+
 def _part(namespace: Description, keys: KnownKeys, fan: str, *, repair: bool) -> _Result:
     """Check one fan-out directory, or (for "") what lies beside them."""
     result, checker = _Result(namespace, ""), Checker(keys)
     try:
-        with closing(LocalStorage(namespace.path, security=_ANYBODY)) as storage:
+        with closing(LocalStorage(namespace.directory, security=_ANYBODY)) as storage:
             for found in walk(Space(namespace.name, storage.fileno()), fan):
                 if found.kind == "unreadable":
                     result.add(found.path, Check("error", (found.problem,), 0))
@@ -256,7 +312,7 @@ def _report(directory: str, results: list[_Result], strays: list[str], ids: froz
         print(f"{directory}: no namespaces")
     for result in results:
         for path, outcome, reason in result.problems:
-            print(f"{outcome}: {plain(f'{result.namespace.path}/{path}')}: {plain(reason)}")
+            line(outcome, f"{result.namespace.path}/{path}: {reason}")
     removed = sum(result.removed for result in results)
     if removed:
         print(f"{removed} taken out of sight; the next save writes them anew, `vua gc` removes")

@@ -1,8 +1,8 @@
 """Settings of the connector: what may stand in ``kv_connector_extra_config``.
 
 Every setting is described here and in the two groups that it takes from elsewhere
-(`vua.capacity.limits.Limits`, `vua.security.settings.Security`); the table in docs/vllm.md is made
-of these descriptions.
+(`vua.capacity.limits.Limits`, `vua.security.settings.Security`); the table in docs/settings.md is
+made of these descriptions.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ thread beside the engine's; a namespace that cannot be told is never opened.
 from __future__ import annotations
 
 from concurrent.futures import CancelledError, Future, wait
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from vua.connector.cache_spec import Model
@@ -15,7 +14,7 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
 from vua.errors import VUAError
 from vua.format.identity import Identity
-from vua.store.namespace import Namespace
+from vua.store.namespace import Namespace, locate
 from vua.store.place import look_at
 from vua.weights import Identification, Weights
 
@@ -38,7 +37,7 @@ class Opened(NamedTuple):
 def open_namespace(config: ConnectorConfig, model: Model, identity: Identity) -> Namespace:
     """Open an identity's namespace, one store per group. Raises StorageError, LayoutError."""
     return Namespace.create(
-        Path(config.shared_storage_path),
+        locate(config.shared_storage_path, security=config.security),
         identity,
         [group.layout for group in model.groups],
         durable=config.durable,

@@ -18,6 +18,7 @@ from typing import Final
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
+from vua.storage.bucket_path import BucketPath
 
 __all__ = [
     "DESCRIPTION",
@@ -50,11 +51,19 @@ def is_namespace_name(name: str) -> bool:
 class Description:
     """What a namespace on disk says about itself."""
 
-    path: Path
+    path: Path | BucketPath
     identity: Identity | None
     """None where the description is missing or damaged; the chunks stay readable."""
     layouts: tuple[KVLayout, ...] = ()
     """One per group of layers; empty where they are not known."""
+
+    @property
+    def directory(self) -> Path:
+        """Its path, where it is a directory. Raises ConfigError for a place in a bucket."""
+        if isinstance(self.path, BucketPath):
+            msg = f"{self.path} is a bucket: this needs a directory"
+            raise ConfigError(msg)
+        return self.path
 
     @property
     def layout(self) -> KVLayout | None:
@@ -79,10 +88,14 @@ def descriptions(root: str | os.PathLike[str]) -> Iterator[Description]:
             yield read_description(path)
 
 
-def read_description(path: Path) -> Description:
+def read_description(path: Path | BucketPath) -> Description:
     """Read a namespace's description; never raises for what the file says."""
     try:
-        identity, layouts = parse_description(_read(os.fspath(path / DESCRIPTION)))
+        if isinstance(path, BucketPath):
+            data = (path / DESCRIPTION).read(MAX_DESCRIPTION_NBYTES)
+        else:
+            data = _read(os.fspath(path / DESCRIPTION))
+        identity, layouts = parse_description(data)
     except FileNotFoundError:
         return Description(path, None)
     except (OSError, ConfigError) as problem:

@@ -24,10 +24,13 @@ from vua.storage.description import is_described, is_namespace_name
 __all__ = [
     "LIMITS_FILE",
     "MARK",
+    "MAX_MARK_NBYTES",
     "UPKEEP",
     "claim",
     "is_marked",
+    "judge_mark",
     "make_mark",
+    "mark_text",
     "strangers",
 ]
 
@@ -41,7 +44,8 @@ _FORMATS: Final = "vua.root."
 _TEXT: Final = (
     "A cache of VUA. In a directory with this file, VUA deletes what it has written itself."
 )
-_MAX_NBYTES: Final = 4096
+MAX_MARK_NBYTES: Final = 4096
+"""What is read of a mark at most."""
 _NO_CONTENT: Final = re.compile(
     r"lost\+found|\.snapshots?|\.zfs|\.nfs[0-9a-f]+"  # what file systems put there
     r"|\.tmp-[0-9a-f]{16}|\.doctor-\w+"  # what others of ours are just writing or trying out
@@ -66,14 +70,21 @@ def is_marked(root: str | os.PathLike[str]) -> bool:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return False
-        said = json.loads(os.read(fd, _MAX_NBYTES))
-    except (ValueError, RecursionError):
-        return False
+        data = os.read(fd, MAX_MARK_NBYTES)
     finally:
         os.close(fd)
+    return judge_mark(data, os.fspath(root))
+
+
+def judge_mark(data: bytes, where: str) -> bool:
+    """Whether these bytes are the mark. Raises ConfigError where a newer VUA made them."""
+    try:
+        said = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
     found = said.get("format") if isinstance(said, dict) else None
     if isinstance(found, str) and found.startswith(_FORMATS) and found != _FORMAT:
-        msg = f"{root} was made by a newer VUA ({MARK}: {found!r:.40}); use that one"
+        msg = f"{where} was made by a newer VUA ({MARK}: {found!r:.40}); use that one"
         raise ConfigError(msg)
     return found == _FORMAT
 
@@ -156,7 +167,11 @@ def claim(root: str | os.PathLike[str], *, tool: bool = False, mode: int = 0o600
     raise ConfigError(msg)
 
 
+def mark_text() -> bytes:
+    """Return what stands in the mark."""
+    return json.dumps({"format": _FORMAT, "about": _TEXT}, indent=1).encode() + b"\n"
+
+
 def make_mark(root: str | os.PathLike[str], mode: int = 0o600) -> None:
     """Write the mark, whole or not at all; where it is already nothing happens. Raises OSError."""
-    text = json.dumps({"format": _FORMAT, "about": _TEXT}, indent=1).encode() + b"\n"
-    atomic_write(Path(root) / MARK, text, mode=mode, keep=lambda: is_marked(root))
+    atomic_write(Path(root) / MARK, mark_text(), mode=mode, keep=lambda: is_marked(root))

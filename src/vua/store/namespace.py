@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vua.capacity.bucket import BucketCapacity
 from vua.capacity.limits import Limits
-from vua.capacity.prefix_tree import pin_prefix, unpin_prefix
 from vua.capacity.reservation import Capacity
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.format.identity import Identity
@@ -28,13 +28,17 @@ from vua.format.layout import KVLayout
 from vua.io.atomic import atomic_write
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner, open_directory
+from vua.storage.bucket import Bucket
+from vua.storage.bucket_mark import claim_bucket, describe_in_bucket, is_marked_bucket
+from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.description import DESCRIPTION, FORMAT, read_description
 from vua.storage.local import LocalStorage
 from vua.storage.mark import MARK, claim
+from vua.storage.object import ObjectStorage
 from vua.storage.problems import explained
 from vua.store.store import Store
 
-__all__ = ["Namespace", "check_root"]
+__all__ = ["Namespace", "check_root", "locate"]
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +51,7 @@ class Namespace:
 
     def __init__(
         self,
-        storage: LocalStorage,
+        storage: LocalStorage | ObjectStorage,
         layouts: Sequence[KVLayout],
         security: Security,
         bounds: Limits | None = None,
@@ -57,7 +61,11 @@ class Namespace:
         self.name = path.name
         """The identity's digest, 64 hex."""
         self.storage, self.layouts = storage, tuple(layouts)
-        self.capacity = Capacity(path.parent, storage, bounds)
+        self.capacity: Capacity | BucketCapacity
+        if isinstance(storage, LocalStorage):
+            self.capacity = Capacity(storage.directory.parent, storage, bounds)
+        else:
+            self.capacity = BucketCapacity(str(path.parent), bounds)
         self.keyring = Keyring(self.name, security)
         self.stores = [
             Store(storage, self.name, layout, self.capacity, self.keyring)
@@ -66,20 +74,25 @@ class Namespace:
         """One per group of layers, in the order of the layouts."""
 
     @classmethod
-    def open(cls, path: Path, *, security: Security | None = None) -> Namespace | None:
-        """Open what is stored in the directory ``path``, or return None when nothing describes it.
+    def open(cls, path: Path | BucketPath, *, security: Security | None = None) -> Namespace | None:
+        """Open what is stored in ``path``, or return None when nothing describes it.
 
         Raises OSError; StorageError where it belongs to a user who is not trusted.
         """
         layouts = read_description(path).layouts
         if not layouts:
             return None
-        return cls(LocalStorage(path, security=security), layouts, security or Security())
+        storage: LocalStorage | ObjectStorage
+        if isinstance(path, BucketPath):
+            storage = ObjectStorage(path)
+        else:
+            storage = LocalStorage(path, security=security)
+        return cls(storage, layouts, security or Security())
 
     @classmethod
     def create(
         cls,
-        root: Path,
+        root: Path | BucketPath,
         identity: Identity,
         layouts: Sequence[KVLayout],
         *,
@@ -90,7 +103,7 @@ class Namespace:
         """Open the namespace of ``identity`` for reading and writing, made where it is missing.
 
         Args:
-            root: directory of the cache.
+            root: directory of the cache, or its place in a bucket.
             identity: what the K/V depend on.
             layouts: one per group of the model's layers.
             durable: as for :class:`vua.storage.local.LocalStorage`.
@@ -109,19 +122,18 @@ class Namespace:
             if not found.layouts:
                 make()
                 found = read_description(path)
-            storage = LocalStorage(
-                path,
-                durable=durable,
-                renew=make,
-                security=security,
-            )
+            storage: LocalStorage | ObjectStorage
+            if isinstance(path, BucketPath):
+                storage = ObjectStorage(path, make)
+            else:
+                storage = LocalStorage(path, durable=durable, renew=make, security=security)
         except StorageError:
             raise
         except OSError as problem:
             raise explained(problem, str(path)) from problem
         if not found.layouts:
             storage.close()
-            msg = f"{path / DESCRIPTION} could not be read back; is the file system healthy?"
+            msg = f"{path / DESCRIPTION} could not be read back; is the storage healthy?"
             raise StorageError(5, msg)
         if found.layouts != wanted:
             storage.close()
@@ -159,11 +171,28 @@ class Namespace:
 
         Returns how many are held. Raises OSError only where this process has no more descriptors.
         """
-        return pin_prefix(self.capacity.space, [key.name for key in keys])
+        return self.capacity.pin_prefix([key.name for key in keys])
 
     def unpin(self, keys: Sequence[ChunkKey]) -> int:
         """Undo :meth:`pin` of these chunks and of prefixes of them; return how many it releases."""
-        return unpin_prefix(self.capacity.space, [key.name for key in keys])
+        return self.capacity.unpin_prefix([key.name for key in keys])
+
+
+def locate(
+    root: str | os.PathLike[str], *, create: bool = True, security: Security | None = None
+) -> Path | BucketPath:
+    """Return ``root``, a directory or the URL of a place in a bucket, as it can be used.
+
+    Of a directory as :func:`check_root` says. A bucket is asked whether it is there and holds a
+    cache; with ``create`` an empty place gets the mark. Raises ConfigError, StorageError.
+    """
+    if not is_url(root):
+        return check_root(root, create=create, security=security)
+    place = BucketPath(Bucket.at(str(root)))
+    marked = claim_bucket(place) if create else is_marked_bucket(place)
+    if create and not marked:
+        log.warning("%s has no %s: it is used, and nothing in it is ever deleted", place, MARK)
+    return place
 
 
 def check_root(
@@ -214,7 +243,9 @@ def check_root(
     return path
 
 
-def _difference(path: Path, stored: Sequence[KVLayout], given: Sequence[KVLayout]) -> str:
+def _difference(
+    path: Path | BucketPath, stored: Sequence[KVLayout], given: Sequence[KVLayout]
+) -> str:
     if len(stored) == len(given):
         parts = [
             f"{name} {value} (stored: {old.describe().get(name, 'none')})"
@@ -230,11 +261,16 @@ def _difference(path: Path, stored: Sequence[KVLayout], given: Sequence[KVLayout
     )
 
 
-def _make(path: Path, identity: Identity, layouts: Sequence[KVLayout], security: Security) -> None:
+def _make(
+    path: Path | BucketPath, identity: Identity, layouts: Sequence[KVLayout], security: Security
+) -> None:
     """Make a namespace's directory and describe it, where that is not done yet.
 
     Raises OSError; StorageError where its parent holds other things than a cache.
     """
+    if isinstance(path, BucketPath):
+        describe_in_bucket(path, _description(identity, layouts))
+        return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         claim(path.parent, mode=security.file_mode)

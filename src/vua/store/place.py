@@ -14,9 +14,11 @@ from pathlib import Path
 from vua.capacity.usage import Usage, measure
 from vua.errors import ConfigError, StorageError
 from vua.security.settings import Security
+from vua.storage.bucket import Bucket
+from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.local import TEMPORARY
 from vua.storage.problems import explained
-from vua.store.namespace import check_root
+from vua.store.namespace import check_root, locate
 
 __all__ = ["Place", "look_at", "prepare"]
 
@@ -25,11 +27,12 @@ __all__ = ["Place", "look_at", "prepare"]
 class Place:
     """A directory that a cache can be kept in."""
 
-    path: Path
+    path: Path | BucketPath
     """Absolute."""
     made: bool
     """Whether it was made just now."""
-    usage: Usage
+    usage: Usage | None
+    """None of a bucket: counting costs requests."""
 
     def __str__(self) -> str:
         """Where it is, and what is stored there.
@@ -37,6 +40,8 @@ class Place:
         >>> str(Place(Path("/kv"), False, Usage(39 << 20, 1204, exact=False)))
         '/kv (about 39 MiB stored in 1,204 chunks)'
         """
+        if self.usage is None:
+            return str(self.path)
         if not self.usage.chunks:
             return f"{self.path} ({'made now, ' * self.made}empty)"
         about = "" if self.usage.exact else "about "
@@ -47,6 +52,8 @@ class Place:
 
 def look_at(root: str | os.PathLike[str], *, made: bool = False) -> Place:
     """Return what is stored in a directory; takes about a tenth of a second. Raises OSError."""
+    if is_url(root):
+        return Place(BucketPath(Bucket.at(str(root))), made, None)
     return Place(Path(os.path.abspath(root)), made, measure(root))  # noqa: PTH100 - keeps links
 
 
@@ -63,6 +70,11 @@ def prepare(root: str | os.PathLike[str], security: Security, *, writes: bool = 
             mounted), or others than those whom ``security`` trusts could replace what lies in it.
         StorageError: it cannot be made, searched or, with ``writes``, written to.
     """
+    if is_url(root):
+        place = locate(root, create=writes)
+        if writes and isinstance(place, BucketPath):
+            _try_to_put(place)
+        return look_at(root)
     path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps symbolic links
     made = not os.path.lexists(path)
     if made and not os.path.lexists(path.parent):
@@ -80,6 +92,13 @@ def prepare(root: str | os.PathLike[str], security: Security, *, writes: bool = 
         if isinstance(problem, StorageError):
             raise
         raise explained(problem, str(path)) from problem
+
+
+def _try_to_put(place: BucketPath) -> None:
+    """Write an object and delete it. Raises StorageError."""
+    key = (place / f"{TEMPORARY}{secrets.token_hex(8)}").key
+    place.bucket.put(key, b"")
+    place.bucket.delete([key])
 
 
 def _try_to_write(path: Path) -> None:

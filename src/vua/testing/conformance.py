@@ -103,6 +103,9 @@ class StorageConformance(_Case):
     shared = True
     """Whether what is opened anew in the same directory has what was written there before."""
 
+    time_step_s = 0.05
+    """By how much the times of two entries have to differ for that to be seen."""
+
     def open_storage(self, directory: Path) -> Storage:
         """Return the storage for one namespace, below a directory that exists and is its own."""
         raise NotImplementedError(directory)
@@ -234,7 +237,7 @@ class StorageConformance(_Case):
     def test_touch(self) -> None:
         """What is used is younger than what was written at the same time; others stay."""
         self.save(self.keys[:2])
-        time.sleep(0.05)
+        time.sleep(self.time_step_s)
         self.storage.touch([self.names[1], self.names[4]])
         used_s = {one.name: one.last_used_s for one in self.storage.list()}
         self.assertEqual({*self.names[:2]}, {*used_s})

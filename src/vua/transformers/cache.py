@@ -23,7 +23,9 @@ from vua.errors import ConfigError, InputError, VUAError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.io.forks import watch
-from vua.store.namespace import check_root
+from vua.serdes import DTYPES
+from vua.store.namespace import locate
+from vua.transformers.batch import Row, rows_of
 from vua.transformers.model import DTYPE_NAMES, LAYERS, described_model, layout_of
 from vua.weights import Identification, identify_weights
 
@@ -41,7 +43,7 @@ class Prefix:
     cache: DynamicCache
     """To be passed as `past_key_values`; empty where nothing is stored."""
     num_tokens: int
-    """Tokens that the cache holds."""
+    """Tokens that the cache holds; of a batch with padding: columns."""
 
 
 class PrefixCache:
@@ -83,7 +85,7 @@ class PrefixCache:
         config = VUAConfig(split_factor=chunk_tokens, epoch=epoch, durable=durable)
         self.layout = _tried(model, layout_of(model, chunk_tokens=chunk_tokens))
         self._described = described_model(model, chunk_tokens=chunk_tokens, epoch=epoch)
-        self._model, self._config, self._path = model, config, check_root(path)
+        self._model, self._config, self._path = model, config, locate(path)
         self._vua: VUA | None = None
         self._warned = False
         self.after_fork()
@@ -134,7 +136,7 @@ class PrefixCache:
         """Return the open namespace of a model that is identified. Raises as `ready`."""
         with self._lock:
             if self._vua is None:
-                self._vua = VUA(self._config, self._path, identity=self.identity)
+                self._vua = VUA(self._config, str(self._path), identity=self.identity)
             return self._vua
 
     def _usable(self) -> VUA | None:
@@ -150,24 +152,32 @@ class PrefixCache:
             return None
 
     def load(
-        self, input_ids: torch.Tensor | Sequence[int], cache: DynamicCache | None = None
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        cache: DynamicCache | None = None,
+        *,
+        attention_mask: torch.Tensor | None = None,
     ) -> Prefix:
         """Return the longest stored prefix, in whole chunks.
 
-        At least one token is left over, because `generate` has to compute one. Before the model is
-        identified that is none.
+        At least one token of each sequence is left over, because `generate` has to compute one.
+        Before the model is identified nothing is found. Of a batch so many columns are filled as
+        all of its sequences have; a sequence that begins with padding is stored without it.
 
         Args:
-            input_ids: one sequence, (T,) or (1, T), without padding.
+            input_ids: one sequence, (T,), or a batch, (B, T), padded on the left.
             cache: an empty cache to fill. By default `DynamicCache()`, which keeps every token, so
                 that it can be saved again. `DynamicCache(config=model.config)` holds less where
                 the model has sliding windows, but then only the first chunks can be saved.
+            attention_mask: of the shape of ``input_ids``, 0 where there is padding. Without it
+                there is none.
 
         Raises:
-            InputError: not one sequence, or the cache is not empty. Never for the state of the
-                directory: what is damaged or missing is a shorter prefix.
+            InputError: other shapes, padding that is not on the left, or the cache is not empty.
+                Never for the state of the directory: what is damaged or missing is a shorter
+                prefix.
         """
-        ids = _one_sequence(input_ids)
+        rows = rows_of(input_ids, attention_mask)
         filled = DynamicCache() if cache is None else cache
         if not isinstance(filled, DynamicCache) or filled.get_seq_length():
             raise InputError(
@@ -175,48 +185,88 @@ class PrefixCache:
             )
         if (vua := self._usable()) is None:
             return Prefix(filled, 0)
-        found = vua.get_closest(ids[:-1], device=self._model.device)
-        if not found:
+        found = vua.get_closest([row.ids[:-1] for row in rows], device=self._model.device)
+        if not all(self._fits(answer) for answer in found if answer):
+            log.warning("stored caches of %s do not fit the model, a miss", self.identity.name)
             return Prefix(filled, 0)
+        stored = (answer.num_tokens if answer else 0 for answer in found)
+        columns = min(row.padding + count for row, count in zip(rows, stored, strict=True))
+        if columns <= min(row.padding for row in rows):
+            return Prefix(filled, 0)
+        for number in range(self.layout.layers):
+            pairs = [answer.data[number] if answer else None for answer in found]
+            k, v = (self._joined(rows, pairs, array, columns) for array in (0, 1))
+            filled.update(k, v, number)
+        return Prefix(filled, columns)
+
+    def _fits(self, found: Any) -> bool:  # noqa: ANN401
+        """Whether what was found has the model's shapes and dtype."""
         layout = self.layout
         shape = (1, layout.kv_heads, found.num_tokens, layout.k_dim)
         pairs = [(tuple(t.shape), DTYPE_NAMES[t.dtype]) for pair in found.data for t in pair]
-        if pairs != [(shape, layout.dtype)] * (2 * layout.layers):
-            log.warning("stored caches of %s do not fit the model, a miss", self.identity.name)
-            return Prefix(filled, 0)
-        for number, (k, v) in enumerate(found.data):
-            filled.update(k, v, number)
-        return Prefix(filled, found.num_tokens)
+        return pairs == [(shape, layout.dtype)] * (2 * layout.layers)
 
-    def save(self, input_ids: torch.Tensor | Sequence[int], cache: DynamicCache) -> int:
+    def _joined(
+        self,
+        rows: Sequence[Row],
+        pairs: Sequence[Sequence[torch.Tensor] | None],
+        array: int,
+        columns: int,
+    ) -> torch.Tensor:
+        """Return K or V of a layer for all rows, [rows, heads, columns, dim]; zeros for padding."""
+        if len(rows) == 1 and not rows[0].padding and pairs[0]:
+            return pairs[0][array][:, :, :columns]
+        layout = self.layout
+        shape = (len(rows), layout.kv_heads, columns, layout.k_dim)
+        joined = torch.zeros(shape, dtype=DTYPES[layout.dtype], device=self._model.device)
+        for number, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
+            if pair and columns > row.padding:
+                joined[number, :, row.padding :] = pair[array][0, :, : columns - row.padding]
+        return joined
+
+    def save(
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        cache: DynamicCache,
+        *,
+        attention_mask: torch.Tensor | None = None,
+    ) -> int:
         """Store the whole chunks that ``cache`` holds, except those stored already.
 
         Args:
-            input_ids: the sequence that the cache was computed for, (T,) or (1, T), without
-                padding: the prompt, or all of what `generate` returned. The shorter of ids and
-                cache counts.
+            input_ids: what the cache was computed for: one sequence, (T,), or a batch, (B, T),
+                padded on the left; the prompt, or all of what `generate` returned. The shorter of
+                ids and cache counts.
             cache: what was passed to `generate` as `past_key_values`, or came back from it.
+            attention_mask: 0 where there is padding, (B, T) or shorter, as it was passed to
+                `generate`. Without it there is none.
 
         Returns:
             How many chunks were written; none before the model is identified, since `generate`
             does not wait for its cache. Call `ready` first where that matters.
 
         Raises:
-            InputError: not one sequence, or a cache that does not hold every token.
+            InputError: other shapes, padding that is not on the left, or a cache that does not
+                hold every token.
             LayoutError: the directory holds other shapes for this model.
             NotWritableError, StorageFullError, StorageError: the directory refuses.
         """
-        ids = _one_sequence(input_ids)
-        pairs = self._pairs(cache)
-        length = min([len(ids), *(k.shape[2] for k, _ in pairs)]) if pairs else 0
-        length -= length % self.layout.chunk_tokens
-        if not length:
+        rows = rows_of(input_ids, attention_mask)
+        pairs = self._pairs(cache, len(rows))
+        if not pairs or (vua := self._usable()) is None:
             return 0
-        if (vua := self._usable()) is None:
-            return 0
-        return vua.put(ids[:length], [(k[:, :, :length], v[:, :, :length]) for k, v in pairs])
+        written, held = 0, min(k.shape[2] for k, _ in pairs)
+        for number, row in enumerate(rows):
+            length = min(len(row.ids), held - row.padding)
+            length -= length % self.layout.chunk_tokens
+            if length <= 0:
+                continue
+            batch, columns = slice(number, number + 1), slice(row.padding, row.padding + length)
+            mine = [(k[batch, :, columns], v[batch, :, columns]) for k, v in pairs]
+            written += vua.put(row.ids[:length], mine)
+        return written
 
-    def _pairs(self, cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, cache: DynamicCache, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return K and V of every layer, after checking that they hold each token."""
         if not isinstance(cache, DynamicCache):
             raise InputError(
@@ -242,7 +292,7 @@ class PrefixCache:
                     "of its sliding window; pass past_key_values=DynamicCache() to generate(), "
                     "which keeps them all"
                 )
-            expected = ((1, layout.kv_heads, length, layout.k_dim), layout.dtype)
+            expected = ((rows, layout.kv_heads, length, layout.k_dim), layout.dtype)
             for array, tensor in (("K", layer.keys), ("V", layer.values)):
                 found = (tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
                 if found != expected:
@@ -284,14 +334,3 @@ def _tried(model: Any, layout: KVLayout) -> KVLayout:  # noqa: ANN401
             f"(1, heads, 1, {layout.k_dim}), and {layout.dtype}"
         )
     return replace(layout, kv_heads=heads)
-
-
-def _one_sequence(input_ids: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """Return ids as a tensor (T,)."""
-    ids = torch.as_tensor(input_ids)
-    if ids.ndim != 1 and ids.shape[:-1] != (1,):
-        raise InputError(
-            f"input_ids of shape {tuple(ids.shape)}; expected one sequence, (T,) or (1, T). Load "
-            "and save the sequences of a batch one by one, each in a cache of its own"
-        )
-    return ids.flatten()

@@ -33,7 +33,7 @@ from vua.connector.worker import WorkerSide
 from vua.errors import ConfigError, VUAError
 from vua.io import forks
 from vua.security.keyring import check_keys
-from vua.store.namespace import check_root
+from vua.store.namespace import locate
 from vua.store.place import prepare
 from vua.vllm import page_layout
 from vua.vllm.cache_spec import describe
@@ -93,7 +93,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         transfer = vllm_config.kv_transfer_config
         self._config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
         check_version(allow_untested="untested_vllm" in self._config.allow)
-        check_root(self._config.shared_storage_path, security=self._config.security)
+        locate(self._config.shared_storage_path, security=self._config.security)
         check_keys(self._config.security)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

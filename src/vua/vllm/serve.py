@@ -39,8 +39,7 @@ vLLM's server with VUA's connector. All other commands of vllm work as they are.
                         environment's VUA_PATH. It is made if it alone is missing; the directory
                         above it has to be there.
 
-Further settings of "kv_connector_extra_config" and their defaults, explained in docs/vllm.md and
-src/vua/connector/config.py:
+Further settings of "kv_connector_extra_config" and their defaults, explained in docs/settings.md:
 
 """
 _NO_VLLM: Final = (

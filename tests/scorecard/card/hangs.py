@@ -19,9 +19,9 @@ import torch
 from scorecard.faults.mounts import command, own_mounts
 from scorecard.subject import Key, Subject
 from scorecard.trial import NotRunError, Trial, scored
-from vua.connector.breaker import Breaker
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
+from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
 
 _NBYTES: Final = 65536

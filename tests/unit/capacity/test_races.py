@@ -10,13 +10,13 @@ from unittest import mock
 
 from helpers import DirectoryTest
 from replay import LAYOUT, NBYTES, Cache
-from vua.capacity.estimate import UsageEstimate
-from vua.capacity.evictor import Evictor, evict_chunk
+from vua.capacity.evictor import Evictor
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
 from vua.capacity.reclaim import Reclaim
+from vua.capacity.removal import evict_chunk
 from vua.capacity.scan import PIN
-from vua.capacity.usage import measure
+from vua.capacity.usage import UsageEstimate, measure
 from vua.format.keys import KeyChain, token_ids
 
 SECOND_NS = 10**9
@@ -68,7 +68,7 @@ class RacesTest(DirectoryTest):
             estimate.settle(7 * NBYTES, 7 * NBYTES)
             return found
 
-        with mock.patch("vua.capacity.estimate.measure", slow):
+        with mock.patch("vua.capacity.usage.measure", slow):
             estimate.measure(lambda *_: None)
         self.assertEqual((10 + 7 - 100) * NBYTES, estimate.missing(0))
 

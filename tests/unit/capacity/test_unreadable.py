@@ -161,7 +161,7 @@ class TestLost(KeysTest):
         keys, model = self.save(self.one, BOB)
         self.file(keys).unlink()
 
-        def meanwhile(line: str) -> None:
+        def meanwhile(*_: object, **__: object) -> None:
             self.save(self.one, BOB)
             self.assertEqual(CHUNKS, self.load(self.one, keys, model).chunks)
 

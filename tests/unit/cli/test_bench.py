@@ -13,6 +13,7 @@ from unittest import mock
 from helpers import DirectoryTest, flip
 from suite.traces import multi_round
 from vua.capacity.evictor import Evictor, Freed
+from vua.capacity.scan import silent
 from vua.cli import main
 from vua.cli.bench_files import MeasurementError
 from vua.cli.bench_path import Demand, Speed, _worth, probe
@@ -24,10 +25,6 @@ from vua.cli.bench_replay import (
 )
 from vua.errors import InputError
 from vua.store.store import Store
-
-
-def quiet(_line: str) -> None:
-    """Show nothing."""
 
 
 def command(*words: str) -> tuple[int, str]:
@@ -43,7 +40,7 @@ class TestReplay(DirectoryTest):
     def test_hits_are_ideal(self) -> None:
         """An unbounded store serves every block that was there before, and writes each once."""
         requests = multi_round(users=3, rounds=4, blocks=2)
-        done = replay(self.root, requests, quiet)
+        done = replay(self.root, requests, silent)
         unique = {block for request in requests for block in request.whole}
 
         self.assertEqual(done.ideal_blocks, done.hit_blocks)
@@ -54,7 +51,7 @@ class TestReplay(DirectoryTest):
         """With little room a store hits less than the ideal, and keeps to its room."""
         requests = multi_round(users=6, rounds=4, blocks=3)
         room = 30 * block_file_nbytes()
-        done = replay(self.root, requests, quiet, max_bytes=room)
+        done = replay(self.root, requests, silent, max_bytes=room)
 
         self.assertLess(0, done.hit_blocks)
         self.assertLess(done.hit_blocks, done.ideal_blocks)
@@ -63,11 +60,11 @@ class TestReplay(DirectoryTest):
     def test_damage_stops_the_replay(self) -> None:
         """Control: a block that does not load as what was stored is no hit."""
         requests = [Request((1, 2, 3), 1536)]
-        replay(self.root, requests, quiet)
+        replay(self.root, requests, silent)
         flip(self.files()[0], 4200)
 
         with self.assertLogs("vua", "WARNING"), self.assertRaises(MeasurementError):
-            replay(self.root, requests, quiet)
+            replay(self.root, requests, silent)
 
     def test_evicted_after_the_lookup(self) -> None:
         """What is evicted between lookup and load is a miss that is shown; the run goes on."""
@@ -83,7 +80,7 @@ class TestReplay(DirectoryTest):
             return found
 
         with mock.patch.object(Store, "lookup", then_evict):
-            done = replay(self.root, requests, quiet, max_bytes=22 * block_file_nbytes())
+            done = replay(self.root, requests, silent, max_bytes=22 * block_file_nbytes())
 
         self.assertEqual([5], [freed.chunks for freed in evicted])
         self.assertEqual((35, 5, 0), (done.hit_blocks, done.vanished_blocks, done.refused_blocks))
@@ -103,7 +100,7 @@ class TestReplay(DirectoryTest):
             mock.patch.object(Store, "lookup", then_delete),
             self.assertRaisesRegex(MeasurementError, "missing"),
         ):
-            replay(self.root, [Request((1, 2, 3), 1536)] * 2, quiet)
+            replay(self.root, [Request((1, 2, 3), 1536)] * 2, silent)
 
     def test_trace_files(self) -> None:
         """A trace is read as its format says; anything else is refused with its line."""
@@ -153,7 +150,7 @@ class TestPath(DirectoryTest):
 
     def test_probe(self) -> None:
         """It measures writes and warm reads of every size, and leaves nothing behind."""
-        report = probe(self.root, Demand("m", 1024, 100.0), quiet, tiny=True)
+        report = probe(self.root, Demand("m", 1024, 100.0), silent, tiny=True)
         ways = {speed["what"] for speed in report["bandwidth"]}  # type: ignore[attr-defined]
 
         self.assertLessEqual({"write", "read, warm"}, ways)

@@ -75,6 +75,7 @@ class TestBorder(CliTest):
         for command in (["verify", str(self.evil)], ["import", str(self.root), "-"]):
             shown = self.on_terminal(command)
             own = shown.replace("\r\x1b[K", "").replace("\r\n", "\n")
+            own = re.sub(r"\x1b\[[0-9;]*m", "", own)  # colours
             with self.subTest(command=command):
                 self.assertNotEqual(shown, own)  # there was a line
                 self.assertEqual(set(), {one for one in own if not one.isprintable()} - {"\n"})
@@ -112,9 +113,10 @@ class TestDirectory(CliTest):
         archive = self.root.parent / f"{self.root.name}.tar"
         self.addCleanup(archive.unlink, missing_ok=True)
         for words in (
-            ["ls"], ["ls", "-l"], ["verify"], ["du"], ["ttl"], ["ttl", "3600"], ["ttl", "--off"],
-            ["pin", chunk], ["pin"], ["pin", chunk, "--remove"], ["gc", "--quick"],
-            ["export", str(archive), chunk], ["import", str(archive)], ["rm", chunk],
+            ["ls"], ["ls", "-l"], ["verify"], ["du"], ["ttl"], ["ttl", "3600"], ["ttl", "1d"],
+            ["ttl", "--off"], ["pin", chunk], ["pin"], ["pin", chunk, "--remove"],
+            ["gc", "--quick", "--ttl", "2w"], ["export", str(archive), chunk],
+            ["import", str(archive)], ["rm", chunk],
             ["rm", "--all"],
         ):  # fmt: skip
             copy = self.root.parent / f"{self.root.name}-copy"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -17,7 +16,6 @@ import torch
 from commands import TOKENS, CliTest, run, run_json
 from helpers import caches_of, flip
 from vua.capacity.lru import touch
-from vua.cli import text
 from vua.core import VUA, VUAConfig
 
 
@@ -123,25 +121,6 @@ class TestSpread(CliTest):
     def steady(report: dict[str, object]) -> dict[str, object]:
         """What does not change from one look to the next."""
         return {name: report[name] for name in report if name not in ("seconds", "free_nbytes")}
-
-
-class TestText(unittest.TestCase):
-    """Lines of progress."""
-
-    def test_bar(self) -> None:
-        """It fills up and never runs over."""
-        self.assertEqual(text.bar(1, 2, "x"), "#" * 10 + "." * 10 + " 50 % x")
-        self.assertEqual(text.bar(7, 0, "x"), "#" * 20 + " 100 % x")
-
-    def test_progress(self) -> None:
-        """It is shown on a terminal, taken away in the end, and nowhere else."""
-        for tty in (True, False):
-            stream = io.StringIO()
-            stream.isatty = lambda tty=tty: tty  # type: ignore[method-assign,misc]
-            with mock.patch("sys.stderr", stream), text.progress() as show:
-                show(text.bar(1, 2, "half"))
-            self.assertEqual(tty, "half" in stream.getvalue())
-            self.assertEqual(tty, stream.getvalue().endswith("\r\x1b[K"))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from vua.sglang.transfers import Transfers
 from vua.store.namespace import Namespace
 
 pytest.importorskip("sglang", reason="SGLang has an environment of its own: `dev.py sglang`")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # SGLang's, about missing GPUs
 
 PAGE, LAYERS, HEADS, DIM, TOKENS = 16, 4, 4, 16, 64
 LATENT = 40

@@ -1,0 +1,234 @@
+"""Writes those tables of the documentation that the code knows best.
+
+    python docs/_tools/reference.py        # or `python3 dev.py docs`, which also builds the site
+
+Each table replaces what stands between `<!-- generated: NAME -->` and `<!-- /generated -->` in a
+page of docs/. A test compares the pages with the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from vua import cli
+from vua.capacity.limits import Limits
+from vua.cli.bench_path import MODELS, layout_of, token_nbytes
+from vua.config import VUAConfig
+from vua.connector import config as connector
+from vua.connector.config import OLD_NAMES, ConnectorConfig
+from vua.connector.metrics import METRICS
+from vua.security.settings import Security
+
+DOCS = Path(__file__).resolve().parent.parent
+OPEN, CLOSE = "<!-- generated: {} -->", "<!-- /generated -->"
+REGION = re.compile(r"<!-- generated: ([\w-]+) -->\n(.*?)<!-- /generated -->", re.DOTALL)
+UNITS = {"_s": "seconds", "_bytes": "size", "_mib": "MiB", "_tokens": "tokens"}
+KINDS = {"bool": "true or false", "str": "text", "int": "number", "float": "number"}
+SPECIAL = {
+    "shared_storage_path": "path",
+    "key_file": "path",
+    "tenant_keys": "path",
+    "load_policy": "text or number",
+    "allow": "list",
+    "trusted_uids": "list",
+    "split_factor": "tokens",
+    "max_bytes_per_salt": "size",
+}
+PROMPT_TOKENS = 8192
+PREFILL = 5000
+
+
+def descriptions(kind: type) -> dict[str, str]:
+    """The docstring of each attribute of a class, as one line of Markdown."""
+    (body,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(body, ast.ClassDef)
+    found, name = {}, ""
+    for node in body.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            found[name] = re.sub(r"\s+", " ", str(node.value.value)).replace("``", "`")
+            name = ""
+    return found
+
+
+def unit(kind: type, name: str) -> str:
+    """What a setting's values are: a unit, or a sort of value."""
+    if name in SPECIAL:
+        return SPECIAL[name]
+    for end, found in UNITS.items():
+        if name.endswith(end):
+            return found
+    return KINDS.get(str(kind.__annotations__[name]), "text")
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    """A table of Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("|  |", "| |")
+
+
+def connector_settings() -> str:
+    """Every setting of the engines' connector."""
+    own, rows = descriptions(ConnectorConfig), []
+    path = "shared_storage_path"
+    rows.append([f"`{path}`", unit(ConnectorConfig, path), "", own[path]])
+    for name, value in connector.defaults().items():
+        group, _, inner = name.rpartition(".")
+        kind = connector._GROUPS[group] if group else ConnectorConfig  # noqa: SLF001
+        text = descriptions(kind)[inner]
+        rows.append([f"`{name}`", unit(kind, inner), f"`{json.dumps(value)}`", text])
+    return table(["setting", "values", "default", "what it does, and when to change it"], rows)
+
+
+def library_settings() -> str:
+    """Every setting of `VUAConfig`, with those of its group `security`."""
+    own, rows = descriptions(VUAConfig), []
+    for name in VUAConfig._FIELDS:  # noqa: SLF001
+        shown = {"threads": "CPU cores, at most 4", "security": "`Security()`"}
+        default = shown.get(name, f"`{getattr(VUAConfig, name)!r}`")
+        sort = "group" if name == "security" else unit(VUAConfig, name)
+        rows.append([f"`{name}`", sort, default, own[name]])
+    for name, text in descriptions(Security).items():
+        default = f"`{getattr(Security(), name)!r}`"
+        rows.append([f"`security.{name}`", unit(Security, name), default, text])
+    return table(["setting", "values", "default", "what it does"], rows)
+
+
+def directory_limits() -> str:
+    """What `bounds.json` may say."""
+    options = {"max_bytes": "--max-bytes", "min_free_bytes": "--min-free", "ttl_s": "--ttl"}
+    options["max_bytes_per_salt"] = "--max-per-salt"
+    texts = descriptions(Limits)
+    rows = [[f"`{n}`", unit(Limits, n), f"`vua gc DIR {options[n]} ... --set`", texts[n]]
+            for n in texts]  # fmt: skip
+    return table(["limit", "values", "set by", "what it does"], rows)
+
+
+def old_names() -> str:
+    """Names of earlier versions."""
+    rows = [[f"`{old}`", f"`{new}`" if new else "no effect"] for old, new in OLD_NAMES.items()]
+    return table(["earlier name", "name now"], rows)
+
+
+def metrics() -> str:
+    """Every metric."""
+    rows = []
+    for name, one in METRICS.items():
+        values = ", ".join(f"`{value}`" for value in one.values)
+        label = f"`{one.label}`" + (f": {values}" if values else "") if one.label else ""
+        rows.append([f"`{name}`", one.kind, label, one.documentation])
+    return table(["metric", "kind", "label", "what it says"], rows)
+
+
+def _help(text: object) -> str:
+    return re.sub(r"\s+", " ", str(text or "")).replace("%%", "%").replace("|", "\\|")
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """The usage line, of one width and form with every Python."""
+    words = [parser.prog]
+    for one in parser._actions:  # noqa: SLF001
+        if one.help == argparse.SUPPRESS or "--help" in one.option_strings:
+            continue
+        value = "" if one.nargs == 0 else str(one.metavar or one.dest.upper())
+        if not one.option_strings:
+            more = {"*": f"[{value} ...]", "+": f"{value} ...", "?": f"[{value}]"}
+            words.append(more.get(str(one.nargs), value))
+        else:
+            word = f"{one.option_strings[-1]} {value}".strip()
+            words.append(word if one.required else f"[{word}]")
+    return " ".join(words)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
+    for one in parser._actions:  # noqa: SLF001
+        if one.help == argparse.SUPPRESS or "--help" in one.option_strings:
+            continue
+        value = "" if one.nargs == 0 else f" {one.metavar or one.dest.upper()}"
+        if not one.option_strings:
+            value = value.strip() or one.dest.upper()
+        shown = ", ".join(one.option_strings) + value
+        text = _help(one.help)
+        if "%(default)s" in text:
+            text = text.replace("%(default)s", str(one.default))
+        if one.choices:
+            text += f" ({', '.join(str(choice) for choice in one.choices)})"
+        yield [f"`{shown}`", text]
+
+
+def commands() -> str:
+    """Every command of `vua`, with its arguments, from its parser."""
+    parser = cli._parser()  # noqa: SLF001
+    (several,) = [
+        one
+        for one in parser._actions  # noqa: SLF001
+        if isinstance(one, argparse._SubParsersAction)  # noqa: SLF001
+    ]
+    said = {one.dest: _help(one.help) for one in several._choices_actions}  # noqa: SLF001
+    parts = []
+    for name, command in several.choices.items():
+        text = said.get(name, "")
+        parts.append(f"## vua {name}\n\n{text[:1].upper()}{text[1:]}.\n\n```text\n")
+        parts.append(f"{_usage(command)}\n```\n\n")
+        parts.append(table(["argument", ""], list(_options(command))) + "\n")
+    return "".join(parts)
+
+
+def sizes() -> str:
+    """What the K and V of models weigh, and which bandwidth beats computing them."""
+    rows = []
+    for name in MODELS:
+        nbytes = token_nbytes(layout_of(name))
+        gib = 2**30 / nbytes
+        row = [name, f"{nbytes / 1024:,.1f} KiB", f"{64 * nbytes / 2**20:,.1f} MiB"]
+        row += [f"{PROMPT_TOKENS * nbytes / 2**30:.2f} GiB", f"{gib:,.0f}"]
+        rows.append([*row, f"{nbytes * PREFILL / 1e9:.2f} GB/s"])
+    heads = ["model, bfloat16", "a token", "a chunk of 64 tokens", f"{PROMPT_TOKENS:,} tokens"]
+    heads += ["tokens in 1 GiB", f"break-even at {PREFILL:,} tokens/s"]
+    return table(heads, rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "connector-settings": connector_settings,
+    "library-settings": library_settings,
+    "directory-limits": directory_limits,
+    "old-names": old_names,
+    "metrics": metrics,
+    "commands": commands,
+    "sizes": sizes,
+}
+
+
+def filled(text: str) -> str:
+    """A page with its tables as the code has them now."""
+
+    def made(found: re.Match[str]) -> str:
+        name = found[1]
+        return f"{OPEN.format(name)}\n{TABLES[name]()}{CLOSE}"
+
+    return REGION.sub(made, text)
+
+
+def pages() -> list[Path]:
+    """The pages that hold a table made here."""
+    return [one for one in sorted(DOCS.glob("*.md")) if REGION.search(one.read_text("utf-8"))]
+
+
+def main() -> None:
+    """Bring all pages up to date, and say which have changed."""
+    for page in pages():
+        text = page.read_text("utf-8")
+        if (new := filled(text)) != text:
+            page.write_text(new, "utf-8")
+            print(f"docs: {page.name} is as the code says now", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""A bucket, or a part of one, as a place for a cache: S3, GCS, Azure and what speaks like them.
+
+Everything that goes to an object store goes through :class:`Bucket`. It counts requests, bounds
+what is under way, repeats what failed for some seconds with random pauses, and leaves a store alone
+that goes on failing. What fails is an OSError here, as with files, and says no secret.
+
+Credentials, regions and endpoints are found as the providers' own tools find them: environment,
+web identity, instance metadata. Plain http is refused unless the environment asks for it
+(``AWS_ALLOW_HTTP=true``). The package `obstore` (extra ``vua[object]``) speaks to the servers.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib
+import os
+import re
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import datetime, timedelta
+from typing import Any, Final, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from vua.errors import ConfigError, NotWritableError, StorageError, StorageFullError
+from vua.io.breaker import Breaker
+from vua.io.byte_gate import ByteGate
+from vua.io.forks import watch
+from vua.io.threads import Threads
+
+__all__ = ["SCHEMES", "Bucket", "Meta"]
+
+SCHEMES: Final = ("s3", "gs", "az", "file", "memory")
+"""What a URL of a cache may begin with. ``memory`` is of this process alone, for tests."""
+
+_REQUESTS: Final = 16
+"""Requests under way at a time, of all buckets of this process."""
+_SMALL_REQUESTS: Final = 64
+"""Likewise of those that carry no body."""
+_IN_FLIGHT_NBYTES: Final = 256 << 20
+"""Bytes of bodies under way at a time, of all buckets of this process; a larger one goes alone."""
+_RETRY: Final = {
+    "max_retries": 5,
+    "retry_timeout": timedelta(seconds=4),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=50),
+        "max_backoff": timedelta(seconds=1),
+        "base": 2,
+    },
+}
+"""A request is begun anew (jittered) for 4 s at most: engines give storage up after 10 s."""
+_READ_TIMEOUTS: Final = {"connect_timeout": "2s", "read_timeout": "4s", "timeout": "60s"}
+"""Of requests that answer with bytes: a connection on which nothing comes for 4 s is dead."""
+_WRITE_TIMEOUTS: Final = {"connect_timeout": "2s", "timeout": "30s"}
+"""Of those that send: nothing comes back for as long as a body is on its way."""
+_ASIDE: Final = ".tmp-"
+"""Name of an object that is being renewed, as of files that are being written."""
+_CODE: Final = re.compile(r"<Code>(\w{1,60})</Code>")
+_STATUS: Final = re.compile(r"\b([45]\d\d) [A-Z][A-Za-z ]{2,40}")
+
+T = TypeVar("T")
+A = TypeVar("A")
+
+
+@functools.cache
+def _library() -> Any:  # noqa: ANN401 - imported late, since most caches are directories
+    """Return the package `obstore`. Raises ConfigError where it is not installed."""
+    try:
+        for part in ("exceptions", "store"):
+            importlib.import_module(f"obstore.{part}")
+        return importlib.import_module("obstore")
+    except ImportError as problem:
+        msg = "a cache in a bucket needs the package obstore: pip install 'vua[object]'"
+        raise ConfigError(msg) from problem
+
+
+class Meta(NamedTuple):
+    """An object as a server describes it."""
+
+    key: str
+    """Relative to the bucket's URL."""
+    nbytes: int
+    modified_s: float
+    """Seconds since 1970, of the last write; some servers say whole seconds."""
+    tag: bytes
+    """What tells these bytes from any others that ever have this name (an ETag)."""
+
+
+class Bucket:
+    """The objects below one URL. Safe for threads.
+
+    A forked child may not use the connections of its parent: there every request fails at once,
+    where the parent has sent any.
+    """
+
+    _open: Final[dict[str, Bucket]] = {}
+    _opening: Final = threading.Lock()
+
+    def __init__(self, url: str) -> None:
+        """Prepare to speak to a server, and send nothing; :meth:`at` shares what is open."""
+        self.url = url
+        """Without a secret: one that holds any is refused."""
+        self.scheme = url.partition(":")[0]
+        self.counts: Counter[str] = Counter()
+        """So far: requests by kind (get, head, put, list, copy, delete), those that failed,
+        ``read_nbytes`` and ``written_nbytes``."""
+        self.breaker = Breaker()
+        self._library = library = _library()
+        from_url = library.store.from_url
+        try:
+            if self.scheme in ("file", "memory"):
+                more = {"mkdir": True} if self.scheme == "file" else {}
+                self._reads = self._writes = from_url(url, **more)
+            else:
+                self._reads, self._writes = (
+                    from_url(url, client_options=_client(options), retry_config=_RETRY)
+                    for options in (_READ_TIMEOUTS, _WRITE_TIMEOUTS)
+                )
+        except (library.exceptions.BaseError, OSError, ValueError) as problem:
+            msg = f"{url} cannot be used: {_told(problem)}"
+            raise ConfigError(msg) from None
+
+    @classmethod
+    def at(cls, url: str) -> Bucket:
+        """Return the bucket of a URL, one for all who use it in this process.
+
+        Raises ConfigError for a URL that is none of a bucket, or that holds a secret; and without
+        the package that speaks to servers.
+        """
+        parts = urlsplit(url)
+        if parts.username or parts.password or parts.query or parts.fragment:
+            msg = (
+                f"{parts.scheme}://{parts.hostname or ''}...: a cache's URL is a bucket and a "
+                "prefix, nothing else; credentials and endpoints belong into the environment"
+            )
+            raise ConfigError(msg)
+        if parts.scheme not in SCHEMES:
+            msg = f"{url}: a cache's URL begins with one of {', '.join(SCHEMES)}"
+            raise ConfigError(msg)
+        if parts.scheme in ("s3", "gs", "az") and not parts.hostname:
+            msg = f"{url} names no bucket"
+            raise ConfigError(msg)
+        url = f"{parts.scheme}://{parts.netloc}/{parts.path.strip('/')}".rstrip("/")
+        with cls._opening:
+            if url not in cls._open:
+                cls._open[url] = cls(url)
+            return cls._open[url]
+
+    def __repr__(self) -> str:
+        """Return the place, and no credentials."""
+        return f"Bucket({self.url!r})"
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> tuple[Meta, memoryview]:
+        """Return an object's description, and its bytes or ``nbytes`` of them from ``offset`` on.
+
+        Of a shorter object what there is. Raises FileNotFoundError, StorageError.
+        """
+        options: Any = {} if nbytes is None else {"range": (offset, offset + nbytes)}
+        with self._request("get", key):
+            answer = self._library.get(self._reads, key, options=options)
+            data = memoryview(answer.bytes())
+        self.counts["read_nbytes"] += len(data)
+        return _meta(answer.meta), data
+
+    def head(self, key: str) -> Meta:
+        """Return an object's description. Raises FileNotFoundError, StorageError."""
+        with self._request("head", key):
+            return _meta(self._library.head(self._reads, key))
+
+    def put(self, key: str, data: bytes | memoryview, *, create: bool = False) -> None:
+        """Write an object: visible as a whole, or not at all.
+
+        With ``create`` only where there is none. Raises FileExistsError (a server may ignore the
+        condition, and overwrite), StorageError.
+        """
+        mode: Any = "create" if create else "overwrite"
+        with self._request("put", key):
+            self._library.put(self._writes, key, data, mode=mode, use_multipart=False)
+        self.counts["written_nbytes"] += len(data)
+
+    def walk(self, prefix: str = "") -> Iterator[Meta]:
+        """Yield all objects whose key begins with the folder ``prefix``. Raises StorageError."""
+        batches = iter(self._library.list(self._reads, prefix or None, chunk_size=1000))
+        while True:
+            with self._request("list", prefix):
+                batch = next(batches, None)
+            if not batch:
+                return
+            yield from map(_meta, batch)
+
+    def folders(self, prefix: str = "") -> tuple[Sequence[str], Sequence[Meta]]:
+        """Return the folders right below a folder, and the objects. Raises StorageError."""
+        with self._request("list", prefix):
+            found = self._library.list_with_delimiter(self._reads, prefix or None)
+        return list(found["common_prefixes"]), [_meta(one) for one in found["objects"]]
+
+    def renew(self, key: str) -> None:
+        """Give an object the time of now: it is copied aside and back, at the server.
+
+        Raises FileNotFoundError, StorageError.
+        """
+        if self.scheme == "file":  # whose copies are links
+            os.utime(f"{urlsplit(self.url).path}/{key}")
+            return
+        aside = f"{key.rpartition('/')[0]}/{_ASIDE}{secrets.token_hex(8)}"
+        try:
+            for one, other in ((key, aside), (aside, key)):
+                with self._request("copy", one):
+                    self._library.copy(self._writes, one, other)
+        finally:
+            with suppress(OSError):
+                self.delete([aside])
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, where they are there. Raises StorageError."""
+        for first in range(0, len(keys), 1000):
+            some = list(keys[first : first + 1000])
+            with self._request("delete", some[0]):
+                try:
+                    self._library.delete(self._writes, some)
+                except FileNotFoundError:
+                    if len(some) > 1:  # some stores stop there
+                        for key in some:
+                            self._delete_one(key)
+
+    def _delete_one(self, key: str) -> None:
+        try:
+            self._library.delete(self._writes, key)
+        except FileNotFoundError:
+            return
+
+    @contextmanager
+    def _request(self, kind: str, key: str) -> Iterator[None]:
+        """Count a request, and make an OSError of what it raises."""
+        where = f"{self.url}/{key}".rstrip("/")
+        if _runtime.is_forked:
+            msg = f"{where}: this process was forked from one that had used a bucket; start it anew"
+            raise StorageError(errno.ECHILD, msg)
+        if not self.breaker.allows():
+            msg = f"{self.url} did not answer, and is left alone for a while"
+            raise StorageError(errno.EHOSTDOWN, msg)
+        _runtime.is_used = True
+        errors = self._library.exceptions
+        self.counts[kind] += 1
+        try:
+            yield
+        except FileNotFoundError:
+            self.breaker.succeeded()
+            raise FileNotFoundError(errno.ENOENT, "no such object", where) from None
+        except (errors.AlreadyExistsError, errors.PreconditionError):
+            self.breaker.succeeded()
+            raise FileExistsError(errno.EEXIST, "object exists", where) from None
+        except (errors.BaseError, OSError) as problem:
+            self.counts["failed"] += 1
+            self.breaker.failed()
+            raise _explained(problem, where) from None
+        self.breaker.succeeded()
+
+    # -- many at once -------------------------------------------------------------------------
+
+    @staticmethod
+    def each(work: Callable[[A], T], items: Sequence[A], *, small: bool = False) -> list[T]:
+        """Return ``[work(item) for item in items]``, some at a time; ``small``: more of them.
+
+        ``work`` raises nothing.
+        """
+        if len(items) == 1:
+            return [work(items[0])]
+        if small:
+            return _runtime.small.map(lambda _, item: work(item), items)
+
+        return _runtime.threads.map(lambda _, item: work(item), items)
+
+    @staticmethod
+    def in_flight(nbytes: int) -> AbstractContextManager[None]:
+        """Return what to enter while a body of ``nbytes`` is under way: it waits for room."""
+        return _runtime.gate.hold(nbytes)
+
+
+class _Runtime:
+    """What all buckets of a process share: threads, and whether connections were inherited."""
+
+    def __init__(self) -> None:
+        self.threads = Threads(_REQUESTS, "vua-bucket")
+        self.small = Threads(_SMALL_REQUESTS, "vua-bucket-small")
+        self.gate = ByteGate(_IN_FLIGHT_NBYTES)
+        self.is_used = self.is_forked = False
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Refuse connections that the parent has made; see :mod:`vua.io.forks`."""
+        self.is_forked = self.is_used
+
+
+_runtime: Final = _Runtime()
+
+
+def _client(timeouts: Mapping[str, str]) -> dict[str, object]:
+    allow = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+    bundle = os.environ.get("AWS_CA_BUNDLE")
+    options: dict[str, object] = {**timeouts, "allow_http": allow}
+    if bundle and os.path.isfile(bundle):
+        with open(bundle, "rb") as stream:
+            options["root_certificate"] = stream.read()
+    return options
+
+
+def _meta(found: Mapping[str, Any]) -> Meta:
+    modified: datetime = found["last_modified"]
+    return Meta(found["path"], found["size"], modified.timestamp(), (found["e_tag"] or "").encode())
+
+
+def _explained(problem: Exception, where: str) -> StorageError:
+    """Return the error that tells an operator what a failed request means."""
+    text = _told(problem)
+    if type(problem).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+        advice = "check the credentials and their expiry, the clock, the region and the policy"
+        return NotWritableError(errno.EACCES, f"{where}: refused ({text}); {advice}")
+    if re.search("507|Quota|Insufficient ?Storage", text):
+        return StorageFullError(errno.ENOSPC, f"{where}: no room ({text})")
+    return StorageError(errno.EIO, f"{where}: {text}")
+
+
+def _told(problem: Exception) -> str:
+    """Say in a few words what a request failed with: an answer may hold keys and signatures."""
+    text = str(problem)
+    found = [match.group(1) for match in (_STATUS.search(text), _CODE.search(text)) if match]
+    if found:
+        return " ".join(dict.fromkeys(found))
+    for words in ("builder error", "timed out", "error sending request", "error decoding"):
+        if words in text:
+            http = words == "builder error" and "http://" in text
+            return "plain http, which AWS_ALLOW_HTTP=true allows" if http else words
+    return type(problem).__name__

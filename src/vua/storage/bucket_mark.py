@@ -1,0 +1,89 @@
+"""The mark of a cache in a bucket: the object ``vua.json``, as in a directory.
+
+Whatever deletes does nothing in a place without it. A place gets it by itself while it is empty;
+one with caches that some tool copied there without it is read and written, and `vua adopt` marks
+it. See :mod:`vua.storage.mark`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+
+from vua.errors import ConfigError, StorageError
+from vua.storage.bucket_path import BucketPath
+from vua.storage.description import (
+    DESCRIPTION,
+    Description,
+    is_namespace_name,
+    parse_description,
+    read_description,
+)
+from vua.storage.mark import LIMITS_FILE, MARK, MAX_MARK_NBYTES, judge_mark, mark_text
+
+__all__ = ["bucket_descriptions", "claim_bucket", "describe_in_bucket", "is_marked_bucket"]
+
+
+def is_marked_bucket(place: BucketPath) -> bool:
+    """Whether a place has the mark. Raises StorageError; ConfigError for a newer VUA's."""
+    try:
+        data = (place / MARK).read(MAX_MARK_NBYTES)
+    except FileNotFoundError:
+        return False
+    return judge_mark(data, str(place))
+
+
+def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
+    """See to the mark of a place before anything is written there: an empty one gets it.
+
+    As :func:`vua.storage.mark.claim` does with a directory. Sends a request or two. Raises
+    StorageError; ConfigError for a place that holds something else, and with ``tool`` for any
+    without the mark.
+    """
+    if is_marked_bucket(place):
+        return True
+    folders, objects = place.bucket.folders(place.key)
+    names = [path.rpartition("/")[2] for path in folders]
+    others = [name for name in names if not is_namespace_name(name)]
+    others += [one.key.rpartition("/")[2] for one in objects]
+    others = [name for name in others if name not in ("", LIMITS_FILE)]
+    if not others and not names:
+        with contextlib.suppress(FileExistsError):
+            place.bucket.put((place / MARK).key, mark_text(), create=True)
+        return True
+    if others:
+        shown = ", ".join(repr(name)[:60] for name in sorted(others)[:3])
+        msg = (
+            f"{place} is no cache of VUA and not empty (it holds {shown}): nothing in it is "
+            f"changed. Name a place of its own, for example {place / 'vua-cache'}"
+        )
+        raise ConfigError(msg)
+    if tool:
+        msg = (
+            f"{place} holds namespaces of VUA and no {MARK}: nothing in it is changed; "
+            f"`vua adopt {place}` makes it a cache"
+        )
+        raise ConfigError(msg)
+    return False
+
+
+def bucket_descriptions(root: BucketPath) -> list[Description]:
+    """Return what each namespace of a cache says about itself. Raises StorageError."""
+    folders, _ = root.bucket.folders(root.key)
+    names = sorted(path.rpartition("/")[2] for path in folders)
+    return [read_description(root / name) for name in names if is_namespace_name(name)]
+
+
+def describe_in_bucket(place: BucketPath, text: bytes) -> None:
+    """Describe a namespace where nothing sound does yet. Raises StorageError."""
+    try:
+        claim_bucket(place.parent)
+    except ConfigError as problem:
+        raise StorageError(errno.EPERM, str(problem)) from problem
+    key = (place / DESCRIPTION).key
+    try:
+        place.bucket.put(key, text, create=True)
+    except FileExistsError:
+        found, _ = parse_description(text)
+        if read_description(place).identity is None and found.namespace == place.name:
+            place.bucket.put(key, text)  # instead of one that is damaged

