@@ -148,7 +148,7 @@ class Server:
             raise AssertionError(f"the server has ended; its log ends with:\n{self.log[-6000:]}")
         try:
             return bool(self.call("GET", "/health") is not None)
-        except (urllib.error.URLError, ConnectionError):
+        except (AssertionError, urllib.error.URLError, ConnectionError):
             return False
 
     @property
@@ -158,7 +158,7 @@ class Server:
         return self._log.read().decode(errors="replace")
 
     def call(self, method: str, path: str, body: object = None) -> str:
-        """Call one of the server's ways; raises URLError."""
+        """Call one of the server's ways; raises URLError, and AssertionError with what it says."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}{path}",
@@ -166,8 +166,11 @@ class Server:
             _HEADERS,
             method=method,
         )
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
-            return str(answer.read().decode())
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as problem:
+            raise AssertionError(f"{method} {path}: {problem.read().decode()}") from problem
 
     def ask(self, prompt: list[int], *, new: int = 8, **more: Any) -> Answer:
         """Generate greedily; ``more`` are fields of the request, such as ``cache_salt``."""

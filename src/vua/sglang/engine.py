@@ -19,6 +19,7 @@ from typing import Any, Final
 from vua.connector.cache_spec import UncachedError
 from vua.connector.log import logger
 from vua.connector.weights_watch import Snapshot
+from vua.weights import process_began_s
 
 __all__ = ["Engine", "passes_prefix_keys"]
 
@@ -41,27 +42,53 @@ def passes_prefix_keys() -> bool:
 
 
 class Engine:
-    """The engine that makes a backend right now. Safe for threads.
+    """The engine that makes a backend, watched from its start on. Safe for threads."""
 
-    Raises UncachedError where it is not found.
-    """
-
-    def __init__(self) -> None:
-        self.runner: Any = _runner()
+    def __init__(self, runner: Any) -> None:  # noqa: ANN401
+        """Watch SGLang's model runner; :meth:`find` calls this. Raises UncachedError."""
+        self.runner: Any = runner
+        self.directory: Path | None = None
+        """Where the expected weights come from; None: from where the engine was started."""
+        self.loaded_s = process_began_s()
+        """When their loading began at the earliest, in seconds since the epoch."""
         self._lock = threading.Lock()
-        self._snapshot = Snapshot(self.runner.model)
+        self._snapshot = Snapshot(runner.model)
         self._left: str | None = None
         """What shows that the weights are not those that are expected; None: they are."""
-        self._directory: Path | None = None
+        self._next: Path | None = None
         """Where the weights come from that the runner has now, if an update told it."""
         self._cleared = False
         """Whether nothing that earlier weights computed is cached any more."""
+        self._pool: Any = None
         self._watch_updates()
 
-    @property
-    def text_config(self) -> Any:  # noqa: ANN401
-        """The model's text config, as SGLang resolved it."""
-        return self.runner.model_config.hf_text_config
+    @classmethod
+    def find(cls) -> Engine:
+        """Return the engine that makes a backend right now.
+
+        Raises UncachedError: it is not found; or it runs already and was not watched, so that its
+        weights may be others than those of its start.
+        """
+        runner: Any = None
+        starting = False
+        for frame in _callers():
+            owner = frame.f_locals.get("self")
+            runner = getattr(getattr(owner, "tp_worker", None), "model_runner", None)
+            if callable(getattr(getattr(runner, "model", None), "modules", None)):
+                starting = frame.f_code.co_name == "__init__"
+                break
+        else:
+            msg = "SGLang did not make this backend in its scheduler: its model is not found"
+            raise UncachedError(msg)
+        if isinstance(watched := runner.weight_updater, _Updater):
+            return watched.vua_engine
+        if not starting:
+            msg = (
+                "VUA was attached to a running server, whose weights may have been updated before; "
+                "start SGLang with VUA, then it can be detached and attached again"
+            )
+            raise UncachedError(msg)
+        return cls(runner)
 
     def proof(self) -> Callable[[], bool]:
         """Return what tells, on any thread, whether the weights still are those expected now.
@@ -76,7 +103,7 @@ class Engine:
     def unchanged(self) -> bool:
         """Whether the weights are those that are expected; looks at some of them."""
         if self._left is None and not self.proof()():
-            self._leave(self._snapshot.differs or "other weights", None)
+            self._leave(self._snapshot.differs or "other weights")
         return self._left is None
 
     def take_directory(self) -> Path | None:
@@ -85,14 +112,16 @@ class Engine:
         From then on these are the expected ones. None: there is nothing new, or nobody knows.
         """
         with self._lock:
-            if self._left is None or self._directory is None or not self._cleared:
+            if self._left is None or self._next is None or not self._cleared:
                 return None
-            directory, self._directory, self._left = self._directory, None, None
-            return directory
+            self.directory, self._next, self._left = self._next, None, None
+            return self.directory
 
     def watch_pool(self, pool: Any) -> None:  # noqa: ANN401
         """Note when the host pool is cleared: SGLang does so when it flushes its caches."""
-        clear = pool.clear
+        if pool is self._pool:
+            return
+        self._pool, clear = pool, pool.clear
 
         @functools.wraps(clear)
         def cleared() -> None:
@@ -108,23 +137,24 @@ class Engine:
         if missing := [name for name in _UPDATES if not hasattr(updater, name)]:
             msg = f"SGLang's weight updater has no {missing[0]}: updates could not be noticed"
             raise UncachedError(msg)
-        self.runner.weight_updater = _Updater(updater, self._update)
+        self.runner.weight_updater = _Updater(updater, self)
 
-    def _update(self, name: str, update: Callable[..., Any], *args: Any, **named: Any) -> Any:  # noqa: ANN401
+    def update(self, name: str, update: Callable[..., Any], *args: Any, **named: Any) -> Any:  # noqa: ANN401
         """Let SGLang update the weights; nothing is loaded or stored from before it on."""
-        self._leave(name, None)
+        self._leave(name)
+        began_s = time.time()
         result = update(*args, **named)
         if name == _FROM_DISK and result[0]:
             path = named.get("model_path", args[0] if args else None)
             partly = named.get("weight_name_filter") is not None or len(args) > 2
             with self._lock:
-                self._snapshot = Snapshot(self.runner.model)
-                self._directory = None if partly or path is None else Path(path)
+                self._snapshot, self.loaded_s = Snapshot(self.runner.model), began_s
+                self._next = None if partly or path is None else Path(path)
         return result
 
-    def _leave(self, change: str, directory: Path | None) -> None:
+    def _leave(self, change: str) -> None:
         with self._lock:
-            self._left, self._directory, self._cleared = change, directory, False
+            self._left, self._next, self._cleared = change, None, False
         log.warning(
             "VUA: the weights change (%s): nothing stored is used, and nothing is stored, until "
             "weights are loaded from a directory and the cache is flushed",
@@ -132,28 +162,17 @@ class Engine:
         )
 
 
-def _runner() -> Any:  # noqa: ANN401
-    """Return the model runner of the scheduler among the callers. Raises UncachedError."""
-    for frame in _callers():
-        worker = getattr(frame.f_locals.get("self"), "tp_worker", None)
-        runner = getattr(worker, "model_runner", None)
-        if callable(getattr(getattr(runner, "model", None), "modules", None)):
-            return runner
-    msg = "SGLang did not make this backend in its scheduler: its model is not found"
-    raise UncachedError(msg)
-
-
 class _Updater:
     """Takes the place of SGLang's weight updater, and passes everything on."""
 
-    def __init__(self, updater: Any, update: Callable[..., Any]) -> None:  # noqa: ANN401
-        """Stand before ``updater``; call ``update(name, function, ...)`` in place of updates."""
-        self._vua_updater, self._vua_update = updater, update
+    def __init__(self, updater: Any, engine: Engine) -> None:  # noqa: ANN401
+        """Stand before ``updater``; tell ``engine`` of updates."""
+        self._vua_updater, self.vua_engine = updater, engine
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Return what the updater has, or what tells of the update beside it."""
         found = getattr(self._vua_updater, name)
-        return functools.partial(self._vua_update, name, found) if name in _UPDATES else found
+        return functools.partial(self.vua_engine.update, name, found) if name in _UPDATES else found
 
 
 def _callers() -> list[FrameType]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
+from vua import native
 from vua.connector.cache_spec import Group, Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
@@ -36,7 +37,7 @@ from vua.sglang.settings import settings_of
 from vua.sglang.transfers import Transfers
 from vua.sglang.versions import check_version
 from vua.store.place import prepare
-from vua.weights import Identification, checkpoint_files, identify_weights
+from vua.weights import Identification, Weights, checkpoint_files, identify_weights
 
 __all__ = ["VUAHiCacheStorage"]
 
@@ -88,7 +89,7 @@ class VUAHiCacheStorage(PagesOnly):
         self._refused = ""
         self._engine: Engine | None = None
         try:
-            self._engine = Engine()
+            self._engine = Engine.find()
         except UncachedError as problem:
             self._refuse(str(problem))
 
@@ -132,8 +133,12 @@ class VUAHiCacheStorage(PagesOnly):
             self._refuse(str(problem))
             return
         self._engine.watch_pool(pool)
-        arguments = self._engine.runner.server_args
-        self._begin(arguments.model_path, arguments.revision, arguments.download_dir)
+        native.crew.share(self._place.tp_size * self._place.pp_size)  # of this machine, at most
+        arguments, directory = self._engine.runner.server_args, self._engine.directory
+        if directory is None:
+            self._begin(arguments.model_path, arguments.revision, arguments.download_dir)
+        else:
+            self._begin(str(directory), None, arguments.download_dir)
 
     def _check_place(self) -> None:
         place = self._place
@@ -146,15 +151,20 @@ class VUAHiCacheStorage(PagesOnly):
 
     def _begin(self, name: str, revision: str | None, download_dir: str | None) -> None:
         """Identify the weights in a directory, and open their namespace when that is done."""
-        self._opening = Opening(
-            _model(self._described),
-            self._config,
-            Identification(
-                lambda stop: identify_weights(
-                    checkpoint_files(model_directory(name, revision, download_dir)), stop=stop
+        loaded_s = 0.0 if self._engine is None else self._engine.loaded_s
+
+        def identify(stop: threading.Event) -> Weights:
+            files = checkpoint_files(model_directory(name, revision, download_dir))
+            weights = identify_weights(files, stop=stop)
+            if weights.changed_s > loaded_s:
+                msg = (
+                    "files of the weights were changed after the engine began to load them, so "
+                    "nobody can tell which ones it has; start it again"
                 )
-            ),
-        )
+                raise UncachedError(msg)
+            return weights
+
+        self._opening = Opening(_model(self._described), self._config, Identification(identify))
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401
         """Take note of a further pool: an engine that needs more than K and V is not cached."""

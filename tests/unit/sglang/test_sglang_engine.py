@@ -299,7 +299,7 @@ class BackendTest(unittest.TestCase):
         from vua.sglang.engine import Engine
 
         with self.assertRaisesRegex(UncachedError, "its model is not found"):
-            Engine()
+            Engine.find()
 
     def test_updates(self) -> None:
         """After weights change nothing counts, until a directory is loaded and the pool cleared."""
@@ -316,7 +316,10 @@ class BackendTest(unittest.TestCase):
                 self.model = torch.nn.Linear(64, 64)
                 runner = SimpleNamespace(model=self.model, weight_updater=updater)
                 self.tp_worker = SimpleNamespace(model_runner=runner)
-                self.engine = Engine()
+                self.engine = Engine.find()
+
+            def attach(self) -> Engine:
+                return Engine.find()
 
         scheduler = Scheduler()
         engine, pool = scheduler.engine, mha("page_first")
@@ -335,6 +338,22 @@ class BackendTest(unittest.TestCase):
         with torch.no_grad():
             scheduler.model.weight.add_(1)
         self.assertFalse(engine.unchanged())
+        self.assertIs(engine, scheduler.attach())  # what is attached again knows all of this
+
+    def test_attached_later(self) -> None:
+        """An engine not watched from its start on is refused: its weights may be others."""
+        from vua.sglang.engine import Engine
+
+        class Scheduler:
+            def __init__(self) -> None:
+                runner = SimpleNamespace(model=torch.nn.Linear(2, 2), weight_updater=None)
+                self.tp_worker = SimpleNamespace(model_runner=runner)
+
+            def attach(self) -> Engine:
+                return Engine.find()
+
+        with self.assertRaisesRegex(UncachedError, "start SGLang with VUA"):
+            Scheduler().attach()
 
 
 if __name__ == "__main__":
