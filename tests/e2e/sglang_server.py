@@ -41,15 +41,8 @@ _ARGUMENTS = (
     *("--disable-cuda-graph", "--skip-server-warmup", "--skip-tokenizer-init"),
     *("--mem-fraction-static", "0.3", "--max-total-tokens", "20000", "--context-length", "4096"),
     *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
-    *(
-        "--hicache-io-backend",
-        "direct",
-        "--hicache-size",
-        "1",
-        "--page-size",
-        str(CHUNK),
-        "--enable-cache-report",
-    ),
+    *("--hicache-io-backend", "direct", "--hicache-size", "1", "--page-size", str(CHUNK)),
+    *("--enable-cache-report", "--admin-api-key", "test"),
     *("--hicache-storage-prefetch-policy", "wait_complete"),
 )
 
