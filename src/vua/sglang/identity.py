@@ -15,7 +15,6 @@ from typing import Any, Final
 import msgspec
 import torch
 from sglang.srt.arg_groups.fields import exec_, lora, mm, model, spec
-from transformers import AutoConfig
 
 from vua.connector.cache_spec import UncachedError
 from vua.errors import ConfigError
@@ -103,9 +102,8 @@ def described(runner: Any, pool: Any, *, latent: bool, epoch: str) -> Described:
     """
     arguments, models = runner.server_args, runner.model_config
     directory = model_directory(arguments.model_path, arguments.revision, arguments.download_dir)
-    whole = AutoConfig.from_pretrained(
-        directory, trust_remote_code=arguments.trust_remote_code, local_files_only=True
-    )
+    kind = type(models.hf_config)  # read anew: SGLang adds to the one that it has
+    whole = kind.from_pretrained(directory, local_files_only=True)
     text = whole.get_text_config()
     dtype = _dtype(pool)
     _check_supported(arguments, models, text is whole)
