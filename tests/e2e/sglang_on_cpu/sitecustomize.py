@@ -123,8 +123,9 @@ def in_pool(module: Any) -> None:
 
 
 def without_reserve(module: Any) -> None:
-    """Keep no 10 GiB of the host's memory back."""
+    """Keep no 10 GiB of the host's memory back, and pin none."""
     module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+    module.HostKVCache.pin_memory = property(lambda _: False, lambda *_: None)
 
 
 def unpinned(module: Any) -> None:
