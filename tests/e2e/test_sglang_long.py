@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.soak]
 
 PROMPTS, ROUNDS = 20, 10
 LONG = 16 * CHUNK + 8
-REPEATS = 5
+REPEATS = 3
 
 
 def tokens(count: int, seed: int) -> list[int]:
