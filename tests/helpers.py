@@ -12,7 +12,10 @@ import time
 import traceback
 import unittest
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +25,19 @@ import torch
 from vua import native
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
+from vua.native import bindings
 
 Arrays = list[npt.NDArray[np.uint8]]
 """Per array (K, V): ``[layers, heads, tokens, bytes of a row]``."""
+
+T = TypeVar("T")
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 
 POISON = 0xA5
 PACKED = -1  # a memory in which chunks lie as they do in files
+SOON_S = 120.0  # how long tests wait for what has to happen: only a failure takes so long
 GUARD = 3  # tokens before and after those that a dense memory is about
 
 
@@ -44,6 +51,16 @@ def soak(test: Callable[..., None]) -> Callable[..., None]:
 def has_native() -> bool:
     """Whether the native code is built here (`python3 dev.py build`) and can be used."""
     return native.library() is not None
+
+
+@contextmanager
+def native_code(wish: str) -> Iterator[None]:
+    """Choose anew between the native code and Python, as VUA_NATIVE says: auto, off or require."""
+    with (
+        mock.patch.dict(os.environ, VUA_NATIVE=wish),
+        mock.patch.object(bindings._choice, "status", None),  # noqa: SLF001
+    ):
+        yield
 
 
 class DirectoryTest(unittest.TestCase):
@@ -202,6 +219,16 @@ def swap(one: Path, other: Path) -> None:
     aside.replace(other)
 
 
+def until(what: Callable[[], T]) -> T:
+    """Ask again and again until the answer is true; return it. Fails after two minutes."""
+    stop_s = time.monotonic() + SOON_S
+    while not (answer := what()):
+        if time.monotonic() > stop_s:
+            raise AssertionError("that never became true")
+        time.sleep(0.002)
+    return answer
+
+
 @contextlib.contextmanager
 def read_only(root: Path) -> Iterator[None]:
     """Make a directory that the process may read and not write, for root as for anybody."""
@@ -239,7 +266,7 @@ def in_child(does: Callable[[], object]) -> str:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    stop = time.monotonic() + 60.0
+    stop = time.monotonic() + SOON_S
     while time.monotonic() < stop:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -20,14 +20,14 @@ from vua.cli.bench_files import Buffer, RawFile, cool, direct_works, expect, in_
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.io import posix
-from vua.native import batches
+from vua.native import batches, bindings
 from vua.storage.local import LocalStorage
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
 __all__ = ["Stored", "cold", "one_thread", "warm"]
 
-_THREADS: Final = 10
+_THREADS: Final = 16
 """As many as read cold files in the loop in C."""
 _PART_NBYTES: Final = 1 << 20
 _DEEP: Final = f"O_DIRECT, {_THREADS} threads"
@@ -171,8 +171,12 @@ def one_thread(load: Callable[[], None]) -> None:
 
 def in_python(load: Callable[[], None]) -> None:
     """Load by the path that is always there."""
-    with _environment(VUA_NATIVE="off"):
+    kept, choice = bindings.status(), bindings._choice
+    choice.status = bindings.Status(None, "Python does the work")
+    try:
         load()
+    finally:
+        choice.status = kept
 
 
 def released(load: Callable[[], None]) -> None:
@@ -183,20 +187,6 @@ def released(load: Callable[[], None]) -> None:
     finally:
         if kept is not None:
             posix.calls["preadv_cached"] = kept
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    kept = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def cold(bench: Bench) -> Iterator[Row]:

@@ -1,7 +1,8 @@
 """What the site needs beside the pages: a first page, and links that work there, too.
 
-MkDocs calls these functions (`hooks` in mkdocs.yml). The README is the first page. A link to a file
-that is in the repository, but no page, becomes the file's name.
+MkDocs calls these functions (`hooks` in mkdocs.yml). The README is the first page. Pages that the
+navigation does not name come at its end. A link to a file that is in the repository, but no page,
+becomes the file's name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,19 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
+def on_config(config: Any) -> Any:
+    """Adds to the navigation what it does not name."""
+    docs = ROOT / "docs"
+    parts = [part for part in config.nav if isinstance(part, dict)]
+    named = {page for part in parts for pages in part.values() for page in pages}
+    more = [page.name for page in sorted(docs.glob("*.md")) if page.name not in named]
+    if more:
+        config.nav.append({"More": more})
+    decisions = [f"decisions/{page.name}" for page in sorted(docs.glob("decisions/*.md"))]
+    config.nav.append({"Decisions": decisions})
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds the README as the first page."""
     text = (ROOT / "README.md").read_text("utf-8").replace("(docs/", "(").replace('"docs/', '"')
@@ -29,14 +43,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     here = posixpath.dirname(page.file.src_uri)
 
     def link(found: re.Match[str]) -> str:
-        text, target, anchor = found[1], found[2], found[3] or ""
+        text, target = found[1], found[2]
         if "://" in target or target.startswith("mailto:"):
             return found[0]
         there = posixpath.normpath(posixpath.join(here, target))
         if files.get_file_from_path(there) is not None:
             return found[0]
-        if files.get_file_from_path(posixpath.join(there, "index.md")) is not None:
-            return f"[{text}]({posixpath.join(target, 'index.md')}{anchor})"
+        if there == "decisions":
+            there = f"{there}/0001-gil-held-cached-reads.md"
+            return f"[{text}]({posixpath.relpath(there, here or '.')})"
         inside = there if page.file.src_uri == "index.md" else posixpath.join("docs", there)
         if not (ROOT / posixpath.normpath(inside)).exists():
             return found[0]  # so that the strict build refuses it

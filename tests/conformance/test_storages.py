@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import unittest
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from buckets import memory_url, seaweedfs, speaking_to
 from conformance.sqlite_storage import SQLiteStorage
-from helpers import has_native
+from helpers import has_native, native_code
 from vua.storage.base import Batch, Filled, Storage
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath
@@ -37,7 +36,7 @@ class TestDirectoryInPython(TestDirectory):
         """Switch it off."""
         if not has_native():
             self.skipTest("it is off for all tests")
-        self.enterContext(mock.patch.dict("os.environ", VUA_NATIVE="off"))
+        self.enterContext(native_code("off"))
         super().setUp()
 
 

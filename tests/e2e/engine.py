@@ -36,6 +36,7 @@ from e2e.damage import strike
 from e2e.pictures import make_llava, picture, stand_in_for_torchvision
 from e2e.snapshots import snapshots
 from e2e.trouble import trouble
+from vua.connector import opening
 from vua.testing.models import ENGINE_ENVIRONMENT
 
 MARK = "VUA-ANSWER "
@@ -59,6 +60,7 @@ def main() -> None:
     for module in MODULES:
         importlib.import_module(module)
     stand_in_for_torchvision()
+    opening._START_WAIT_S = 60.0  # type: ignore[misc] # an idle machine needs a hundredth of it
     gc.collect()
     gc.freeze()  # what is here now no later collection looks at...
     gc.unfreeze = lambda: None  # ...also after an engine's shutdown: 2 s for each otherwise
@@ -276,7 +278,7 @@ def described_prompts(step: dict[str, Any]) -> list[dict[str, Any]]:
     return prompts
 
 
-def wait_for_saves(patience_s: float = 5.0) -> None:
+def wait_for_saves(patience_s: float = 60.0) -> None:
     """Wait until this process has stored what it has to: the next prompt may rely on it."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -292,7 +294,7 @@ def settle(llm: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while worker is not None and worker.pending_saves:
         if time.monotonic() > until:
             raise TimeoutError("chunks are still not stored")

@@ -225,6 +225,7 @@ class Phase:
     def _transfer(self, root: Path) -> dict[str, Any]:
         extra = {"shared_storage_path": str(root), "chunk_tokens": CHUNK, "strict": True}
         extra["load_policy"] = "always"  # whatever a busy machine makes of it
+        extra["timeouts"] = {"lookup_s": 60.0}  # likewise
         extra["witness_every"] = 0  # test_witness.py has tests of its own
         transfer = {
             "kv_connector": CONNECTOR,

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from helpers import DirectoryTest, keys_of, noise
+from helpers import DirectoryTest, keys_of, native_code, noise
 from replay import Cache
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
@@ -62,7 +60,7 @@ class WaysTest(DirectoryTest):
             config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
             caches = {f"layers.{layer}": noise(4, 1, 16, 128, seed=layer) for layer in range(2)}
             before = len(self.files())
-            with mock.patch.dict(os.environ, {"VUA_NATIVE": native}), Tracer() as tracer:
+            with native_code(native), Tracer() as tracer:
                 side = WorkerSide(model, config, Rank(0, 0))
                 self.addCleanup(side.shutdown)
                 numbers = {layer: at for at, layer in enumerate(caches)}

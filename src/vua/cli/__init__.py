@@ -20,8 +20,10 @@ from typing import Final
 from vua import __version__, native
 from vua.capacity.limits import Limits
 from vua.cli.adopting import adopt
-from vua.cli.arguments import VARIABLE, Parser, duration_s, parsed
+from vua.cli.arguments import VARIABLE, Parser, duration_s, parsed, share
 from vua.cli.bench import add_arguments, bench
+from vua.cli.bucket import adopt_bucket, du_bucket, gc_bucket, rm_bucket
+from vua.cli.bucket_doctor import doctor_bucket
 from vua.cli.capacity import du, gc, ttl
 from vua.cli.completion import SHELLS, answer_shell, completion
 from vua.cli.doctor import doctor
@@ -31,13 +33,14 @@ from vua.cli.importing import import_
 from vua.cli.inspection import inspect
 from vua.cli.key import add_key, key
 from vua.cli.keys import key_arguments, security_of
-from vua.cli.listing import ls
+from vua.cli.listing import SORTS, ls
 from vua.cli.owner import as_owner
 from vua.cli.removal import pins, rm
 from vua.cli.text import UNUSABLE, Write, as_json, guarded, plain
 from vua.cli.top import top
 from vua.cli.verification import verify
-from vua.errors import StorageError, VUAError
+from vua.errors import ConfigError, StorageError, VUAError
+from vua.storage.bucket_path import is_url
 
 __all__ = ["main"]
 
@@ -70,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("ls", parents=[common], help="list what a directory holds")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     one.add_argument("-l", "--long", action="store_true", help="list every chunk")
+    one.add_argument(
+        "--sort",
+        choices=SORTS,
+        default="name",
+        help="the largest or newest first; default by name",
+    )
 
     one = commands.add_parser("inspect", parents=[common], help="show what entries say and are")
     one.add_argument("files", metavar="FILE", nargs="+", help="file of one chunk")
@@ -77,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("verify", parents=[common, keys], help="read every file and check it")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     one.add_argument("--repair", action="store_true", help="take what is damaged out of sight")
+    one.add_argument(
+        "--sample", metavar="SHARE", type=share, default=1.0, help="only a random part, like 10%%"
+    )
     one = commands.add_parser("top", parents=[common], help="watch a directory in use")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     one.add_argument(
@@ -254,12 +266,12 @@ def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
 
 
 _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
-    "ls": lambda said, write: ls(said.directory, long=said.long, write=write),
+    "ls": lambda said, write: ls(said.directory, long=said.long, sort=said.sort, write=write),
     "inspect": lambda said, write: inspect(said.files, write=write),
     "bench": lambda said, write: bench(said, write=write),
     "completion": lambda said, _: completion(said.shell),
     "verify": lambda said, write: verify(
-        said.directory, repair=said.repair, security=said.security, write=write
+        said.directory, repair=said.repair, part=said.sample, security=said.security, write=write
     ),
     "doctor": lambda said, write: doctor(
         said.directory, trusted_uids=said.trusted_uids, write=write
@@ -270,6 +282,23 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "key": lambda said, write: key(said.path, said.salt, write=write),
     "import": lambda said, write: import_(said.directory, said.file, write=write),
 }
+
+_ON_BUCKETS: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
+    "du": lambda said, write: du_bucket(said.directory, write=write),
+    "doctor": lambda said, write: doctor_bucket(said.directory, write=write),
+    "adopt": lambda said, _: adopt_bucket(said.directory),
+    "rm": lambda said, write: rm_bucket(
+        *(said.directory, said.names), everything=said.all,
+        dry_run=said.dry_run, yes=said.yes, write=write,
+    ),
+    "gc": lambda said, write: gc_bucket(
+        *(said.directory, Limits(max_bytes=said.max_bytes, min_free_bytes=said.min_free,
+                                 ttl_s=said.ttl, max_bytes_per_salt=said.max_per_salt)),
+        dry_run=said.dry_run, yes=said.yes, write=write,
+    ),
+    **{name: _RUN[name] for name in ("ls", "verify", "explain")},
+}  # fmt: skip
+"""What can be done with a cache in a bucket; `inspect` takes URLs of objects."""
 
 _AS_OWNER: Final = frozenset({"adopt", "du", "gc", "pin", "rm", "ttl", "verify"})
 """Root does these as the user whose the directory is; `import` when it has opened its archive."""
@@ -293,6 +322,10 @@ def _main(arguments: Sequence[str] | None) -> int:
             _RUN.get(options.command, _run_upkeep),
             as_json if "json" in options and options.json else None,
         )
+        if is_url(getattr(options, "directory", None)):
+            if options.command not in _ON_BUCKETS:
+                raise ConfigError(f"this needs a directory, and {options.directory} is a bucket")
+            run = _ON_BUCKETS[options.command]
         with as_owner(options.directory) if options.command in _AS_OWNER else nullcontext():
             code = run(options, write)
         sys.stdout.flush()

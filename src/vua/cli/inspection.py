@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +13,8 @@ from vua.cli.text import DAMAGED, SOUND, UNUSABLE, Write, facts, size, when
 from vua.format.entry import FORMAT, EntryInfo
 from vua.format.header import SEALED
 from vua.format.layout import Shard
+from vua.storage.bucket import Bucket
+from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.description import Description, read_description
 from vua.storage.local import SUFFIX
 
@@ -23,8 +27,9 @@ def inspect(files: Sequence[str], *, write: Write | None) -> int:
     """Print what each file says and is; return the exit code."""
     checker, reports, code = Checker(), [], SOUND
     for number, file in enumerate(files):
-        namespace, place = _place(Path(os.path.abspath(file)))  # noqa: PTH100 - keeps symlinks
-        check = _check(checker, file, place)
+        path = _in_bucket(file) if is_url(file) else Path(os.path.abspath(file))  # noqa: PTH100 - keeps symlinks
+        namespace, place = _place(path)
+        check = _check(checker, path, place)
         if check.outcome != "sound":
             code = max(code, UNUSABLE if check.outcome == "error" else DAMAGED)
         if write is not None:
@@ -37,7 +42,22 @@ def inspect(files: Sequence[str], *, write: Write | None) -> int:
     return code
 
 
-def _check(checker: Checker, file: str, place: Place) -> Check:
+def _in_bucket(url: str) -> BucketPath:
+    """Return the place of an object: below that of its cache, where it has one."""
+    parts = url.split("/")
+    depth = 4 if len(parts) > 7 and _is_digest(parts[-4]) else 1
+    return functools.reduce(
+        operator.truediv, parts[-depth:], BucketPath(Bucket.at("/".join(parts[:-depth])))
+    )
+
+
+def _check(checker: Checker, file: Path | BucketPath, place: Place) -> Check:
+    if isinstance(file, BucketPath):
+        try:
+            data = file.bucket.get(file.key)[1]
+        except OSError as problem:
+            return Check("error", (problem.strerror or str(problem),), 0)
+        return checker.check_bytes(memoryview(bytearray(data)), place)
     try:
         # O_NONBLOCK: does not wait for the writer of a FIFO
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -49,9 +69,9 @@ def _check(checker: Checker, file: str, place: Place) -> Check:
         os.close(fd)
 
 
-def _place(path: Path) -> tuple[Description | None, Place]:
+def _place(path: Path | BucketPath) -> tuple[Description | None, Place]:
     """What follows from a path; only what it says when the file was copied elsewhere."""
-    shard = Shard.parse(path.name.removesuffix(SUFFIX)) if path.suffix == SUFFIX else None
+    shard = Shard.parse(path.name.removesuffix(SUFFIX)) if path.name.endswith(SUFFIX) else None
     chunk, directory = path.parent, path.parent.parent.parent
     if shard is None or not _is_digest(chunk.name):
         return None, Place(shard=shard)

@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final, TypeAlias
 
 from vua.capacity.scan import Show, Space, fans_of
 from vua.cli.spread import over_fans
@@ -19,10 +20,17 @@ from vua.cli.text import (
     table,
     when,
 )
-from vua.cli.walk import Found, described, open_root, walk
+from vua.cli.walk import Found, described, open_root, walk, walk_bucket
+from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
 
-__all__ = ["ls"]
+__all__ = ["SORTS", "ls"]
+
+SORTS: Final = ("name", "size", "newest")
+
+
+_Counted: TypeAlias = tuple[int, int, int, float | None, list[Found]]
+"""Chunks, files, bytes, the newest file's time, and the files where they are to be listed."""
 
 
 @dataclass(slots=True)
@@ -36,6 +44,16 @@ class _Content:
     newest_s: float | None = None
     entries: list[Found] = field(default_factory=list)
     """Each file, where they are to be listed."""
+
+    def add(
+        self, chunks: int, files: int, nbytes: int, newest_s: float | None, entries: list[Found]
+    ) -> None:
+        """Add a part of the namespace."""
+        self.chunks += chunks
+        self.files += files
+        self.nbytes += nbytes
+        self.newest_s = max(filter(None, (self.newest_s, newest_s)), default=None)
+        self.entries += entries
 
     @property
     def model(self) -> str:
@@ -98,37 +116,47 @@ class _Content:
 
 def _content(namespace: Description, show: Show, *, long: bool) -> _Content:
     content = _Content(namespace)
+    if isinstance(namespace.path, BucketPath):
+        files = [one for one in walk_bucket(namespace) if one.kind == "entry"]
+        content.add(*_counted(files, long=long))
+        return content
     fd = os.open(namespace.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         space = Space(namespace.name, fd)
         names = fans_of(space)
         parts = over_fans(partial(_part, space, long=long), space, names)
-        for number, (chunks, files, nbytes, newest_s, entries) in enumerate(parts, 1):
-            content.chunks += chunks
-            content.files += files
-            content.nbytes += nbytes
-            content.newest_s = max(filter(None, (content.newest_s, newest_s)), default=None)
-            content.entries += entries
+        for number, part in enumerate(parts, 1):
+            content.add(*part)
             show(space.name[:SHORT], number, len(names), amount=content.chunks, unit="chunks")
     finally:
         os.close(fd)
     return content
 
 
-def _part(space: Space, fan: str, *, long: bool) -> tuple[int, int, int, float | None, list[Found]]:
-    """One fan-out directory: chunks, files, bytes, the newest file's time, and the files."""
+def _part(space: Space, fan: str, *, long: bool) -> _Counted:
+    """Count one fan-out directory."""
     files = [one for one in walk(space, fan) if one.kind == "entry" and one.regular]
+    return _counted(files, long=long)
+
+
+def _counted(files: list[Found], *, long: bool) -> _Counted:
     newest_s = max((file.modified_s for file in files), default=None)
     nbytes = sum(file.nbytes for file in files)
     chunks = len({file.chunk for file in files})
     return chunks, len(files), nbytes, newest_s, files if long else []
 
 
-def ls(directory: str, *, long: bool, write: Write | None) -> int:
-    """Print one row per namespace of ``directory``, and with ``long`` one per chunk."""
+def ls(directory: str, *, long: bool, sort: str = "name", write: Write | None) -> int:
+    """Print one row per namespace of ``directory``, and with ``long`` one per chunk.
+
+    ``sort`` is one of SORTS.
+    """
     found, _ = open_root(directory)
     with progress() as show:
         contents = [_content(namespace, show, long=long) for namespace in found]
+    if sort != "name":
+        contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
+        contents.reverse()
     if write is not None:
         namespaces = [content.describe(long=long) for content in contents]
         write({"directory": directory, "namespaces": namespaces})

@@ -15,6 +15,7 @@ from vua.capacity.owned import is_trash
 from vua.capacity.scan import AFTER, PIN, Space, is_fan, listed
 from vua.errors import StorageError
 from vua.format.layout import Shard
+from vua.storage.base import parse_name
 from vua.storage.bucket_mark import bucket_descriptions
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import (
@@ -23,12 +24,12 @@ from vua.storage.description import (
     descriptions,
     is_namespace_name,
 )
-from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY
+from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, entry_at
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP
 from vua.storage.problems import explained
 from vua.store.namespace import locate
 
-__all__ = ["Found", "Kind", "described", "open_root", "walk"]
+__all__ = ["Found", "Kind", "described", "open_root", "walk", "walk_bucket"]
 
 Kind = Literal["entry", "temporary", "quarantined", "mark", "stray", "unreadable"]
 
@@ -99,6 +100,30 @@ def walk(space: Space, fan: str) -> Iterator[Found]:
             yield from _all(space, name, "temporary")
         elif name != DESCRIPTION and not (is_directory and is_fan(name)):
             yield from _file(item, "", "stray")
+
+
+def walk_bucket(namespace: Description) -> Iterator[Found]:
+    """Yield what lies in a namespace in a bucket, but its description. Raises StorageError."""
+    place = namespace.path
+    if not isinstance(place, BucketPath):
+        return
+    for meta in place.bucket.walk(place.key):
+        path = meta.key.removeprefix(f"{place.key}/")
+        entry, kind, chunk, shard = entry_at(path), _kind(path), "", None
+        if entry:
+            kind, (chunk, shard) = "entry", parse_name(entry)
+        if path != DESCRIPTION:
+            yield Found(path, kind, meta.nbytes, meta.modified_s, chunk=chunk, shard=shard)
+
+
+def _kind(path: str) -> Kind:
+    """What an object that is no entry is, by its name."""
+    name = path.rpartition("/")[2]
+    if name.startswith(TEMPORARY):
+        return "temporary"
+    if path.startswith(f"{QUARANTINE}/"):
+        return "quarantined"
+    return "mark" if name.startswith((PIN, AFTER)) else "stray"
 
 
 def _all(space: Space, below: str, kind: Kind, chunk: str = "") -> Iterator[Found]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,8 +53,15 @@ class _Question:
 class AdapterBook:
     """For the scheduler's thread."""
 
-    def __init__(self, workers: int, patience_s: float) -> None:
+    def __init__(
+        self,
+        workers: int,
+        patience_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Believe what ``workers`` say together; wait for their answer no longer than that."""
+        self._clock = clock
         self._workers, self._patience_s = workers, patience_s
         self._known: dict[int, Adapter] = {}
         self._questions: dict[int, _Question] = {}
@@ -71,7 +78,7 @@ class AdapterBook:
         if known is not None:
             return known, True
         question = self._questions.get(number)
-        now = time.monotonic()
+        now = self._clock()
         if question is None:
             question = self._questions[number] = _Question(now)
             self._wanted[number] = lora_request
@@ -87,7 +94,7 @@ class AdapterBook:
         for number in wanted:
             if number in self._questions:
                 self._questions[number].sent = True
-                self._questions[number].asked_s = time.monotonic()
+                self._questions[number].asked_s = self._clock()
         return list(wanted.values())
 
     def learn(self, notes: Mapping[int, AdapterNote]) -> set[int]:

@@ -24,6 +24,7 @@ from vua.connector.prefix_match import PrefixMatch, find
 from vua.connector.request import RequestOptions, SaveHints
 from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
+from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
 from vua.store.namespace import Namespace
 
@@ -47,9 +48,10 @@ class Lookup:
         request: Any,  # noqa: ANN401
         options: RequestOptions,
         guard: StorageGuard,
+        asked_s: float,
         adapter: Adapter | None = None,
     ) -> None:
-        """Ask now; :class:`Lookups` answers."""
+        """Ask at ``asked_s``, by the clock of :class:`Lookups`, which answers."""
         self.adapter = adapter
         """The request's LoRA adapter as the workers hold it."""
         self.request = request
@@ -62,7 +64,7 @@ class Lookup:
         self.token_ids: Sequence[int] | None = request.prompt_token_ids
         self.media: list[bytes] | UncachedError = []
         """What stands for each image, sound or video of the request."""
-        self.asked_s = time.monotonic()
+        self.asked_s = asked_s
         self.answer: Future[PrefixMatch | None] = Future()
         """None where the prompt has no name, and where nobody asked the storage."""
         self.not_asked = ""
@@ -96,9 +98,9 @@ class Lookup:
         return True
 
 
-def unasked(request: Any, options: RequestOptions) -> Lookup:  # noqa: ANN401
+def unasked(request: Any, options: RequestOptions, asked_s: float) -> Lookup:  # noqa: ANN401
     """Return the lookup of a request that came before the model was identified: a miss."""
-    lookup = Lookup(request, options, StorageGuard("lookups"))
+    lookup = Lookup(request, options, StorageGuard("lookups"), asked_s)
     lookup.not_asked = "unidentified"
     lookup.answer.set_result(None)
     return lookup
@@ -142,15 +144,20 @@ class Lookups:
         config: ConnectorConfig,
         media: Media,
         events: KVEventPublisher | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Look up in ``namespace``, of one store per group; tell ``events`` what is found."""
+        """Look up in ``namespace``, of one store per group; tell ``events`` what is found.
+
+        ``clock`` gives seconds.
+        """
         self._model, self._namespace, self._config = model, namespace, config
-        self._media = media
+        self._media, self._clock = media, clock
         self._events = events
         self._threads: Workers[Lookup] = Workers(
-            2, timeout_s=config.timeouts.io_s, name="vua-lookup"
+            2, timeout_s=config.timeouts.io_s, name="vua-lookup", clock=clock
         )
-        self._guard = StorageGuard("lookups")
+        self._guard = StorageGuard("lookups", Breaker(clock=clock))
         self._warned: set[str] = set()
 
     def ask(
@@ -160,7 +167,7 @@ class Lookups:
         adapter: Adapter | None = None,
     ) -> Lookup:
         """Begin a lookup; while the storage hangs, or for one that is not wanted, there is none."""
-        lookup = Lookup(request, options, self._guard, adapter)
+        lookup = Lookup(request, options, self._guard, self._clock(), adapter)
         lookup.media = self._media.look_at(request.mm_features)
         if self._config.save_generated and request.num_output_tokens:  # it was preempted
             lookup.token_ids = list(request.all_token_ids)
@@ -181,7 +188,7 @@ class Lookups:
     def _answer(self, attempt: Attempt[Lookup]) -> None:
         lookup = attempt.what
         found = self._look_up(lookup)
-        if time.monotonic() - lookup.asked_s < self._config.timeouts.lookup_s:
+        if self._clock() - lookup.asked_s < self._config.timeouts.lookup_s:
             self._guard.went(well=True)
         lookup.answer.set_result(found)
 
@@ -202,7 +209,7 @@ class Lookups:
         except (VUAError, OSError) as problem:
             self._warn_once(type(problem).__name__, f"not cached: {problem}")
             return None
-        except Exception:
+        except Exception:  # one prompt that breaks something costs no other request
             log.exception("request %s is not cached", request.request_id)
             return None
         self._namespace.stores[0].used(keys, found.stored)  # which all groups' files are

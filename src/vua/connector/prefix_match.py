@@ -128,6 +128,8 @@ class _Probe:
             last = (tokens - 1) // self._size + 1
             # The lowest first: without it, no hit ends inside the window either.
             chunks: tuple[int, ...] = (first, *range(last - 1, first, -1))
+            if store.search is not None:  # all at once: it remembers the answers
+                store.search.holds([self._keys[chunk] for chunk in chunks], group.written)
             for chunk in chunks:
                 if not self._there(number, group, store, chunk):
                     return chunk

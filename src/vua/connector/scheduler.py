@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from vua.connector.adapters import Adapter, AdapterBook
@@ -61,6 +61,7 @@ class SchedulerSide:
         events: KVEventPublisher | None = None,
         identification: Identification | None = None,
         setup: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the namespace, now or when the model is identified.
 
@@ -72,10 +73,12 @@ class SchedulerSide:
             events: announces what is stored; None: nobody wants to know.
             identification: the search for the weights of a model that is not `Model.identified`.
             setup: the engine's, see `vua.connector.proved`; empty: nothing is remembered.
+            clock: gives seconds.
         """
         self._model, self._config, self._events = model, config, events
+        self._clock = clock
         self._setup, self.stats = setup, Recorder()
-        self.witness = Witness(model, config, self.stats, setup)
+        self.witness = Witness(model, config, self.stats, setup, clock=clock)
         self._may_load, self._may_save = loads, saves
         engine, blocks = model.engine, model.blocks * len(model.block_sizes)
         self._media = Media(engine.media, engine.media_refused, blocks)
@@ -86,12 +89,12 @@ class SchedulerSide:
         self._lookups: Lookups
         self._options = OptionReader(allow_pins="pins" in config.allow)
         self._states: dict[str, RequestState] = {}
-        self._adapters = AdapterBook(model.workers, config.timeouts.lookup_s)
+        self._adapters = AdapterBook(model.workers, config.timeouts.lookup_s, clock=clock)
         self._retry_s = 0.0
         self._loads: list[LoadOrder] = []
         self._patience = StepPatience()
-        self.policy = LoadPolicy(model, config)
-        self.accounts = RequestMetrics(self.stats, self.policy)
+        self.policy = LoadPolicy(model, config, clock=clock)
+        self.accounts = RequestMetrics(self.stats, self.policy, clock=clock)
         self._saves = SaveScheduler(config, model.block_sizes, self._media, self.accounts, events)
         self._saves.use(model, self.witness)
         self._use_what_is_known()
@@ -108,9 +111,12 @@ class SchedulerSide:
 
     def _use(self, model: Model, namespace: Namespace) -> None:
         self._model, self._namespace = model, namespace
-        self.witness = Witness(model, self._config, self.stats, self._setup)
+        clock = self._clock
+        self.witness = Witness(model, self._config, self.stats, self._setup, clock=clock)
         self._saves.use(model, self.witness)
-        self._lookups = Lookups(model, namespace, self._config, self._media, self._events)
+        self._lookups = Lookups(
+            model, namespace, self._config, self._media, self._events, clock=clock
+        )
         self._open = True
 
     def reset(self) -> None:
@@ -145,7 +151,7 @@ class SchedulerSide:
         for number in self._adapters.learn(notes.adapters):
             for state in self._states.values():
                 state.outdated |= state.adapter is not None and state.adapter.number == number
-        now = time.monotonic()
+        now = self._clock()
         if notes.left_epoch is not None and notes.left_epoch == self.epoch and now > self._retry_s:
             self._retry_s = now + _RESET_AGAIN_S
             try:
@@ -190,7 +196,7 @@ class SchedulerSide:
     ) -> tuple[int | None, bool]:
         self._patience.wait(state.lookup, self._busy)
         if not state.lookup:
-            if time.monotonic() - state.lookup.asked_s < self._config.timeouts.lookup_s:
+            if self._clock() - state.lookup.asked_s < self._config.timeouts.lookup_s:
                 return None, False
             if state.lookup.give_up():
                 self._account(state, "timeout")
@@ -227,7 +233,7 @@ class SchedulerSide:
 
     def _waits(self, state: RequestState, found: PrefixMatch) -> bool:
         """Whether to look again later: the client said that the prompt is being written."""
-        now, wait_s = time.monotonic(), state.options.wait_s
+        now, wait_s = self._clock(), state.options.wait_s
         if found.stored >= len(found.keys) or now - state.arrived_s >= wait_s:
             return False
         if now - state.lookup.asked_s >= _LOOK_AGAIN_S:
@@ -237,7 +243,7 @@ class SchedulerSide:
         return True
 
     def _account(self, state: RequestState, outcome: str) -> None:
-        request, seconds = state.request, time.monotonic() - state.arrived_s
+        request, seconds = state.request, self._clock() - state.arrived_s
         self.accounts.answered(
             request.request_id,
             outcome,
@@ -266,7 +272,7 @@ class SchedulerSide:
         if self._open:
             return self._lookups.ask(request, options, adapter)
         self._media.look_at(request.mm_features)  # to know what identifiers stood for later
-        return unasked(request, options)
+        return unasked(request, options, self._clock())
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Order the load that was promised, into the blocks that were allocated for it."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
 import torch
 
+from vua import native
 from vua.connector.breaker import StorageGuard
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.comparisons import Comparisons
@@ -34,6 +35,7 @@ from vua.device.gds import Gds
 from vua.device.staging import Fence
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
+from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
 from vua.store.namespace import Namespace
 
@@ -55,6 +57,7 @@ class WorkerSide:
         rank: Rank,
         watch: FileEventLog | None = None,
         memory: Memory | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Move the rectangles that ``rank`` holds.
 
@@ -66,13 +69,15 @@ class WorkerSide:
             rank: which worker this is.
             watch: told of files; None: nobody wants to know.
             memory: what this worker computes with; None: always the same, without adapters.
+            clock: gives seconds.
         """
-        self._model, self._config = model, config
+        self._model, self._config, self._clock = model, config, clock
         self._begun = model.identity.epoch
         self._identity: Identity | None = None
         """Whose stores are open."""
         self.stats = Recorder()
         self._place, self._rank = rank, rank.pp * len(model.groups[0].shards[0]) + rank.tp
+        native.crew.share(sum(map(len, model.groups[0].shards)))  # of this machine, at most
         self._groups = [
             GroupTransfer(number, model, rank, config, self.stats)
             for number in range(len(model.groups))
@@ -83,14 +88,17 @@ class WorkerSide:
         if model.identified:
             self._follow(model.identity)
         self._loaders: Workers[LoadOrder] = Workers(
-            config.worker.load_threads, timeout_s=config.timeouts.io_s, name="vua-load"
+            config.worker.load_threads,
+            timeout_s=config.timeouts.io_s,
+            name="vua-load",
+            clock=clock,
         )
-        self._loads_guard = StorageGuard("loads")
+        self._loads_guard = StorageGuard("loads", Breaker(clock=clock))
         self._memory = Memory() if memory is None else memory
         self._left: str | None = None
         """The epoch whose weights this engine does not run any more; None: that of the orders."""
         self._wanted: list[Any] = []
-        self._saves = WriteQueue(config, self._rank, self.stats, watch, self._memory)
+        self._saves = WriteQueue(config, self._rank, self.stats, watch, self._memory, clock=clock)
         self._comparisons = Comparisons(config, quantised=model.quantised)
         self._lock = threading.Condition()
         self._running = 0
@@ -214,12 +222,12 @@ class WorkerSide:
                     self._loaders.submit(partial(self._load, after=after), order)
                 else:
                     self._report(order, order.parts[0].start, "paused")
-            except Exception:
+            except Exception:  # the engine waits for this load: it ends, whatever breaks
                 log.exception("load of request %s could not begin", order.request_id)
                 self._report(order, order.parts[0].start, "error")
 
     def _load(self, attempt: Attempt[LoadOrder], *, after: Fence) -> None:
-        order, identity, began = attempt.what, self._identity, time.monotonic()
+        order, identity, began = attempt.what, self._identity, self._clock()
         proven = self._memory.proof()
         short: int | None = order.parts[0].start
         reason: str | None = "error"
@@ -232,13 +240,13 @@ class WorkerSide:
             same = identity == self._identity and self._left is None and proven()
             if not (same and self._memory.holds(order.adapter)):
                 short, reason = order.parts[0].start, "reset"
-        except Exception:
+        except Exception:  # likewise
             log.exception("load of request %s failed", order.request_id)
         finally:
             if attempt.settle():
                 self._loads_guard.went(well=reason != "error")
                 complete = reason is None and short is None
-                seconds = time.monotonic() - began if complete else None
+                seconds = self._clock() - began if complete else None
                 self._report(order, short, reason, seconds)
 
     def _give_up_loads(self) -> None:

@@ -21,6 +21,7 @@ from vua.connector.metadata import SaveOrder
 from vua.connector.metrics import Recorder
 from vua.errors import StorageError
 from vua.format.keys import ChunkKey
+from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
 from vua.store.store import EntryWriter
 
@@ -59,17 +60,20 @@ class WriteQueue:
         stats: Recorder,
         watch: FileEventLog | None,
         memory: Memory,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start threads as ``config`` says; count for ``rank`` in ``stats``, tell ``watch``.
 
         What was copied is stored only if ``memory`` then holds the weights that it held before.
+        ``clock`` gives seconds.
         """
-        self._memory = memory
+        self._memory, self._clock = memory, clock
         self._stats, self._rank, self._watch = stats, rank, watch
         self._threads: Workers[_Save] = Workers(
-            _THREADS, timeout_s=config.timeouts.io_s, name="vua-save"
+            _THREADS, timeout_s=config.timeouts.io_s, name="vua-save", clock=clock
         )
-        self._guard = StorageGuard("saves")
+        self._guard = StorageGuard("saves", Breaker(clock=clock))
         self._lock = threading.Lock()
         self._copied: list[_Save] = []
         self._pending = 0
@@ -129,7 +133,7 @@ class WriteQueue:
 
     def _write(self, attempt: Attempt[_Save]) -> None:
         save = attempt.what
-        outcome, began = "error", time.monotonic()
+        outcome, began = "error", self._clock()
         try:
             save.group.copied(save.slab)
             if not save.proven():
@@ -143,13 +147,13 @@ class WriteQueue:
                 capacity.pin(save.key.name)
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
-        except Exception:
+        except Exception:  # a save that breaks costs hits, never a request
             log.exception("chunk %s was not stored", save.key.name[:12])
         finally:
             save.group.save_slabs.give_back(save.slab)  # not earlier: a write may still read it
             if attempt.settle():
                 self._guard.went(well=outcome != "error")
-                self._count_save(save, outcome, time.monotonic() - began)
+                self._count_save(save, outcome, self._clock() - began)
 
     def give_up(self) -> None:
         """Forget the saves that hang; the chunks are not stored."""

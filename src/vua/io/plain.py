@@ -3,59 +3,64 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
-from typing import Final
-
-import numpy as np
-import numpy.typing as npt
+from typing import Final, NamedTuple, TypeAlias
 
 from vua.errors import UntrustedError
 from vua.io import posix
 from vua.io.posix import FileStatus
 
-__all__ = ["close_plain", "is_plain", "make_directory", "open_plain"]
+__all__ = ["Directory", "Uids", "close_plain", "is_plain", "make_directory", "open_plain"]
+
+Uids: TypeAlias = "ctypes.Array[ctypes.c_uint32]"
+"""Users, in a form that C takes as well: ``(ctypes.c_uint32 * 2)(0, 1000)``."""
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def open_plain(
-    dir_fd: int, path: str, uids: npt.NDArray[np.uint32] | None, *, local: bool
-) -> tuple[int, FileStatus]:
-    """Open a file for reading; no symbolic link is followed on the way.
+class Directory(NamedTuple):
+    """A directory that files are opened below, and what is known of it."""
 
-    Args:
-        dir_fd: the directory that ``path`` starts from.
-        path: the file; ``..`` and absolute paths are refused.
-        uids: whose files are believed; None: anybody's.
-        local: whether only the kernel is asked (see :func:`vua.io.posix.is_local`): what is cached
-            is then opened without releasing the GIL.
+    fd: int
+    uids: Uids | None = None
+    """Whose files are believed; None: anybody's."""
+    local: bool = True
+    """Whether the kernel alone is asked, see :func:`vua.io.posix.is_local`: what is cached may be
+    opened and read without releasing the GIL."""
+
+
+def open_plain(directory: Directory, path: str) -> tuple[int, FileStatus]:
+    """Open a file below a directory for reading; no symbolic link is followed on the way.
+
+    ``..`` and absolute paths are refused.
 
     Returns its descriptor, for :func:`close_plain`, and what the kernel knows of it. Raises
     OSError (FileNotFoundError, EINVAL where it is not a regular file), UntrustedError where it has
     other names too or belongs to somebody else.
     """
-    fd = posix.open_cached(dir_fd, path) if local else None
+    fd = posix.open_cached(directory.fd, path) if directory.local else None
     if fd is None:
-        fd = posix.open_beneath(dir_fd, path)
+        fd = posix.open_beneath(directory.fd, path)
     try:
         status = posix.status_cached(fd)
-        _check_plain(status, uids)
+        _check_plain(status, directory.uids)
     except BaseException:
-        close_plain(fd, local=local)
+        close_plain(fd, local=directory.local)
         raise
     return fd, status
 
 
-def _check_plain(status: FileStatus, uids: npt.NDArray[np.uint32] | None) -> None:
+def _check_plain(status: FileStatus, uids: Uids | None) -> None:
     if is_plain(status, uids):
         return
     if not stat.S_ISREG(status.mode):
         raise OSError(errno.EINVAL, "not a regular file")
     msg = (
         f"file of user {status.uid} with {status.links} names, expected one name and "
-        f"{'any user' if uids is None else f'one of the users {sorted(uids.tolist())}'}; set "
+        f"{'any user' if uids is None else f'one of the users {sorted(uids)}'}; set "
         "trusted_uids if that user is to be believed"
     )
     raise UntrustedError(msg)
@@ -70,9 +75,9 @@ def close_plain(fd: int, *, local: bool) -> None:
             os.close(fd)
 
 
-def is_plain(status: FileStatus, uids: npt.NDArray[np.uint32] | None) -> bool:
+def is_plain(status: FileStatus, uids: Uids | None) -> bool:
     """Whether it is a regular file with one name, and of one of these users."""
-    whose = uids is None or status.uid in uids.tolist()
+    whose = uids is None or status.uid in uids
     return stat.S_ISREG(status.mode) and status.links <= 1 and whose
 
 

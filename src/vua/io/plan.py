@@ -10,7 +10,7 @@ Nothing here knows of layouts or models; :mod:`vua.format.plan` works the tables
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -59,6 +59,19 @@ class EntryPlan:
     """Segments of each extent."""
     discard_nbytes: int
     """Memory for the extents that are read only to be verified; all segments of it."""
+
+    tables: tuple[int, ...] = field(init=False, repr=False)
+    """The plan as `load.h` has it in ``struct batch``: sizes, counts and addresses."""
+
+    def __post_init__(self) -> None:
+        """Note where the tables lie, for all who hand the plan to C."""
+        tables = (
+            *(self.file_nbytes, self.header_nbytes, self.table_offset),
+            *(self.reads.ctypes.data, len(self.reads), self.extents.ctypes.data),
+            *(self.block_nbytes.ctypes.data, self.block_place.ctypes.data, self.blocks),
+            *(self.segments, self.discard_nbytes),
+        )
+        object.__setattr__(self, "tables", tables)
 
     @property
     def blocks(self) -> int:

@@ -18,7 +18,7 @@ then. The environment variable ``VUA_NATIVE`` says whether the library is used: 
 default), ``off``, or ``require`` (fail without it). :func:`status` says whether it is.
 """
 
-from vua.native.batches import THREADS, hash_entry, read_entries
+from vua.native.batches import THREADS, crew, hash_entry, read_entries
 from vua.native.bindings import Status, library, status
 from vua.native.fallback import read_entry
 from vua.native.moves import ITEMS, Boxes, copy_strided
@@ -39,6 +39,7 @@ __all__ = [
     "Transfer",
     "WriteOptions",
     "copy_strided",
+    "crew",
     "digests_of",
     "fill_check",
     "hash_chain",

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.io.forks import watch
+from vua.io.plain import Directory
 from vua.io.posix import page_aligned
 from vua.native import fallback
 from vua.native.bindings import library
@@ -24,14 +25,14 @@ _NOWAIT, _DIRECT = 1, 2
 _HELD_NBYTES: Final = 2 << 20
 """A batch up to this size keeps the GIL while the page cache answers, some 300 us: beside a busy
 Python thread winning it back takes up to 5 ms."""
-_SHARED_NBYTES: Final = 4 << 20
-"""A batch from this size on is worth a second thread."""
-_BOUNCES: Final = 10
-"""Threads of one call that read cold files past the page cache: 2, and those of COLD_THREADS."""
+_THREAD_NBYTES: Final = 2 << 20
+"""A thread for so many bytes: starting one takes as long as reading a tenth of that."""
+_BOUNCES: Final = 16
+"""Requests for cold files that one call has in flight: load.h's COLD_THREADS."""
 _BOUNCE_NBYTES: Final = 1 << 20
-"""What each of them reads at a time."""
+"""Bytes of each of them."""
 _CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-THREADS: Final = min(2, _CORES)
+THREADS: Final = max(min(2, _CORES), min(8, _CORES // 2))
 """Threads of one call, if it is a large one."""
 
 
@@ -39,6 +40,7 @@ class _Crew:
     """The threads of this process that are in the loops now. Safe for threads."""
 
     def __init__(self) -> None:
+        self._processes = 1
         self.after_fork()
         watch(self)
 
@@ -47,15 +49,20 @@ class _Crew:
         self._lock = threading.Lock()
         self._working = 0
 
-    @contextmanager
-    def joined(self, *, large: bool) -> Iterator[int]:
-        """Count a call, and yield how many threads it is to have.
+    def share(self, processes: int) -> None:
+        """Leave this machine's cores to so many processes that load and save at the same time."""
+        self._processes = max(1, processes)
 
-        More than one if it is large and the others leave a core: a call's second thread that had to
+    @contextmanager
+    def joined(self, nbytes: int, thread_nbytes: int = _THREAD_NBYTES) -> Iterator[int]:
+        """Count a call that moves ``nbytes``, and yield how many threads it is to have.
+
+        One for each ``thread_nbytes``, as long as the others leave it a core: a thread that had to
         share one with another call would bring nothing, and take from whoever else wants it.
         """
+        most = min(THREADS, max(min(2, _CORES), _CORES // 2 // self._processes))
         with self._lock:
-            threads = THREADS if large and self._working + THREADS <= _CORES else 1
+            threads = max(1, min(nbytes // thread_nbytes, most, _CORES - self._working))
             self._working += threads
         try:
             yield threads
@@ -69,57 +76,53 @@ crew: Final = _Crew()
 
 def read_entries(
     transfer: Transfer,
-    dir_fd: int,
+    directory: Directory,
     paths: Sequence[str],
     place: int,
     into: Headers,
+    first: int = 0,
+    stop: int | None = None,
     *,
-    uids: npt.NDArray[np.uint32] | None = None,
-    local: bool = True,
     direct: bool = False,
 ) -> int:
     """Read files into memory and hash them, up to the first that cannot be read.
 
     Args:
         transfer: how, and into which memory.
-        dir_fd: the directory that the paths start from; no symbolic link is followed.
-        paths: the files, names of equal length.
-        place: the chunk place in memory that the first of them goes to.
-        into: memory for headers and digests, a row for each file.
-        uids: whose files are believed; by default anybody's.
-        local: whether small batches may keep the GIL while the page cache answers; see
-            :func:`vua.io.posix.is_local` for where they must not.
+        directory: the one that the paths start from; no symbolic link is followed. Small batches
+            keep the GIL there while the page cache answers, if it is local.
+        paths: files, names of equal length.
+        place: the chunk place in memory that ``paths[0]`` goes to.
+        into: memory for headers and digests, a row for each path.
+        first: the path to begin with.
+        stop: the path to end before; by default behind the last.
         direct: whether files of which the page cache has nothing are read past it.
 
-    Returns how many files from the first on were read. Nothing is verified: whether a file is the
-    one asked for, and sound, is for the caller to see in its header and digests. What lies behind
-    the files read is undefined.
+    Returns up to which path all were read: ``stop`` if all goes well. Nothing is verified: whether
+    a file is the one asked for, and sound, is for the caller to see in its header and digests.
+    What lies behind the files read is undefined.
     """
-    bound = library()
+    bound, stop = library(), len(paths) if stop is None else stop
     if bound is None:
-        return fallback.read_entries(
-            transfer, dir_fd, paths, place, into, uids=uids, local=local, direct=direct
-        )
-    names = [path.encode() + b"\0" for path in paths]
-    trusted = (None, 0) if uids is None else (uids.ctypes.data, len(uids))
-    at, nbytes, done = ctypes.byref(transfer), transfer.file_nbytes * len(names), 0
-    flags = _DIRECT if direct else 0
-    if names and local and nbytes <= _HELD_NBYTES:
-        done = bound.load_held(
-            *(at, dir_fd, b"".join(names), len(names[0]), len(names), place, *into.addresses()),
-            *(1, _NOWAIT | flags, *trusted, None, 0, 0),
-        )
-        names = names[done:]
-    if names:
-        bounce = _bounce() if direct else None
-        room = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
-        with crew.joined(large=nbytes >= _SHARED_NBYTES) as threads:
-            done += bound.load(
-                *(at, dir_fd, b"".join(names), len(names[0]), len(names), place + done),
-                *(*into.rest(done).addresses(), threads, flags, *trusted, *room),
-            )
-        if bounce is not None:
-            _spare_bounces.append(bounce)
+        return fallback.read_entries(transfer, directory, paths, place, into, first, stop)
+    if first >= stop:
+        return first
+    names, flags = "\0".join(paths).encode() + b"\0", _DIRECT if direct else 0
+    batch = (ctypes.byref(transfer), ctypes.byref(into), directory.fd, names, len(paths[0]) + 1)
+    uids = directory.uids
+    trusted = (None, 0) if uids is None else (uids, len(uids))
+    nbytes = transfer.file_nbytes * (stop - first)
+    if directory.local and nbytes <= _HELD_NBYTES:
+        held = _NOWAIT | flags
+        first = bound.load_held(*batch, first, stop, place, 1, held, *trusted, None, 0, 0)
+    if first == stop:
+        return first
+    bounce = _bounce() if direct else None
+    room = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
+    with crew.joined(nbytes) as threads:
+        done: int = bound.load(*batch, first, stop, place, threads, flags, *trusted, *room)
+    if bounce is not None:
+        _spare_bounces.append(bounce)
     return done
 
 

@@ -82,9 +82,8 @@ sha256: Final = _find_sha256()
 
 _U64, _POINTER, _TEXT = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_char_p
 _LOAD: Final = (
-    *(_POINTER, ctypes.c_int, _TEXT, _U64, _U64, _U64),
-    *(_POINTER, _POINTER, _POINTER, _POINTER, _U64, _U64, _POINTER, _U64),
-    *(_POINTER, _U64, _U64),
+    *(_POINTER, _POINTER, ctypes.c_int, _TEXT, _U64, _U64, _U64, _U64, _U64, _U64),
+    *(_POINTER, _U64, _POINTER, _U64, _U64),
 )
 _HASH: Final = (_POINTER, _U64, _POINTER)
 _IDS: Final = (_POINTER, _U64, ctypes.c_int, _U64, _POINTER)
@@ -128,11 +127,12 @@ class Status:
     """Whether it is to be mended: the library is unusable, or ``VUA_NATIVE`` is not met."""
 
 
-class _State:
+class _Choice:
     """What came of looking for the library. One per process."""
 
     def __init__(self) -> None:
-        self.found: Status | None = None
+        self.status: Status | None = None
+        """None before it was looked for, or where ``VUA_NATIVE`` cannot be met."""
         self.after_fork()
         watch(self)
 
@@ -141,46 +141,43 @@ class _State:
         self.lock = threading.Lock()
 
 
-_state = _State()
+_choice = _Choice()
 
 
 def library() -> Library | None:
     """Return the library, or None where Python does its work.
 
-    The first call looks for it, which takes about a millisecond, and logs the outcome: INFO, or
+    The first call decides, which takes about a millisecond, and logs the outcome: INFO, or
     WARNING where a library is there that cannot be used. Safe for threads. Raises ConfigError when
     ``VUA_NATIVE`` is an unknown word, or is ``require`` and cannot be met.
     """
-    wish = os.environ.get("VUA_NATIVE", "auto")
-    if wish == "off":
-        return None
-    if wish not in ("auto", "require"):
-        msg = f"VUA_NATIVE must be auto, off or require, found {wish!r}"
-        raise ConfigError(msg)
-    found = _state.found or _find_once()
-    if found.library is None and wish == "require":
-        msg = f"VUA_NATIVE=require cannot be met: {found.text}"
-        raise ConfigError(msg)
-    return found.library
+    return (_choice.status or _choose()).library
 
 
 def status() -> Status:
     """Say whether the library does the work; raises nothing."""
-    if os.environ.get("VUA_NATIVE") == "off":
-        return Status(None, f"{_INSTEAD}: it is switched off by VUA_NATIVE=off")
     try:
-        library()
+        return _choice.status or _choose()
     except ConfigError as problem:
         return Status(None, str(problem), refused=True)
-    return _find_once()
 
 
-def _find_once() -> Status:
-    with _state.lock:
-        if _state.found is None:
-            _state.found = found = _find(library_path(_FOLDER, platform.machine()))
-            log.log(logging.WARNING if found.refused else logging.INFO, "%s", found.text)
-        return _state.found
+def _choose() -> Status:
+    wish = os.environ.get("VUA_NATIVE", "auto")
+    if wish not in ("auto", "off", "require"):
+        msg = f"VUA_NATIVE must be auto, off or require, found {wish!r}"
+        raise ConfigError(msg)
+    with _choice.lock:
+        if _choice.status is None:
+            found = Status(None, f"{_INSTEAD}: it is switched off by VUA_NATIVE=off")
+            if wish != "off":
+                found = _find(library_path(_FOLDER, platform.machine()))
+                log.log(logging.WARNING if found.refused else logging.INFO, "%s", found.text)
+            if found.library is None and wish == "require":
+                msg = f"VUA_NATIVE=require cannot be met: {found.text}"
+                raise ConfigError(msg)
+            _choice.status = found
+        return _choice.status
 
 
 def _find(path: Path) -> Status:

@@ -25,11 +25,11 @@ struct part {
 };
 
 /* The slices from `s` on that fit into a bounce buffer together, and at least one. */
-static struct part next_part(const struct work *work, const struct slice *s)
+static struct part next_part(const struct work *work, const struct slice *s,
+                             const struct slice *stop)
 {
-    const struct slice *last = &work->batch->slices[work->batch->slice_count - 1];
     struct part part = {s, s + 1, s->offset / PAGE * PAGE, s->offset + s->nbytes};
-    while (part.stop <= last && part.stop->offset == part.end &&
+    while (part.stop < stop && part.stop->offset == part.end &&
            part.end + part.stop->nbytes - part.begin <= work->bounce_nbytes)
         part.end += part.stop++->nbytes;
     return part;
@@ -110,17 +110,17 @@ static int take(const struct batch *batch, const struct slice *slice, const char
     return 1;
 }
 
-int vua_load_direct(struct work *work, int fd, uint64_t file, char *header, char *sink,
-                    char *bounce)
+int vua_load_direct(struct work *work, int fd, uint64_t file, const struct slice *first,
+                    const struct slice *stop, char *sink, char *bounce)
 {
     const struct batch *batch = work->batch;
-    const struct slice *stop = batch->slices + batch->slice_count;
     const uint64_t place = work->place + file;
-    uint64_t *digests = work->digests + file * batch->unit_count;
+    char *header = work->into->headers + file * batch->header_nbytes;
+    uint64_t *digests = work->into->digests + file * batch->unit_count;
     struct iovec rows[ROWS_MAX];
     struct part part;
-    for (const struct slice *s = batch->slices; s < stop; s = part.stop) {
-        part = next_part(work, s);
+    for (const struct slice *s = first; s < stop; s = part.stop) {
+        part = next_part(work, s, stop);
         if (part.end - part.begin > work->bounce_nbytes)
             return 0; /* a unit, or a header, that is larger: there are none so far */
         uint64_t count = aim_pages(rows, work, part, bounce, sink, place);

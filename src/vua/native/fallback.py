@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from vua.errors import CorruptEntryError, EntryError, UntrustedError
 from vua.io import posix
-from vua.io.plain import close_plain, is_plain, make_directory, open_plain
+from vua.io.plain import Directory, Uids, close_plain, is_plain, make_directory, open_plain
 from vua.io.posix import FileStatus, Iovecs
 from vua.native.transfer import (
     FAILED,
@@ -47,63 +47,48 @@ _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.
 
 def read_entries(
     transfer: Transfer,
-    dir_fd: int,
+    directory: Directory,
     paths: Sequence[str],
     place: int,
     into: Headers,
-    *,
-    uids: npt.NDArray[np.uint32] | None = None,
-    local: bool = True,
-    direct: bool = False,
+    first: int,
+    stop: int,
 ) -> int:
     """Read files one after the other; see :func:`vua.native.batches.read_entries`."""
-    del direct  # it is a matter of speed
-    for file, path in enumerate(paths):
+    for file in range(first, stop):
         try:
-            row = into.rest(file)
-            read_entry(transfer, dir_fd, path, place + file, row, uids=uids, local=local)
+            read_entry(transfer, directory, paths[file], place, into, file)
         except (OSError, EntryError, UntrustedError):
             return file
-    return len(paths)
+    return stop
 
 
 def read_entry(
-    transfer: Transfer,
-    dir_fd: int,
-    path: str,
-    place: int,
-    into: Headers,
-    *,
-    uids: npt.NDArray[np.uint32] | None = None,
-    local: bool = True,
+    transfer: Transfer, directory: Directory, path: str, place: int, into: Headers, file: int
 ) -> None:
-    """Read one file into memory, or say why not; its header and digests into the first row.
+    """Read a file into memory, to chunk place ``place + file``, or say why not.
 
-    The arguments are those of :func:`vua.native.batches.read_entries`. Raises OSError
-    (FileNotFoundError...), UntrustedError, CorruptEntryError for a wrong length.
+    Its header and digests go into that row of ``into``. The other arguments are those of
+    :func:`vua.native.batches.read_entries`. Raises OSError (FileNotFoundError...), UntrustedError,
+    CorruptEntryError for a wrong length.
     """
-    plan, header = transfer.plan, into.headers[0]
-    fd, status = open_plain(dir_fd, path, uids, local=local)
+    plan = transfer.plan
+    fd, status = open_plain(directory, path)
     try:
-        into.inodes[0] = status.inode
+        into.inodes[file] = status.inode
         if status.nbytes != plan.file_nbytes:
             msg = f"{status.nbytes} bytes long, expected {plan.file_nbytes}"
             raise CorruptEntryError(msg)
-        discard = np.empty(plan.discard_nbytes, np.uint8) if into.discard is None else into.discard
-        payload = transfer.rows(place, discard.ctypes.data)
-        opening = np.array([[header.ctypes.data, plan.header_nbytes]], dtype=np.uint64)
-        rows = np.concatenate([opening, payload])
-        blocks, cached = transfer.blocks(payload), local
-        for extent, extent_stop, with_header, nbytes, offset, block, stop in plan.reads.tolist():
-            first = 0 if with_header else 1 + extent * plan.segments
-            part = rows[first : 1 + extent_stop * plan.segments]
-            got, cached = _read(fd, part, nbytes, offset, cached=cached)
+        found, cached = [], directory.local
+        for rows, nbytes, offset, blocks in transfer.reads_of(place + file, into, file):
+            got, cached = _read(fd, rows, nbytes, offset, cached=cached)
             if got != nbytes:
                 msg = f"ends inside bytes {offset}..{offset + nbytes}"
                 raise CorruptEntryError(msg)
-            into.digests[0, block:stop] = digests_of(islice(blocks, stop - block))
+            found += digests_of(blocks)
+        into.digests[file] = found
     finally:
-        close_plain(fd, local=local)
+        close_plain(fd, local=directory.local)
 
 
 def _read(fd: int, rows: Iovecs, nbytes: int, offset: int, *, cached: bool) -> tuple[int, bool]:
@@ -192,7 +177,7 @@ def _write_entry(
     return WRITTEN
 
 
-def _is_there(directory: int, name: str, nbytes: int, uids: npt.NDArray[np.uint32] | None) -> bool:
+def _is_there(directory: int, name: str, nbytes: int, uids: Uids | None) -> bool:
     try:
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:

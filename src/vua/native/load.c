@@ -1,9 +1,8 @@
 /* Read and hash a batch of entry files in one call: open, preadv, XXH3, close for each.
  *
- * The loop of vua.store.store.Loader without Python between its system calls, so that a batch costs one
- * release of the GIL and can use a second core while the first one hashes. It decides nothing: a
- * file that is not exactly as expected ends the batch, and the Python path looks into why. It
- * keeps no state and calls no Python.
+ * One release of the GIL for all of them. Threads take parts of files in order, so that a large file
+ * has several of them, too. It decides nothing: a file that is not exactly as expected ends the
+ * batch, and the Python path looks into why. It keeps no state and calls no Python.
  *
  * Built by hatch_build.py, loaded with ctypes. Linux (openat2, preadv2), 64 bits; any C library: what
  * was added to glibc after 2.17 is called by its number.
@@ -18,7 +17,7 @@
 
 #include "load.h"
 
-static int open_file(const struct work *work, uint64_t file)
+static int open_path(const struct work *work, uint64_t file)
 {
     struct open_how how = {
         .flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW,
@@ -30,45 +29,97 @@ static int open_file(const struct work *work, uint64_t file)
     return (int)syscall(SYS_openat2, work->dir_fd, path, &how, sizeof how);
 }
 
-/* Load a file through the page cache. Returns whether all of it was read. */
-static int load_cached(struct work *work, int fd, uint64_t file, char *header, char *sink)
+/* Open a file, if it is one to believe, and say in `opened` how it is to be read. */
+static int open_file(struct work *work, uint64_t file, struct opened *opened)
+{
+    uint64_t *inode = work->into->inodes + 2 * file;
+    struct stat status;
+    int fd = open_path(work, file);
+    if (fd < 0)
+        return 0;
+    if (fstat(fd, &status) == 0 && vua_is_plain(&status, work->trusted) &&
+        (uint64_t)status.st_size == work->batch->file_nbytes) {
+        inode[0] = status.st_dev;
+        inode[1] = status.st_ino;
+        int cold = work->flags & DIRECT && vua_is_cold(fd);
+        if (!cold || !(work->flags & NOWAIT)) {
+            if (cold)
+                work->found_cold(work);
+            opened->direct = cold && work->bounce != NULL && fcntl(fd, F_SETFL, O_DIRECT) == 0;
+            opened->fd = fd;
+            return 1;
+        }
+    }
+    close(fd);
+    return 0;
+}
+
+/* Have a file open for one of its parts: the thread that comes first opens it, others wait. */
+static int enter(struct work *work, uint64_t file)
+{
+    struct opened *opened = &work->opened[file - work->first];
+    pthread_mutex_lock(&work->lock);
+    while (opened->state == OPENING)
+        pthread_cond_wait(&work->changed, &work->lock);
+    if (opened->state == CLOSED) {
+        opened->state = OPENING;
+        pthread_mutex_unlock(&work->lock);
+        int good = open_file(work, file, opened);
+        pthread_mutex_lock(&work->lock);
+        opened->state = good ? OPEN : BAD;
+        pthread_cond_broadcast(&work->changed);
+    }
+    int good = opened->state == OPEN;
+    pthread_mutex_unlock(&work->lock);
+    return good;
+}
+
+/* A part of a file has been read; the last one closes it. */
+static void leave(struct work *work, uint64_t file)
+{
+    struct opened *opened = &work->opened[file - work->first];
+    if (atomic_fetch_add(&opened->parts_done, 1) + 1 == work->parts) {
+        close(opened->fd);
+        opened->state = BAD; /* nobody comes any more */
+    }
+}
+
+/* Load slices through the page cache. Returns whether all of them were read. */
+static int load_cached(struct work *work, int fd, uint64_t file, const struct slice *s,
+                       const struct slice *stop, char *sink)
 {
     const struct batch *batch = work->batch;
+    const struct slice *last = &batch->slices[batch->slice_count - 1];
+    char *header = work->into->headers + file * batch->header_nbytes;
+    uint64_t *digests = work->into->digests + file * batch->unit_count;
     struct iovec rows[ROWS_MAX];
     int how = RWF_NOWAIT;
-    const struct slice *last = &batch->slices[batch->slice_count - 1];
-    for (const struct slice *s = batch->slices; s <= last; s++) {
+    for (; s < stop; s++) {
         uint64_t count = vua_aim(rows, batch, s, header, sink, work->place + file);
         struct cursor at = {rows + (s->header != 0), 0};
         if (count == 0 ||
             !vua_read_rows(work, fd, rows, count, s->nbytes, s->offset,
                            last->offset + last->nbytes, &how))
             return 0;
-        vua_hash_units(batch, at, s->unit, s->unit_stop, work->digests + file * batch->unit_count);
+        vua_hash_units(batch, at, s->unit, s->unit_stop, digests);
     }
     return 1;
 }
 
-static int load_open_file(struct work *work, int fd, uint64_t file, char *sink, char *bounce)
+static int load_part(struct work *work, uint64_t file, uint64_t part, char *sink, char *bounce)
 {
     const struct batch *batch = work->batch;
-    char *header = work->headers + file * batch->header_nbytes;
-    struct stat status;
-    if (fstat(fd, &status) < 0 || !vua_is_plain(&status, &work->trusted) ||
-        (uint64_t)status.st_size != batch->file_nbytes)
-        return 0;
-    work->inodes[2 * file] = status.st_dev;
-    work->inodes[2 * file + 1] = status.st_ino;
-    if (work->flags & DIRECT && vua_is_cold(fd)) {
-        if (work->flags & NOWAIT)
-            return 0;
-        work->found_cold(work);
-        if (bounce != NULL && fcntl(fd, F_SETFL, O_DIRECT) == 0 &&
-            vua_load_direct(work, fd, file, header, sink, bounce))
+    const uint64_t each = SLICES_OF_PART, first = part * each;
+    const uint64_t left = batch->slice_count - first;
+    const struct slice *s = batch->slices + first, *stop = s + (left < each ? left : each);
+    struct opened *opened = &work->opened[file - work->first];
+    if (opened->direct) {
+        if (bounce != NULL && vua_load_direct(work, opened->fd, file, s, stop, sink, bounce))
             return 1;
-        fcntl(fd, F_SETFL, 0); /* not to be had there */
+        opened->direct = 0; /* not to be had there */
+        fcntl(opened->fd, F_SETFL, 0);
     }
-    return load_cached(work, fd, file, header, sink);
+    return load_cached(work, opened->fd, file, s, stop, sink);
 }
 
 static void lower(_Atomic uint64_t *value, uint64_t to)
@@ -82,19 +133,20 @@ static void *run(void *argument)
 {
     struct work *work = argument;
     const uint64_t sink_nbytes = work->batch->sink_nbytes;
-    char *own = sink_nbytes && !work->discard ? malloc(sink_nbytes) : NULL;
-    uint64_t part = work->bounce ? atomic_fetch_add(&work->bounces_taken, 1) : 0;
-    char *bounce = part < work->bounces ? work->bounce + part * work->bounce_nbytes : NULL;
+    char *discard = work->into->discard, *own = sink_nbytes && !discard ? malloc(sink_nbytes) : NULL;
+    uint64_t taken = work->bounce ? atomic_fetch_add(&work->bounces_taken, 1) : 0;
+    char *bounce = taken < work->bounces ? work->bounce + taken * work->bounce_nbytes : NULL;
     for (;;) {
-        uint64_t file = atomic_fetch_add(&work->next, 1);
+        uint64_t next = atomic_fetch_add(&work->next, 1), file = work->first + next / work->parts;
         if (file >= atomic_load(&work->good))
             break; /* all taken, or behind a bad one */
-        char *sink = work->discard ? work->discard + file * sink_nbytes : own;
-        int fd = open_file(work, file);
-        int good = fd >= 0 && (sink || !sink_nbytes) &&
-            load_open_file(work, fd, file, sink, bounce);
-        if (fd >= 0)
-            close(fd);
+        char *sink = discard ? discard + file * sink_nbytes : own;
+        int good = enter(work, file);
+        if (good) {
+            good = (sink || !sink_nbytes) &&
+                load_part(work, file, next % work->parts, sink, bounce);
+            leave(work, file);
+        }
         if (!good)
             lower(&work->good, file);
     }
@@ -113,31 +165,47 @@ static uint64_t start(pthread_t *threads, uint64_t count, struct work *work)
 /* Called for each cold file; the first one starts threads. */
 static void start_more(struct work *work)
 {
-    uint64_t taken = atomic_load(&work->next);
-    if (atomic_fetch_add(&work->cold, 1) == 0 && taken < work->files) {
-        uint64_t left = work->files - taken;
-        work->more_count = start(work->more, left < COLD_THREADS ? left : COLD_THREADS, work);
+    uint64_t all = (work->stop - work->first) * work->parts, taken = atomic_load(&work->next);
+    if (atomic_fetch_add(&work->cold, 1) == 0 && taken < all) {
+        uint64_t left = all - taken, most = COLD_THREADS - work->threads;
+        work->more_count = start(work->more, left < most ? left : most, work);
     }
 }
 
-/* Return how many files from the first on were read, and hashed into `digests`.
- * Cold ones are read past the page cache where there is a `bounce`: `bounces`
- * times `bounce_nbytes` of page aligned memory, both in pages. */
-uint64_t vua_load(const struct batch *batch, int dir_fd, const char *paths, uint64_t path_nbytes,
-                  uint64_t files, uint64_t place, char *headers, uint64_t *digests, uint64_t *inodes,
-                  char *discard, uint64_t threads, uint64_t flags, const uint32_t *uids, uint64_t uid_count, char *bounce, uint64_t bounce_nbytes,
-                  uint64_t bounces)
+/* Read files [first, stop) of `paths`, `[stop][path_nbytes]`, each with a final 0, and hash them.
+ * Rows of `into` and chunk places count from 0 and `place`. Threads share files that are large.
+ * Cold ones are read past the page cache where there is a `bounce`: `bounces` times `bounce_nbytes`
+ * of page aligned memory, both in pages. Returns up to which file all were read. */
+uint64_t vua_load(const struct batch *batch, const struct tables *into, int dir_fd,
+                  const char *paths, uint64_t path_nbytes, uint64_t first, uint64_t stop,
+                  uint64_t place, uint64_t threads, uint64_t flags, const uint32_t *uids,
+                  uint64_t uid_count, char *bounce, uint64_t bounce_nbytes, uint64_t bounces)
 {
+    const struct users trusted = {uids, uid_count};
+    struct opened few[64] = {0}, *opened = few;
+    if (stop - first > sizeof few / sizeof *few)
+        opened = calloc(stop - first, sizeof *opened);
+    if (opened == NULL)
+        return first;
     struct work work = {
-        batch, dir_fd, paths, path_nbytes, files, place, headers, digests, inodes, discard, flags,
-        {uids, uid_count}, bounce, bounce_nbytes, bounces, .good = files, .found_cold = start_more,
+        batch, into, dir_fd, paths, path_nbytes, first, stop, place, flags, &trusted,
+        bounce, bounce_nbytes, bounces, opened,
+        .parts = (batch->slice_count + SLICES_OF_PART - 1) / SLICES_OF_PART,
+        .threads = threads < THREADS_MAX ? threads : THREADS_MAX,
+        .lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER,
+        .good = stop, .found_cold = start_more,
     };
     pthread_t helpers[THREADS_MAX];
-    uint64_t started = start(helpers, threads < THREADS_MAX ? threads - 1 : THREADS_MAX, &work);
+    uint64_t started = start(helpers, work.threads - 1, &work);
     run(&work);
     while (started > 0)
         pthread_join(helpers[--started], NULL);
     while (work.more_count > 0) /* started by one that has ended by now */
         pthread_join(work.more[--work.more_count], NULL);
+    for (uint64_t file = 0; file < stop - first; file++)
+        if (opened[file].state == OPEN) /* others of its parts were not wanted any more */
+            close(opened[file].fd);
+    if (opened != few)
+        free(opened);
     return atomic_load(&work.good);
 }

@@ -9,7 +9,8 @@
 #include <sys/uio.h>
 
 enum { ROWS_MAX = 1024, STATE_NBYTES = 1024, THREADS_MAX = 8, ARRAYS_MAX = 2 };
-enum { COLD_THREADS = 8 }; /* that wait for a device or a server, which want several requests */
+enum { COLD_THREADS = 16 }; /* that wait for a device or a server, which want several requests */
+enum { SLICES_OF_PART = 4 }; /* of a file, that a thread reads in turn: a MiB in all */
 
 /* xxhash.h's streaming interface, found in the xxhash module by the caller. */
 struct xxh3 {
@@ -58,23 +59,42 @@ struct users {
 /* Of flags: touch nothing that is not cached; read past the page cache what is not in it. */
 enum { NOWAIT = 1, DIRECT = 2 };
 
+/* Memory for what is read of files beside their K and V. The same fields as vua.native.Headers. */
+struct tables {
+    char *headers;     /* [files][header_nbytes] */
+    uint64_t *digests; /* [files][units]: what the units hash to */
+    uint64_t *inodes;  /* [files][2]: device and inode */
+    char *discard;     /* [files][sink_nbytes]; NULL: nobody wants to see it */
+};
+
+/* A file of which parts are being read. */
+struct opened {
+    enum { CLOSED, OPENING, OPEN, BAD } state; /* BAD: or read, and closed again */
+    int fd;
+    _Atomic int direct;       /* read past the page cache */
+    _Atomic uint32_t parts_done;
+};
+
 struct work {
     const struct batch *batch;
+    const struct tables *into;
     int dir_fd;
     const char *paths;          /* [files][path_nbytes], each with a final 0 */
-    uint64_t path_nbytes, files;
-    uint64_t place;             /* of the first file's chunk in memory */
-    char *headers;              /* [files][header_nbytes] */
-    uint64_t *digests;          /* [files][units]: what the units hash to */
-    uint64_t *inodes;           /* [files][2]: device and inode */
-    char *discard;              /* [files][sink_nbytes]; NULL: nobody wants to see it */
+    uint64_t path_nbytes, first, stop;
+    uint64_t place;             /* of file 0's chunk in memory */
     uint64_t flags;
-    struct users trusted;
+    const struct users *trusted;
     char *bounce;               /* for direct reads of cold files, page aligned; NULL: none */
-    uint64_t bounce_nbytes;     /* of each thread's part, in pages */
-    uint64_t bounces;           /* parts */
+    uint64_t bounce_nbytes;     /* of each thread's share, in pages */
+    uint64_t bounces;           /* shares */
+    struct opened *opened;      /* [stop - first] */
+    uint64_t parts;             /* of each file */
+    uint64_t threads;           /* that were there from the beginning */
+    pthread_mutex_t lock;       /* of the files' states */
+    pthread_cond_t changed;
     _Atomic uint64_t bounces_taken;
-    _Atomic uint64_t next, good; /* next file to take; files before the first bad one */
+    _Atomic uint64_t next;      /* part to take, of all files' */
+    _Atomic uint64_t good;      /* the first bad file */
     _Atomic uint64_t cold;      /* files that were not in the page cache, or not as a whole */
     pthread_t more[COLD_THREADS];
     uint64_t more_count;        /* threads started once a file was cold */
@@ -109,9 +129,9 @@ int vua_is_plain(const struct stat *status, const struct users *trusted);
  * for files that this process may not write). */
 int vua_is_cold(int fd);
 
-/* Load a file past the page cache: its pages need not be found memory for, and displace none.
- * Straight to its place where that is whole pages, else through `bounce`. Returns whether all of
- * it was read. */
-int vua_load_direct(struct work *work, int fd, uint64_t file, char *header, char *sink,
-                    char *bounce);
+/* Load slices [first, stop) of a file past the page cache: their pages need not be found memory
+ * for, and displace none. Straight to their place where that is whole pages, else through `bounce`.
+ * Returns whether all were read. */
+int vua_load_direct(struct work *work, int fd, uint64_t file, const struct slice *first,
+                    const struct slice *stop, char *sink, char *bounce);
 #endif

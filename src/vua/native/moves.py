@@ -17,10 +17,8 @@ __all__ = ["ITEMS", "Boxes", "copy_strided"]
 
 ITEMS: Final = (1, 2, 4, 8)
 """Bytes per element that `move.c` knows."""
-_SHARED_NBYTES: Final = 1 << 20
-"""Copies from this size on are worth a second thread."""
-
-
+_THREAD_NBYTES: Final = 1 << 19
+"""A thread for so many bytes."""
 _STREAMED_NBYTES: Final = 8 << 20
 """Copies from this size on go past the caches, in which they would not stay anyway."""
 
@@ -79,11 +77,11 @@ class Boxes(ctypes.Structure):
 
 
 def copy_strided(copies: Sequence[Boxes]) -> None:
-    """Copy all boxes. In C the GIL is released, and two threads share what is large."""
+    """Copy all boxes. In C the GIL is released, and threads share what is large."""
     bound = library()
     nbytes = sum(one.nbytes for one in copies)
     stream = nbytes >= _STREAMED_NBYTES
-    with crew.joined(large=nbytes >= _SHARED_NBYTES) as threads:
+    with crew.joined(nbytes, _THREAD_NBYTES) as threads:
         if bound is None or not bound.move(
             (Boxes * len(copies))(*copies), len(copies), threads, stream
         ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +15,6 @@ from vua.native.transfer import FAILED, PRESENT, WRITTEN, Transfer, WriteOptions
 
 __all__ = ["FAILED", "PRESENT", "WRITTEN", "WriteOptions", "write_entries"]
 
-_SHARED_NBYTES: Final = 4 << 20
-"""A batch from this size on is worth a second thread."""
-
 
 def write_entries(
     transfer: Transfer,
@@ -28,7 +24,7 @@ def write_entries(
     headers: npt.NDArray[np.uint8],
     options: WriteOptions,
 ) -> list[int]:
-    """Write the files of chunks in memory unless they are there, by two threads if that pays.
+    """Write the files of chunks in memory unless they are there, by several threads if that pays.
 
     Args:
         transfer: how each chunk lies in memory; of a plan for whole files.
@@ -49,7 +45,7 @@ def write_entries(
     statuses = np.zeros(len(paths), dtype=np.int32)
     names = [path.encode() + b"\0" for path in paths]
     nbytes = len(names) * transfer.file_nbytes
-    with crew.joined(large=len(names) > 1 and nbytes >= _SHARED_NBYTES) as threads:
+    with crew.joined(nbytes if len(names) > 1 else 0) as threads:
         bound.save(
             *(ctypes.byref(transfer), ctypes.byref(options), dir_fd),
             *(b"".join(names), len(names[0]), len(names), place, headers.ctypes.data),

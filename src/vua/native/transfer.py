@@ -12,6 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from vua.io import posix
+from vua.io.plain import Uids
 from vua.io.plan import ARRAYS_MAX, EntryPlan
 from vua.io.posix import Iovecs
 from vua.native.bindings import xxh3
@@ -33,6 +34,10 @@ FAILED, PRESENT, WRITTEN = 0, 1, 2
 """What became of a file: it could not be written, or not be tried; was there before; is there."""
 
 
+_KEPT_ROWS: Final = 1 << 14
+"""Addresses that a transfer keeps for Python, which takes as long to work them out as to read."""
+
+
 class Digest(Protocol):
     """What the bytes of one block are fed to: a hash, or one block's seal."""
 
@@ -45,28 +50,56 @@ class Digest(Protocol):
         ...
 
 
-class Headers(NamedTuple):
-    """Memory for what is read of files beside their K and V. The rows have no gaps."""
+class Read(NamedTuple):
+    """What one system call reads of a file."""
 
-    headers: npt.NDArray[np.uint8]
-    """``[files, header_nbytes]``."""
-    digests: npt.NDArray[np.uint64]
-    """The xxh3-64 of each block, ``[files, blocks]``."""
-    inodes: npt.NDArray[np.uint64]
-    """Device and inode, ``[files, 2]``; zeros until a file is open."""
-    discard: npt.NDArray[np.uint8] | None = None
-    """What is read only to be verified, ``[files, discard_nbytes]``; None: nobody looks at it."""
+    rows: Iovecs
+    """Where the bytes go, ``[n, 2]``."""
+    nbytes: int
+    offset: int
+    """Of the first of them in the file."""
+    blocks: Sequence[Sequence[memoryview]]
+    """The checksum blocks that they are, in parts; the header before them is none."""
 
-    def rest(self, first: int) -> Headers:
-        """Return the rows from ``first`` on."""
-        if first == 0:
-            return self
-        discard = None if self.discard is None else self.discard[first:]
-        return Headers(self.headers[first:], self.digests[first:], self.inodes[first:], discard)
 
-    def addresses(self) -> list[int | None]:
-        """Return where the four tables begin."""
-        return [None if table is None else table.ctypes.data for table in self]
+class Headers(ctypes.Structure):
+    """Memory for what is read of files beside their K and V: a row for each of up to some files.
+
+    The fields are `load.h`'s ``struct tables``.
+    """
+
+    _fields_ = (
+        ("header_rows", ctypes.c_void_p),
+        ("digest_rows", ctypes.c_void_p),
+        ("inode_rows", ctypes.c_void_p),
+        ("discard_rows", ctypes.c_void_p),
+    )
+
+    def __init__(self, plan: EntryPlan, files: int, *, keep_discarded: bool = False) -> None:
+        """Take memory for ``files`` files, with ``keep_discarded`` for what is discarded, too."""
+        nbytes = plan.header_nbytes
+        self.headers = posix.page_aligned(files * nbytes).reshape(files, nbytes)
+        """``[files, header_nbytes]``, without gaps."""
+        self.digests = np.zeros((files, plan.blocks), dtype=np.uint64)
+        """The xxh3-64 of each block, ``[files, blocks]``."""
+        self.inodes = np.zeros((files, 2), dtype=np.uint64)
+        """Device and inode, ``[files, 2]``; zeros until a file is open."""
+        self.discard: npt.NDArray[np.uint8] | None = None
+        """What is read only to be verified, ``[files, discard_nbytes]``; None: nobody looks."""
+        if keep_discarded:
+            self.discard = np.empty((files, plan.discard_nbytes), dtype=np.uint8)
+        tables = (self.headers, self.digests, self.inodes, self.discard)
+        super().__init__(*(None if table is None else table.ctypes.data for table in tables))
+
+    def clear(self, files: int) -> None:
+        """Forget what was found of the first files, so that nothing of it can pass for new."""
+        self.digests[:files] = 0
+        self.inodes[:files] = 0
+
+    def version(self, file: int) -> bytes | None:
+        """Return what tells an opened file from any other that ever has its name, else None."""
+        inode = self.inodes[file]
+        return inode.tobytes() if inode[1] else None
 
 
 class Transfer(ctypes.Structure):
@@ -120,12 +153,8 @@ class Transfer(ctypes.Structure):
         self._stride = list(head_stride)
         self._offset = [np.ascontiguousarray(array, dtype=u64) for array in segment_offset]
         self._starts: npt.NDArray[np.uint64] | None = None
-        super().__init__(
-            *(*(xxh3 or (0, 0, 0)), plan.file_nbytes, plan.header_nbytes, plan.table_offset),
-            *(plan.reads.ctypes.data, len(plan.reads), plan.extents.ctypes.data),
-            *(plan.block_nbytes.ctypes.data, plan.block_place.ctypes.data, plan.blocks),
-            *(plan.segments, plan.discard_nbytes),
-        )
+        self._reads: dict[int, tuple[Iovecs, list[Read]]] = {}
+        super().__init__(*(xxh3 or (0, 0, 0)), *plan.tables)
         memory = zip(self._base, self._stride, self._offset, strict=True)
         for array, (first, stride, offset) in enumerate(memory):
             self.base[array] = first.ctypes.data
@@ -163,6 +192,34 @@ class Transfer(ctypes.Structure):
         rows[..., 0] = self._extent_starts()[:, None] + offsets[extents["array"].astype(np.intp)]
         rows[..., 1] = extents["nbytes"][:, None]
         return rows.reshape(-1, 2)
+
+    def reads_of(self, place: int, into: Headers, file: int) -> Iterator[Read]:
+        """Yield what is to be read of a file, for Python; for one thread at a time.
+
+        Args:
+            place: the chunk place in memory.
+            into: memory for the header, and for what is discarded.
+            file: the row of it.
+        """
+        plan, kept = self.plan, self._reads.get(place)
+        if kept is None:
+            discard = np.empty(plan.discard_nbytes, np.uint8)
+            if into.discard is not None:
+                discard = into.discard[file]
+            payload = self.rows(place, discard.ctypes.data)
+            rows = np.concatenate([np.array([[0, plan.header_nbytes]], np.uint64), payload])
+            blocks, reads = list(self.blocks(payload)), []
+            for extent, extent_stop, header, nbytes, offset, block, stop in plan.reads.tolist():
+                first = 0 if header else 1 + extent * plan.segments
+                part = rows[first : 1 + extent_stop * plan.segments]
+                reads.append(Read(part, nbytes, offset, blocks[block:stop]))
+            kept = (rows, reads)
+            if not plan.discard_nbytes:
+                if len(self._reads) * len(rows) > _KEPT_ROWS:
+                    self._reads.clear()
+                self._reads[place] = kept
+        kept[0][0, 0] = into.headers[file].ctypes.data
+        yield from kept[1]
 
     def blocks(self, rows: Iovecs) -> Iterator[list[memoryview]]:
         """Yield the bytes of each checksum block, piece by piece.
@@ -223,7 +280,7 @@ class WriteOptions(ctypes.Structure):
         allocate_nbytes: int,
         directory_mode: int,
         file_mode: int,
-        uids: npt.NDArray[np.uint32] | None,
+        uids: Uids | None,
         durable: bool = False,
     ) -> None:
         """Describe it.
@@ -239,7 +296,7 @@ class WriteOptions(ctypes.Structure):
             durable: fsync each file, and the directories that lead to it.
         """
         self.uids, self.durable = uids, durable
-        whose = (None, 0) if uids is None else (uids.ctypes.data, len(uids))
+        whose = (None, 0) if uids is None else (ctypes.addressof(uids), len(uids))
         super().__init__(
             *(file_name.encode(), temporary.encode(), check_offset, allocate_nbytes),
             *(directory_mode, file_mode, *whose),

@@ -23,8 +23,8 @@ import numpy.typing as npt
 from vua import native
 from vua.errors import CorruptEntryError, StorageError
 from vua.format.layout import Shard
-from vua.io.posix import memory_at, page_aligned
-from vua.native import FAILED, PRESENT, WRITTEN, Transfer, digests_of
+from vua.io.posix import memory_at
+from vua.native import FAILED, PRESENT, WRITTEN, Headers, Transfer, digests_of
 
 __all__ = [
     "FAILED",
@@ -61,14 +61,8 @@ class Batch:
     """How the bytes of an entry lie in memory."""
     place: int
     """The chunk place in memory of the first entry; the others follow it."""
-    headers: npt.NDArray[np.uint8]
-    """Memory for the headers, ``[names, header_nbytes]``, rows without gaps. To be written they
-    are complete, but for the checksums and the check where :attr:`check_offset` is given."""
-    digests: npt.NDArray[np.uint64]
-    """What was read hashes to: xxh3-64, ``[names, blocks]``. Zeros before."""
-    discard: npt.NDArray[np.uint8] | None = None
-    """Memory for what is read only to be verified, ``[names, discard_nbytes]``, where that is
-    looked at later."""
+    into: Headers
+    """Memory for what is read beside K and V, with a row for each of the names, or more."""
     check_offset: int | None = None
     """Where in a header that is to be written the digits of its check of itself stand."""
 
@@ -80,17 +74,33 @@ class Batch:
         place: int = 0,
         *,
         keep_discarded: bool = False,
+        check_offset: int | None = None,
     ) -> Batch:
-        """Return a batch to read into, with memory for headers and digests."""
-        plan, count = transfer.plan, len(names)
-        return cls(
-            names,
-            transfer,
-            place,
-            page_aligned(count * plan.header_nbytes).reshape(count, plan.header_nbytes),
-            np.zeros((count, plan.blocks), dtype=np.uint64),
-            np.empty((count, plan.discard_nbytes), dtype=np.uint8) if keep_discarded else None,
-        )
+        """Return a batch with memory for headers and digests; of what is discarded if wanted."""
+        into = Headers(transfer.plan, len(names), keep_discarded=keep_discarded)
+        return cls(names, transfer, place, into, check_offset)
+
+    @property
+    def headers(self) -> npt.NDArray[np.uint8]:
+        """The headers, ``[names or more, header_nbytes]``, rows without gaps.
+
+        To be written they are complete, but for the checksums and the check where
+        :attr:`check_offset` is given.
+        """
+        return self.into.headers
+
+    @property
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """What was read hashes to: xxh3-64, ``[names or more, blocks]``. Zeros before."""
+        return self.into.digests
+
+    @property
+    def discard(self) -> npt.NDArray[np.uint8] | None:
+        """What was read only to be verified, ``[names or more, discard_nbytes]``.
+
+        None where nobody looks at it.
+        """
+        return self.into.discard
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +173,7 @@ def _cut(view: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
         view = view[size:]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Filled:
     """What became of a read."""
 
@@ -178,7 +188,7 @@ class Filled:
     that are in memory, and for the one behind them if it is damaged."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Written:
     """What became of a write."""
 

@@ -38,6 +38,8 @@ SCHEMES: Final = ("s3", "gs", "az", "file", "memory")
 
 _REQUESTS: Final = 16
 """Requests under way at a time, of all buckets of this process."""
+_SMALL_REQUESTS: Final = 64
+"""Likewise of those that carry no body."""
 _IN_FLIGHT_NBYTES: Final = 256 << 20
 """Bytes of bodies under way at a time, of all buckets of this process; a larger one goes alone."""
 _RETRY: Final = {
@@ -262,10 +264,15 @@ class Bucket:
     # -- many at once -------------------------------------------------------------------------
 
     @staticmethod
-    def each(work: Callable[[A], T], items: Sequence[A]) -> list[T]:
-        """Return ``[work(item) for item in items]``, some at a time. ``work`` raises nothing."""
+    def each(work: Callable[[A], T], items: Sequence[A], *, small: bool = False) -> list[T]:
+        """Return ``[work(item) for item in items]``, some at a time; ``small``: more of them.
+
+        ``work`` raises nothing.
+        """
         if len(items) == 1:
             return [work(items[0])]
+        if small:
+            return _runtime.small.map(lambda _, item: work(item), items)
 
         return _runtime.threads.map(lambda _, item: work(item), items)
 
@@ -280,6 +287,7 @@ class _Runtime:
 
     def __init__(self) -> None:
         self.threads = Threads(_REQUESTS, "vua-bucket")
+        self.small = Threads(_SMALL_REQUESTS, "vua-bucket-small")
         self.gate = ByteGate(_IN_FLIGHT_NBYTES)
         self.is_used = self.is_forked = False
         watch(self)

@@ -10,6 +10,7 @@ users' files count as absent, unless :class:`vua.security.settings.Security` say
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import itertools
 import os
@@ -23,16 +24,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from vua import native
 from vua.errors import EntryError, UntrustedError
 from vua.format.layout import Shard
 from vua.io import posix
 from vua.io.forks import watch
-from vua.io.plain import is_plain, make_directory, open_plain
+from vua.io.plain import Directory, is_plain, make_directory, open_plain
 from vua.io.posix import FileStatus
-from vua.native import Headers
 from vua.security.settings import Security, open_directory
 from vua.storage.base import FAILED, Batch, Capabilities, Entry, Filled, Written, entry_name
 from vua.storage.description import is_namespace_name
@@ -112,7 +110,7 @@ class LocalStorage:
         self._renew = renew
         self._security = security or Security()
         uids = self._security.uids
-        self._uids = None if uids is None else np.array([*uids], dtype=np.uint32)
+        self._uids = None if uids is None else (ctypes.c_uint32 * len(uids))(*uids)
         self._fd = open_directory(self.directory, self._security)
         self._local = posix.is_local(self._fd)
         self._allocated_nbytes = _ALLOCATED_NBYTES if posix.is_ext4(self._fd) else _NEVER
@@ -138,54 +136,30 @@ class LocalStorage:
 
     def read(self, batch: Batch) -> Filled:
         """Read and hash files by few calls; one that C stops at is read, or judged, in Python."""
-        paths = list(map(entry_path, batch.names))
-        inodes = np.zeros((len(paths), 2), dtype=np.uint64)
-        into = Headers(batch.headers, batch.digests, inodes, batch.discard)
-        done, problem = 0, None
-        while done < len(paths) and problem is None:
-            done = self._read_many(batch, paths, done, into)
-            if done < len(paths):
-                problem = self._read_one(batch, paths[done], done, into)
-                done += problem is None
-        return Filled(
-            done, problem, lambda index: inodes[index].tobytes() if inodes[index, 1] else None
-        )
-
-    def _read_many(self, batch: Batch, paths: Sequence[str], first: int, into: Headers) -> int:
-        """Read files from ``first`` on; return where it stopped. Known ones may be cached."""
-        known = self.first_reads.known(paths[first:]) if self._local else len(paths) - first
-        edges = (first, first + known, len(paths))
-        for start, stop, direct in zip(edges, edges[1:], (False, True), strict=False):
-            if start < stop:
-                first += native.read_entries(
-                    *(batch.transfer, self._fd, paths[start:stop], batch.place + start),
-                    into.rest(start),
-                    uids=self._uids,
-                    local=self._local,
-                    direct=direct,
-                )
-            if first < stop:
-                break
-        return first
-
-    def _read_one(self, batch: Batch, path: str, index: int, into: Headers) -> Exception | None:
-        """Read one file; return why it cannot be read."""
-        try:
-            native.read_entry(
-                *(batch.transfer, self._fd, path, batch.place + index, into.rest(index)),
-                uids=self._uids,
-                local=self._local,
+        paths, transfer, into = list(map(entry_path, batch.names)), batch.transfer, batch.into
+        known = self.first_reads.known(paths) if self._local else len(paths)
+        directory = Directory(self._fd, self._uids, self._local)
+        done = 0
+        while done < len(paths):
+            direct = done >= known  # nobody here has read it: it may not be in the page cache
+            stop = len(paths) if direct else known
+            done = native.read_entries(
+                transfer, directory, paths, batch.place, into, done, stop, direct=direct
             )
-        except (OSError, EntryError, UntrustedError) as problem:
-            return problem
-        return None
+            if done < stop:
+                try:
+                    native.read_entry(transfer, directory, paths[done], batch.place, into, done)
+                except (OSError, EntryError, UntrustedError) as problem:
+                    return Filled(done, problem, into.version)
+                done += 1
+        return Filled(done, None, into.version)
 
     def open_file(self, name: str) -> tuple[int, FileStatus]:
         """Open an entry's file, see :func:`vua.io.plain.open_plain`, for ways to read of one's own.
 
         Raises OSError, UntrustedError.
         """
-        return open_plain(self._fd, entry_path(name), self._uids, local=self._local)
+        return open_plain(Directory(self._fd, self._uids, self._local), entry_path(name))
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         """Whether files are there, to be read and of that size."""

@@ -118,7 +118,7 @@ class ObjectStorage:
                 return nbytes in (None, found.nbytes)
             return False
 
-        return self._bucket.each(head, names)
+        return self._bucket.each(head, names, small=True)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the objects of the namespace, or of one chunk; foreign names are ignored."""

@@ -25,7 +25,7 @@ _DISCARD_NBYTES: Final = 64 << 20
 """Memory for what is read of sealed entries only to be verified."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verified:
     """What became of a read."""
 
@@ -62,7 +62,8 @@ class EntryReader:
     def __init__(self, storage: Storage, codec: EntryCodec, transfer: Transfer) -> None:
         """Read from ``storage`` what ``codec`` describes, as ``transfer`` says."""
         self._storage, self._codec, self._transfer = storage, codec, transfer
-        self._room = Batch.of((), transfer)
+        self._suffix = f"/{codec.shard.name}"
+        self._room: Batch | None = None
 
     def read(self, keys: Sequence[ChunkKey], place: int = 0, seal: Seal | None = None) -> Verified:
         """Read leading entries into the chunk places from ``place`` on, up to a bad one.
@@ -91,14 +92,15 @@ class EntryReader:
 
     def _batch(self, run: Sequence[ChunkKey], place: int, *, keep_discarded: bool) -> Batch:
         """Return what to ask for, in memory that is kept between calls."""
-        shard, count = self._codec.shard, len(run)
-        names = [entry_name(key.name, shard) for key in run]
-        if len(self._room.headers) < count or keep_discarded:
-            self._room = Batch.of(names, self._transfer, place, keep_discarded=keep_discarded)
-            return self._room
-        digests = self._room.digests[:count]
-        digests.fill(0)  # nothing is left that a storage could pass off as its own
-        return Batch(names, self._transfer, place, self._room.headers[:count], digests)
+        names = [key.name + self._suffix for key in run]
+        room = self._room
+        if keep_discarded or room is None or len(room.headers) < len(run):
+            room = Batch.of(names, self._transfer, place, keep_discarded=keep_discarded)
+            self._room = room
+            return room
+        room.names, room.place = names, place
+        room.into.clear(len(run))  # nothing is left that a storage could pass off as its own
+        return room
 
     def _verify(
         self, batch: Batch, keys: Sequence[ChunkKey], seal: Seal | None

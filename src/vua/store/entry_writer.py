@@ -22,6 +22,7 @@ from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Storage, entry_name
 from vua.store.quarantine import Misses
+from vua.store.search import Search
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
@@ -45,6 +46,7 @@ class Target(Protocol):
     capacity: Capacity | BucketCapacity | None
     keyring: Keyring
     misses: Misses
+    search: Search | None
 
     def codec(self, shard: Shard, kind: str = "") -> EntryCodec:
         """Return the codec of a shard's files."""
@@ -105,7 +107,8 @@ class EntryWriter:
 
         Returns whether it was written. Raises as :meth:`save` does.
         """
-        batch = self._batch([key], self._transfer(kind), 0, header[None], kind)
+        batch = self._batch([key], self._transfer(kind), 0, kind)
+        batch.headers[0] = header
         return self._write([key], 0, batch) == [WRITTEN]
 
     def _write(self, run: Sequence[ChunkKey], place: int, batch: Batch | None = None) -> list[int]:
@@ -149,6 +152,8 @@ class EntryWriter:
             if chunks := statuses.count(became):
                 self.store.misses.count(event, chunks)
         for key, became in zip(run, statuses, strict=True):
+            if self.store.search is not None and became != FAILED:
+                self.store.search.wrote(entry_name(key.name, self.shard))
             if became == WRITTEN:
                 log.debug("saved chunk %s/%s", key.name[:12], self.shard.name)
 
@@ -156,7 +161,7 @@ class EntryWriter:
         """Return a batch with the headers of new entries, and their payloads as they are stored."""
         kind = seal.kind if seal else ""
         codec, transfer = self.store.codec(self.shard, kind), self._transfer(kind)
-        headers = page_aligned(len(run) * codec.header_nbytes).reshape(len(run), -1)
+        headers = []
         payload_nbytes = codec.file_nbytes - codec.header_nbytes
         encrypted = np.empty((0, payload_nbytes), dtype=np.uint8)
         if kind == ENCRYPTED:
@@ -167,26 +172,20 @@ class EntryWriter:
                 blocks = transfer.blocks(transfer.rows(place + at))
                 into = encrypted[at] if len(encrypted) else None
                 mark, tags = seal.close(codec, key, blocks, into)
-            text = codec.blank_header(key, writer=_WRITER, mark=mark, tags=tags)
-            headers[at] = np.frombuffer(text, dtype=np.uint8)
+            headers.append(codec.blank_header(key, writer=_WRITER, mark=mark, tags=tags))
         if len(encrypted):
             store, shard, address = self.store, self.shard, encrypted.ctypes.data
             memory = payload_map(store.layout, shard, address, encrypted, len(run))
             transfer, place = store.transfer(shard, shard, shard, memory, kind), 0
-        return self._batch(run, transfer, place, headers, kind)
+        batch = self._batch(run, transfer, place, kind)
+        for row, text in zip(batch.headers, headers, strict=True):
+            row[:] = np.frombuffer(text, dtype=np.uint8)
+        return batch
 
-    def _batch(
-        self,
-        run: Sequence[ChunkKey],
-        transfer: Transfer,
-        place: int,
-        headers: npt.NDArray[np.uint8],
-        kind: str,
-    ) -> Batch:
+    def _batch(self, run: Sequence[ChunkKey], transfer: Transfer, place: int, kind: str) -> Batch:
         names = [entry_name(key.name, self.shard) for key in run]
         check_offset = self.store.codec(self.shard, kind).check_offset
-        digests = np.zeros((0, 0), dtype=np.uint64)  # of what is read
-        return Batch(names, transfer, place, headers, digests, check_offset=check_offset)
+        return Batch.of(names, transfer, place, check_offset=check_offset)
 
     def _batch_chunks(self) -> int:
         """How many chunks to write by one call."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vua.capacity.bucket import BucketCapacity
 from vua.capacity.reservation import Capacity
@@ -28,6 +27,7 @@ from vua.storage.base import Storage, entry_name, parse_name
 from vua.store.entry_reader import EntryReader, Verified
 from vua.store.entry_writer import EntryWriter
 from vua.store.quarantine import Misses
+from vua.store.search import Search
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
@@ -37,8 +37,7 @@ __all__ = ["EntryWriter", "Keys", "Loaded", "Loader", "Store"]
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """What a load brought."""
 
     chunks: int
@@ -71,6 +70,8 @@ class Store:
         self._codecs: dict[tuple[Shard, str], EntryCodec] = {}
         self._plans: dict[tuple[Shard, Shard, Shard, int, str], EntryPlan] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
+        self.search = Search(storage, layout) if storage.capabilities.probes > 1 else None
+        """What looks chunks up where an answer takes long."""
         self.misses = Misses(storage)
         self.counts: Counter[str] = self.misses.counts
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
@@ -113,13 +114,15 @@ class Store:
             shards: the files that the asker's own kind writes, probed first; by default the whole
                 model. Chunks stored in other shards that cover the model count as well.
         """
-        wanted = [self.layout.full] if shards is None else shards
-        if not len(keys) or not self.holds(keys[0], wanted):
+        if self.search is not None:
+            return self.search.longest(keys, shards or [self.layout.full])
+        written = [f"/{shard.name}" for shard in shards or (self.layout.full,)]
+        if not len(keys) or not self._holds(keys[0].name, written):
             return 0
         present, absent = 1, len(keys) + 1  # chunk counts: known good, known bad
         probe = len(keys)
         while absent - present > 1:
-            if self.holds(keys[probe - 1], wanted):
+            if self._holds(keys[probe - 1].name, written):
                 present = probe
             else:
                 absent = probe
@@ -128,9 +131,14 @@ class Store:
 
     def holds(self, key: ChunkKey, wanted: Sequence[Shard]) -> bool:
         """Whether a chunk is stored: in the files ``wanted``, or in others that cover the model."""
-        if all(self.storage.exists([entry_name(key.name, shard) for shard in wanted])):
+        if self.search is not None:
+            return self.search.holds([key], wanted)[0]
+        return self._holds(key.name, [f"/{shard.name}" for shard in wanted])
+
+    def _holds(self, chunk: str, written: Sequence[str]) -> bool:
+        if all(self.storage.exists([chunk + suffix for suffix in written])):
             return True
-        return cover(self.layout.full, self.shards(key.name)) is not None
+        return cover(self.layout.full, self.shards(chunk)) is not None
 
     def shards(self, chunk: str) -> Sequence[Shard]:
         """Return the shards stored of a chunk, none where it is absent."""
@@ -216,10 +224,15 @@ class Loader:
             log.warning("nothing is loaded: %s", problem)
             return Loaded(0, 0, "locked")
         while chunks < len(keys):
-            got, shard = self._read([keys[at] for at in range(chunks, len(keys))], chunks)
+            got, bad = Verified(len(keys) - chunks), self._target
+            for shard, reader in self._route:
+                run = [keys[at] for at in range(chunks, chunks + got.count)]
+                found = reader.read(run, chunks, self._seal)
+                if found.problem is not None:
+                    got, bad = found, shard
             chunks += got.count
             if got.problem is not None:
-                reason = self._miss(keys[chunks], shard, got.problem, got.version)
+                reason = self._miss(keys[chunks], bad, got.problem, got.version)
             if reason is not None:
                 store.misses.count(reason)
                 break
@@ -233,20 +246,13 @@ class Loader:
         if (before and before.kind) != (self._seal and self._seal.kind):
             self._follow(self._cover)
 
-    def _read(self, keys: Sequence[ChunkKey], place: int) -> tuple[Verified, Shard]:
-        """Read chunks as far as all their shards are good; say of which shard one is not."""
-        got, bad = Verified(len(keys)), self._target
-        for shard, reader in self._route:
-            found = reader.read(keys[: got.count], place, self._seal)
-            if found.problem is not None:
-                got, bad = found, shard
-        return got, bad
-
     def _miss(
         self, key: ChunkKey, shard: Shard, problem: Exception, version: bytes | None
     ) -> str | None:
         """Return why a chunk is not to be had; None where it may be in other shards."""
         misses = self._store.misses
+        if self._store.search is not None:
+            self._store.search.forget(entry_name(key.name, shard))
         if isinstance(problem, FileNotFoundError):
             found = cover(self._target, self._store.shards(key.name))
             if found is None or found == self._cover:

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 from hypothesis import strategies as st
 
-from helpers import DirectoryTest
+from helpers import DirectoryTest, native_code
 from properties import given, settings
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity import limits as bounds_module
@@ -342,7 +342,7 @@ class TestCapacity(DirectoryTest):
                 raise OSError(code, os.strerror(code))
             real(*args, **options)
 
-        with mock.patch("os.replace", replace), mock.patch.dict(os.environ, VUA_NATIVE="off"):
+        with mock.patch("os.replace", replace), native_code("off"):
             yield
 
     def test_late_parent(self) -> None:

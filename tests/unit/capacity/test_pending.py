@@ -6,7 +6,7 @@ import threading
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 
-from helpers import DirectoryTest
+from helpers import SOON_S, DirectoryTest, until
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity.lru import MTIME_STEP_NS, mtime_ns_of
 from vua.capacity.pending import Pending
@@ -26,11 +26,11 @@ class TestPending(unittest.TestCase):
             asked = [pool.submit(pending.mtime_ns_of, name) for name in "ab"]
             self.assertFalse(any(one.done() for one in asked))
             pending.expect("a", 0)
-            self.assertEqual(0, asked[0].result(20))
+            self.assertEqual(0, asked[0].result(SOON_S))
             self.assertFalse(asked[1].done())
             pending.leave(second)
             pending.leave(first)
-        self.assertIsNone(asked[1].result(20))
+        self.assertIsNone(asked[1].result(SOON_S))
         pending.expect("a", 5)  # late: nothing
         self.assertIsNone(pending.mtime_ns_of("a"))
 
@@ -45,7 +45,7 @@ class TestPending(unittest.TestCase):
             pool.submit(lambda: (pending.wait_for("a"), ended.set()))
             self.assertFalse(ended.wait(0.05))
             pending.leave(first)
-        self.assertTrue(ended.wait(20))
+        self.assertTrue(ended.wait(SOON_S))
 
     def test_patience(self) -> None:
         """Nobody waits for ever."""
@@ -74,7 +74,7 @@ class TestMtimes(DirectoryTest):
                 folder = home / names[at][:2] / names[at]
                 folder.mkdir(parents=True)
                 if at and at + 1 < len(names):
-                    written[at + 1].wait(20)
+                    written[at + 1].wait(SOON_S)
                 (folder / f"{LAYOUT.full.name}.safetensors").write_bytes(b"x")
                 written[at].set()
                 room.commit([WRITTEN])
@@ -82,8 +82,7 @@ class TestMtimes(DirectoryTest):
         with ThreadPoolExecutor(6) as pool:
             for at in range(len(keys)):
                 pool.submit(save, at)
-                while len(began) <= at:
-                    threading.Event().wait(0.001)
+                until(lambda at=at: len(began) > at)
         mtimes = [mtime_ns_of(cache.store.storage.fileno(), name) or 0 for name in names]
         self.assertEqual([mtimes[0] - n * MTIME_STEP_NS for n in range(6)], mtimes)
 

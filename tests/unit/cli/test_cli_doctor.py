@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from commands import run, run_json
-from helpers import DirectoryTest, read_only
+from helpers import DirectoryTest, native_code, read_only
 from vua.capacity.limits import Limits, write_bounds
 from vua.cli import probes
 from vua.cli.probes import PROBES, Finding, Ground, Mount, mount_of
@@ -118,11 +118,11 @@ class TestDoctor(DirectoryTest):
         """No native loop is a note; cuFile is found, and never loaded."""
         library = self.root / "libcufile.so.0"
         library.write_text("no library")
-        with mock.patch.dict(os.environ, {"VUA_NATIVE": "off", "LD_LIBRARY_PATH": f":{self.root}"}):
+        with native_code("off"), mock.patch.dict(os.environ, LD_LIBRARY_PATH=f":{self.root}"):
             _, found = self.levels()
         self.assertEqual("note", found["native loop"][0])
         self.assertIn("libcufile.so", found["GDS"][1])
-        with mock.patch.dict(os.environ, {"VUA_NATIVE": "nonsense"}):
+        with native_code("nonsense"):
             self.assertEqual(1, self.levels()[0])
 
     def test_removed_after_failure(self) -> None:

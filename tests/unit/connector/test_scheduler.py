@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import time
 import unittest
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from helpers import keys_of
+from helpers import keys_of, until
 from scheduling import LAYOUT, answer, request_of, step
 from vua.capacity.ttl import settle, ttl_s_of
 from vua.connector.config import ConnectorConfig, Timeouts
@@ -45,6 +44,9 @@ def store(side: Any, first: int, stop: int) -> None:
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class SchedulerTest(unittest.TestCase):
+    now_s = 100.0
+    """A clock that stands still until a test moves it."""
+
     def side(
         self, *, loads: bool = True, layout: KVLayout = LAYOUT, block: int = 16, **settings: Any
     ) -> Any:
@@ -58,7 +60,7 @@ class SchedulerTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         settings = {"witness_every": 0} | settings
         config = ConnectorConfig(shared_storage_path=folder.name, chunk_tokens=16, **settings)
-        side = SchedulerSide(model, config, loads=loads, saves=True)
+        side = SchedulerSide(model, config, loads=loads, saves=True, clock=lambda: self.now_s)
         self.addCleanup(side.shutdown)
         return side
 
@@ -148,7 +150,7 @@ class SchedulerTest(unittest.TestCase):
         """Each lookup is a miss in time; after a few there are none, until storage answers."""
         from vua.connector.metadata import ConnectorMetadata
 
-        side, asked, go = self.side(timeouts=Timeouts(lookup_s=0.05)), [], threading.Event()
+        side, asked, go = self.side(timeouts=Timeouts(lookup_s=1.0)), [], threading.Event()
         self.addCleanup(go.set)
         look_up = side._namespace.stores[0].lookup
 
@@ -160,7 +162,11 @@ class SchedulerTest(unittest.TestCase):
         side._namespace.stores[0].lookup = hanging  # type: ignore[method-assign]
         with self.assertLogs("vllm.vua.storage", "WARNING"):
             for at in range(3):
-                self.assertEqual((0, False), answer(side, request_of(f"late {at}")))
+                late = request_of(f"late {at}")
+                self.assertEqual((None, False), side.matched_tokens(late, 0))
+                until(lambda at=at: len(asked) == min(at + 1, 2))
+                self.now_s += 1.0
+                self.assertEqual((0, False), side.matched_tokens(late, 0))
         self.assertEqual((0, False), side.matched_tokens(request_of("paused"), 0))
         orders = ConnectorMetadata()
         side.add_saves(orders, step({"late 0": 0, "paused": 0}))
@@ -172,10 +178,9 @@ class SchedulerTest(unittest.TestCase):
 
         go.set()
         with self.assertLogs("vllm.vua.storage", "INFO"):
-            at = 0
-            while not side._lookups._guard._breaker.closed:
-                at += 1
-                answer(side, request_of(f"again {at}"))
+            until(lambda: len(asked) == 3)  # whoever asked third is answered, too late to count
+            self.now_s += 60.0  # the longest pause
+            answer(side, request_of("again"))
         answer(side, request_of("good"))
         side.add_saves(orders, step({"good": 0}))
         self.assertEqual([4], [len(keys) for save in orders.saves for _, keys in save.parts])
@@ -251,13 +256,17 @@ class SchedulerTest(unittest.TestCase):
         side = self.side()
         store(side, 0, 1)
         self.assertEqual((16, True), answer(side, asking("impatient")))
-        waiting = asking("waiting", wait_s=20)
+        waiting = asking("waiting", wait_s=60)
         for _ in range(100):
+            self.now_s += 0.02
             self.assertIsNone(side.matched_tokens(waiting, 0)[0])
             side.take_loads()
         store(side, 1, 4)
+        while (given := side.matched_tokens(waiting, 0))[0] is None:
+            self.now_s += 0.02
+            side.take_loads()
 
-        self.assertEqual((48, True), answer(side, waiting))
+        self.assertEqual((48, True), given)
 
     def test_prompts_that_come_together(self) -> None:
         """An idle engine waits for the lookups of both; one that computes does not wait so long."""
@@ -280,14 +289,16 @@ class SchedulerTest(unittest.TestCase):
             side.take_loads()
             for request in both:
                 side.finished(request)
-            threading.Timer(0.05, go.set).start()
+            go.set()
             self.assertEqual((0, False), side.matched_tokens(third, 0))
 
     def test_waiting_in_vain(self) -> None:
         """A request that waits for what never comes takes what there is."""
-        side = self.side()
+        side = self.side(timeouts=Timeouts(lookup_s=60.0))
         store(side, 0, 1)
-        began = time.monotonic()
-
-        self.assertEqual((16, True), answer(side, asking("waiting", wait_s=0.2)))
-        self.assertGreaterEqual(time.monotonic() - began, 0.2)
+        waiting = asking("waiting", wait_s=2)
+        self.assertIsNone(side.matched_tokens(waiting, 0)[0])
+        self.now_s += 1.9
+        self.assertIsNone(side.matched_tokens(waiting, 0)[0])
+        self.now_s += 0.2
+        self.assertEqual((16, True), answer(side, waiting))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import pickle
 import time
 import unittest
-from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +14,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import DirectoryTest, bits, keys_of, noise
+from helpers import DirectoryTest, bits, keys_of, noise, until
 from vua.connector.step import ScheduledRequest, ScheduledStep
 from vua.device.slab import Slab
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.storage.base import Batch, Filled
 from vua.storage.local import LocalStorage
 from vua.store.store import Store
 from vua.testing.throttle import ThrottledStorage
 
 LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
 COMPUTE_S = 0.1
-"""What a step takes that computes a prompt of 64 tokens."""
-SOON_S = 20.0
+"""What a step takes that computes a prompt of 64 tokens, and...."""
+FAST_S = 0.001
+"""...what a read takes of storage that is not slow: by the clock of `Clock`."""
 
 
 class ThrottledStorageTest(DirectoryTest):
@@ -79,6 +80,31 @@ class ThrottledStorageTest(DirectoryTest):
         self.assertEqual(2, len(self.files()))
 
 
+class Clock:
+    """Time that passes only when somebody says so. For one thread at a time."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        """What time it is."""
+        return self.now_s
+
+
+class SlowStorage(ThrottledStorage):
+    """Storage whose reads take a while by a `Clock`, and no longer on a busy machine."""
+
+    def __init__(self, storage: Any, clock: Clock) -> None:
+        """Be fast."""
+        super().__init__(storage)
+        self.clock, self.read_s = clock, FAST_S
+
+    def read(self, batch: Batch) -> Filled:
+        """Read entries, in their time."""
+        filled = super().read(batch)
+        self.clock.now_s += self.read_s
+        return filled
+
+
 @pytest.mark.vllm
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class ThrottledConnectorTest(DirectoryTest):
@@ -97,9 +123,10 @@ class ThrottledConnectorTest(DirectoryTest):
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
         settings |= {"witness_every": 0}
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
-        self.side = SchedulerSide(model, config, loads=True, saves=True)
+        self.clock = Clock()
+        self.side = SchedulerSide(model, config, loads=True, saves=True, clock=self.clock)
         self.addCleanup(self.side.shutdown)
-        self.worker = WorkerSide(model, config, Rank(0, 0))
+        self.worker = WorkerSide(model, config, Rank(0, 0), clock=self.clock)
         self.addCleanup(self.worker.shutdown)
         self.layers = {f"model.layers.{at}": noise(12, 1, 16, 12, seed=at) for at in range(2)}
         layer_of = {name: at for at, name in enumerate(self.layers)}
@@ -111,21 +138,13 @@ class ThrottledConnectorTest(DirectoryTest):
 
         keys = keys_of(range(64), 16)
         self.worker.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3, 4]], [(0, keys)])]))
-        self.soon(lambda: len(self.files()) == 4)
+        until(lambda: len(self.files()) == 4)
         store = self.worker._groups[0].store
-        self.storage = ThrottledStorage(store.storage)
+        self.storage = SlowStorage(store.storage, self.clock)
         store.storage = self.storage
         self.served = 0
         for _ in range(3):
             self.step(64)
-
-    def soon(self, what: Callable[[], Any]) -> Any:
-        """Ask again and again until the answer is true."""
-        stop = time.monotonic() + SOON_S
-        while not (answer := what()):
-            self.assertLess(time.monotonic(), stop, "nothing came")
-            time.sleep(0.002)
-        return answer
 
     def step(self, tokens: int, name: str = "x") -> list[Any]:
         """A step that computes so many tokens of a prompt; what it is ordered to save."""
@@ -135,7 +154,7 @@ class ThrottledConnectorTest(DirectoryTest):
         new = ScheduledRequest(name, 64 - tokens, tokens, blocks, begins=True)
         self.side.take_loads()
         self.side.add_saves(orders, ScheduledStep([new], lambda _: blocks))
-        time.sleep(COMPUTE_S * tokens / 64)
+        self.clock.now_s += COMPUTE_S * tokens / 64
         self.side.accounts.step_ended()
         return orders.saves
 
@@ -153,7 +172,7 @@ class ThrottledConnectorTest(DirectoryTest):
             prompt_embeds=None, lora_request=None, cache_salt=None, mm_features=[],
             kv_transfer_params=None,
         )  # fmt: skip
-        tokens, _ = self.soon(
+        tokens, _ = until(
             lambda: (
                 (given := scheduler.get_num_new_matched_tokens(request, 0))[0] is not None and given
             )
@@ -164,7 +183,7 @@ class ThrottledConnectorTest(DirectoryTest):
         scheduler.update_state_after_alloc(request, blocks, tokens)
         if tokens:
             self.worker.start_loads(ConnectorMetadata(loads=self.side.take_loads()))
-            ended = self.soon(lambda: self.worker.take_received(idle=True))
+            ended = until(lambda: self.worker.take_received(idle=True))
             output = KVConnectorOutput(
                 finished_recving=ended,
                 invalid_block_ids=worker.get_block_ids_with_load_errors(),
@@ -183,31 +202,33 @@ class ThrottledConnectorTest(DirectoryTest):
         self.assertEqual(1, count)
         return str(decision)
 
-    def until(self, wanted: str) -> list[str]:
+    def serve_until(self, wanted: str) -> list[str]:
         """Serve until it is decided so; all decisions."""
-        decisions: list[str] = []
-        self.soon(lambda: decisions.append(self.serve()) or decisions[-1] == wanted)
+        decisions = [self.serve()]
+        while decisions[-1] != wanted:
+            self.assertLess(len(decisions), 1000)
+            decisions.append(self.serve())
         return decisions
 
     def test_stops_and_resumes(self) -> None:
         """Loads end a few requests after the storage becomes slow, and begin when it is fast."""
         self.start()
-        self.until("faster")
-        self.storage.throttle(None, latency_s=3 * COMPUTE_S)
+        self.serve_until("faster")
+        self.storage.read_s = 3 * COMPUTE_S
         before = self.storage.nbytes_read
-        self.assertLessEqual(len(self.until("compute")), 6)
+        self.assertLessEqual(len(self.serve_until("compute")), 6)
         read = self.storage.nbytes_read - before
         for _ in range(5):  # in less than the first pause
             self.assertEqual("compute", self.serve())
         self.assertEqual(read, self.storage.nbytes_read - before)
 
-        self.storage.throttle(None)
-        self.assertIn("probe", self.until("faster"))
+        self.storage.read_s = FAST_S
+        self.assertIn("probe", self.serve_until("faster"))
 
     def test_always(self) -> None:
         """Loads go on where they are wanted at any price: the control of the above."""
         self.start(load_policy="always")
-        self.storage.throttle(None, latency_s=3 * COMPUTE_S)
+        self.storage.read_s = 3 * COMPUTE_S
         self.assertEqual(["asked"] * 5, [self.serve() for _ in range(5)])
 
     def test_times_of_several_workers(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import threading
@@ -17,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from helpers import has_native
+from helpers import has_native, native_code
 from vua import native
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
 from vua.errors import InputError, LayoutError
@@ -108,8 +107,7 @@ class PagedTestCase(unittest.TestCase):
     @contextmanager
     def native(self, *, wanted: bool) -> Iterator[None]:
         """Copy with the loop in C where there is a compiler, or without it."""
-        wish = {"VUA_NATIVE": "auto" if wanted else "off"}
-        with mock.patch.dict(os.environ, wish):
+        with native_code("auto" if wanted else "off"):
             self.assertEqual(wanted and has_native(), native.library() is not None)
             yield
 

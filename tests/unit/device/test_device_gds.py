@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 import vua.device
-from helpers import DirectoryTest, flip, keys_of, soak, swap
+from helpers import SOON_S, DirectoryTest, flip, keys_of, soak, swap
 from vua.device import movers, xxh3
 from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover, Mover, PosixMover
@@ -278,7 +278,7 @@ class TrialTest(DirectoryTest):
         with self.assertRaisesRegex(ConfigError, "no answer for 0 s"):
             Gds("required", hang, self.root, CPU, timeout_s=0.05)
         go.set()
-        self.assertTrue(gds._proved.wait(20))
+        self.assertTrue(gds._proved.wait(SOON_S))
         self.assertIsNone(gds.mover)
         gds.close()
 

@@ -11,12 +11,12 @@ import subprocess
 import sys
 import unittest
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from helpers import native_code
 from properties import given
 from vua.errors import InputError
 from vua.format.keys import ChunkKey, KeyChain, extras_parent, token_ids
@@ -69,7 +69,7 @@ class TestTokenIds(unittest.TestCase):
             for dtype in (np.uint32, np.int64, np.uint64):
                 with (
                     self.subTest(native=wish, dtype=dtype),
-                    mock.patch.dict(os.environ, VUA_NATIVE=wish),
+                    native_code(wish),
                 ):
                     self.assertEqual(b"\xff" * 4, token_ids(np.array([2**32 - 1], dtype)))
 

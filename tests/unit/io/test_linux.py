@@ -108,7 +108,7 @@ class TestTransfer(DirectoryTest):
         def trickle() -> None:
             for at in range(0, 50_000, 3333):
                 os.write(ends[1], source[at : at + 3333].tobytes())
-                time.sleep(0.001)
+                time.sleep(0.001)  # so that reads are often shorter than what is asked for
             os.close(ends[1])
 
         def read(call: str, fd: int, batch: Iovecs, offset: int) -> int:
@@ -283,9 +283,7 @@ class TestOpen(DirectoryTest):
     def test_fifo(self) -> None:
         """A FIFO is opened without waiting for a writer."""
         for opened in self.both():
-            started = time.monotonic()
-            fd = opened("a/b/fifo")
-            self.assertLess(time.monotonic() - started, 2)
+            fd = opened("a/b/fifo")  # else it hangs here
             if fd is not None:
                 self.assertTrue(stat.S_ISFIFO(posix.status_cached(fd).mode))
                 os.close(fd)

@@ -8,25 +8,13 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
 import unittest
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import vua
+from helpers import SOON_S, until
 from vua.io.workers import Attempt, Workers
-
-SOON_S = 20.0
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    stop = time.monotonic() + SOON_S
-    while not true():
-        if time.monotonic() > stop:
-            raise AssertionError("that never became true")
-        time.sleep(0.001)
 
 
 class TestWorkers(unittest.TestCase):
@@ -65,24 +53,18 @@ class TestWorkers(unittest.TestCase):
 
     def test_threads_are_bounded(self) -> None:
         """No more threads run than asked for."""
-        pool = self.pool(threads=3)
-        running, most, lock = 0, 0, threading.Lock()
+        pool, threads, together = self.pool(threads=3), set(), threading.Barrier(3, timeout=SOON_S)
 
-        def work(attempt: Attempt[str]) -> None:
-            nonlocal running, most
-            with lock:
-                running += 1
-                most = max(most, running)
-            time.sleep(0.002)
-            with lock:
-                running -= 1
+        def work(_: Attempt[str]) -> None:
+            threads.add(threading.get_ident())
+            together.wait()  # so that all of them are needed
 
         for _ in range(30):
             pool.submit(work, "")
-        pool.close()
 
-        self.assertLessEqual(most, 3)
-        self.assertGreater(most, 1)
+        self.assertTrue(pool.close())
+        self.assertFalse(together.broken)
+        self.assertEqual(3, len(threads))
 
     def test_no_more_threads(self) -> None:
         """Where the system has none left, work runs on those there are, or is refused at once."""
@@ -239,7 +221,7 @@ class TestWorkers(unittest.TestCase):
                 env={**os.environ, "PYTHONPATH": source},
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=SOON_S,
             )
 
         self.assertEqual((0, ""), (done.returncode, done.stderr))

@@ -17,6 +17,7 @@ from vua import native
 from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout
 from vua.format.plan import entry_plan
+from vua.io.plain import Directory
 from vua.io.posix import memory_at
 from vua.native import Headers, Transfer, fallback
 
@@ -47,7 +48,8 @@ def contents(transfer: Transfer, into: Headers, files: int) -> tuple[list[bytes]
     """What was read: the rows of memory that somebody wants, and the tables."""
     inside = np.repeat(transfer.plan.extents["array"] < 2, transfer.plan.segments)
     rows = [row for place in range(files) for row in transfer.rows(place)[inside].tolist()]
-    tables = [table[:files].tobytes() for table in into if table is not None]
+    kept = (into.headers, into.digests, into.inodes, into.discard)
+    tables = [table[:files].tobytes() for table in kept if table is not None]
     return [bytes(memory_at(address, nbytes)) for address, nbytes in rows], tables
 
 
@@ -91,13 +93,8 @@ class TestReadEntries(DirectoryTest):
             memory = Memory(layout, needed, FILES, block_tokens=block).fill(model)
             tokens = memory.map()
             transfer = Transfer(plan, tokens.base, tokens.head_stride, tokens.piece_offset, memory)
-            into = Headers(
-                np.zeros((FILES, plan.header_nbytes), dtype=np.uint8),
-                np.zeros((FILES, plan.blocks), dtype=np.uint64),
-                np.zeros((FILES, 2), dtype=np.uint64),
-                np.zeros((FILES, plan.discard_nbytes), dtype=np.uint8) if keep else None,
-            )
-            done = read(transfer, fd, paths, 0, into)
+            into = Headers(plan, FILES, keep_discarded=keep)
+            done = read(transfer, Directory(fd), paths, 0, into, 0, FILES)
             found.append((done, *contents(transfer, into, done)))
             for place in range(done if keep else 0):
                 blocks = transfer.blocks(transfer.rows(place, into.discard[place].ctypes.data))

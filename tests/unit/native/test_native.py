@@ -28,16 +28,18 @@ from helpers import (
     has_native,
     keys_of,
     model_arrays,
+    native_code,
     rectangle,
 )
 from vua import native
 from vua.cli.bench_files import cool, direct_works, is_cold
 from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout, Shard
+from vua.io.plain import Directory
 from vua.io.posix import page_aligned
 from vua.native import batches, bindings, fallback, moves
 from vua.storage.local import LocalStorage
-from vua.store.store import Store
+from vua.store.store import Loaded, Store
 
 NAMESPACE = "cd" * 32
 LAYOUT = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
@@ -76,7 +78,7 @@ class TestIds(unittest.TestCase):
         most = np.array([(1 << 32) - 1, 1 << 31], dtype=np.uint32)
         self.assertEqual(most.tobytes(), native.narrow(most))
         self.assertEqual(most.tobytes(), native.narrow(most.astype(np.int64)))
-        with mock.patch.dict(os.environ, {"VUA_NATIVE": "off"}):
+        with native_code("off"):
             self.assertIsNone(native.narrow(most))
 
 
@@ -84,21 +86,34 @@ class TestCrew(unittest.TestCase):
     """How many threads calls have."""
 
     def test_cores(self) -> None:
-        """A large call has two threads where others leave it the cores, a small one has one."""
-        for cores, expected in ((1, [1, 1, 1]), (2, [2, 1, 1]), (4, [2, 2, 1]), (5, [2, 2, 1])):
+        """A call has threads by its size, up to a limit, where others leave it the cores."""
+        large, small = 1 << 30, 1 << 20
+        for cores, processes, expected in (
+            (1, 1, [1, 1, 1]),
+            (2, 1, [2, 1, 1]),
+            (4, 1, [2, 2, 1]),
+            (16, 1, [8, 8, 1]),
+            (16, 2, [4, 4, 4, 4, 1]),
+            (64, 2, [8, 8, 8]),
+            (64, 64, [2, 2]),
+        ):
+            most = max(min(2, cores), min(8, cores // 2))
             with (
-                self.subTest(cores=cores),
-                mock.patch.multiple(batches, THREADS=min(2, cores), _CORES=cores),
+                self.subTest(cores=cores, processes=processes),
+                mock.patch.multiple(batches, THREADS=most, _CORES=cores),
                 ExitStack() as stack,
             ):
                 crew = batches._Crew()
-                found = [stack.enter_context(crew.joined(large=True)) for _ in expected]
+                crew.share(processes)
+                found = [stack.enter_context(crew.joined(large)) for _ in expected]
                 self.assertEqual(expected, found)
-                with crew.joined(large=False) as threads:
+                with crew.joined(small) as threads:
                     self.assertEqual(1, threads)
                 stack.close()
-                with crew.joined(large=False) as few, crew.joined(large=True) as many:
-                    self.assertEqual((1, min(2, cores) if cores > 2 else 1), (few, many))
+                with crew.joined(small) as few, crew.joined(large) as many:
+                    self.assertEqual((1, min(expected[0], max(1, cores - 1))), (few, many))
+                with crew.joined(5 * small) as two:
+                    self.assertEqual(min(2, expected[0]), two)
 
 
 @unittest.skipUnless(has_native(), NOT_BUILT)
@@ -126,20 +141,15 @@ class TestLoad(DirectoryTest):
         self, *, threads: int = 2, first: int = 0, stop: int = CHUNKS, uids: list[int] | None = None
     ) -> int:
         """Call the loop itself."""
-        whose = None if uids is None else np.array(uids, dtype=np.uint32)
+        whose = None if uids is None else (ctypes.c_uint32 * len(uids))(*uids)
         shard = LAYOUT.full.name
         paths = [f"{k.name[:2]}/{k.name}/{shard}.safetensors" for k in self.keys[first:stop]]
         plan = self.transfer.plan
-        into = self.into = native.Headers(
-            np.zeros((len(paths), plan.header_nbytes), dtype=np.uint8),
-            np.zeros((len(paths), plan.blocks), dtype=np.uint64),
-            np.zeros((len(paths), 2), dtype=np.uint64),
-        )
+        into = self.into = native.Headers(plan, len(paths))
         self.prepare()
         with mock.patch.multiple(batches, THREADS=threads, _CORES=threads):
             done = native.read_entries(
-                *(self.transfer, self.storage._fd, paths, first, into),
-                uids=whose,
+                *(self.transfer, Directory(self.storage._fd, whose), paths, first, into),
                 direct=self.direct,
             )
         tables = into.headers[:, plan.table_offset :].view("<u8")[:, :LAYOUT_UNITS]
@@ -260,6 +270,83 @@ class TestLoad(DirectoryTest):
         self.assertGreater(max(calls), 0)
 
 
+def descriptors() -> list[str]:
+    """What this process has open."""
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
+@unittest.skipUnless(has_native(), NOT_BUILT)
+class TestSharedFiles(DirectoryTest):
+    """Files so large that threads share them."""
+
+    layout = KVLayout(layers=20, kv_heads=2, k_dim=128, v_dim=128, dtype="F32", chunk_tokens=80)
+    files_count = 3
+
+    def setUp(self) -> None:
+        """Store some chunks of 3 MiB: several parts each."""
+        super().setUp()
+        self.storage = LocalStorage(self.root)
+        self.addCleanup(self.storage.close)
+        layout, count = self.layout, self.files_count
+        self.store = Store(self.storage, NAMESPACE, layout)
+        self.keys = keys_of(range(count * layout.chunk_tokens), layout.chunk_tokens)
+        self.model = model_arrays(layout, count)
+        source = Memory(layout, layout.full, count).fill(self.model).map()
+        for place, key in enumerate(self.keys):
+            self.store.save(key, source, place=place)
+
+    def load(self, threads: int) -> tuple[Loaded, Memory]:
+        """Load all chunks anew, with so many threads."""
+        memory = Memory(self.layout, self.layout.full, self.files_count)
+        with mock.patch.multiple(batches, THREADS=threads, _CORES=2 * threads):
+            return self.store.load(self.keys, memory.map()), memory
+
+    def test_bytes(self) -> None:
+        """All bytes are where they belong, warm and cold, and all descriptors are closed."""
+        expected = Memory(self.layout, self.layout.full, self.files_count).fill(self.model)
+        paths = self.files()
+        for threads, cold in product((1, 2, 3, 8), (False, True)):
+            with self.subTest(threads=threads, cold=cold):
+                if cold:
+                    cool(paths, sync=True)
+                    self.storage.first_reads.forget()
+                before = descriptors()
+                loaded, memory = self.load(threads)
+                self.assertEqual(before, descriptors())
+                self.assertEqual((self.files_count, None), (loaded.chunks, loaded.reason))
+                for want, got in zip(expected.buffers, memory.buffers, strict=True):
+                    np.testing.assert_array_equal(want, got)
+
+    def test_damage(self) -> None:
+        """A bad part, wherever it is, costs its chunk and what follows, and no descriptor."""
+        for threads, share in product((1, 2, 8), (0.0, 0.3, 0.6, 0.999)):
+            path = self.files()[0]
+            bad = next(at for at, key in enumerate(self.keys) if key.name in str(path))
+            with self.subTest(threads=threads, share=share):
+                before, sound = descriptors(), path.read_bytes()
+                flip(path, int(share * len(sound)))
+                loaded, _ = self.load(threads)
+                self.assertEqual((bad, "corrupt"), (loaded.chunks, loaded.reason))
+                path.write_bytes(sound)  # it was taken out of sight
+                self.assertEqual(self.files_count, self.load(threads)[0].chunks)
+                self.assertEqual(before, descriptors())
+
+    def test_unreadable_part(self) -> None:
+        """Threads that end at a part that cannot be read leave no file open."""
+        layout, paths = self.layout, [str(path.relative_to(self.root)) for path in self.files()]
+        memory = Memory(layout, layout.full, self.files_count)
+        transfer = self.store.transfer(layout.full, layout.full, layout.full, memory.map())
+        reads = transfer.plan.reads.copy()
+        reads["offset"][2] = transfer.file_nbytes  # nothing is there
+        transfer.reads = reads.ctypes.data
+        before, directory = descriptors(), Directory(self.storage.fileno())
+        for threads in (1, 2, 8):
+            into = native.Headers(transfer.plan, len(paths))
+            with mock.patch.multiple(batches, THREADS=threads, _CORES=2 * threads):
+                self.assertEqual(0, native.read_entries(transfer, directory, paths, 0, into))
+            self.assertEqual(before, descriptors())
+
+
 @unittest.skipUnless(has_native(), NOT_BUILT)
 class TestChecksums(DirectoryTest):
     def test_same_as_in_python(self) -> None:
@@ -344,7 +431,7 @@ class TestChain(unittest.TestCase):
                     expected += before
                 view = memoryview(ids)
                 self.assertEqual(expected, native.hash_chain(parent, view, nbytes))
-                with mock.patch.dict(os.environ, VUA_NATIVE="off"):
+                with native_code("off"):
                     self.assertEqual(expected, native.hash_chain(parent, view, nbytes))
                 self.assertNotEqual(expected, native.hash_chain(b"r" * 32, view, nbytes))
 
@@ -440,7 +527,7 @@ class TestMoveInPython(TestMove):
 
     def setUp(self) -> None:
         """Switch it off."""
-        self.enterContext(mock.patch.dict(os.environ, VUA_NATIVE="off"))
+        self.enterContext(native_code("off"))
 
 
 class TestBatch(unittest.TestCase):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from helpers import ROOT, DirectoryTest, has_native
+from helpers import ROOT, DirectoryTest, has_native, native_code
 from vua import native
 from vua.errors import ConfigError
 from vua.native import bindings, stamp
@@ -154,7 +154,7 @@ class TestLibrary(DirectoryTest):
         found = native.status()
         self.assertEqual((has_native(), False), (found.library is not None, found.refused))
         for wish, refused in (("off", False), ("yes", True)):
-            with self.subTest(wish), mock.patch.dict(os.environ, VUA_NATIVE=wish):
+            with self.subTest(wish), native_code(wish):
                 found = native.status()
                 self.assertIsNone(found.library)
                 self.assertEqual(refused, found.refused)
@@ -163,7 +163,7 @@ class TestLibrary(DirectoryTest):
     def test_unknown_wish(self) -> None:
         """A word that means nothing is refused with those that do."""
         with (
-            mock.patch.dict(os.environ, VUA_NATIVE="yes"),
+            native_code("yes"),
             self.assertRaisesRegex(ConfigError, "auto, off or require"),
         ):
             native.library()

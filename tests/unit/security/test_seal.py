@@ -24,6 +24,7 @@ from helpers import (
     flip,
     has_native,
     kv_bits,
+    native_code,
 )
 from seals import CHUNKS, DEEP, KINDS, LATENT, NAMESPACE, SMALL, SealTest
 from vua.cli import main
@@ -41,7 +42,7 @@ from vua.store.store import Loaded
 def natives() -> Iterator[str]:
     """Both ways of loading, where there are two."""
     for native in ("off", "require") if has_native() else ("off",):
-        with mock.patch.dict(os.environ, VUA_NATIVE=native):
+        with native_code(native):
             yield native
 
 

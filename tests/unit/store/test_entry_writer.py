@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 
-from helpers import DirectoryTest, Memory, keys_of, model_arrays
+from helpers import DirectoryTest, Memory, keys_of, model_arrays, native_code
 from vua.capacity import ttl
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of
@@ -42,7 +42,7 @@ class WriterTest(DirectoryTest):
     def setUp(self) -> None:
         """Use the library, or Python."""
         super().setUp()
-        self.enterContext(mock.patch.dict(os.environ, {"VUA_NATIVE": self.native}))
+        self.enterContext(native_code(self.native))
 
     def open(self, name: str = "a", layout: KVLayout = LAYOUT, **settings: Any) -> Store:
         """A store of its own directory."""
@@ -92,7 +92,7 @@ class WriterTest(DirectoryTest):
                     ),
                 )
                 for wish in ("off", "auto"):
-                    with mock.patch.dict(os.environ, {"VUA_NATIVE": wish}):
+                    with native_code(wish):
                         store = self.open(wish, layout)
                         self.assertEqual(chunks, store.writer(memory.map()).save_all(keys))
                     self.assertEqual(chunks, store.counts["chunks_saved"])

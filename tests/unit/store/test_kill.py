@@ -47,6 +47,12 @@ class TestKill(DirectoryTest):
         """Kill a writer at a random moment, over and over, and look at what is left."""
         seed = int(os.environ.get("VUA_TEST_SEED", "20251120"))
         moments, found = random.Random(seed), []
+        began_s = time.monotonic()
+        with VUA(CONFIG, self.root) as vua:
+            for number in range(PROMPTS):
+                vua.put(prompt(number), self.caches[number])
+            writers.delete_chunks(vua)
+        round_s = time.monotonic() - began_s
         command = [sys.executable, writers.__file__, str(self.root)]
         with subprocess.Popen(
             command,
@@ -59,7 +65,7 @@ class TestKill(DirectoryTest):
             for turn in range(times):
                 process.stdin.write(f"{turn}\n")
                 writer = int(process.stdout.readline())
-                time.sleep(moments.uniform(0.005, 0.060))
+                time.sleep(moments.uniform(0.0, round_s))
                 os.kill(writer, signal.SIGKILL)
                 self.assertEqual("gone\n", process.stdout.readline())
                 found.append(self.check())

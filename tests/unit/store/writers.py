@@ -42,6 +42,12 @@ def cache(number: int) -> list[list[torch.Tensor]]:
     ]
 
 
+def delete_chunks(vua: VUA) -> None:
+    """Delete all that was put."""
+    for path in vua.path.glob("*/??"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def main(directory: str) -> None:
     """For each number on stdin fork a writer; say its process id, and "gone" when it has ended.
 
@@ -56,14 +62,13 @@ def main(directory: str) -> None:
             sys.stdout.write("gone\n")
             sys.stdout.flush()
             continue
+        vua = VUA(CONFIG, directory)
         sys.stdout.write(f"{os.getpid()}\n")
         sys.stdout.flush()
-        vua = VUA(CONFIG, directory)
         for turn in range(int(line), 10_000_000):
             vua.put(prompt(turn % PROMPTS), caches[turn % PROMPTS])
             if turn % PROMPTS == PROMPTS - 1:
-                for path in vua.path.glob("*/??"):
-                    shutil.rmtree(path, ignore_errors=True)
+                delete_chunks(vua)
 
 
 if __name__ == "__main__":

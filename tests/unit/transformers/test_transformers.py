@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers import in_child, keys_of
+from helpers import SOON_S, in_child, keys_of
 from vua import ConfigError, InputError
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity, config_digest, weights_fingerprint
@@ -99,6 +99,9 @@ class TestTransformers(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
         self.store = self.folder / "kv"
+        patience = mock.patch("vua.transformers.cache._START_WAIT_S", SOON_S)
+        patience.start()
+        self.addCleanup(patience.stop)
         catching = warnings.catch_warnings()
         catching.__enter__()
         self.addCleanup(catching.__exit__, None, None, None)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 import unittest
 
-from vua.connector.breaker import Breaker
+from vua.io.breaker import Breaker
 
 
 class TestBreaker(unittest.TestCase):

@@ -1,0 +1,189 @@
+"""What the documentation shows can be done as it stands.
+
+Of each page the blocks run in their order, in a new directory: ``python`` as one program, and of
+``console`` the commands after ``$``, whose output must be what the page shows (``...`` stands for
+anything; ``# exit status 1`` behind a command for another status than 0). Of ``bash`` the commands
+of `vua` and `dev.py` are parsed, not run; ``json`` must be JSON. ``<!-- run: engine -->`` before a
+page's first block: it needs transformers and the real model, and takes longer. ``<!-- part -->``
+on the line before a block of python: a part of a program, which must be Python, but does not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+from helpers import ROOT
+from vua import cli
+from vua.testing import real_model
+
+BLOCK = re.compile(r"^(<!-- part -->\n)?( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+ENGINE = "<!-- run: engine -->"
+STATUS = re.compile(r"\s+# exit status (\d)$")
+RUN = ("python", "console")
+TARGETS = re.findall(r"^def (\w+?)_?\(", (ROOT / "dev.py").read_text("utf-8"), re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A block of code of a page."""
+
+    language: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """The blocks of a page, without their indentation."""
+    found = []
+    for part, space, name, text in BLOCK.findall(page.read_text("utf-8")):
+        language = "part" if part and name == "python" else name
+        found.append(Block(language, re.sub(f"^{space}", "", text, flags=re.MULTILINE)))
+    return found
+
+
+def pages() -> list[Path]:
+    """All pages with blocks."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in found if blocks(page)]
+
+
+def call(words: list[str]) -> tuple[int, str]:
+    """Run a command of `vua` here; return its status, and what it printed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            status = cli.main(words)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return status, out.getvalue()
+
+
+def session(text: str) -> list[tuple[str, int, str]]:
+    """The commands of a console block, each with its status and the output that is shown."""
+    found: list[tuple[str, int, str]] = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            status = STATUS.search(line)
+            command = STATUS.sub("", line[2:])
+            found.append((command, int(status[1]) if status else 0, ""))
+        else:
+            command, code, shown = found[-1]
+            found[-1] = (command, code, f"{shown}{line}\n")
+    return found
+
+
+def fits(shown: str, printed: str) -> bool:
+    """Whether the output is as it is shown; nothing shown: whatever was printed."""
+    parts = [re.escape(re.sub(r"[ \t]+", " ", one)) for one in shown.strip().split("...")]
+    plain = re.sub(r"[ \t]+", " ", printed.strip())
+    return not shown.strip() or re.fullmatch(".*?".join(parts), plain, re.DOTALL) is not None
+
+
+def commands(text: str) -> list[list[str]]:
+    """Our own commands in a bash block, without comments, pipes and redirections."""
+    joined = text.replace("\\\n", " ")
+    found = []
+    for line in joined.splitlines():
+        if not re.match(r"(vua|python3? dev\.py) ", line):
+            continue
+        words = shlex.split(line, comments=True)
+        for end in ("|", ">", "<", "&&", "||", ";", "&"):
+            words = words[: words.index(end)] if end in words else words
+        found.append(words)
+    return found
+
+
+class BlockTest(unittest.TestCase):
+    def run_page(self, page: Path) -> None:
+        """Run the page's blocks of python and console."""
+        space: dict[str, Any] = {"__name__": "__main__"}
+        with tempfile.TemporaryDirectory() as name, mock.patch.dict(os.environ):
+            os.environ.pop("VUA_PATH", None)
+            before = Path.cwd()
+            try:
+                os.chdir(name)
+                for block in blocks(page):
+                    if block.language == "python":
+                        with contextlib.redirect_stdout(io.StringIO()):
+                            exec(compile(block.text, page.name, "exec"), space)
+                    elif block.language == "console":
+                        self.converse(page, block.text)
+            finally:
+                os.chdir(before)
+
+    def converse(self, page: Path, text: str) -> None:
+        """Run the commands of a console block."""
+        for command, status, shown in session(text):
+            words = shlex.split(command)
+            self.assertEqual("vua", words[0], f"{page.name}: only `vua` is run in a console block")
+            code, printed = call(words[1:])
+            self.assertEqual(status, code, f"{page.name}: {command}\n{printed}")
+            self.assertTrue(
+                fits(shown, printed), f"{page.name}: {command}\n{printed}\nnot\n{shown}"
+            )
+
+    def test_run(self) -> None:
+        """Every block of python and console runs, and shows what the page says."""
+        count = 0
+        for page in pages():
+            if ENGINE not in page.read_text("utf-8"):
+                with self.subTest(page=page.name):
+                    self.run_page(page)
+                    count += sum(block.language in RUN for block in blocks(page))
+        self.assertLess(2, count)
+
+    @pytest.mark.thorough
+    @unittest.skipUnless(importlib.util.find_spec("transformers"), "transformers is not installed")
+    @unittest.skipUnless(real_model.wheel_file(), "the wheel of the real model is not installed")
+    def test_run_with_engine(self) -> None:
+        """Likewise the blocks that need an engine and the real model."""
+        chosen = [page for page in pages() if ENGINE in page.read_text("utf-8")]
+        self.assertTrue(chosen)
+        for page in chosen:
+            with self.subTest(page=page.name):
+                self.run_page(page)
+
+    def test_parse(self) -> None:
+        """Every other command exists, with these arguments; JSON is JSON."""
+        count = 0
+        for page in pages():
+            for block in blocks(page):
+                with self.subTest(page=page.name, block=block.text[:60]):
+                    if block.language == "json":
+                        json.loads(block.text)
+                    if block.language == "part":
+                        compile(block.text, page.name, "exec")
+                    for words in commands(block.text) if block.language == "bash" else []:
+                        self.parse(words)
+                        count += 1
+        self.assertLess(30, count)
+
+    def parse(self, words: list[str]) -> None:
+        """Parse one command."""
+        if words[0] == "vua":
+            cli.arguments.parsed(cli._parser(), words[1:])  # noqa: SLF001
+        else:
+            self.assertIn(words[2].replace("-", "_"), TARGETS)
+
+    def test_fits(self) -> None:
+        """Another output is noticed."""
+        self.assertTrue(fits("a   b\n...\nz\n", "a b\nc\nd\nz\n"))
+        self.assertFalse(fits("a b\nz\n", "a b\nc\nz\n"))
+        self.assertEqual(
+            [("vua verify kv", 1, "bad\n")], session("$ vua verify kv  # exit status 1\nbad\n")
+        )
+
+
+if __name__ == "__main__":
+    unittest.main()

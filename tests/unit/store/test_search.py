@@ -1,0 +1,123 @@
+"""Mirrors `vua.store.search`: lookups in few rounds, and what they remember."""
+
+from __future__ import annotations
+
+import random
+import unittest
+from collections.abc import Sequence
+
+from helpers import keys_of
+from vua.format.keys import ChunkKey
+from vua.format.layout import KVLayout, Shard
+from vua.storage.base import Capabilities, Entry, entry_name
+from vua.store.search import Search
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=1)
+HALVES = (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
+KEYS = keys_of(range(2048), 1)  # as many chunks as 131k tokens have
+
+
+class Names:
+    """A storage of names alone, that counts the rounds of questions."""
+
+    capabilities = Capabilities(probes=16)
+
+    def __init__(self) -> None:
+        self.stored: set[str] = set()
+        self.rounds = self.asked = self.lists = 0
+
+    def store(self, keys: Sequence[ChunkKey], shards: Sequence[Shard] = (LAYOUT.full,)) -> None:
+        """Put names there."""
+        self.stored |= {entry_name(key.name, shard) for key in keys for shard in shards}
+
+    def exists(self, names: Sequence[str], nbytes: int | None = None) -> list[bool]:
+        """Answer one round."""
+        self.rounds, self.asked = self.rounds + 1, self.asked + len(names)
+        return [name in self.stored for name in names]
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        """List a chunk."""
+        self.lists += 1
+        return [Entry(name, 1, 0.0) for name in self.stored if name.startswith(prefix)]
+
+
+class SearchTest(unittest.TestCase):
+    """Searches in names."""
+
+    def setUp(self) -> None:
+        """Begin with a clock that stands still and nothing stored."""
+        self.now_s = 1000.0
+        self.names = Names()
+
+    def search(self) -> Search:
+        """Return what remembers nothing."""
+        return Search(self.names, LAYOUT, lambda: self.now_s)
+
+    def test_every_length(self) -> None:
+        """Each length is found, in three rounds at most; nothing and everything in one."""
+        draw = random.Random(0)
+        for count in (0, 1, 2, 15, 16, 17, 2047, 2048, *draw.sample(range(2048), 40)):
+            self.names.stored = set()
+            self.names.store(KEYS[:count])
+            for length in (1, 7, 300, len(KEYS)):
+                self.names.rounds = 0
+                found = self.search().longest(KEYS[:length], [LAYOUT.full])
+                self.assertEqual(min(count, length), found)
+                most = 1 if count == 0 or count >= length else 3
+                self.assertLessEqual(self.names.rounds, most, (count, length))
+        self.assertEqual(0, self.search().longest([], [LAYOUT.full]))
+
+    def test_shards(self) -> None:
+        """A chunk counts with all of its shards alone; more of them take no more rounds."""
+        self.names.store(KEYS[:700], HALVES)
+        self.names.store(KEYS[700:900], HALVES[:1])
+        self.assertEqual(700, self.search().longest(KEYS, HALVES))
+        self.assertLessEqual(self.names.rounds, 3)
+
+    def test_what_is_there_is_remembered(self) -> None:
+        """The same question costs nothing until its answer is old, or a load has missed it."""
+        self.names.store(KEYS)
+        search = self.search()
+        self.assertEqual(2048, search.longest(KEYS, [LAYOUT.full]))
+        self.names.rounds = 0
+        self.assertEqual(2048, search.longest(KEYS, [LAYOUT.full]))
+        self.assertEqual(0, self.names.rounds)
+        self.names.stored = set()
+        search.forget(entry_name(KEYS[2047].name, LAYOUT.full))
+        self.assertLess(search.longest(KEYS, [LAYOUT.full]), 2048)
+        self.now_s += 601
+        self.assertEqual(0, search.longest(KEYS, [LAYOUT.full]))
+
+    def test_what_is_missing_is_remembered_for_a_moment(self) -> None:
+        """Not for longer, and not after this process has stored it."""
+        search = self.search()
+        self.assertEqual(0, search.longest(KEYS[:1], [LAYOUT.full]))
+        self.names.store(KEYS[:1])
+        self.names.rounds = 0
+        self.assertEqual(0, search.longest(KEYS[:1], [LAYOUT.full]))
+        self.assertEqual(0, self.names.rounds)
+        search.wrote(entry_name(KEYS[0].name, LAYOUT.full))
+        self.assertEqual(1, search.longest(KEYS[:1], [LAYOUT.full]))
+        search = self.search()
+        self.names.store(KEYS[1:2])
+        self.assertEqual(2, search.longest(KEYS[:2], [LAYOUT.full]))
+        self.assertFalse(search.holds(KEYS[2:3], [LAYOUT.full])[0])
+        self.names.store(KEYS[2:3])
+        self.now_s += 2.1
+        self.assertTrue(search.holds(KEYS[2:3], [LAYOUT.full])[0])
+
+    def test_shards_of_others(self) -> None:
+        """What others store in other shards is found, also behind what is stored in one's own."""
+        self.names.store(KEYS[:100])
+        self.names.store(KEYS[100:400], HALVES)
+        search = self.search()
+        self.assertEqual(400, search.longest(KEYS, [LAYOUT.full]))
+        self.names.rounds = self.names.lists = 0
+        self.now_s += 3  # what was missing counts no more
+        self.assertEqual(400, search.longest(KEYS, [LAYOUT.full]))
+        self.assertLessEqual(self.names.rounds, 3)
+        self.assertEqual(0, self.names.lists)
+
+
+if __name__ == "__main__":
+    unittest.main()
