@@ -7,7 +7,7 @@ process and every worker agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,7 +16,7 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.format.states import state_nbytes
 
-__all__ = ["NOTHING_MORE", "EngineIdentity", "Group", "Model", "UncachedError"]
+__all__ = ["NOTHING_MORE", "EngineIdentity", "Group", "Model", "UncachedError", "division"]
 
 
 class UncachedError(VUAError):
@@ -70,6 +70,16 @@ class Group:
         return 0 if self.layout.window is None else max(0, tokens - self.layout.window + 1)
 
 
+def division(groups: Sequence[Group]) -> dict[str, object]:
+    """Return what a model's config says beside its own keys where some layers have windows.
+
+    The identity tells caches that are divided into these groups from those that are not.
+    """
+    if not any(group.layout.window for group in groups):
+        return {}
+    return {"vua.groups": [[group.layout.group, *group.layers] for group in groups]}
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """What both sides of the connector need to know about the engine's KV cache."""
@@ -87,6 +97,8 @@ class Model:
     """What counts beside the identity for requests with an adapter or an image."""
     blocks: int = 0
     """Number of blocks in the engine's own cache, of each of its groups."""
+    step_tokens: int = 8192
+    """The most tokens that the engine computes in one step."""
     identified: bool = True
     """Whether the identity is complete: the weights' fingerprint takes longer than the rest."""
 
