@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from vua.security.settings import Security
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.local import TEMPORARY
+from vua.storage.location import Location
 from vua.storage.problems import explained
-from vua.store.namespace import check_root, locate
+from vua.store.locate import locate
+from vua.store.namespace import check_root
 
 __all__ = ["Place", "look_at", "prepare"]
 
@@ -27,7 +30,7 @@ __all__ = ["Place", "look_at", "prepare"]
 class Place:
     """A directory that a cache can be kept in."""
 
-    path: Path | BucketPath
+    path: Location
     """Absolute."""
     made: bool
     """Whether it was made just now."""
@@ -50,14 +53,18 @@ class Place:
         return f"{self.path} ({about}{amount} stored in {self.usage.chunks:,} chunks)"
 
 
-def look_at(root: str | os.PathLike[str], *, made: bool = False) -> Place:
+def look_at(root: str | os.PathLike[str] | Sequence[str], *, made: bool = False) -> Place:
     """Return what is stored in a directory; takes about a tenth of a second. Raises OSError."""
     if is_url(root):
         return Place(BucketPath(Bucket.at(str(root))), made, None)
+    if not isinstance(root, str | os.PathLike):
+        return look_at(root[0], made=made)
     return Place(Path(os.path.abspath(root)), made, measure(root))  # noqa: PTH100 - keeps links
 
 
-def prepare(root: str | os.PathLike[str], security: Security, *, writes: bool = True) -> Place:
+def prepare(
+    root: str | os.PathLike[str] | Sequence[str], security: Security, *, writes: bool = True
+) -> Place:
     """Return ``root`` as a directory that an engine can use, made where it alone is missing.
 
     Args:
@@ -70,6 +77,10 @@ def prepare(root: str | os.PathLike[str], security: Security, *, writes: bool = 
             mounted), or others than those whom ``security`` trusts could replace what lies in it.
         StorageError: it cannot be made, searched or, with ``writes``, written to.
     """
+    if not isinstance(root, str | os.PathLike):
+        near = prepare(root[0], security, writes=writes)
+        locate(root, create=writes, security=security)
+        return near
     if is_url(root):
         place = locate(root, create=writes)
         if writes and isinstance(place, BucketPath):
