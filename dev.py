@@ -43,6 +43,7 @@ PEER_SUBJECTS = (
     "lmcache_subject.py:lmcache_fs",
     "lmcache_subject.py:lmcache_fs_native",
 )
+LLAMA_CPP = "0.3.36"  # as tests/llama.py has it
 TAIL_LINES = 40
 WHEELS = ("pure", "manylinux_2_17_x86_64", "manylinux_2_17_aarch64")
 SHARED = ("-n", "2", "--dist", "loadscope")  # two processes, a class's tests in one of them
@@ -251,6 +252,21 @@ def test_oldest(*arguments: str) -> int:
     return subprocess.run(
         [*command, *(arguments or OLDEST_TESTS)], cwd=ROOT, env=environment
     ).returncode
+
+
+def llama_cpp(*arguments: str) -> int:
+    """Runs the tests of the llama.cpp face; builds its engine first, once (ten minutes or more)."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    target = cache / "vua" / "engines" / f"llama-cpp-python-{LLAMA_CPP}"
+    if not any(target.glob("llama_cpp_python-*.dist-info")):
+        shutil.rmtree(target, ignore_errors=True)
+        what = ["--target", str(target), "--no-deps", f"llama-cpp-python=={LLAMA_CPP}", "diskcache"]
+        step(
+            f"llama-cpp-python {LLAMA_CPP}, by pip, from its source (the long step)",
+            [*pip_command(), "install", "--no-input", *what],
+            CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_CURL=OFF",
+        )
+    return run("-m", "pytest", "-q", *(arguments or ["tests/unit/llama_cpp"]))
 
 
 def lint() -> int:

@@ -177,8 +177,8 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "with `durable` a file is not synced",
-        "vua/storage/local.py",
-        "if self._durable:\n                    os.fsync(fd)",
+        "vua/native/fallback.py",
+        "if options.durable:\n                    os.fsync(fd)",
         "if False:\n                    os.fsync(fd)",
     ),
 )

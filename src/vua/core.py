@@ -258,6 +258,22 @@ class VUA:
         )
         return answers if batch.listed else answers[0]
 
+    def lookup(self, tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> list[int]:
+        """Return how many leading tokens of each sequence are stored, in whole chunks.
+
+        Asks for names and reads nothing: a hint, because only a load knows what is sound. O(log n)
+        probes a sequence.
+
+        Args:
+            tokens: as for :meth:`get_closest`.
+
+        Raises:
+            InputError: the tokens are unusable. Never for the state of the directory.
+        """
+        namespace = self._namespace_to_read()
+        found = [self._stored(namespace, ids)[1] for ids in sequences(tokens).ids]
+        return [chunks * self.config.split_factor for chunks in found]
+
     def _namespace_to_read(self) -> Namespace | None:
         with self._lock:
             if self._reading is None or self._reading.storage.gone:

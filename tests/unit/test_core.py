@@ -141,6 +141,17 @@ class TestPutAndGet(CoreTest):
 
                 self.check(self.vua.get_closest(asked), cache if expected else [], expected)
 
+    def test_lookup(self) -> None:
+        """The length of what is stored of each sequence, by name alone; nothing is read."""
+        other = [*TOKENS[:6].tolist(), 1, 2, 3]
+        self.assertEqual([0], self.vua.lookup(TOKENS))
+        self.vua.put(TOKENS, caches_of(layers=1, heads=1, tokens=12, dim=4))
+        for path in self.files():
+            path.write_bytes(b"")
+
+        self.assertEqual([12, 4, 0], self.open().lookup([TOKENS, torch.tensor(other), TOKENS[:3]]))
+        self.assertEqual(0, self.open().get_closest(TOKENS).num_tokens)
+
     def test_damage_shortens(self) -> None:
         """Damage in the middle leaves what stands before it, in tensors of that length."""
         cache = caches_of(layers=2, heads=2, tokens=12, dim=4)

@@ -25,14 +25,14 @@ FLOORS = (
     ("store",),
     ("config",),
     ("core", "connector"),
-    ("lmcache", "transformers", "vllm"),
+    ("llama_cpp", "lmcache", "transformers", "vllm"),
     ("cli",),
     ("testing",),
 )
-FACES = ("lmcache", "transformers", "vllm")
+FACES = ("llama_cpp", "lmcache", "transformers", "vllm")
 """Of the engines: only what tests them imports them."""
 TESTING = "vua.testing"
-ENGINES = ("lmcache", "sglang", "transformers", "vllm")
+ENGINES = ("llama_cpp", "lmcache", "sglang", "transformers", "vllm")
 
 UNSAFE_MODULES = ("cloudpickle", "dill", "marshal", "pickle", "shelve")
 UNSAFE_CALLS = ("eval", "exec")

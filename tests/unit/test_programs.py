@@ -81,13 +81,3 @@ class TestPrograms(unittest.TestCase):
             rows = json.loads(out.read_text())
         self.assertEqual({f"G{n}" for n in (1, 2, 3, 5, 6, 7)}, {row["id"] for row in rows})
         self.assertIn("GDS, verified, to blocks", {row["arm"] for row in rows})
-
-    def test_readme_example(self) -> None:
-        """The README's Python example runs as it stands."""
-        text = (ROOT / "README.md").read_text()
-        code = text.split("```python\n")[1].split("```")[0]
-        with tempfile.TemporaryDirectory() as name:
-            done = run("-c", code, cwd=name)
-
-        self.assertEqual(0, done.returncode, done.stderr)
-        self.assertIn("Retrieved tokens: tensor([[", done.stdout)

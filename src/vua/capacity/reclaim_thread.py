@@ -151,7 +151,7 @@ class ReclaimThread:
                     self.reclaim.work_ahead(self._between)
         except StoppedError:
             self._end()
-        except Exception:
+        except Exception:  # who waits for space is answered, whatever breaks
             log.exception("%s: an error that eviction should have handled", self._root)
             self._end()
         finally:

@@ -44,7 +44,7 @@ class Freed(NamedTuple):
     chunks: int
     nbytes: int
 
-    def __add__(self, other: Freed) -> Freed:  # type: ignore[override]
+    def __add__(self, other: Freed) -> Freed:  # type: ignore[override] # no tuple is added to it
         """Return the sum."""
         return Freed(self.chunks + other.chunks, self.nbytes + other.nbytes)
 

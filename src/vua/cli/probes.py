@@ -276,7 +276,7 @@ def _visible(ground: Ground) -> Finding:
                 f"a file of another process is not seen after {_VISIBLE_S:g} s: absent names are "
             )
             return Finding(name, "bad", f"{text}cached; on NFS mount with lookupcache=positive")
-        time.sleep(0.01)
+        time.sleep(0.01)  # no event tells when another host's file is seen
     waited_s = time.monotonic() - start
     if waited_s > 0.1:
         text = f"a file of another process is seen after {waited_s:.1f} s, which costs hits"

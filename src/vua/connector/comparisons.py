@@ -66,7 +66,7 @@ class Comparisons:
                     chunks.append(_Computed(groups[number], key, slab))
                     groups[number].gather(slab, key, order.block_ids)
             self._threads.submit(self._compare, _Comparison(order.number, chunks))
-        except Exception as problem:
+        except Exception as problem:  # costs a comparison, never a request
             log.exception("a chunk could not be copied to be compared")
             self._give_back(chunks)
             self._tell(Verdict(order.number, "none", text=f"{problem}"))
@@ -96,7 +96,7 @@ class Comparisons:
         verdict = Verdict(number, "none", text="an error, see the log")
         try:
             verdict = self._judge(attempt)
-        except Exception:
+        except Exception:  # likewise
             log.exception("a chunk could not be compared")
         finally:
             self._give_back(attempt.what.chunks)

@@ -209,7 +209,7 @@ class Lookups:
         except (VUAError, OSError) as problem:
             self._warn_once(type(problem).__name__, f"not cached: {problem}")
             return None
-        except Exception:
+        except Exception:  # one prompt that breaks something costs no other request
             log.exception("request %s is not cached", request.request_id)
             return None
         self._namespace.stores[0].used(keys, found.stored)  # which all groups' files are

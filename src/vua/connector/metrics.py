@@ -71,18 +71,18 @@ METRICS: Final[dict[str, Metric]] = {
     ),
     "vua_seconds_saved": Metric(
         "gauge",
-        "Sum since the start, over all loads, of the seconds that computing takes minus those that "
-        "the load takes: as they were predicted when it was decided to load, and as measured from "
-        "the load's order to its end, for the tokens that came (computing is estimated in both).",
+        "Seconds that computing would have taken minus those that the load took, summed over all "
+        "loads since the start. Predicted: when it was decided to load. Measured: from the load's "
+        "order to its end, for the tokens that came; computing is estimated here, too.",
         "basis",
         ("predicted", "measured"),
     ),
     "vua_load_decisions_total": Metric(
         "counter",
-        "Requests with stored tokens: loaded since predicted to be faster than computing them "
-        "(faster), before both are measured (unmeasured), for load_policy or the client's wait_s "
-        "(asked), in part to see whether the storage is faster again (probe); or not loaded since "
-        "computing is predicted to be faster (compute), or to compare what is stored (witness).",
+        "Requests with stored tokens. Loaded: predicted to be faster (faster), before both "
+        "are measured (unmeasured), for load_policy or the client's wait_s (asked), or in part, to "
+        "see whether the storage is faster again (probe). Not loaded: as computing is predicted to "
+        "be faster (compute), or to compare what is stored (witness).",
         "decision",
         ("faster", "unmeasured", "asked", "probe", "compute", "witness"),
     ),

@@ -100,7 +100,7 @@ class Opening:
             pass
         except VUAError as problem:
             log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
-        except Exception:
+        except Exception:  # whatever breaks, requests are served
             log.exception("VUA: this engine is served without a stored KV cache")
         finally:
             self._opened.set_result(opened)

@@ -222,7 +222,7 @@ class WorkerSide:
                     self._loaders.submit(partial(self._load, after=after), order)
                 else:
                     self._report(order, order.parts[0].start, "paused")
-            except Exception:
+            except Exception:  # the engine waits for this load: it ends, whatever breaks
                 log.exception("load of request %s could not begin", order.request_id)
                 self._report(order, order.parts[0].start, "error")
 
@@ -240,7 +240,7 @@ class WorkerSide:
             same = identity == self._identity and self._left is None and proven()
             if not (same and self._memory.holds(order.adapter)):
                 short, reason = order.parts[0].start, "reset"
-        except Exception:
+        except Exception:  # likewise
             log.exception("load of request %s failed", order.request_id)
         finally:
             if attempt.settle():

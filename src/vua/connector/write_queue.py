@@ -147,7 +147,7 @@ class WriteQueue:
                 capacity.pin(save.key.name)
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
-        except Exception:
+        except Exception:  # a save that breaks costs hits, never a request
             log.exception("chunk %s was not stored", save.key.name[:12])
         finally:
             save.group.save_slabs.give_back(save.slab)  # not earlier: a write may still read it

@@ -140,7 +140,7 @@ class CuFileMover:
             self._registered: set[int] = set()
             self._bind()
             cufile.driver_open()
-        except Exception as problem:
+        except Exception as problem:  # cuFile's own: unknown where it is not installed
             raise StorageError(
                 f"cuFile cannot be used: {type(problem).__name__}: {problem}; it needs the "
                 "packages cuda-bindings and nvidia-cufile of the CUDA that torch was built for"
@@ -184,7 +184,7 @@ class CuFileMover:
             what.handle.fd = own
             what.fs_ops = 0
             return own, int(self._library.handle_register(what.ptr))
-        except Exception as problem:
+        except Exception as problem:  # likewise
             os.close(own)
             raise OSError(f"cuFileHandleRegister: {problem}") from problem
 
@@ -199,7 +199,7 @@ class CuFileMover:
                 got = int(
                     self._library.read(handle[1], base, nbytes - done, offset + done, at + done)
                 )
-            except Exception as problem:
+            except Exception as problem:  # likewise
                 raise OSError(f"cuFileRead: {problem}") from problem
             if got < 0:
                 raise OSError(f"cuFileRead returned {got}")

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from vua.errors import ConfigError
 from vua.weights import weights_fingerprint
@@ -124,7 +125,8 @@ class Identity:
                 raise ConfigError(f"an identity has no key {key!r}; the nearest one is {near!r}")
         if missing := [key for key in known if key not in description]:
             raise ConfigError(f"the description of an identity lacks {', '.join(missing)}")
-        identity = cls(**{name: description[name] for name in names})  # type: ignore[arg-type]
+        values: dict[str, Any] = {name: description[name] for name in names}  # checked there
+        identity = cls(**values)
         claims = {"version": _VERSION, "namespace": identity.namespace}
         if any(description[key] != expected for key, expected in claims.items()):
             raise ConfigError(

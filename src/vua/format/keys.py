@@ -21,7 +21,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -117,12 +117,12 @@ def token_ids(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) ->
     return array.astype("<u4", copy=False).tobytes()
 
 
-def _as_array(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) -> npt.NDArray:  # type: ignore[type-arg]
+def _as_array(tokens: torch.Tensor | npt.NDArray[Any] | Sequence[int]) -> npt.NDArray[Any]:
     if isinstance(tokens, np.ndarray):
         return tokens
     if hasattr(tokens, "detach"):  # a torch tensor, without importing torch for it
         try:
-            array: npt.NDArray[np.generic] = tokens.detach().cpu().numpy()
+            array: npt.NDArray[Any] = tokens.detach().cpu().numpy()
         except (TypeError, RuntimeError) as problem:  # bfloat16, sparse, meta...
             msg = f"token ids must be plain integers: {problem}"
             raise InputError(msg) from problem

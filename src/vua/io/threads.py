@@ -57,7 +57,7 @@ class Call(Generic[T]):
         """Wait for the call; return what it returned, or raise what it raised."""
         self.wait()
         if self._error is None:
-            return self._result  # type: ignore[return-value]
+            return self._result  # type: ignore[return-value] # set where no error is
         try:
             raise self._error
         finally:

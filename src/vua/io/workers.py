@@ -134,7 +134,7 @@ class Workers(Generic[T]):
             work, attempt = taken
             try:
                 work(attempt)
-            except Exception:
+            except Exception:  # the thread goes on with other work
                 log.exception("%s: an error that the work should have handled", self._name)
             with self._changed:
                 self._running.remove(attempt)

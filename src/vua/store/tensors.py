@@ -53,7 +53,7 @@ def sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> 
             return Batch([token_ids(row) for row in rows], rows, listed=True)
         return Batch([token_ids(tokens)], [tokens], listed=False)
     if isinstance(tokens, Sequence) and len(tokens) and isinstance(tokens[0], int):
-        ids = token_ids(tokens)  # type: ignore[arg-type]
+        ids = token_ids(tokens)  # type: ignore[arg-type] # which looks at each
         row = torch.from_numpy(np.frombuffer(ids, dtype="<u4").astype(np.int64))
         return Batch([ids], [row], listed=False)
     if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
@@ -62,7 +62,7 @@ def sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> 
             f"{type(tokens).__name__}; torch.as_tensor() makes one of an array"
         )
         raise InputError(msg)
-    parts = [sequences(row) for row in tokens]  # type: ignore[arg-type]
+    parts = [sequences(row) for row in tokens]  # type: ignore[arg-type] # likewise
     if any(part.listed for part in parts):
         msg = "a list of sequences must hold one sequence per item, found a batch inside it"
         raise InputError(msg)

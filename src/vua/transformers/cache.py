@@ -310,7 +310,7 @@ def _tried(model: Any, layout: KVLayout) -> KVLayout:  # noqa: ANN401
     try:
         with torch.no_grad():
             model(input_ids=ids, past_key_values=cache, use_cache=True)
-    except Exception as problem:
+    except Exception as problem:  # the model's own, of any kind
         raise ConfigError(
             f"{kind}: it computes nothing with an empty DynamicCache() "
             f"({type(problem).__name__}: {problem})"

@@ -9,6 +9,7 @@ found nothing is cached: what is in memory could not be told then.
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any, Final
 
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -66,7 +67,7 @@ class Calls:
         object.__setattr__(self, "_vua_calls", 0)
         object.__setattr__(self, "_vua_last", "")
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc] # by mypy, no class has another one than its own
     def __class__(self) -> type:
         """The worker's, for who looks at it."""
         return type(self._vua_worker)
@@ -126,12 +127,12 @@ class EngineWorker:
     @classmethod
     def find(cls) -> EngineWorker:
         """Return the worker that is making a connector right now. Raises UncachedError."""
-        frame = sys._getframe(1)  # noqa: SLF001
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
         while frame is not None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, WorkerWrapperBase):
                 return cls(owner)
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         msg = "vLLM did not make this connector within a worker's wrapper: its model is not found"
         raise UncachedError(msg)
 

@@ -170,7 +170,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Run a hook's work; an unforeseen error costs hits, not the engine."""
         try:
             return hook()
-        except Exception as problem:
+        except Exception as problem:  # whatever breaks, requests are served
             if self._config.strict:
                 raise
             cause = f"{type(problem).__name__}: {problem}"
@@ -289,7 +289,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         except VUAError as problem:
             log.warning("VUA: the cache could not be reset, it is unchanged: %s", problem)
             return False
-        except Exception:
+        except Exception:  # whatever breaks, requests are served
             if self._config.strict:
                 raise
             log.exception("VUA: the cache could not be reset")
@@ -320,7 +320,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             raise  # GPUDirect Storage is required and does not work
         except (VUAError, AssertionError) as problem:
             log.warning("VUA: this worker loads and stores nothing: %s", problem)
-        except Exception:
+        except Exception:  # whatever breaks, requests are served
             if self._config.strict:
                 raise
             log.exception("VUA: this worker loads and stores nothing")

@@ -93,7 +93,7 @@ def locked(key: str, stop: threading.Event | None = None) -> Iterator[None]:
             except BlockingIOError:
                 if stop is not None and stop.is_set():
                     raise CancelledError from None
-                time.sleep(_POLL_S)
+                time.sleep(_POLL_S)  # a lock that is waited for would not see `stop`
             except OSError:  # a file system without locks
                 break
         yield

@@ -1,0 +1,236 @@
+"""`Llama.set_cache`'s cache, kept in a directory.
+
+Promises that the state handed out is that of exactly the tokens it names, of the same model, or
+that there is none; and that no state of the directory ever fails a request. Safe for threads; any
+number of processes may use the directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np
+import torch
+from llama_cpp import BaseLlamaCache, LlamaState
+
+from vua.capacity.usage import measure
+from vua.core import VUA, ClosestKV, VUAConfig
+from vua.errors import ConfigError, VUAError
+from vua.format.identity import Identity
+from vua.io.forks import watch
+from vua.llama_cpp.model import described_model, refusal, try_form
+from vua.llama_cpp.state import parse
+from vua.serdes import DTYPES
+from vua.store.namespace import check_root
+from vua.weights import Identification, identify_weights
+
+__all__ = ["VUALlamaCache"]
+
+log = logging.getLogger(__name__)
+
+_NO_TOKEN = -1
+
+
+class VUALlamaCache(BaseLlamaCache):
+    """Keeps what one `Llama` has computed in a directory, and gives the longest prefix back.
+
+    >>> llm = Llama("model.gguf", n_ctx=4096)  # doctest: +SKIP
+    >>> llm.set_cache(VUALlamaCache(llm, "/mnt/kv"))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        llm: Any,  # noqa: ANN401
+        path: str | os.PathLike[str],
+        *,
+        chunk_tokens: int = 64,
+        capacity_bytes: int | str | None = None,
+        epoch: str = "",
+        durable: bool = False,
+    ) -> None:
+        """Use the directory ``path``, which is created (mode 0700) when missing.
+
+        Computes one token, to see in which form llama.cpp writes its state; ``llm`` forgets what it
+        had computed before. Which model it is, is found out from every byte of its files, once, on
+        a thread of its own, and then remembered. Until that is known nothing is loaded or
+        saved, see `ready`.
+
+        Args:
+            llm: a `llama_cpp.Llama`; the cache does not keep it alive.
+            path: the directory; other models and engines may use it too.
+            chunk_tokens: tokens per chunk, the granularity of reuse.
+            capacity_bytes: as `VUAConfig.max_bytes`: of the whole directory. By default 80 % of the
+                file system, less where it is fuller.
+            epoch: change it to leave everything stored so far unused.
+            durable: fsync each file. Without it a power cut may cost recent chunks.
+
+        Raises:
+            ConfigError: a setting is unusable, ``path`` is a file, or this model's states cannot be
+                stored; the message says why.
+            StorageError: the directory cannot be created.
+        """
+        super().__init__(capacity_bytes)
+        self._config = VUAConfig(
+            split_factor=chunk_tokens, epoch=epoch, durable=durable, max_bytes=capacity_bytes
+        )
+        self._form = try_form(llm)
+        self._described = described_model(llm, self._form, chunk_tokens=chunk_tokens, epoch=epoch)
+        self._llm, self._path = weakref.ref(llm), check_root(path)
+        self._vua: VUA | None = None
+        self._warned = False
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with a free lock, and to identify the model unless it is; see `vua.io.forks`."""
+        self._lock = threading.Lock()
+        if self._vua is None:
+            files = self._described.files
+            self._identification = Identification(lambda stop: identify_weights(files, stop=stop))
+
+    def close(self) -> None:
+        """Wait for running work and release the threads. Then nothing is loaded or saved."""
+        self._identification.close()
+        with self._lock:
+            if self._vua is not None:
+                self._vua.close()
+
+    def ready(self, timeout_s: float | None = None) -> bool:
+        """Wait until the model is identified; return whether it is. None: for as long as it takes.
+
+        Raises:
+            ConfigError, StorageError, OSError: it cannot be, so nothing is ever loaded or saved.
+        """
+        if not self._identification.wait(timeout_s):
+            return False
+        self._opened()
+        return True
+
+    @property
+    def identity(self) -> Identity:
+        """Whose states these are; waits and raises as `ready` without a limit."""
+        return self._described.identity(self._identification.answer.result())
+
+    @property
+    def cache_size(self) -> int:
+        """Bytes in the directory, of all models; estimated where it is large. Raises OSError."""
+        return measure(self._path).nbytes
+
+    # -- what Llama calls ---------------------------------------------------------------------
+
+    def __contains__(self, key: Sequence[int]) -> bool:
+        """Whether a prefix of these tokens is stored, by name. Never raises for the directory."""
+        vua = self._usable()
+        return vua is not None and len(key) > 0 and vua.lookup(list(key))[0] > 0
+
+    def __getitem__(self, key: Sequence[int]) -> LlamaState:
+        """Return the state of the longest stored prefix, in whole chunks.
+
+        Raises KeyError where nothing is stored that the `Llama` has not computed already. Never
+        anything else: what is damaged or missing is a shorter prefix.
+        """
+        tokens, llm, vua = list(key), self._llm(), self._usable()
+        if llm is None or vua is None or not tokens:
+            raise KeyError("nothing is stored")
+        live = llm.longest_token_prefix(llm.input_ids[: llm.n_tokens].tolist(), tokens)
+        if vua.lookup(tokens)[0] <= live:
+            raise KeyError("nothing is stored that has not been computed")
+        found = vua.get_closest(tokens)
+        if found.num_tokens <= live or not self._fits(found):
+            raise KeyError("nothing is stored that has not been computed")
+        rows = [[_words(pair[array]) for pair in found.data] for array in (0, 1)]
+        state = self._form.build(*rows)
+        ids = np.full(len(llm.input_ids), _NO_TOKEN, np.intc)
+        ids[: found.num_tokens] = tokens[: found.num_tokens]
+        return LlamaState(
+            input_ids=ids,
+            scores=np.zeros((1, llm.n_vocab()), np.single),  # unknown; Llama spreads them out
+            n_tokens=found.num_tokens,
+            llama_state=state,
+            llama_state_size=len(state),
+            seed=llm._seed,  # noqa: SLF001 - a loaded prefix does not change it
+        )
+
+    def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
+        """Store the whole chunks of a state, except those stored already.
+
+        Never raises for the state of the directory: what cannot be stored is not, and the log says
+        so once.
+
+        Args:
+            key: the tokens of prompt and answer; the state may hold fewer.
+            value: what `Llama.save_state` returned.
+        """
+        vua = self._usable()
+        if vua is None:
+            return
+        try:
+            state = parse(bytearray(value.llama_state))  # torch wants memory that may be written
+            if state.form != self._form:
+                raise ConfigError(f"the state is of {state.form}, expected {self._form}")
+            held = value.input_ids[: value.n_tokens].tolist()
+            length = min(state.tokens, len(held), len(key))
+            length -= length % self._config.split_factor
+            if list(key[:length]) != held[:length]:
+                raise ConfigError("the state is not of the tokens it is to be stored for")
+            if length:
+                dtype = DTYPES[self._form.dtype]
+                pairs = zip(state.k, state.v, strict=True)
+                vua.put(
+                    held[:length],
+                    [
+                        [torch.from_numpy(rows[:length]).view(dtype)[None, None] for rows in pair]
+                        for pair in pairs
+                    ],
+                )
+        except (VUAError, OSError) as problem:
+            self._warn("a state is not stored: %s", problem)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _opened(self) -> VUA:
+        with self._lock:
+            if self._vua is None:
+                self._vua = VUA(self._config, self._path, identity=self.identity)
+            return self._vua
+
+    def _usable(self) -> VUA | None:
+        """Return the open namespace; None where there is none (yet), or nothing may be stored."""
+        llm = self._llm()
+        if llm is None or not self._identification.wait(0):
+            return None
+        if reason := refusal(llm):
+            self._warn("nothing is loaded or saved: %s", reason)
+            return None
+        try:
+            return self._opened()
+        except (VUAError, OSError, CancelledError) as problem:
+            self._warn("nothing is loaded or saved: %s", problem)
+            return None
+
+    def _warn(self, text: str, problem: object) -> None:
+        log.log(logging.DEBUG if self._warned else logging.WARNING, text, problem)
+        self._warned = True
+
+    def _fits(self, found: ClosestKV) -> bool:
+        form, tokens = self._form, found.num_tokens
+        expected = [(1, 1, tokens, form.k_dim), (1, 1, tokens, form.v_dim)] * form.layers
+        stored = [tuple(one.shape) for pair in found.data for one in pair]
+        types = {one.dtype for pair in found.data for one in pair}
+        if stored == expected and types == {DTYPES[form.dtype]}:
+            return True
+        self._warn("what is stored of %s does not fit it, a miss", self._described.others.name)
+        return False
+
+
+def _words(rows: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return ``[1, 1, tokens, dim]`` as ``[tokens, dim]`` of unsigned words, the same bytes."""
+    word = {2: torch.uint16, 4: torch.uint32}[rows.itemsize]
+    found: np.ndarray[Any, Any] = rows[0, 0].view(word).numpy()
+    return found

@@ -1,0 +1,297 @@
+"""Mirrors `vua.llama_cpp`: the same tokens with a stored prefix as without, by the real engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from helpers import ROOT, DirectoryTest
+from llama import BYTES_FROM, CONTEXT_TOKENS, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
+from vua.errors import ConfigError, NotWritableError
+
+CHUNK = 16
+PROMPT = [1, *(BYTES_FROM + byte for byte in range(40, 140))]
+WHOLE = len(PROMPT) // CHUNK * CHUNK
+OTHER_PROCESS = """
+import json, sys
+from pathlib import Path
+from llama import completed, has_llama_cpp, load_gguf
+has_llama_cpp()
+from vua.llama_cpp import VUALlamaCache
+llm = load_gguf(Path(sys.argv[1]))
+cache = VUALlamaCache(llm, sys.argv[2], chunk_tokens=16)
+cache.ready()
+llm.set_cache(cache)
+state = cache[json.loads(sys.argv[3])]
+print(json.dumps([state.n_tokens, completed(llm, json.loads(sys.argv[3]))]))
+"""
+
+
+@unittest.skipUnless(has_llama_cpp(), WHERE)
+class TestLlamaCpp(DirectoryTest):
+    def setUp(self) -> None:
+        """A model and a store."""
+        super().setUp()
+        self.model = make_gguf(self.root / "model.gguf")
+        self.store = self.root / "kv"
+
+    def llm(self, model: Path | None = None, **settings: Any) -> Any:
+        """A fresh engine without a cache."""
+        llm = load_gguf(model or self.model, **settings)
+        self.addCleanup(llm.close)
+        return llm
+
+    def cached(self, model: Path | None = None, **settings: Any) -> tuple[Any, Any]:
+        """A fresh engine with a cache in the store that is ready, and the cache."""
+        from vua.llama_cpp import VUALlamaCache
+
+        llm = self.llm(model, **settings)
+        cache = VUALlamaCache(llm, self.store, chunk_tokens=CHUNK)
+        self.addCleanup(cache.close)
+        self.assertTrue(cache.ready())
+        llm.set_cache(cache)
+        return llm, cache
+
+    def loaded(self, cache: Any, prompt: list[int]) -> int:
+        """How many tokens the cache gives back."""
+        try:
+            return int(cache[prompt].n_tokens)
+        except KeyError:
+            return 0
+
+    def evaluated(self, llm: Any, prompt: list[int]) -> tuple[list[int], int]:
+        """What a completion leaves in the context, and of how many tokens the prompt's rest was."""
+        lengths, compute = [], llm.eval
+
+        def noted(tokens: list[int]) -> None:
+            lengths.append(len(tokens))
+            compute(tokens)
+
+        with mock.patch.object(llm, "eval", noted):
+            tokens = completed(llm, prompt)
+        return tokens, lengths[0]
+
+    def test_restart(self) -> None:
+        """A fresh engine goes on from what another one stored, and gives the same tokens."""
+        for flash in (False, True):
+            with self.subTest(flash_attn=flash):
+                self.store = self.root / f"kv{flash}"
+                cold = completed(self.llm(flash_attn=flash), PROMPT)
+                first, cache = self.cached(flash_attn=flash)
+                self.assertEqual((cold, len(PROMPT)), self.evaluated(first, PROMPT))
+                self.assertTrue(PROMPT in cache)
+                second, _ = self.cached(flash_attn=flash)
+
+                warm, computed = self.evaluated(second, PROMPT)
+
+                self.assertEqual(cold, warm)
+                self.assertEqual(len(PROMPT) - WHOLE, computed)
+                self.assertGreater(cache.cache_size, 0)
+
+    def test_state_to_the_bit(self) -> None:
+        """What is given back are the bits of K and V that the engine had computed."""
+        from vua.llama_cpp.state import parse
+
+        first, _ = self.cached()
+        completed(first, PROMPT)
+        was = parse(first.save_state().llama_state)
+        second, cache = self.cached(flash_attn=True)  # in which V lies the other way round
+
+        state = cache[PROMPT]
+        second.load_state(state)
+        found = parse(second.save_state().llama_state)
+
+        self.assertEqual([WHOLE, WHOLE], [state.n_tokens, found.tokens])
+        self.assertNotEqual(was.form.v_transposed, found.form.v_transposed)
+        for mine, theirs in zip([*was.k, *was.v], [*found.k, *found.v], strict=True):
+            self.assertEqual(mine[:WHOLE].tobytes(), theirs.tobytes())
+        self.assertEqual(PROMPT[:WHOLE], state.input_ids[:WHOLE].tolist())
+        self.assertEqual({-1}, set(state.input_ids[WHOLE:].tolist()))
+
+    def test_longest_prefix(self) -> None:
+        """Prompts share what they have in common; a whole prompt, one that is stored entirely."""
+        first, _ = self.cached()
+        answer = completed(first, PROMPT)
+        other = [*PROMPT[: 2 * CHUNK + 3], *reversed(PROMPT[2 * CHUNK + 3 :])]
+        expected = completed(self.llm(), other)
+        second, cache = self.cached()
+
+        self.assertEqual((expected, len(other) - 2 * CHUNK), self.evaluated(second, other))
+        self.assertEqual(len(answer) // CHUNK * CHUNK, self.loaded(cache, answer))
+        third, _ = self.cached()
+        again, computed = self.evaluated(third, PROMPT[:WHOLE])
+        self.assertEqual(completed(self.llm(), PROMPT[:WHOLE]), again)
+        self.assertEqual(1, computed)
+
+    @pytest.mark.thorough
+    def test_other_process(self) -> None:
+        """Another process loads what this one stored."""
+        first, _ = self.cached()
+        cold = completed(first, PROMPT)
+        paths = [str(ROOT / "src"), str(ROOT / "tests"), *filter(None, sys.path)]
+        done = subprocess.run(
+            [sys.executable, "-c", OTHER_PROCESS, str(self.model), str(self.store), str(PROMPT)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+        self.assertEqual(0, done.returncode, done.stderr)
+        self.assertEqual([WHOLE, cold], json.loads(done.stdout))
+
+    def test_not_twice(self) -> None:
+        """What the engine has computed itself is not loaded, and not written a second time."""
+        llm, cache = self.cached()
+        answer = completed(llm, PROMPT)
+        written = self.snapshot()
+
+        self.assertEqual(0, self.loaded(cache, [*answer, 7, 7]))
+        self.assertEqual(answer, completed(llm, PROMPT))
+        self.assertEqual(written, self.snapshot())
+        llm.reset()
+        self.assertEqual(len(answer) // CHUNK * CHUNK, self.loaded(cache, [*answer, 7, 7]))
+
+    def test_kept_apart(self) -> None:
+        """Another model, adapter setting, epoch or dtype of the cache finds nothing."""
+        from vua.llama_cpp import identity_of
+
+        first, cache = self.cached()
+        completed(first, PROMPT)
+        other = make_gguf(self.root / "other.gguf", seed=1)
+        differently: dict[str, Any] = {
+            "base": {"rope_freq_base": 5000.0},
+            "type": {"type_k": 0, "type_v": 0},
+            "override": {"kv_overrides": {"llama.attention.layer_norm_rms_epsilon": 1e-3}},
+        }
+        found = {"other weights": self.cached(other)[1]}
+        found |= {name: self.cached(**given)[1] for name, given in differently.items()}
+        for name, one in found.items():
+            with self.subTest(name):
+                self.assertEqual(0, self.loaded(one, PROMPT))
+                self.assertNotIn(PROMPT, one)
+        names = [cache.identity, *(one.identity for one in found.values())]
+        names.append(identity_of(self.llm(), chunk_tokens=CHUNK, epoch="new"))
+        with mock.patch("llama_cpp.__version__", "0.3.999"):
+            names.append(identity_of(self.llm(), chunk_tokens=CHUNK))
+        self.assertEqual(len(names), len({one.namespace for one in names}))
+
+    def test_what_does_not_count(self) -> None:
+        """Settings that only say how it is computed leave the identity as it is; n_ctx, too."""
+        from vua.llama_cpp import identity_of
+
+        free = {"n_ctx": 128, "n_batch": 32, "flash_attn": True, "n_threads": 2}
+        plain = identity_of(self.llm()).namespace
+        self.assertEqual(plain, identity_of(self.llm(**free)).namespace)
+
+        scaled = make_gguf(self.root / "scaled.gguf", **{"llama.rope.scaling.attn_factor": 1.0})
+        sizes = {identity_of(self.llm(scaled, n_ctx=one)).namespace for one in (128, 256)}
+        self.assertEqual(2, len(sizes))
+
+    def test_damage(self) -> None:
+        """One changed bit costs the chunks from there on, never a token."""
+        first, _ = self.cached()
+        cold = completed(first, PROMPT)
+        damaged = sorted(self.files(), key=lambda path: path.stat().st_mtime_ns)[-3]
+        data = bytearray(damaged.read_bytes())
+        data[-40] ^= 1
+        damaged.write_bytes(data)
+        second, cache = self.cached()
+
+        got = self.loaded(cache, PROMPT)
+        warm, computed = self.evaluated(second, PROMPT)
+
+        self.assertLess(got, WHOLE)
+        self.assertEqual(0, got % CHUNK)
+        self.assertEqual(cold, warm)
+        self.assertGreater(computed, len(PROMPT) - WHOLE)
+
+    def test_directory_refuses(self) -> None:
+        """A directory that cannot be written costs hits; the log says so once."""
+        llm, cache = self.cached()
+        problem = NotWritableError(30, "read-only")
+        with (
+            mock.patch.object(type(cache._vua), "put", side_effect=problem),  # noqa: SLF001
+            self.assertLogs("vua.llama_cpp", "WARNING") as logs,
+        ):
+            cold = completed(self.llm(), PROMPT)
+            self.assertEqual(cold, completed(llm, PROMPT))
+            llm.reset()
+            self.assertEqual(cold, completed(llm, PROMPT))
+        self.assertEqual(1, len(logs.output), logs.output)
+        self.assertEqual([], self.files())
+
+    def test_state_of_other_tokens(self) -> None:
+        """A state that is not of its key's tokens is not stored; nor one of another model."""
+        llm, cache = self.cached()
+        other = self.llm(type_k=0, type_v=0)
+        completed(other, PROMPT)
+        llm.set_cache(None)
+        completed(llm, PROMPT)
+        with self.assertLogs("vua.llama_cpp", "DEBUG") as logs:
+            cache[PROMPT[::-1]] = llm.save_state()
+            cache[PROMPT] = other.save_state()
+        self.assertIn("not of the tokens", logs.output[0])
+        self.assertIn("expected StateForm", logs.output[-1])
+        self.assertEqual([], self.files())
+
+    def test_refused(self) -> None:
+        """What cannot be stored is refused with a sentence that says why."""
+        from vua.llama_cpp import VUALlamaCache
+
+        q8_0 = 8
+        refused = {
+            "logits_all and draft models": {"logits_all": True},
+            "a chat handler may put images": {"chat_handler": object()},
+            "ggml's type 8": {"type_k": q8_0, "type_v": q8_0, "flash_attn": True},
+            "K and V have different types": {"type_k": 0},
+        }
+        for expected, given in refused.items():
+            with self.subTest(expected), self.assertRaisesRegex(ConfigError, expected):
+                VUALlamaCache(self.llm(**given), self.store)
+        self.assertFalse(self.store.exists())
+
+    def test_handler_set_later(self) -> None:
+        """A chat handler that comes later ends loading and saving."""
+        llm, cache = self.cached()
+        completed(llm, PROMPT)
+        llm.reset()
+        self.assertEqual(WHOLE, self.loaded(cache, PROMPT))
+        llm.chat_handler = object()
+        with self.assertLogs("vua.llama_cpp", "WARNING"):
+            self.assertEqual(0, self.loaded(cache, PROMPT))
+
+    def test_not_identified_yet(self) -> None:
+        """Until the model's files are read nothing is loaded or saved, and nobody waits."""
+        from vua.llama_cpp import VUALlamaCache
+        from vua.llama_cpp import cache as module
+
+        llm = self.llm()
+        with mock.patch.object(module.Identification, "wait", return_value=False):
+            cache = VUALlamaCache(llm, self.store, chunk_tokens=CHUNK)
+            self.assertFalse(cache.ready(0))
+            llm.set_cache(cache)
+            completed(llm, PROMPT)
+        self.assertEqual([], self.files())
+        cache.close()
+
+    @pytest.mark.thorough
+    def test_a_long_chat(self) -> None:
+        """Turn by turn, with restarts, until the context is full: always the same tokens."""
+        prompt, plain = PROMPT[:20], self.llm()
+        while len(prompt) + 30 < CONTEXT_TOKENS:
+            llm, cache = self.cached()
+            expected = completed(plain, prompt, tokens=12)
+            self.assertEqual(expected, completed(llm, prompt, tokens=12))
+            cache.close()
+            prompt = [*expected, *PROMPT[len(expected) % 40 :][:18]]
+
+
+if __name__ == "__main__":
+    unittest.main()
