@@ -24,6 +24,10 @@ class Travels(Protocol):
         """Note that entries were written to the nearest place."""
         ...
 
+    def close(self) -> None:
+        """Copy what waits, for some seconds at most."""
+        ...
+
     def came(self, name: str, data: bytes | None, before: str) -> None:
         """Note that an entry was read from behind.
 

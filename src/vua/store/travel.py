@@ -102,13 +102,17 @@ class Travel:
     def after_fork(self) -> None:
         """Begin with nothing under way; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
-        self._sending = False
+        self._idle = threading.Condition(self._lock)
+        self._sending = self._failing = False
         self._back_nbytes = 0
 
     def close(self) -> None:
-        """Stop after what is under way; what still waits is found the next time."""
-        self._closing.set()
+        """Send what waits, for some seconds at most; the rest is found the next time."""
         stop_s = time.monotonic() + _CLOSE_S
+        with self._idle:
+            if not self._closing.is_set():
+                self._idle.wait_for(lambda: not self._sending or self._failing, _CLOSE_S)
+        self._closing.set()
         for threads in (self._up, self._down):
             threads.close(max(0.0, stop_s - time.monotonic()))
 
@@ -145,7 +149,8 @@ class Travel:
                 self._waiting.extend(self._unsent())
             with self._lock:
                 if not self._waiting:
-                    self._sending = False
+                    self._sending = self._failing = False
+                    self._idle.notify_all()
                     return
             name, began_s = self._waiting.popleft(), time.monotonic()
             try:
@@ -156,13 +161,22 @@ class Travel:
                     log.warning("entry %s is not sent on: %s", name, problem)
                     continue
                 self._waiting.appendleft(name)
+                self._note(failing=True)
                 log.debug("entry %s could not be sent on: %s", name, problem)
                 self._closing.wait(pause_s)
                 pause_s = min(2 * pause_s, _RETRY_S[1])
                 continue
             pause_s = _RETRY_S[0]
+            self._note(failing=False)
             if self._upload_nbytes_s is not None:
                 self._closing.wait(nbytes / self._upload_nbytes_s + began_s - time.monotonic())
+
+    def _note(self, *, failing: bool) -> None:
+        """Note whether the places behind take anything: who closes does not wait for them."""
+        with self._lock:
+            self._failing = failing
+            if failing:
+                self._idle.notify_all()
 
     def _unsent(self) -> list[str]:
         """Return the entries of the directory without a mark; some, where there are many."""

@@ -185,7 +185,8 @@ class TierTest(DirectoryTest):
         """What is sent keeps within the limit, and a cache that closes does not wait for it."""
         slow = VUAConfig(split_factor=16, model="tiny", upload_mib_s=1e-6)
         began_s = time.monotonic()
-        with self.open("a", slow) as vua:
+        limit = mock.patch("vua.store.travel._CLOSE_S", 0.2)
+        with limit, self.open("a", slow) as vua:
             vua.put(TOKENS, KV)
             until(lambda: len(self.keys()) == 1)
             self.assertEqual(1, namespace_of(vua).travel.counts["sent"])
