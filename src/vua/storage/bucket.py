@@ -149,6 +149,11 @@ class Bucket:
                 cls._open[url] = cls(url)
             return cls._open[url]
 
+    @staticmethod
+    def any_used() -> bool:
+        """Whether this process has sent requests, so that its forked children cannot."""
+        return _runtime.is_used
+
     def __repr__(self) -> str:
         """Return the place, and no credentials."""
         return f"Bucket({self.url!r})"
