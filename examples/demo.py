@@ -34,6 +34,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = "demo result: "
 NEW_TOKENS = 24
+QUIET_S = 15.0
+"""Without a terminal, how often a phase says that it goes on."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -82,8 +84,10 @@ class Progress:
     def _tick(self, title: str, done: threading.Event) -> None:
         live = sys.stderr.isatty()
         begin = time.monotonic()
-        while not done.wait(1.0 if live else 1e9):
-            print(f"\r{title} ... {time.monotonic() - begin:.0f} s", end="", file=sys.stderr)
+        while not done.wait(1.0 if live else QUIET_S):
+            text = f"{title} ... {time.monotonic() - begin:.0f} s"
+            before, after = ("\r", "") if live else ("", "\n")
+            print(before + text, end=after, file=sys.stderr, flush=True)
         seconds = time.monotonic() - begin
         print(f"{chr(13) if live else ''}{title}: {seconds:.0f} s", file=sys.stderr, flush=True)
 

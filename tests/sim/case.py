@@ -55,7 +55,7 @@ class Case:
     read_s: float = 0.0
     write_s: float = 0.0
     lookup_timeout_s: float = 60.0
-    max_pending_save_mib: int = 512
+    max_pending_save_mib: int = 0
     load_threads: int = 2
     damage: float = 0.0
     """Per step: the chance that a stored file is damaged, a request aborted, the cache reset."""
@@ -65,7 +65,7 @@ class Case:
     @property
     def saves_all(self) -> bool:
         """Whether nothing hinders a save."""
-        drops = self.max_pending_save_mib < 512 or self.lookup_timeout_s < 60
+        drops = self.max_pending_save_mib > 0 or self.lookup_timeout_s < 60
         return not (drops or self.damage)
 
 
@@ -93,7 +93,7 @@ def draw(seed: int) -> Case:
         read_s=pick((0.0, 0.002, 0.006)) if slow else 0.0,
         write_s=pick((0.0, 0.005, 0.03)) if slow else 0.0,
         lookup_timeout_s=0.004 if lookup_s and chance.random() < 0.5 else 60.0,
-        max_pending_save_mib=pick((1, 512)) if slow else 512,
+        max_pending_save_mib=pick((1, 0)) if slow else 0,
         load_threads=pick((1, 2, 3)),
         damage=pick((0.0, 0.0, 0.03, 0.2)),
         aborts=pick((0.0, 0.03, 0.1)),

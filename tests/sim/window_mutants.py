@@ -20,7 +20,7 @@ BELOW_A_CHUNK |= {"block_sizes": (16, 16), "prefix_caching": False}
 """vLLM frees the start of a chunk before its end is computed."""
 
 UNHINDERED: dict[str, Any] = {"window": 130, "prefix_caching": False, "damage": 0.0}
-UNHINDERED |= {"lookup_s": 0.0, "lookup_timeout_s": 60.0, "max_pending_save_mib": 512}
+UNHINDERED |= {"lookup_s": 0.0, "lookup_timeout_s": 60.0, "max_pending_save_mib": 0}
 """All that should be stored is."""
 
 

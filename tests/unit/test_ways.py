@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers import DirectoryTest, keys_of, native_code, noise
 from replay import Cache
@@ -21,7 +24,7 @@ if find_spec("vllm"):
     from vua.connector.cache_spec import Group, Model
     from vua.connector.config import ConnectorConfig
     from vua.connector.group_transfer import Rank
-    from vua.connector.metadata import ConnectorMetadata, SaveOrder
+    from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
     from vua.connector.worker import WorkerSide
     from vua.vllm import page_layout
 
@@ -29,11 +32,27 @@ LAYOUT = KVLayout(layers=2, kv_heads=1, k_dim=64, v_dim=64, dtype="F32", chunk_t
 MOST = {
     ("save", "auto"): (8, 6),
     ("save", "off"): (10, 7),
+    ("load", "auto"): (8, 7),
+    ("load", "off"): (12, 9),
     ("eviction", "auto"): (7, 3),
 }
 """Functions after the hook, and files, of a way with and without native code."""
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified names")
+
+
+def bytes_read(nbytes: int) -> Callable[[], bool]:
+    """Return what tells whether this process has read so many bytes from now on."""
+    asked = 0
+
+    def now() -> int:
+        nonlocal asked
+        asked += 1
+        counters = Path("/proc/self/io").read_text(encoding="ascii")
+        return int(counters.split()[1]) - 128 * asked  # about what asking itself reads
+
+    begun = now()
+    return lambda: now() - begun > nbytes // 2
 
 
 class WaysTest(DirectoryTest):
@@ -72,6 +91,43 @@ class WaysTest(DirectoryTest):
                     lambda: side.save(orders),  # noqa: B023
                 )
             self.check("save", native, way)
+
+    @pytest.mark.vllm
+    @pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
+    def test_load(self) -> None:
+        """From the worker's hook to the bytes of a file in memory, which are still to be judged."""
+        layout = KVLayout(layers=2, kv_heads=4, k_dim=64, v_dim=64, dtype="F32", chunk_tokens=64)
+        for native in ("auto", "off"):
+            group = Group(layout, (0, 1), ((layout.full,),), (0,))
+            model = Model(Identity(model=native, chunk_tokens=64), (group,), (64,), latent=False)
+            config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=64)
+            caches = {f"layers.{layer}": noise(4, 4, 64, 128, seed=layer) for layer in range(2)}
+            keys = keys_of(range(64), 64)
+            with native_code(native), Tracer() as tracer:
+                side = WorkerSide(model, config, Rank(0, 0))
+                self.addCleanup(side.shutdown)
+                numbers = {layer: at for at, layer in enumerate(caches)}
+                side.register(caches, numbers, dict.fromkeys(caches, 0), page_layout)
+                before = len(self.files())
+                side.save(ConnectorMetadata(saves=[SaveOrder([[1]], [(0, keys)])]))
+                while len(self.files()) == before:
+                    time.sleep(0.01)
+                orders = ConnectorMetadata(
+                    loads=[LoadOrder("one", [[2]], [GroupLoad(0, 0, 64, keys)])]
+                )
+                nbytes = layout.full.payload_nbytes(layout)
+                way = tracer.follow(
+                    "WorkerSide.start_loads",
+                    bytes_read(nbytes),
+                    lambda: side.start_loads(orders),  # noqa: B023
+                )
+                while not side.take_received(idle=True):
+                    pass
+                self.assertEqual(set(), side.take_failed_blocks())
+            for cache in caches.values():
+                bits = cache.view(torch.int32)  # noise is not always a number
+                self.assertTrue(torch.equal(bits[1], bits[2]))
+            self.check("load", native, way)
 
     def test_eviction(self) -> None:
         """From the thread that evicts to a chunk that is gone."""

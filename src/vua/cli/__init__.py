@@ -20,7 +20,7 @@ from typing import Final
 from vua import __version__, native
 from vua.capacity.limits import Limits
 from vua.cli.adopting import adopt
-from vua.cli.arguments import VARIABLE, Parser, duration_s, parsed
+from vua.cli.arguments import VARIABLE, Parser, duration_s, parsed, share
 from vua.cli.bench import add_arguments, bench
 from vua.cli.bucket import adopt_bucket, du_bucket, gc_bucket, rm_bucket
 from vua.cli.bucket_doctor import doctor_bucket
@@ -33,7 +33,7 @@ from vua.cli.importing import import_
 from vua.cli.inspection import inspect
 from vua.cli.key import add_key, key
 from vua.cli.keys import key_arguments, security_of
-from vua.cli.listing import ls
+from vua.cli.listing import SORTS, ls
 from vua.cli.owner import as_owner
 from vua.cli.removal import pins, rm
 from vua.cli.text import UNUSABLE, Write, as_json, guarded, plain
@@ -73,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("ls", parents=[common], help="list what a directory holds")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     one.add_argument("-l", "--long", action="store_true", help="list every chunk")
+    one.add_argument(
+        "--sort",
+        choices=SORTS,
+        default="name",
+        help="the largest or newest first; default by name",
+    )
 
     one = commands.add_parser("inspect", parents=[common], help="show what entries say and are")
     one.add_argument("files", metavar="FILE", nargs="+", help="file of one chunk")
@@ -80,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("verify", parents=[common, keys], help="read every file and check it")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     one.add_argument("--repair", action="store_true", help="take what is damaged out of sight")
+    one.add_argument(
+        "--sample", metavar="SHARE", type=share, default=1.0, help="only a random part, like 10%%"
+    )
     one = commands.add_parser("top", parents=[common], help="watch a directory in use")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     one.add_argument(
@@ -257,12 +266,12 @@ def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
 
 
 _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
-    "ls": lambda said, write: ls(said.directory, long=said.long, write=write),
+    "ls": lambda said, write: ls(said.directory, long=said.long, sort=said.sort, write=write),
     "inspect": lambda said, write: inspect(said.files, write=write),
     "bench": lambda said, write: bench(said, write=write),
     "completion": lambda said, _: completion(said.shell),
     "verify": lambda said, write: verify(
-        said.directory, repair=said.repair, security=said.security, write=write
+        said.directory, repair=said.repair, part=said.sample, security=said.security, write=write
     ),
     "doctor": lambda said, write: doctor(
         said.directory, trusted_uids=said.trusted_uids, write=write

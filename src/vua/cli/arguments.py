@@ -12,7 +12,7 @@ from typing import Final, NoReturn
 
 from vua.cli.text import UNUSABLE, plain
 
-__all__ = ["VARIABLE", "Parser", "duration_s", "parsed"]
+__all__ = ["VARIABLE", "Parser", "duration_s", "parsed", "share"]
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory where a command is given none; engines know it too."""
@@ -41,6 +41,22 @@ def duration_s(text: str) -> float:
     except ValueError:
         msg = f"{text!r:.40} is no time; give seconds, or 30m, 12h, 1d, 2w"
         raise argparse.ArgumentTypeError(msg) from None
+
+
+def share(text: str) -> float:
+    """Return the share that ``10%`` says. Raises argparse.ArgumentTypeError for anything else.
+
+    >>> share("2.5%")
+    0.025
+    """
+    try:
+        part = float(text.removesuffix("%")) / 100 if text.endswith("%") else 0.0
+    except ValueError:
+        part = 0.0
+    if not 0 < part <= 1:
+        msg = f"{text!r:.40} is no share; give something like 10%"
+        raise argparse.ArgumentTypeError(msg)
+    return part
 
 
 class _UsageError(Exception):

@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from vua.capacity.scan import Show, Space, fans_of
 from vua.cli.spread import over_fans
@@ -24,7 +24,9 @@ from vua.cli.walk import Found, described, open_root, walk, walk_bucket
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
 
-__all__ = ["ls"]
+__all__ = ["SORTS", "ls"]
+
+SORTS: Final = ("name", "size", "newest")
 
 
 _Counted: TypeAlias = tuple[int, int, int, float | None, list[Found]]
@@ -144,11 +146,17 @@ def _counted(files: list[Found], *, long: bool) -> _Counted:
     return chunks, len(files), nbytes, newest_s, files if long else []
 
 
-def ls(directory: str, *, long: bool, write: Write | None) -> int:
-    """Print one row per namespace of ``directory``, and with ``long`` one per chunk."""
+def ls(directory: str, *, long: bool, sort: str = "name", write: Write | None) -> int:
+    """Print one row per namespace of ``directory``, and with ``long`` one per chunk.
+
+    ``sort`` is one of SORTS.
+    """
     found, _ = open_root(directory)
     with progress() as show:
         contents = [_content(namespace, show, long=long) for namespace in found]
+    if sort != "name":
+        contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
+        contents.reverse()
     if write is not None:
         namespaces = [content.describe(long=long) for content in contents]
         write({"directory": directory, "namespaces": namespaces})

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import stat
-import time
-from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -30,12 +29,9 @@ from vua.cli.text import (
     SHORT,
     SOUND,
     Write,
-    line,
-    plain,
     progress,
-    size,
-    table,
 )
+from vua.cli.verified import Result, report
 from vua.cli.walk import Found, described, open_root, walk, walk_bucket
 from vua.errors import VUAError
 from vua.io import posix
@@ -52,106 +48,25 @@ from vua.storage.object import ObjectStorage
 
 __all__ = ["verify"]
 
-_OUTCOMES: tuple[Outcome, ...] = ("sound", "corrupt", "foreign", "error")
 _AT_ONCE: Final = 64
 """Objects that are held in memory at a time at most."""
 _ANYBODY: Final = Security(trusted_uids="any")
 """Whose files are looked at: whose a file is does not make its bytes right or wrong."""
 
 
-@dataclass(slots=True)
-class _Result:
-    """What was found out about one namespace."""
-
-    namespace: Description
-    description: str
-    counts: Counter[str] = field(default_factory=Counter)
-    nbytes: int = 0
-    sealed: Counter[str] = field(default_factory=Counter)
-    """Files per key that they are sealed with, by its 16 hex."""
-    authentic: Counter[str] = field(default_factory=Counter)
-    """Those of them that were proved to be written with that key, and are sound."""
-    removed: int = 0
-    """Of what is not sound: taken out of sight."""
-    problems: list[tuple[str, str, str]] = field(default_factory=list)
-    """(path, outcome, reason) of whatever is not sound."""
-    plain: int = 0
-    """Files that say that they are not sealed."""
-    others: dict[str, list[Found]] = field(default_factory=dict)
-    """What lies there beside entries, by kind."""
-
-    @property
-    def damaged(self) -> bool:
-        return len(self.problems) > self.removed
-
-    def add(self, path: str, check: Check) -> None:
-        self.counts[check.outcome] += 1
-        self.nbytes += check.nbytes
-        if check.info is not None and not check.info.kind:
-            self.plain += 1
-        elif check.info is not None:
-            self.sealed[check.info.mark.key_id] += 1
-            if check.authentic and check.outcome == "sound":
-                self.authentic[check.info.mark.key_id] += 1
-        if check.outcome != "sound":
-            self.problems.append((path, check.outcome, "; ".join(check.reasons)))
-
-    def join(self, part: _Result) -> None:
-        self.counts.update(part.counts)
-        self.nbytes += part.nbytes
-        self.removed += part.removed
-        self.plain += part.plain
-        self.sealed.update(part.sealed)
-        self.authentic.update(part.authentic)
-        self.problems += part.problems
-        for kind, found in part.others.items():
-            self.others.setdefault(kind, []).extend(found)
-
-    def describe(self) -> dict[str, object]:
-        identity = self.namespace.identity
-        return {
-            "namespace": self.namespace.name,
-            "model": identity and (identity.name or identity.model),
-            "description": self.description,
-            **{outcome: self.counts[outcome] for outcome in _OUTCOMES},
-            "nbytes": self.nbytes,
-            "plain": self.plain,
-            "sealed": dict(self.sealed),
-            "authentic": dict(self.authentic),
-            "removed": self.removed,
-            "problems": [
-                {"path": path, "outcome": outcome, "reason": reason}
-                for path, outcome, reason in self.problems
-            ],
-            **{
-                kind: [
-                    {"path": one.path, "nbytes": one.nbytes} for one in self.others.get(kind, [])
-                ]
-                for kind in ("temporary", "quarantined", "stray")
-            },
-        }
-
-    def row(self) -> list[object]:
-        identity = self.namespace.identity
-        return [
-            self.namespace.name[:SHORT],
-            identity.name or identity.model if identity else f"({self.description} description)",
-            *(self.counts[outcome] for outcome in _OUTCOMES),
-            size(self.nbytes),
-        ]
-
-
 def verify(
     directory: str,
     *,
     repair: bool = False,
+    part: float = 1.0,
     security: Security = NO_KEYS,
     write: Write | None,
 ) -> int:
     """Check everything in ``directory`` and print a report; return the exit code.
 
-    With ``repair`` it is 0 where all that was damaged could be taken out of sight. Raises
-    ConfigError where a key of ``security`` cannot be used.
+    With ``repair`` it is 0 where all that was damaged could be taken out of sight. ``part`` is the
+    share of the chunks to read, chosen at random. Raises ConfigError where a key of ``security``
+    cannot be used.
     """
     keys = KnownKeys(security)
     if repair and is_url(directory):
@@ -160,34 +75,39 @@ def verify(
         to_change(directory)
     found, strays = open_root(directory)
     with progress() as show:
-        results = [_verify(namespace, show, keys, repair=repair) for namespace in found]
+        results = [_verify(one, show, keys, part, repair=repair) for one in found]
     damaged = any(result.damaged for result in results)
     if write is not None:
         write(
             {
                 "directory": directory,
                 "sound": not damaged,
+                "share": part,
                 "namespaces": [result.describe() for result in results],
                 "stray": strays,
             }
         )
     else:
-        _report(directory, results, strays, keys.ids)
+        report(directory, results, strays, keys.ids)
+        if part < 1:
+            print(f"a random {part:.1%} of the chunks were read")
     return DAMAGED if damaged else SOUND
 
 
-def _verify(namespace: Description, show: Show, keys: KnownKeys, *, repair: bool) -> _Result:
-    result = _Result(namespace, described(namespace))
+def _verify(
+    namespace: Description, show: Show, keys: KnownKeys, share: float, *, repair: bool
+) -> Result:
+    result = Result(namespace, described(namespace))
     if result.description == "damaged":
         reason = "it does not describe this namespace; the next save writes it anew"
         result.problems.append((DESCRIPTION, "corrupt", reason))
     if isinstance(namespace.path, BucketPath):
-        _verify_bucket(result, namespace.path, show, keys, repair=repair)
+        _verify_bucket(result, namespace.path, show, keys, share, repair=repair)
         return result
     try:
         with closing(LocalStorage(namespace.directory, security=_ANYBODY)) as storage:
             space = Space(namespace.name, storage.fileno())
-            large, names = is_large(space), ["", *fans_of(space)]
+            large, names = is_large(space), ["", *_sample(fans_of(space), share)]
     except OSError as problem:
         result.add(".", Check("error", (problem.strerror or str(problem),), 0))
         return result
@@ -201,11 +121,18 @@ def _verify(namespace: Description, show: Show, keys: KnownKeys, *, repair: bool
     return result
 
 
+def _sample(fans: list[str], share: float) -> list[str]:
+    """Return that share of the fan-out directories, one at least: chunks are uniform over them."""
+    count = min(len(fans), max(1, round(share * len(fans))))
+    return sorted(random.sample(fans, count))
+
+
 def _verify_bucket(
-    result: _Result,
+    result: Result,
     place: BucketPath,
     show: Show,
     keys: KnownKeys,
+    share: float,
     *,
     repair: bool,
 ) -> None:
@@ -224,11 +151,12 @@ def _verify_bucket(
             removed = storage.delete(entry_name(found.chunk, found.shard), meta.tag or None)
         return found.path, done, removed
 
+    fans = _sample([f"{fan:02x}" for fan in range(256)], share)
     run: list[Found] = []
     for found in itertools.chain(walk_bucket(namespace), [None]):
         if found is not None and found.kind != "entry":
             result.others.setdefault(found.kind, []).append(found)
-        elif found is not None:
+        elif found is not None and found.chunk[:2] in fans:
             run.append(found)
         if run and (found is None or len(run) == _AT_ONCE):
             for path, done, removed in place.bucket.each(check, run):
@@ -238,9 +166,9 @@ def _verify_bucket(
             show(namespace.name[:SHORT], amount=result.nbytes)
 
 
-def _part(namespace: Description, keys: KnownKeys, fan: str, *, repair: bool) -> _Result:
+def _part(namespace: Description, keys: KnownKeys, fan: str, *, repair: bool) -> Result:
     """Check one fan-out directory, or (for "") what lies beside them."""
-    result, checker = _Result(namespace, ""), Checker(keys)
+    result, checker = Result(namespace, ""), Checker(keys)
     try:
         with closing(LocalStorage(namespace.directory, security=_ANYBODY)) as storage:
             for found in walk(Space(namespace.name, storage.fileno()), fan):
@@ -302,47 +230,3 @@ def _read(fd: int, checker: Checker, place: Place) -> tuple[Check, bytes | None]
         outcome: Outcome = "foreign" if check.outcome == "sound" else check.outcome
         check = replace(check, outcome=outcome, reasons=(*check.reasons, links))
     return check, None
-
-
-def _report(directory: str, results: list[_Result], strays: list[str], ids: frozenset[str]) -> None:
-    if results:
-        head = ["namespace", "model", *(f" {outcome}" for outcome in _OUTCOMES), " size"]
-        table(head, [result.row() for result in results])
-    else:
-        print(f"{directory}: no namespaces")
-    for result in results:
-        for path, outcome, reason in result.problems:
-            line(outcome, f"{result.namespace.path}/{path}: {reason}")
-    removed = sum(result.removed for result in results)
-    if removed:
-        print(f"{removed} taken out of sight; the next save writes them anew, `vua gc` removes")
-        print("what followed them and is out of reach meanwhile")
-    for result in results:
-        _report_sealed(result, ids)
-        _report_others(result)
-    if strays:
-        print(f"not of a cache: {plain(', '.join(f'{directory}/{name}' for name in strays))}")
-
-
-def _report_sealed(result: _Result, ids: frozenset[str]) -> None:
-    name = result.namespace.name[:SHORT]
-    for key_id, count in sorted(result.sealed.items()):
-        told = "checked for damage; who wrote them needs the key"
-        if key_id in ids:
-            told = f"{result.authentic[key_id]} of them proved to be written with it"
-        print(f"{name}: {count} files are sealed with key {key_id}: {told}")
-    if ids and result.plain:
-        print(f"{name}: {result.plain} files are not sealed: nothing proves who wrote them")
-
-
-def _report_others(result: _Result) -> None:
-    name = result.namespace.name[:SHORT]
-    if temporary := result.others.get("temporary"):
-        age_s = max(0.0, time.time() - min(found.modified_s for found in temporary))
-        total = size(sum(found.nbytes for found in temporary))
-        print(f"{name}: {len(temporary)} temporary files, {total}, the oldest {age_s:.0f} s old")
-    if quarantined := result.others.get("quarantined"):
-        total = size(sum(found.nbytes for found in quarantined))
-        print(f"{name}: {len(quarantined)} damaged files kept in quarantine, {total}")
-    for found in result.others.get("stray", ()):
-        print(f"not of a cache: {plain(f'{result.namespace.path}/{found.path}')}")

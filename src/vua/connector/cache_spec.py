@@ -87,6 +87,8 @@ class Model:
     """What counts beside the identity for requests with an adapter or an image."""
     blocks: int = 0
     """Number of blocks in the engine's own cache, of each of its groups."""
+    step_tokens: int = 8192
+    """The most tokens that the engine computes in one step."""
     identified: bool = True
     """Whether the identity is complete: the weights' fingerprint takes longer than the rest."""
 

@@ -26,7 +26,7 @@ __all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults"]
 log = logger()
 
 _WHERE: Final = "kv_connector_extra_config"
-_MAY_BE_ZERO: Final = frozenset({"witness_every"})
+_MAY_BE_ZERO: Final = frozenset({"witness_every", "max_pending_save_mib"})
 _MOST: Final = 1e18
 _DEFAULT_LOAD_MARGIN: Final = 1.5
 _ALLOWED: Final = ("inexact_continuation", "pins", "untested_vllm")
@@ -79,9 +79,11 @@ class WorkerResources:
     load_threads: int = 2
     """Requests of one worker that are loaded at the same time. Raise it for storage with many
     disks or servers."""
-    max_pending_save_mib: int = 512
-    """Memory for chunks waiting to be written; what does not fit is not stored. Raise it where
-    `vua_chunks_saved_total{outcome="dropped"}` grows."""
+    max_pending_save_mib: int = 0
+    """Memory for chunks waiting to be written, in MiB; what does not fit is tried again while its
+    request runs. 0: what two full steps of the engine compute (`max_num_batched_tokens`), at most
+    an eighth of the machine's memory for all workers. Raise it where the share "no" of
+    `vua_prompt_chunk_tokens_total` grows."""
     upload_mib_s: int = 1000
     """Bandwidth for what travels on from a directory to the places behind it, in MiB per second."""
 

@@ -243,13 +243,19 @@ class DeviceGroupTransfer(GroupTransfer):
             self._saver_of[slab] = saver
         return saver
 
-    def gather(self, slab: StagedSlab, key: ChunkKey, block_ids: Sequence[Sequence[int]]) -> None:
-        """Queue the copy of one chunk into a slab; :meth:`copied` waits for it."""
-        slots = [
-            slots_of(block_ids[table], size, key.start, key.stop).view(1, -1)
-            for table, size, _ in self._parts
-        ]
-        self.save_slabs.save(slab, slots)
+    def gather(
+        self,
+        slabs: Sequence[StagedSlab],
+        keys: Sequence[ChunkKey],
+        block_ids: Sequence[Sequence[int]],
+    ) -> None:
+        """Queue the copies of chunks into slabs; :meth:`copied` waits for each."""
+        for slab, key in zip(slabs, keys, strict=True):
+            slots = [
+                slots_of(block_ids[table], size, key.start, key.stop).view(1, -1)
+                for table, size, _ in self._parts
+            ]
+            self.save_slabs.save(slab, slots)
 
     def copied(self, slab: StagedSlab) -> None:
         """See :meth:`GroupTransfer.copied`."""

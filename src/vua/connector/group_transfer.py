@@ -25,11 +25,12 @@ from vua.device.staging import Fence
 from vua.device.state_pages import StatePages
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
+from vua.io.posix import machine_memory_nbytes
 from vua.io.workers import Attempt
 from vua.serdes import DTYPES
 from vua.store.store import EntryWriter, Loader, Store
 
-__all__ = ["GroupTransfer", "PageLayouts", "Rank", "Tables"]
+__all__ = ["GroupTransfer", "PageLayouts", "Rank", "Tables", "save_limit"]
 
 LOAD_SLAB_NBYTES: Final = 16 << 20
 
@@ -61,6 +62,22 @@ class Rank(NamedTuple):
     tp: int
 
 
+def save_limit(model: Model, chunk_nbytes: int, max_pending_mib: int) -> int:
+    """Return for how many chunks of one group a rank has buffers: those of two full steps.
+
+    Args:
+        model: the engine's KV cache; its groups share the memory.
+        chunk_nbytes: what this rank holds of one chunk of the group.
+        max_pending_mib: the memory for all groups; 0: an eighth of the machine's, which all ranks
+            share, at most.
+    """
+    most = (max_pending_mib << 20) or machine_memory_nbytes() // 8 // model.workers
+    chunks = most // len(model.groups) // chunk_nbytes
+    if not max_pending_mib:
+        chunks = min(chunks, 2 * -(-model.step_tokens // model.chunk_tokens))
+    return max(1, chunks)
+
+
 class GroupTransfer:
     """One group's files, buffers, and its layers in the engine's memory, on one rank."""
 
@@ -90,8 +107,7 @@ class GroupTransfer:
         self.load_slabs: Any = SlabPool(
             layout, self.shard, chunks=chunks, limit=config.worker.load_threads
         )
-        room = (config.worker.max_pending_save_mib << 20) // len(model.groups)
-        self.save_limit = max(1, room // payload)
+        self.save_limit = save_limit(model, payload, config.worker.max_pending_save_mib)
         self.save_slabs: Any = SlabPool(layout, self.shard, chunks=1, limit=self.save_limit)
         self._loader_of: dict[Any, Loader] = {}
         self._saver_of: dict[Any, EntryWriter] = {}
@@ -221,13 +237,16 @@ class GroupTransfer:
             saver = self._saver_of[slab] = self.store.writer(slab.memory, shard=self.shard)
         return saver
 
-    def gather(self, slab: Any, key: ChunkKey, block_ids: Sequence[Sequence[int]]) -> None:  # noqa: ANN401
-        """Copy one chunk out of its blocks into a slab."""
-        k, v = self._tensors(slab, 0)
-        for table, layers, pages in self._places:
-            v_part = None if v is None else v[:, layers]
-            count = key.stop - key.start
-            pages.gather(block_ids[table], key.start, count, k[:, layers], v_part)
+    def gather(
+        self, slabs: Sequence[Any], keys: Sequence[ChunkKey], block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """Copy chunks of a prompt out of their blocks, each into a slab."""
+        for slab, key in zip(slabs, keys, strict=True):
+            k, v = self._tensors(slab, 0)
+            for table, layers, pages in self._places:
+                v_part = None if v is None else v[:, layers]
+                count = key.stop - key.start
+                pages.gather(block_ids[table], key.start, count, k[:, layers], v_part)
 
     def arrays(self, slab: Any) -> list[torch.Tensor]:  # noqa: ANN401
         """Return K, and V where there is one, of what :meth:`gather` copied, once it is there.

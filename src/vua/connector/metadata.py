@@ -58,6 +58,9 @@ class SaveOrder:
     hints: SaveHints = field(default_factory=SaveHints)
     adapter: Adapter | None = None
     """The request's LoRA adapter, which the worker must hold."""
+    request_id: str = ""
+    start: int = 0
+    """The request's first token that is not stored, or ordered to be: the order begins there."""
 
 
 @dataclass(slots=True)
@@ -123,6 +126,10 @@ class WorkerOutput:
     """The epoch with whose weights this engine does not run any more; None: none."""
     adapters: dict[int, AdapterNote] = field(default_factory=dict)
     """What changed among LoRA adapters, and what was asked about them, by number."""
+    unsaved: dict[str, int] = field(default_factory=dict)
+    """Per request id: the first token that is not stored; so none behind it is, for now."""
+    retry: set[str] = field(default_factory=set)
+    """Of the requests with such a token: those whose chunks there are buffers for by now."""
 
     def aggregate(self, other: object) -> WorkerOutput:
         """Return what both say together."""
@@ -131,10 +138,15 @@ class WorkerOutput:
         slowest = dict(self.load_s)
         for request_id, took_s in other.load_s.items():
             slowest[request_id] = max(took_s, slowest.get(request_id, 0.0))
+        unsaved = dict(self.unsaved)
+        for request_id, token in other.unsaved.items():
+            unsaved[request_id] = min(token, unsaved.get(request_id, token))
         return WorkerOutput(
             slowest,
             self.seen + other.seen,
             self.verdicts + other.verdicts,
             other.left_epoch if self.left_epoch is None else self.left_epoch,
             together(self.adapters, other.adapters),
+            unsaved,
+            self.retry | other.retry,
         )

@@ -115,11 +115,19 @@ METRICS: Final[dict[str, Metric]] = {
     "vua_chunks_saved_total": Metric(
         "counter",
         "Chunks given to storage by one rank: written, stored already (present), not stored for "
-        "want of room (refused) or of buffers (dropped), for an error (error), for storage that "
-        "hangs (timeout) or is not asked after repeated failures (paused), or since the weights "
-        "have changed (reset).",
+        "want of room (refused), or of buffers, now or for a chunk before (dropped), for an error "
+        "(error), for storage that hangs (timeout) or is not asked after repeated failures "
+        "(paused), or since the weights have changed (reset).",
         "outcome",
         ("written", "present", "refused", "dropped", "error", "timeout", "paused", "reset"),
+    ),
+    "vua_prompt_chunk_tokens_total": Metric(
+        "counter",
+        "Tokens of the whole chunks of prompts that ended: in storage or on their way to it (yes), "
+        "or not, since storage was slower than the engine for as long as the request ran, or "
+        "failed (no). The share of prompts that is stored is yes / (yes + no).",
+        "stored",
+        ("yes", "no"),
     ),
     "vua_stored_bytes_total": Metric("counter", "Bytes of the chunks written."),
     "vua_stored_tokens_total": Metric("counter", "Tokens written; counted on the first rank."),

@@ -141,6 +141,12 @@ class RequestMetrics:
         if account is not None:
             account.saves += chunks
 
+    def prompt_ended(self, chunks: int, stored: int, chunk_tokens: int) -> None:
+        """Note of how many of a prompt's whole chunks the leading ``stored`` ones are stored."""
+        name = "vua_prompt_chunk_tokens_total"
+        self._stats.add(name, stored * chunk_tokens, "yes")
+        self._stats.add(name, (chunks - stored) * chunk_tokens, "no")
+
     def finished(self, request_id: str) -> None:
         """Close a request's account, with one line at DEBUG."""
         self._policy.forgotten(request_id)

@@ -40,6 +40,9 @@ class RequestState:
     """Its block table, per cache group."""
     next_save: int | None = None
     """First chunk not yet ordered to be saved; None until the lookup's answer is known."""
+    unsaved: int | None = None
+    """First chunk that a worker could not store: nothing is ordered before it says "again". None:
+    all that was ordered is on its way."""
 
     def extend(self, new: Tables, *, begins: bool) -> None:
         """Append blocks to the block table; ``begins``: to a new one."""

@@ -5,7 +5,7 @@ Likewise what is to be compared with what is stored already, see `vua.connector.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vua.connector.cache_spec import Model
@@ -62,6 +62,9 @@ class SaveScheduler:
         """
         self._config, self._media, self._metrics, self._events = config, media, metrics, events
         self._origins, self._resets = Origins(block_sizes), 0
+        self._ended: dict[str, tuple[int, int]] = {}
+        """Per request that ended in this step: its prompt's whole chunks, and how many leading ones
+        are stored or on their way."""
 
     def use(self, model: Model, witness: Witness) -> None:
         """Order for another namespace from now on."""
@@ -119,6 +122,47 @@ class SaveScheduler:
             if saves and found is not None and state.options.store:
                 self._save(orders, state, found, scheduled, step)
 
+    def learn(
+        self,
+        states: Mapping[str, RequestState],
+        unsaved: Mapping[str, int],
+        retry: Collection[str],
+    ) -> None:
+        """Take what workers say of chunks that they could not store.
+
+        A chunk behind a missing one would never be found. So nothing more is ordered for these
+        requests until there are buffers again (``retry``), and then from the missing chunk on. If
+        the request ends before, its blocks are freed and the rest of its prompt is not stored.
+        """
+        size = self.model.chunk_tokens
+        for request_id, token in unsaved.items():
+            chunk, state = token // size, states.get(request_id)
+            if state is not None and state.next_save is not None:
+                state.unsaved = min(chunk, chunk if state.unsaved is None else state.unsaved)
+            elif request_id in self._ended:
+                chunks, stored = self._ended[request_id]
+                self._ended[request_id] = chunks, min(stored, chunk)
+        for request_id in retry:
+            state = states.get(request_id)
+            if state is not None and state.unsaved is not None:
+                if state.next_save is not None:
+                    state.next_save = min(state.next_save, state.unsaved)
+                state.unsaved = None
+
+    def ended(self, state: RequestState) -> None:
+        """Note that a request is gone, to count how much of its prompt was stored."""
+        found = state.lookup.answer.result() if state.lookup else None
+        if found is None or state.next_save is None or state.outdated or not state.options.store:
+            return
+        stored = state.next_save if state.unsaved is None else state.unsaved
+        self._ended[state.request.request_id] = found.prompt_chunks, stored
+
+    def step_ended(self) -> None:
+        """Count the requests that ended in this step; the workers have told all about it."""
+        for chunks, stored in self._ended.values():
+            self._metrics.prompt_ended(chunks, min(stored, chunks), self.model.chunk_tokens)
+        self._ended.clear()
+
     def _tables(self, state: RequestState, step: ScheduledStep) -> Tables:
         """Return a request's block tables; of a window's blocks an engine keeps what it needs."""
         return state.block_ids if self.model.plain else step.tables(state.request.request_id)
@@ -144,6 +188,8 @@ class SaveScheduler:
         step: ScheduledStep,
     ) -> None:
         request, computed, size = state.request, scheduled.computed, self.model.chunk_tokens
+        if state.unsaved is not None:  # what follows would be behind a hole
+            return
         if not self._media.still_named(state.lookup.media, request.mm_features):
             return
         reused, first = self._first_chunk(state, found, computed)
@@ -168,7 +214,16 @@ class SaveScheduler:
         if not parts:
             return
         blocks = [list(table) for table in tables]
-        orders.saves.append(SaveOrder(blocks, parts, state.options.hints, state.adapter))
+        orders.saves.append(
+            SaveOrder(
+                blocks,
+                parts,
+                state.options.hints,
+                state.adapter,
+                request.request_id,
+                (reused.start if reused else first) * size,
+            )
+        )
         self.witness.stored(request, found, range(first, stop))
         self._metrics.saves_ordered(request.request_id, sum(len(keys) for _, keys in parts))
         if self._events is not None:

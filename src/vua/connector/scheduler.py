@@ -151,6 +151,7 @@ class SchedulerSide:
         for number in self._adapters.learn(notes.adapters):
             for state in self._states.values():
                 state.outdated |= state.adapter is not None and state.adapter.number == number
+        self._saves.learn(self._states, notes.unsaved, notes.retry)
         now = self._clock()
         if notes.left_epoch is not None and notes.left_epoch == self.epoch and now > self._retry_s:
             self._retry_s = now + _RESET_AGAIN_S
@@ -178,7 +179,7 @@ class SchedulerSide:
         if state is None:  # the workers are being asked about its adapter
             return None, False
         if state.block_ids:  # it ran before and was preempted: more of it may be stored by now
-            state.block_ids, state.next_save = [], None
+            state.block_ids, state.next_save, state.unsaved = [], None, None
             state.lookup = self._ask(request, state.options, state.adapter)
         state.local_tokens, state.decision = num_computed_tokens, NOTHING_STORED
         loads = self._may_load and state.options.load and not state.failed
@@ -300,7 +301,8 @@ class SchedulerSide:
 
     def finished(self, request: Any) -> None:  # noqa: ANN401
         """Forget a request that has ended or was aborted."""
-        self._states.pop(request.request_id, None)
+        if (state := self._states.pop(request.request_id, None)) is not None:
+            self._saves.ended(state)
         self.accounts.finished(request.request_id)
         self.witness.gone(request.request_id)
 
@@ -327,7 +329,7 @@ class SchedulerSide:
             if request_id in failed_ids or not failed_blocks.isdisjoint(state.loading):
                 log.warning("request %s: a load failed, its tokens are recomputed", request_id)
                 state.failed = True
-                state.next_save = 0
+                state.next_save, state.unsaved = 0, None
                 bad = (at for at, block in enumerate(state.loading) if block in failed_blocks)
                 self.accounts.load_failed(request_id, next(bad, 0) * self._model.align)
         for request_id in (request_ids | failed_ids) & self._states.keys():
@@ -346,6 +348,7 @@ class SchedulerSide:
     def take_stats(self) -> Series | None:
         """Return what was recorded since the last step; called once at the end of each."""
         self.accounts.step_ended()
+        self._saves.step_ended()
         return self.stats.take()
 
     def take_wanted_adapters(self) -> list[Any]:

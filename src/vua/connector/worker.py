@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -301,11 +301,13 @@ class WorkerSide:
         seen = self.watch.take() if self.watch is not None else []
         wanted, self._wanted = self._wanted, []
         adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
-        if not (self._load_s or seen or verdicts or adapters) and self._left is None:
+        unsaved, retry = self._saves.take_unsaved(self._groups)
+        news = self._load_s or seen or verdicts or adapters or unsaved or retry
+        if not news and self._left is None:
             return None  # what just ends waits for the next step
         with self._lock:
             load_s, self._load_s = self._load_s, {}
-        return WorkerOutput(load_s, seen, verdicts, self._left, adapters)
+        return WorkerOutput(load_s, seen, verdicts, self._left, adapters, unsaved, retry)
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that were not filled, each once."""
@@ -342,10 +344,13 @@ class WorkerSide:
             for order in orders.saves:
                 if not self._memory.holds(order.adapter):  # it was replaced
                     continue
-                for number, keys in order.parts:
-                    self._saves.copy_out(self._groups[number], keys, order)
+                self._saves.copy_out(order, self._groups)
         finally:
             self._saves.hand_over()
+
+    def finished(self, request_ids: Collection[str]) -> None:
+        """Forget what was to be stored of requests whose blocks are freed now."""
+        self._saves.forget(request_ids)
 
     @property
     def pending_saves(self) -> int:

@@ -1,15 +1,17 @@
 """The saving half of a worker: chunks copied out of the cache, written in the background.
 
-What storage is too slow for is dropped, not queued: there are as many buffers as chunks may wait.
+The engine never waits for storage: there are buffers for two of its full steps. What does not fit
+is not queued but told to the scheduler's half, which orders it again from the first missing chunk
+when there are buffers. No chunk is stored behind one that is missing: it would never be found.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from vua.connector.breaker import StorageGuard
 from vua.connector.config import ConnectorConfig
@@ -19,6 +21,7 @@ from vua.connector.log import logger
 from vua.connector.memory import Memory
 from vua.connector.metadata import SaveOrder
 from vua.connector.metrics import Recorder
+from vua.connector.writer_count import WriterCount
 from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.io.breaker import Breaker
@@ -29,8 +32,8 @@ __all__ = ["WriteQueue"]
 
 log = logger("worker")
 
-_THREADS = 1
-"""Native code writes the files of one save with threads of its own."""
+_MAX_HOLES: Final = 1000
+"""Requests with a missing chunk that are remembered: those of the engine that still run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,22 @@ class _Save:
     slab: Any
     proven: Callable[[], bool]
     """Whether it was computed with the weights of its epoch."""
-    pin: bool = False
+    order: SaveOrder
+    pin: bool
     """Whether it, and so all of its prefix, is to stay."""
-    ttl_s: float | None = None
-    """See :class:`vua.connector.request.SaveHints`."""
+
+
+@dataclass(slots=True)
+class _Hole:
+    """The first chunk of a request that is not stored."""
+
+    token: int
+    """Its first token."""
+    chunks: int
+    """How many are missing, as far as they were ordered."""
+    again: bool
+    """Whether to order it again when there are buffers; not where storage has failed."""
+    told: bool = False
 
 
 class WriteQueue:
@@ -70,13 +85,16 @@ class WriteQueue:
         """
         self._memory, self._clock = memory, clock
         self._stats, self._rank, self._watch = stats, rank, watch
+        self._writers = WriterCount()
         self._threads: Workers[_Save] = Workers(
-            _THREADS, timeout_s=config.timeouts.io_s, name="vua-save", clock=clock
+            self._writers.threads, timeout_s=config.timeouts.io_s, name="vua-save", clock=clock
         )
         self._guard = StorageGuard("saves", Breaker(clock=clock))
         self._lock = threading.Lock()
         self._copied: list[_Save] = []
         self._pending = 0
+        self._holes: dict[str, _Hole] = {}
+        self._unsaved: dict[str, int] = {}
         self._warned: set[str] = set()
 
     @property
@@ -88,31 +106,97 @@ class WriteQueue:
         """Write what is waiting; whether the storage let all of it end in time."""
         return self._threads.close()
 
-    def copy_out(self, group: GroupTransfer, keys: Sequence[ChunkKey], order: SaveOrder) -> None:
-        """Copy chunks of one group out of the cache, to be written after :meth:`hand_over`.
+    def copy_out(self, order: SaveOrder, groups: Sequence[GroupTransfer]) -> None:
+        """Copy an order's chunks out of the cache, to be written after :meth:`hand_over`.
 
-        Args:
-            group: whose they are.
-            keys: the chunks, in the order of the prompt.
-            order: tells the blocks that hold them, and what to do with the files.
+        One that begins behind a missing chunk was made before the scheduler's half knew of it.
         """
-        for at, key in enumerate(keys if group.writes else ()):
-            if not self._guard.allows():
-                self._stats.add("vua_chunks_saved_total", len(keys) - at, "paused")
-                return
-            slab = group.save_slabs.take()
+        hole = self._holes.get(order.request_id)
+        if hole is not None and order.start > hole.token:
+            missing = [len(keys) for number, keys in order.parts if groups[number].writes]
+            hole.chunks += max(missing, default=0)
+            self._stats.add("vua_chunks_saved_total", sum(missing), "dropped")
+            return
+        with self._lock:
+            self._holes.pop(order.request_id, None)
+        for number, keys in order.parts:
+            if groups[number].writes:
+                self._copy_out(order, groups[number], keys)
+
+    def _copy_out(self, order: SaveOrder, group: GroupTransfer, keys: Sequence[ChunkKey]) -> None:
+        """Copy chunks of one group, up to the first that there is no buffer for."""
+        keys = [key for key in keys if not self._behind_hole(order, key)]
+        taken: list[Any] = []
+        for key in keys:
+            paused = not self._guard.allows()
+            slab = None if paused else group.save_slabs.take()
             if slab is None:
-                self._stats.add("vua_chunks_saved_total", len(keys) - at, "dropped")
-                self._warn_once("full", "storage is slower than the engine: chunks are not stored")
-                return  # a later chunk without its prefix would never be found
-            group.gather(slab, key, order.block_ids)
-            self._count_pending(1)
-            pin = order.hints.pin and at == len(keys) - 1  # holds those before it too
-            ttl_s, proven = order.hints.ttl_s, self._memory.proof()
-            save = _Save(group, group.saver(slab), key, slab, proven, pin, ttl_s)
-            self._copied.append(save)
-            if len(self._copied) >= group.save_limit // 2:  # buffers have to come back, too
-                self.hand_over()
+                left = len(keys) - len(taken)
+                outcome = "paused" if paused else "dropped"
+                self._stats.add("vua_chunks_saved_total", left, outcome)
+                if not paused:
+                    self._warn_once("full", "storage is slower than the engine")
+                self._leave(order, key.start, left, again=not paused)
+                break
+            taken.append(slab)
+        if not taken:
+            return
+        keys = keys[: len(taken)]
+        group.gather(taken, keys, order.block_ids)
+        self._count_pending(len(taken))
+        proven = self._memory.proof()
+        for key, slab in zip(keys, taken, strict=True):
+            pin = order.hints.pin and key is keys[-1]  # holds those before it too
+            self._copied.append(_Save(group, group.saver(slab), key, slab, proven, order, pin))
+
+    def _behind_hole(self, order: SaveOrder, key: ChunkKey) -> bool:
+        """Whether a chunk of the request before this one is missing."""
+        hole = self._holes.get(order.request_id)
+        return hole is not None and key.start > hole.token
+
+    def _leave(self, order: SaveOrder, token: int, chunks: int, *, again: bool) -> None:
+        """Note that an order's chunk that begins with ``token``, and those behind it, are missing.
+
+        For any thread.
+        """
+        with self._lock:
+            hole = self._holes.pop(order.request_id, None)
+            if hole is not None:
+                token, again = min(token, hole.token), again and hole.again
+                chunks += hole.chunks
+            self._holes[order.request_id] = _Hole(token, chunks, again)
+            self._unsaved[order.request_id] = token
+            if len(self._holes) > _MAX_HOLES:
+                del self._holes[next(iter(self._holes))]
+
+    def take_unsaved(self, groups: Sequence[GroupTransfer]) -> tuple[dict[str, int], set[str]]:
+        """Return what the scheduler's half is to know, see `WorkerOutput`: ``unsaved``, ``retry``.
+
+        A request is to try again when there are buffers for all that is missing of it, or for a
+        quarter of a full step: with one at a time it would be ordered as often.
+        """
+        if not self._holes:
+            return {}, set()
+        retry = set()
+        with self._lock:
+            unsaved, self._unsaved = self._unsaved, {}
+            for request_id, hole in self._holes.items():
+                waits = hole.again and not hole.told and request_id not in unsaved
+                if waits and all(
+                    group.save_slabs.left >= min(hole.chunks, max(1, group.save_limit // 8))
+                    for group in groups
+                ):
+                    hole.told = True
+                    retry.add(request_id)
+        return unsaved, retry
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Take it that requests have no blocks any more: what is missing of them stays away."""
+        if self._holes:
+            with self._lock:
+                for request_id in self._holes.keys() & set(request_ids):
+                    if self._holes[request_id].again:  # else some of it may still wait
+                        del self._holes[request_id]
 
     def hand_over(self) -> None:
         """Have what was copied written.
@@ -136,10 +220,13 @@ class WriteQueue:
         outcome, began = "error", self._clock()
         try:
             save.group.copied(save.slab)
+            if self._behind_hole(save.order, save.key):
+                outcome = "dropped"
+                return
             if not save.proven():
                 outcome = "reset"
                 return
-            save.saver.ttl_s = save.ttl_s
+            save.saver.ttl_s = save.order.hints.ttl_s
             written = save.saver.save(save.key)
             outcome = "written" if written else "refused" if save.saver.refused else "present"
             capacity = save.saver.store.capacity
@@ -152,7 +239,8 @@ class WriteQueue:
         finally:
             save.group.save_slabs.give_back(save.slab)  # not earlier: a write may still read it
             if attempt.settle():
-                self._guard.went(well=outcome != "error")
+                if outcome != "dropped":  # the storage was asked
+                    self._guard.went(well=outcome != "error")
                 self._count_save(save, outcome, self._clock() - began)
 
     def give_up(self) -> None:
@@ -167,6 +255,8 @@ class WriteQueue:
         self._count_pending(-1)
         self._stats.add("vua_chunks_saved_total", label=outcome)
         current = save.saver.store is save.group.store  # not of an epoch that was left
+        if outcome not in ("written", "present", "dropped"):
+            self._leave(save.order, save.key.start, 1, again=False)
         if self._watch is not None and current and outcome in ("written", "present"):
             self._watch.stored(save.key, save.group.shard)
         if outcome == "written":
@@ -174,6 +264,7 @@ class WriteQueue:
             self._stats.observe("vua_save_seconds", seconds)
             nbytes = group.shard.payload_nbytes(group.group.layout)
             self._stats.add("vua_stored_bytes_total", nbytes)
+            self._threads.limit(self._writers.wrote(nbytes, self._threads.waiting))
             if self._rank == 0 and group.number == 0:
                 self._stats.add("vua_stored_tokens_total", save.key.stop - save.key.start)
 

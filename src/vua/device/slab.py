@@ -73,6 +73,11 @@ class SlabPool:
             self._left -= 1
         return Slab(*self._size)
 
+    @property
+    def left(self) -> int:
+        """How many slabs could be lent now."""
+        return self._left + len(self._free)
+
     def give_back(self, slab: Slab) -> None:
         """Return a slab that :meth:`take` lent."""
         with self._lock:

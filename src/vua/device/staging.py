@@ -141,6 +141,11 @@ class Staging:
                     return None  # the device has no room for one more: the pool stays smaller
             return self._made[slab]
 
+    @property
+    def left(self) -> int:
+        """How many slabs could be lent now."""
+        return self._pool.left
+
     def prepare(self, slabs: int) -> None:
         """Make so many slabs now, as far as there may and can be, and not when they are needed."""
         taken = [self.take() for _ in range(slabs)]

@@ -15,9 +15,11 @@ keeps the memory alive. Works on any POSIX system; the cached forms need Linux 5
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import pathlib
 import struct
 import sys
 from typing import Any, Final, NamedTuple
@@ -58,6 +60,15 @@ def page_aligned(nbytes: int) -> npt.NDArray[np.uint8]:
     raw = np.empty(nbytes + PAGE, dtype=np.uint8)
     skip = -raw.ctypes.data % PAGE
     return raw[skip : skip + nbytes]
+
+
+def machine_memory_nbytes() -> int:
+    """Return how much memory this machine has, or the container that it runs in may use."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # another system, or "max"
+            limits.append(int(pathlib.Path(path).read_text()))
+    return min(limits)
 
 
 class _OpenHow(ctypes.Structure):

@@ -118,6 +118,22 @@ class Workers(Generic[T]):
             self._changed.notify()
         return attempt
 
+    @property
+    def waiting(self) -> int:
+        """How many pieces of work no thread has taken up."""
+        return len(self._queue)
+
+    def limit(self, threads: int) -> None:
+        """Let so many threads run at most from now on; what is running goes on."""
+        if threads == self._threads:
+            return
+        with self._changed:
+            self._threads = threads
+            more = min(threads - self._started, len(self._queue))
+            for _ in range(more):
+                self._start_thread()
+            self._changed.notify_all()
+
     def _start_thread(self) -> None:
         name = f"{self._name}-{self._started + 1}"
         try:
@@ -144,8 +160,8 @@ class Workers(Generic[T]):
     def _take(self) -> tuple[Callable[[Attempt[T]], None], Attempt[T]] | None:
         with self._changed:
             self._idle += 1
-            while not self._queue:
-                if self._closed:
+            while not self._queue or len(self._running) >= self._threads:
+                if self._closed and not self._queue:
                     return None
                 self._changed.wait()
             self._idle -= 1

@@ -86,6 +86,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
         identified=False,
         engine=engine,
         blocks=getattr(kv_cache_config, "num_blocks", 0),
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
 
 

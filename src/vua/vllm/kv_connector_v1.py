@@ -356,6 +356,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if self._worker is None:
             return None, None
         side, nobody = self._worker, set[str]()
+        self._guarded(lambda: side.finished(finished_req_ids), None)
         return None, self._guarded(lambda: side.take_received(idle=self._idle), nobody)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401

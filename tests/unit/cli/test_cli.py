@@ -362,6 +362,44 @@ class TestVerify(CliTest):
         self.assertIn("Permission denied", out)
 
 
+class TestSample(CliTest):
+    """A part is read of what is too much to read it all."""
+
+    def test_sample(self) -> None:
+        """One fan-out directory at least, all of its files, and damage in it is found."""
+        _, whole = run_json("verify", self.root)
+        code, part = run_json("verify", self.root, "--sample", "1%")
+        for one, all_of_it in zip(part["namespaces"], whole["namespaces"], strict=True):
+            self.assertEqual(min(1, all_of_it["sound"]), one["sound"])
+        self.assertEqual((0, 0.01, 1.0), (code, part["share"], whole["share"]))
+        for path in self.entries():
+            flip(path, 4200)
+        self.assertEqual(1, run("verify", self.root, "--sample", "1%")[0])
+        self.assertIn("a random 1.0% of the chunks", run("verify", self.root, "--sample", "1%")[1])
+        self.assertEqual(
+            whole["namespaces"][0]["nbytes"],
+            run_json("verify", self.root, "--sample", "100%")[1]["namespaces"][0]["nbytes"],
+        )
+        for words in ("0%", "101%", "x%", "10"):
+            code, _, err = run("verify", self.root, "--sample", words)
+            self.assertEqual(2, code)
+            self.assertIn("is no share; give something like 10%", err)
+
+    def test_sort(self) -> None:
+        """The largest namespace comes first, or the one that was written last."""
+        self.put("late", 1)
+        names = {
+            sort: [
+                one["identity"]["model"]
+                for one in run_json("ls", self.root, "--sort", sort)[1]["namespaces"]
+            ]
+            for sort in ("name", "size", "newest")
+        }
+        self.assertEqual(sorted(names["name"]), sorted(names["size"]))
+        self.assertEqual("llama", names["size"][0])
+        self.assertEqual("late", names["newest"][0])
+
+
 class TestCommand(CliTest):
     """The command itself."""
 

@@ -166,7 +166,6 @@ class ConnectorConfigTest(unittest.TestCase):
             ("chunk_tokens", -64),
             ("load_threads", 0),
             ("lookup_timeout_s", 0.0),
-            ("max_pending_save_mib", -1),
             ("load_policy", 0),
         ):
             with self.subTest(name=name, value=value):

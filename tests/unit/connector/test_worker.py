@@ -265,7 +265,7 @@ class HangingTest(DirectoryTest):
         until(saved)
 
     def test_storage_slower_than_the_engine(self) -> None:
-        """What does not fit into the buffers is dropped, not queued, and stored another time."""
+        """What does not fit into the buffers is told, not queued, and stored when it is ordered."""
         side, layers = self.worker(worker=LITTLE), self.layers
         side.register(
             layers,
@@ -276,23 +276,31 @@ class HangingTest(DirectoryTest):
         side._groups[0].store.storage = self.storage  # type: ignore[assignment]
         room = room_of(side._groups[0].save_slabs)
         keys = keys_of(range(1000, 1000 + 16 * (room + 5)), 16)
-        order = ConnectorMetadata(saves=[SaveOrder([[1] * (len(keys) + 63)], [(0, keys)])])
+
+        def order(first: int) -> ConnectorMetadata:
+            table, parts = [[1] * (len(keys) + 63)], [(0, keys[first:])]
+            start = keys[first].start
+            return ConnectorMetadata(saves=[SaveOrder(table, parts, request_id="r", start=start)])
 
         with self.assertLogs("vllm.vua.worker", "WARNING"):
-            side.save(order)
+            side.save(order(0))
+        notes = side.take_notes()
+        assert notes is not None
+        self.assertEqual(({"r": keys[room].start}, set()), (notes.unsaved, notes.retry))
+        side.save(order(room + 3))  # the scheduler did not know yet
+        self.assertIsNone(side.take_notes())
 
         stats = side.stats.take()
         assert stats is not None
-        self.assertEqual({"dropped": 5}, stats["vua_chunks_saved_total"])
+        self.assertEqual({"dropped": 7}, stats["vua_chunks_saved_total"])
         self.assertEqual(room, side.pending_saves)
         self.storage.go.set()
 
-        def saved() -> bool:
-            until(lambda: side.pending_saves == 0)
-            side.save(order)
-            return len(self.files()) == 3 + len(keys)
-
-        until(saved)
+        notes = until(side.take_notes)
+        self.assertEqual(({}, {"r"}), (notes.unsaved, notes.retry))
+        side.save(order(room))
+        until(lambda: side.pending_saves == 0)
+        self.assertEqual(3 + len(keys), len(self.files()))
 
     def test_written_after_the_copies(self) -> None:
         """What the engine waits for, the copies, shares the machine with no write of its step."""
@@ -306,7 +314,9 @@ class HangingTest(DirectoryTest):
 
         self.storage.go.set()
         with mock.patch.object(group, "gather", watched):
-            self.save(keys_of(range(100, 148), 16))
+            keys = keys_of(range(100, 148), 16)
+            orders = [SaveOrder([[1, 2, 3]], [(0, [key])]) for key in keys]
+            self.side.save(ConnectorMetadata(saves=orders))
         until(lambda: self.side.pending_saves == 0)
 
         self.assertEqual([0, 0, 0], calls)

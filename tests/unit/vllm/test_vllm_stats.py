@@ -14,7 +14,7 @@ import pytest
 
 from helpers import ROOT
 
-DOCUMENT = ROOT / "docs" / "vllm.md"
+DOCUMENT = ROOT / "docs" / "metrics.md"
 
 pytestmark = pytest.mark.vllm
 

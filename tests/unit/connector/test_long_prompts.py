@@ -1,0 +1,200 @@
+"""Prompts that are computed faster than the storage writes, from both halves of the connector."""
+
+# ruff: noqa: SLF001 - one writer, so that files appear in order
+
+from __future__ import annotations
+
+import threading
+import unittest
+import unittest.mock
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from helpers import DirectoryTest, until
+from vua.connector.config import WorkerResources
+from vua.format.layout import KVLayout
+
+pytestmark = pytest.mark.vllm
+
+if find_spec("vllm"):
+    from saves import LLAMA_8B, SavingEngine, Sink
+    from vua.connector.cache_spec import Group, Model
+    from vua.connector.group_transfer import save_limit
+    from vua.format.identity import Identity
+
+SMALL = KVLayout(2, 1, 8, 4, "F32", 64)
+TOKENS, STEP_TOKENS = 32768, 8192
+PER_STEP, PER_DECODE = 60, 6
+"""Files that the storage writes while a step computes, and while one generates."""
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class LongPromptTest(DirectoryTest):
+    def setUp(self) -> None:
+        """A storage that writes as many files as it is allowed to."""
+        super().setUp()
+        self.allowed = threading.Semaphore(0)
+        self.sink = Sink(lambda _: self.allowed.acquire())
+
+    def start(self, **settings: Any) -> SavingEngine:
+        """An engine with Llama 8B's steps; its chunks are small."""
+        self.engine = SavingEngine(
+            str(self.root), self.sink, SMALL, step_tokens=STEP_TOKENS, **settings
+        )
+        self.engine.worker._saves._writers._most = 1
+        self.addCleanup(self.engine.close)
+        self.addCleanup(self.allowed.release, 10_000)
+        return self.engine
+
+    def let_write(self, files: int) -> None:
+        """Let the storage write so many files, if so many wait; return when it has."""
+        worker = self.engine.worker
+        for _ in range(min(files, worker.pending_saves)):
+            if not (before := worker.pending_saves):
+                return
+            self.allowed.release()
+            until(lambda before=before: worker.pending_saves < before)
+
+    def compute(self, request: Any) -> None:
+        """Compute a prompt in steps, beside which files are written."""
+        for at in range(0, request.num_tokens, STEP_TOKENS):
+            count = min(STEP_TOKENS, request.num_tokens - at)
+            self.engine.step(request, at, count, lambda: self.let_write(PER_STEP))
+            self.engine.update()
+            self.check_no_hole(request)
+
+    def generate(self, request: Any, steps: int) -> int:
+        """Generate tokens; how many chunks were ordered meanwhile."""
+        ordered, computed = 0, request.num_tokens
+        for at in range(steps):
+            request.num_tokens += 1
+            ordered += self.engine.step(
+                request, computed + at, 1, lambda: self.let_write(PER_DECODE)
+            )
+            self.engine.update()
+            self.check_no_hole(request)
+        return ordered
+
+    def check_no_hole(self, *requests: Any) -> None:
+        """What is stored of these requests is the beginning of each."""
+        leading = [self.engine.leading(request) for request in requests]
+        self.assertEqual(sum(leading), len(self.sink.names))
+
+    def shares(self) -> dict[str, int]:
+        """Tokens of prompts that ended, stored and not."""
+        stats = self.engine.side.take_stats() or {}
+        found: dict[str, int] = stats.get("vua_prompt_chunk_tokens_total", {})
+        return found
+
+    def test_default_settings(self) -> None:
+        """A prompt of four full steps is stored completely, within the memory of two of them."""
+        engine = self.start()
+        request = engine.begin("r", TOKENS)
+        self.compute(request)
+        self.assertEqual(256, engine.most_pending, "the buffers did not fill up: nothing is shown")
+        ordered = self.generate(request, 60)
+
+        self.assertEqual(512, engine.leading(request))
+        self.assertEqual(256, engine.group.save_limit)
+        self.assertLessEqual(ordered, 2 * 512, "ordered again and again")
+        engine.update(request)
+        self.assertEqual({"yes": TOKENS, "no": 0}, self.shares())
+
+    def test_ends_too_early(self) -> None:
+        """Of a prompt whose blocks are freed before there were buffers the rest is left."""
+        engine = self.start(worker=WorkerResources(max_pending_save_mib=1))
+        room = engine.group.save_limit
+        request = engine.begin("r", TOKENS)
+        engine.step(request, 0, STEP_TOKENS, lambda: None)
+        engine.update()
+        for at in range(STEP_TOKENS, TOKENS, STEP_TOKENS):
+            engine.step(request, at, STEP_TOKENS, lambda: None)
+            engine.update(request if at + STEP_TOKENS == TOKENS else None)
+        self.assertEqual({"yes": room * 64, "no": TOKENS - room * 64}, self.shares())
+        self.allowed.release(10_000)
+        engine.worker.shutdown()
+
+        self.assertEqual(room, engine.leading(request))
+        self.assertEqual(room, len(self.sink.names))
+
+    def test_scheduled_ahead(self) -> None:
+        """A step that was scheduled before its predecessor was done leaves no chunk behind a hole.
+
+        With asynchronous scheduling the scheduler learns of a missing chunk one step later.
+        """
+        engine = self.start(worker=WorkerResources(max_pending_save_mib=1))
+        request = engine.begin("r", TOKENS)
+        for at in range(0, TOKENS, STEP_TOKENS):
+            engine.step(request, at, STEP_TOKENS, lambda: self.let_write(50))
+            if at:
+                engine.update()
+        engine.update()
+        self.check_no_hole(request)
+        self.generate(request, 100)
+        self.assertEqual(512, engine.leading(request))
+
+    def test_several_requests(self) -> None:
+        """Each is stored from its front, whatever became of the others."""
+        engine = self.start(worker=WorkerResources(max_pending_save_mib=1))
+        requests = [engine.begin(f"{n}", 8192, first=10_000 * n) for n in range(3)]
+        for request in requests:
+            engine.step(request, 0, 8192, lambda: self.let_write(PER_STEP))
+            engine.update()
+            self.check_no_hole(*requests)
+        for at in range(80):
+            for request in requests:
+                engine.step(request, 8192 + at, 1, lambda: self.let_write(PER_DECODE))
+                engine.update()
+                self.check_no_hole(*requests)
+        self.assertEqual([128] * 3, [engine.leading(request) for request in requests])
+
+    def test_a_chunk_that_cannot_be_written(self) -> None:
+        """None behind it is written, and it is not ordered again."""
+        engine = self.start()
+        request = engine.begin("r", TOKENS)
+        names: list[str] = []
+
+        def fails(name: str) -> bool:
+            if name not in names:
+                names.append(name)
+            return names.index(name) == 10
+
+        self.sink.fails = fails
+        self.allowed.release(10_000)
+        for at in range(0, TOKENS, STEP_TOKENS):
+            engine.step(request, at, STEP_TOKENS, lambda: self.let_write(10_000))
+            engine.update()
+        request.num_tokens += 1
+        self.assertEqual(0, engine.step(request, TOKENS, 1, lambda: None))
+        self.assertEqual((10, 10), (engine.leading(request), len(self.sink.names)))
+        engine.update(request)
+        self.assertEqual({"yes": 640, "no": TOKENS - 640}, self.shares())
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class MemoryTest(unittest.TestCase):
+    def limit(self, *, workers: int = 1, mib: int = 0, step_tokens: int = STEP_TOKENS) -> int:
+        """For how many chunks of Llama 8B there are buffers."""
+        shards = tuple(LLAMA_8B.full for _ in range(workers))
+        group = Group(LLAMA_8B, tuple(range(32)), (shards,), (0,))
+        identity = Identity(model="m", chunk_tokens=64)
+        model = Model(identity, (group,), (16,), latent=False, step_tokens=step_tokens)
+        return save_limit(model, LLAMA_8B.full.payload_nbytes(LLAMA_8B), mib)
+
+    def test_default(self) -> None:
+        """Two full steps; an eighth of the machine's memory over all workers at most."""
+        with unittest.mock.patch(
+            "vua.connector.group_transfer.machine_memory_nbytes", return_value=64 << 30
+        ):
+            self.assertEqual(256, self.limit())  # 2 GiB
+            self.assertEqual(64, self.limit(step_tokens=2048))
+            self.assertEqual(1024, self.limit(step_tokens=131072))  # 8 GiB
+            self.assertEqual(128, self.limit(step_tokens=131072, workers=8))
+            self.assertEqual(512, self.limit(mib=4096))
+            self.assertEqual(1, self.limit(mib=1))
+
+
+if __name__ == "__main__":
+    unittest.main()
