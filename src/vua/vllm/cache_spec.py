@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vua.connector.cache_spec import Group, Model, UncachedError
+from vua.connector.cache_spec import Group, Model, UncachedError, division
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest
@@ -94,9 +94,7 @@ def _label(
     config: Mapping[str, object], groups: Sequence[Group], tables: Sequence[Any], tp_size: int
 ) -> str:
     """Digest what the engine computes, and how it divides its layers."""
-    counted = dict(config)
-    if any(group.layout.window for group in groups):  # other engines store these layers whole
-        counted["vua.groups"] = [[group.layout.group, *group.layers] for group in groups]
+    counted = {**config, **division(groups)}
     specs = [table.kv_cache_spec for table in tables]
     if states := [_signature(spec, tp_size) for spec in specs if isinstance(spec, MambaSpec)]:
         counted["vua.states"] = states
