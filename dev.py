@@ -38,6 +38,9 @@ OLDEST_TESTS = (
     "tests/e2e/test_parallel.py::TensorParallelTest::test_two_workers",
     "tests/e2e/test_reuse.py::ReuseTest",
 )
+SGLANG_VERSION = "0.5.23"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vua"
+SGLANG = CACHE / f"sglang-{SGLANG_VERSION}"
 PEER_SUBJECTS = (
     "vllm_subject.py:vllm_fs",
     "vllm_subject.py:vllm_fs_direct",
@@ -83,7 +86,7 @@ def step(title: str, command: list[str], *, needed: bool = True, **environment: 
         ended.set()
         ticker.join()
     if done.returncode and not needed:
-        print("not to be had here; random weights take its place", flush=True)
+        print("not to be had here", flush=True)
     elif done.returncode:
         print(f"failed with exit status {done.returncode}", flush=True)
         tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
@@ -284,6 +287,56 @@ def test_oldest(*arguments: str) -> int:
     ).returncode
 
 
+def install_sglang() -> bool:
+    """Makes SGLang's own environment, once, in the user's cache; returns whether it is there.
+
+    SGLang pins other versions than vLLM does, and its CUDA kernels are left out: it runs on CPUs
+    without them (tests/e2e/sglang_on_cpu).
+    """
+    recipe = hashlib.sha256((REQUIREMENTS / "sglang.txt").read_bytes()).hexdigest()
+    done = SGLANG / f"vua-made-{recipe[:12]}"
+    if done.exists():
+        return True
+    shutil.rmtree(SGLANG, ignore_errors=True)
+    uv = str(VENV / "bin" / "uv")
+    into = [uv, "pip", "install", "--python", str(SGLANG / "bin" / "python")]
+    pins = ["-c", str(REQUIREMENTS / "constraints.txt")]
+    steps = (
+        ("its environment", [uv, "venv", "-q", "--python", str(PYTHON), str(SGLANG)]),
+        ("torch, in the build that pip finds", [*into, *pip_settings_for_uv(), "torch", *pins]),
+        (
+            "what it needs, by uv",
+            [*into, *pip_settings_for_uv(), "-r", str(REQUIREMENTS / "sglang.txt"), *pins],
+        ),
+        ("itself", [*into, *pip_settings_for_uv(), "--no-deps", f"sglang=={SGLANG_VERSION}"]),
+    )
+    for title, command in steps:
+        step(f"SGLang {SGLANG_VERSION}: {title}", command, needed=False)
+    if not any(SGLANG.glob("lib/python3*/site-packages/sglang")):
+        return False
+    done.touch()
+    return True
+
+
+def sglang(*arguments: str) -> int:
+    """Runs the tests that need SGLang: its pools and a server on the CPU, in a short form."""
+    if not install_sglang():
+        print("sglang: skipped, since SGLang is not to be had here", flush=True)
+        return 0
+    python = SGLANG / "bin" / "python"
+    paths = (ROOT / "src", ROOT / "tests" / "e2e" / "sglang_on_cpu")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    pools = subprocess.run(
+        [str(python), *command, "tests/unit/sglang"], cwd=ROOT, env=environment
+    ).returncode
+    environment = {**os.environ, "VUA_SGLANG_PYTHON": str(python)}
+    chosen = arguments or ("tests/e2e/test_sglang.py", "-m", "not soak")
+    served = subprocess.run([str(PYTHON), *command, *chosen], cwd=ROOT, env=environment).returncode
+    return pools or served
+
+
 def llama_cpp(*arguments: str) -> int:
     """Runs the tests of the llama.cpp face; builds its engine first, once (ten minutes or more)."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -371,15 +424,15 @@ def mutate(*arguments: str) -> int:
 
 
 def ci() -> int:
-    """Runs lint, test, thorough, test-oldest and a short demo."""
-    return lint() or test() or thorough() or test_oldest() or demo("--quick")
+    """Runs lint, test, thorough, test-oldest, sglang and a short demo."""
+    return lint() or test() or thorough() or test_oldest() or sglang() or demo("--quick")
 
 
 TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
         *(setup, build, wheels, demo, test, thorough, test_oldest, lint, format_, docs, bench),
-        *(peers, scorecard, identity_campaign, soak, fuzz, house, mutate, ci),
+        *(sglang, peers, scorecard, identity_campaign, soak, fuzz, house, mutate, ci),
     )
 }
 

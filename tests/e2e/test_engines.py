@@ -17,6 +17,8 @@ pytestmark = pytest.mark.vllm
 
 BATCH = Batch([PROMPT])
 WHOLE = len(PROMPT) // CHUNK * CHUNK
+TIED: dict[str, Any] = {"tie_word_embeddings": True, "initializer_range": 0.03}
+"""Small tied embeddings: larger ones outweigh all attention, and repeat the last token."""
 KINDS: dict[str, dict[str, Any]] = {
     "Qwen2MoeConfig": {  # it says sliding_window 0 where vLLM says None
         "moe_intermediate_size": 64,
@@ -33,8 +35,39 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "ArceeConfig": {"head_dim": 32},
     "HunYuanDenseV1Config": {"head_dim": 32},
+    "HunYuanMoEV1Config": {"head_dim": 32, "num_experts": 4, "moe_topk": 2},
+    "MistralConfig": {"head_dim": 32, "sliding_window": 128},
+    "Gemma2Config": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+        **TIED,
+    },
+    "Gemma3TextConfig": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 128,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        **TIED,
+    },
+    "GptOssConfig": {
+        "head_dim": 32,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+    },
 }
 """Models of further kinds, by their configurations in transformers."""
+COHERE2: dict[str, Any] = {
+    "head_dim": 32,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "logit_scale": 1.0,
+    **TIED,
+}
 
 
 class OtherEngineTest(EngineTest):
@@ -77,9 +110,22 @@ class OtherEngineTest(EngineTest):
                 self.fill(BATCH, engine=engine)
                 loaded, found = self._generate(path, new_tokens=len(expected[0]))
 
-                self.assertEqual([expected, WHOLE], [warm.tokens, warm.counts["tokens_loaded"]])
+                self.assertEqual([expected, [WHOLE]], [warm.tokens, warm.cached])
                 self.assertEqual([WHOLE, expected[0]], [loaded, found])
                 self.root = self.root.with_name(f"{kind}-next")
+
+    @pytest.mark.thorough
+    def test_kept_apart(self) -> None:
+        """Cohere 2's window is a token longer in vLLM, so K and V differ: nothing is shared."""
+        kind = "Cohere2Config"
+        path = make(models() / kind, kind, **SIZES | {"num_key_value_heads": 2} | COHERE2)
+        engine = {"model": str(path)}
+        self._generate(path, new_tokens=1)
+        self.assertEqual([0], self.serve(BATCH, engine=engine).cached)
+        self.root = self.root.with_name("of-vllm")
+        self.fill(BATCH, engine=engine)
+        self.assertEqual(0, self._generate(path, new_tokens=1)[0])
+        self.assertEqual(WHOLE, self._generate(path, new_tokens=1)[0])
 
     @staticmethod
     def _checkpoints() -> list[tuple[str, Path]]:

@@ -25,11 +25,11 @@ FLOORS = (
     ("store",),
     ("config",),
     ("core", "connector"),
-    ("llama_cpp", "lmcache", "transformers", "vllm"),
+    ("llama_cpp", "lmcache", "sglang", "transformers", "vllm"),
     ("cli",),
     ("testing",),
 )
-FACES = ("llama_cpp", "lmcache", "transformers", "vllm")
+FACES = ("llama_cpp", "lmcache", "sglang", "transformers", "vllm")
 """Of the engines: only what tests them imports them."""
 TESTING = "vua.testing"
 ENGINES = ("llama_cpp", "lmcache", "sglang", "transformers", "vllm")

@@ -7,7 +7,7 @@ process and every worker agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,7 +16,7 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.format.states import state_nbytes
 
-__all__ = ["NOTHING_MORE", "EngineIdentity", "Group", "Model", "UncachedError"]
+__all__ = ["NOTHING_MORE", "EngineIdentity", "Group", "Model", "UncachedError", "division"]
 
 
 class UncachedError(VUAError):
@@ -68,6 +68,16 @@ class Group:
     def first_needed(self, tokens: int) -> int:
         """The first token whose K/V matter to whoever goes on behind ``tokens`` tokens."""
         return 0 if self.layout.window is None else max(0, tokens - self.layout.window + 1)
+
+
+def division(groups: Sequence[Group]) -> dict[str, object]:
+    """Return what a model's config says beside its own keys where some layers have windows.
+
+    The identity tells caches that are divided into these groups from those that are not.
+    """
+    if not any(group.layout.window for group in groups):
+        return {}
+    return {"vua.groups": [[group.layout.group, *group.layers] for group in groups]}
 
 
 @dataclass(frozen=True, slots=True)

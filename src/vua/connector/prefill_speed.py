@@ -67,10 +67,16 @@ class PrefillSpeed:
             return
         now = self._clock()
         began, tokens, attended = self._open.popleft()
-        if tokens >= self._least:
-            seconds = now - max(began, self._last_end)
-            self._token_s.add(max(1.0, attended / tokens), seconds / tokens, tokens)
+        self._add(tokens, attended, now - max(began, self._last_end))
         self._last_end = now
+
+    def measured(self, tokens: int, before: int, seconds: float) -> None:
+        """Note that ``tokens`` behind ``before`` others took so long, for who sees no steps."""
+        self._add(tokens, tokens * (before + tokens / 2), seconds)
+
+    def _add(self, tokens: int, attended: float, seconds: float) -> None:
+        if tokens >= self._least:
+            self._token_s.add(max(1.0, attended / tokens), seconds / tokens, tokens)
 
     def seconds(self, tokens: int, before: int = 0) -> float | None:
         """Return what ``tokens`` behind ``before`` others take; None before any was measured.

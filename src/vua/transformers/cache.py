@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from transformers import DynamicCache
 
-from vua.core import VUA, VUAConfig
+from vua.core import VUAConfig
 from vua.errors import ConfigError, InputError, VUAError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
@@ -26,7 +26,8 @@ from vua.io.forks import watch
 from vua.serdes import DTYPES
 from vua.store.namespace import locate
 from vua.transformers.batch import Row, rows_of
-from vua.transformers.model import DTYPE_NAMES, LAYERS, described_model, layout_of
+from vua.transformers.layers import LayerCache, StoredLayers, groups_of
+from vua.transformers.model import DTYPE_NAMES, LAYERS, described_model, layout_of, windows_of
 from vua.weights import Identification, identify_weights
 
 __all__ = ["Prefix", "PrefixCache"]
@@ -34,6 +35,8 @@ __all__ = ["Prefix", "PrefixCache"]
 log = logging.getLogger(__name__)
 
 _START_WAIT_S: Final = 1.0
+_TRIES: Final = 8
+"""Looks per load: what is missing or damaged leaves a shorter prefix for the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +85,12 @@ class PrefixCache:
             ConfigError: the model's caches cannot be stored or identified, or ``path`` is a file.
             StorageError: the directory cannot be created.
         """
-        config = VUAConfig(split_factor=chunk_tokens, epoch=epoch, durable=durable)
+        VUAConfig(split_factor=chunk_tokens, epoch=epoch, durable=durable)  # checks them
         self.layout = _tried(model, layout_of(model, chunk_tokens=chunk_tokens))
+        self._groups = groups_of(self.layout, windows_of(model))
         self._described = described_model(model, chunk_tokens=chunk_tokens, epoch=epoch)
-        self._model, self._config, self._path = model, config, locate(path)
-        self._vua: VUA | None = None
+        self._model, self._durable, self._path = model, durable, locate(path)
+        self._stored: StoredLayers | None = None
         self._warned = False
         self.after_fork()
         watch(self)
@@ -96,7 +100,7 @@ class PrefixCache:
     def after_fork(self) -> None:
         """Begin with a free lock, and to identify the model unless it is; see `vua.io.forks`."""
         self._lock = threading.Lock()
-        if self._vua is None:
+        if self._stored is None:
             self._identification = Identification(
                 lambda stop: identify_weights(self._described.files, stop=stop)
             )
@@ -113,8 +117,8 @@ class PrefixCache:
         """Wait for running work and release the threads."""
         self._identification.close()
         with self._lock:
-            if self._vua is not None:
-                self._vua.close()
+            if self._stored is not None:
+                self._stored.close()
 
     def ready(self, timeout_s: float | None = None) -> bool:
         """Wait until the model is identified; return whether it is. None: for as long as it takes.
@@ -132,15 +136,17 @@ class PrefixCache:
         """Whose caches these are; waits and raises as `ready` without a limit."""
         return self._described.identity(self._identification.answer.result())
 
-    def _opened(self) -> VUA:
-        """Return the open namespace of a model that is identified. Raises as `ready`."""
+    def _opened(self) -> StoredLayers:
+        """Return the caches of a model that is identified. Raises as `ready`."""
         with self._lock:
-            if self._vua is None:
-                self._vua = VUA(self._config, str(self._path), identity=self.identity)
-            return self._vua
+            if self._stored is None:
+                self._stored = StoredLayers(
+                    self._path, self.identity, self._groups, durable=self._durable
+                )
+            return self._stored
 
-    def _usable(self) -> VUA | None:
-        """Return the open namespace; None, with one line in the log, where there is none (yet)."""
+    def _usable(self) -> StoredLayers | None:
+        """Return the stored caches; None, with one line in the log, where there are none yet."""
         if not self._identification.wait(0):
             return None
         try:
@@ -183,46 +189,54 @@ class PrefixCache:
             raise InputError(
                 f"{type(filled).__name__} given to fill; expected an empty DynamicCache"
             )
-        if (vua := self._usable()) is None:
+        if (stored := self._usable()) is None:
             return Prefix(filled, 0)
-        found = vua.get_closest([row.ids[:-1] for row in rows], device=self._model.device)
-        if not all(self._fits(answer) for answer in found if answer):
-            log.warning("stored caches of %s do not fit the model, a miss", self.identity.name)
-            return Prefix(filled, 0)
-        stored = (answer.num_tokens if answer else 0 for answer in found)
-        columns = min(row.padding + count for row, count in zip(rows, stored, strict=True))
-        if columns <= min(row.padding for row in rows):
+        found, columns = self._read(stored, rows)
+        if not columns:
             return Prefix(filled, 0)
         for number in range(self.layout.layers):
-            pairs = [answer.data[number] if answer else None for answer in found]
-            k, v = (self._joined(rows, pairs, array, columns) for array in (0, 1))
-            filled.update(k, v, number)
+            mine = [layers[number] if layers else None for layers in found]
+            filled.update(*self._joined(rows, mine, columns), number)
         return Prefix(filled, columns)
 
-    def _fits(self, found: Any) -> bool:  # noqa: ANN401
-        """Whether what was found has the model's shapes and dtype."""
-        layout = self.layout
-        shape = (1, layout.kv_heads, found.num_tokens, layout.k_dim)
-        pairs = [(tuple(t.shape), DTYPE_NAMES[t.dtype]) for pair in found.data for t in pair]
-        return pairs == [(shape, layout.dtype)] * (2 * layout.layers)
+    def _read(
+        self, stored: StoredLayers, rows: Sequence[Row]
+    ) -> tuple[list[Sequence[LayerCache]], int]:
+        """Return the layers of each row, and how many columns all rows have; 0 where one has none.
+
+        A row that is padding up to there has no layers.
+        """
+        most = [len(row.ids) - 1 for row in rows]
+        for _ in range(_TRIES):
+            ends = [stored.longest(row.ids[:end]) for row, end in zip(rows, most, strict=True)]
+            columns = min(row.padding + end for row, end in zip(rows, ends, strict=True))
+            if columns <= min(row.padding for row in rows):
+                break
+            found: list[Sequence[LayerCache]] = []
+            for number, row in enumerate(rows):
+                wanted = max(0, columns - row.padding)
+                layers, most[number] = stored.read(row.ids, wanted, self._model.device)
+                found.append(layers)
+                if most[number] < wanted:
+                    break
+            else:
+                return found, columns
+        return [], 0
 
     def _joined(
-        self,
-        rows: Sequence[Row],
-        pairs: Sequence[Sequence[torch.Tensor] | None],
-        array: int,
-        columns: int,
-    ) -> torch.Tensor:
-        """Return K or V of a layer for all rows, [rows, heads, columns, dim]; zeros for padding."""
-        if len(rows) == 1 and not rows[0].padding and pairs[0]:
-            return pairs[0][array][:, :, :columns]
+        self, rows: Sequence[Row], layers: Sequence[LayerCache | None], columns: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of one layer, [rows, heads, columns, dim]; zeros for padding."""
+        if len(rows) == 1 and layers[0]:
+            return layers[0].k[None], layers[0].v[None]
         layout = self.layout
         shape = (len(rows), layout.kv_heads, columns, layout.k_dim)
-        joined = torch.zeros(shape, dtype=DTYPES[layout.dtype], device=self._model.device)
-        for number, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
-            if pair and columns > row.padding:
-                joined[number, :, row.padding :] = pair[array][0, :, : columns - row.padding]
-        return joined
+        dtype, device = DTYPES[layout.dtype], self._model.device
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        for number, (row, layer) in enumerate(zip(rows, layers, strict=True)):
+            if layer:
+                k[number, :, row.padding :], v[number, :, row.padding :] = layer.k, layer.v
+        return k, v
 
     def save(
         self,
@@ -252,22 +266,25 @@ class PrefixCache:
             NotWritableError, StorageFullError, StorageError: the directory refuses.
         """
         rows = rows_of(input_ids, attention_mask)
-        pairs = self._pairs(cache, len(rows))
-        if not pairs or (vua := self._usable()) is None:
+        layers = self._layers(cache, len(rows))
+        if not layers or (stored := self._usable()) is None:
             return 0
-        written, held = 0, min(k.shape[2] for k, _ in pairs)
+        written, held = 0, min(layer.start + layer.k.shape[2] for layer in layers)
         for number, row in enumerate(rows):
             length = min(len(row.ids), held - row.padding)
             length -= length % self.layout.chunk_tokens
             if length <= 0:
                 continue
-            batch, columns = slice(number, number + 1), slice(row.padding, row.padding + length)
-            mine = [(k[batch, :, columns], v[batch, :, columns]) for k, v in pairs]
-            written += vua.put(row.ids[:length], mine)
+            mine = []
+            for layer in layers:
+                first = max(layer.start, row.padding)
+                k, v = (array[number, :, first - layer.start :] for array in (layer.k, layer.v))
+                mine.append(LayerCache(k, v, first - row.padding))
+            written += stored.save(row.ids[:length], mine)
         return written
 
-    def _pairs(self, cache: DynamicCache, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return K and V of every layer, after checking that they hold each token."""
+    def _layers(self, cache: DynamicCache, rows: int) -> list[LayerCache]:
+        """Return K and V of every layer, [rows, heads, columns, dim], and its first column."""
         if not isinstance(cache, DynamicCache):
             raise InputError(
                 f"a {type(cache).__name__} cannot be stored; pass past_key_values=DynamicCache() "
@@ -280,24 +297,21 @@ class PrefixCache:
             raise InputError(
                 f"a cache of {len(cache.layers)} layers; the model has {layout.layers}"
             )
+        layers = []
         for number, layer in enumerate(cache.layers):
             if type(layer) not in LAYERS:
                 raise InputError(
                     f"layer {number} is a {type(layer).__name__}: no K and V per token"
                 )
             length = layer.get_seq_length()
-            if layer.is_initialized and layer.keys.shape[2] < length:
-                raise InputError(
-                    f"layer {number} kept {layer.keys.shape[2]} of {length} tokens, the last ones "
-                    "of its sliding window; pass past_key_values=DynamicCache() to generate(), "
-                    "which keeps them all"
-                )
-            expected = ((rows, layout.kv_heads, length, layout.k_dim), layout.dtype)
+            kept = min(length, layer.keys.shape[2]) if layer.is_initialized else 0
+            expected = ((rows, layout.kv_heads, kept, layout.k_dim), layout.dtype)
             for array, tensor in (("K", layer.keys), ("V", layer.values)):
                 found = (tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
                 if found != expected:
                     raise InputError(f"{array} of layer {number} is {found}, expected {expected}")
-        return [(layer.keys, layer.values) for layer in cache.layers]
+            layers.append(LayerCache(layer.keys, layer.values, length - kept))
+        return layers
 
 
 def _tried(model: Any, layout: KVLayout) -> KVLayout:  # noqa: ANN401

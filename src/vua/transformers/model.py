@@ -19,15 +19,25 @@ from safetensors import safe_open
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from vua.connector.cache_spec import division
 from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest
 from vua.format.layout import KVLayout
 from vua.format.rope import rope_order, varies_with_length
 from vua.serdes import DTYPES
+from vua.transformers.layers import groups_of
 from vua.weights import Weights, checkpoint_files, identify_weights
 from vua.weights.model_files import code_digest
 
-__all__ = ["DTYPE_NAMES", "LAYERS", "Described", "described_model", "identity_of", "layout_of"]
+__all__ = [
+    "DTYPE_NAMES",
+    "LAYERS",
+    "Described",
+    "described_model",
+    "identity_of",
+    "layout_of",
+    "windows_of",
+]
 
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 LAYERS: Final = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -91,6 +101,8 @@ def described_model(model: Any, *, chunk_tokens: int, epoch: str) -> Described: 
         described["vua_stored_by"] = "transformers"
     if code := _code(model, folder):
         described["vua.code"] = code
+    layout = layout_of(model, chunk_tokens=chunk_tokens)
+    described |= division(groups_of(layout, windows_of(model)))
     others = Identity(
         model=config_digest(described),
         kv_dtype=_dtype_name(model),
@@ -128,6 +140,16 @@ def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:  # noqa: ANN40
         dtype=_dtype_name(model),
         chunk_tokens=chunk_tokens,
     )
+
+
+def windows_of(model: Any) -> list[int | None]:  # noqa: ANN401
+    """Return of each layer how many tokens its sliding window has; None: it attends to everything.
+
+    Args:
+        model: one of which `layout_of` has a layout.
+    """
+    layers = DynamicCache(config=model.config.get_text_config()).layers
+    return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def _unsupported(model: Any, text: Any) -> str:  # noqa: ANN401

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vua.connector.cache_spec import Group, Model, UncachedError
+from vua.connector.cache_spec import Group, Model, UncachedError, division
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest
@@ -45,7 +45,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     Raises:
         UncachedError: it cannot be stored correctly, with the reason.
     """
-    check_engine(vllm_config)
+    check_engine(vllm_config, config)
     tables = kv_cache_config.kv_cache_groups
     if not tables:
         msg = "the engine has no KV cache"
@@ -94,9 +94,7 @@ def _label(
     config: Mapping[str, object], groups: Sequence[Group], tables: Sequence[Any], tp_size: int
 ) -> str:
     """Digest what the engine computes, and how it divides its layers."""
-    counted = dict(config)
-    if any(group.layout.window for group in groups):  # other engines store these layers whole
-        counted["vua.groups"] = [[group.layout.group, *group.layers] for group in groups]
+    counted = {**config, **division(groups)}
     specs = [table.kv_cache_spec for table in tables]
     if states := [_signature(spec, tp_size) for spec in specs if isinstance(spec, MambaSpec)]:
         counted["vua.states"] = states
@@ -140,6 +138,10 @@ def _groups_of(
 
 def _kind(spec: Any, vllm_config: Any) -> str:  # noqa: ANN401
     """The canonical name of a kind of layer, see `KVLayout.group`."""
+    for name in ("num_head_slots", "state_content_bytes"):  # some backends' own forms of a page
+        if getattr(spec, name, None) is not None:
+            msg = f"a KV cache whose pages the attention backend packs by itself ({name})"
+            raise UncachedError(msg)
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return ""
     if type(spec) is SlidingWindowSpec:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
-import os
 import threading
-import time
 from pathlib import Path
 from typing import Any, Final
 
 from vua.connector.cache_spec import UncachedError
 from vua.errors import ConfigError
-from vua.weights import Weights, checkpoint_files, identify_weights
+from vua.weights import Weights, checkpoint_files, identify_weights, process_began_s
 
 __all__ = ["find_weights", "local_directory"]
 
@@ -45,7 +43,7 @@ def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:  # noqa: A
     # vLLM's process of that name was started for this engine, so before it loaded. A process that
     # makes engines in itself may have written the model, too: nothing can be told from the time.
     own = multiprocessing.current_process().name.startswith("EngineCore")
-    if own and weights.changed_s > _process_began_s():
+    if own and weights.changed_s > process_began_s():
         msg = (
             "files of the weights were changed after the engine's start, so nobody can tell which "
             "ones it loaded; start it again"
@@ -56,13 +54,6 @@ def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:  # noqa: A
 
 def _load_format(load: Any) -> str:  # noqa: ANN401
     return str(getattr(load.load_format, "value", load.load_format))
-
-
-def _process_began_s() -> float:
-    """Return when this process was started, in seconds since the epoch."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # starttime, proc(5)
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s
 
 
 def _engine_files(model_config: Any, load: Any) -> list[Path]:  # noqa: ANN401

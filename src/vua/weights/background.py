@@ -6,13 +6,15 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, TimeoutError  # noqa: A004 - 3.10's is its own
+from pathlib import Path
 from typing import Final
 
 from vua.weights.fingerprint import Weights, prove_blob_names
 
-__all__ = ["Identification"]
+__all__ = ["Identification", "process_began_s"]
 
 log = logging.getLogger(__name__)
 
@@ -58,3 +60,13 @@ class Identification:
             pass
         except Exception as problem:  # noqa: BLE001 - it only saves time later
             log.debug("names of the hub's blobs were not looked at: %s", problem)
+
+
+def process_began_s() -> float:
+    """Return when this process was started, in seconds since the epoch.
+
+    What was changed later than that may not be what it has loaded.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # starttime, proc(5)
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s

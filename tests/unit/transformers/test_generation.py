@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 
 from vua import InputError, StorageError
-from vua.core import VUA
 from vua.testing.models import make_model
 
 CHUNK = 16
@@ -250,9 +249,13 @@ class GenerationTest(unittest.TestCase):
         """Storage that fails costs a line in the log, never the call."""
         expected, _ = self.ask(input_ids=PROMPT)
         with self.reusing() as prefixes:
+            from vua.transformers.layers import StoredLayers
+
             prefixes.ready()
             with (
-                mock.patch.object(VUA, "put", side_effect=StorageError("the disk is gone")),
+                mock.patch.object(
+                    StoredLayers, "save", side_effect=StorageError("the disk is gone")
+                ),
                 self.assertLogs("vua.transformers", "WARNING") as logs,
             ):
                 self.assertEqual((expected, 100), self.ask(input_ids=PROMPT))

@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers import SOON_S, in_child
+from helpers import SOON_S, in_child, keys_of
 from vua import ConfigError, InputError
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity, config_digest, weights_fingerprint
@@ -440,7 +440,7 @@ print(one.namespace == other.namespace, one.name)
         prefixes = self.prefixes(model)
         trimmed = DynamicCache(config=model.config)
         out = generate(model, PROMPT, trimmed)
-        with self.assertRaisesRegex(InputError, r"kept 39 of 161 tokens.*DynamicCache\(\)"):
+        with self.assertRaisesRegex(InputError, r"holds tokens 128 to 160 alone.*DynamicCache\(\)"):
             prefixes.save(out, trimmed)
         short = DynamicCache(config=model.config)
         model(PROMPT[:, :35], past_key_values=short)
@@ -457,6 +457,103 @@ print(one.namespace == other.namespace, one.name)
         out = generate(model, PROMPT, found.cache)
         self.assertEqual(chunks(out) - 2, prefixes.save(out, found.cache))
         return out
+
+    def mixed(self) -> Any:
+        """A model with a layer that attends to everything between two with a window."""
+        from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+        path = Path(self.models.name, "mixed")
+        if not path.exists():
+            kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+            torch.manual_seed(5)
+            config = Gemma3TextConfig(
+                hidden_size=64,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                num_hidden_layers=3,
+                head_dim=16,
+                intermediate_size=128,
+                vocab_size=512,
+                sliding_window=WINDOW,
+                layer_types=kinds,
+                initializer_range=0.1,
+                eos_token_id=2,
+                pad_token_id=3,
+            )
+            Gemma3ForCausalLM(config).save_pretrained(path)
+        return load(path)
+
+    def files(self, group: str) -> int:
+        """How many files of a group of layers are stored."""
+        return sum(path.name.startswith(group) for path in self.store.rglob("*.safetensors"))
+
+    def test_groups(self) -> None:
+        """Layers with a window are a group of their own, of which a load reads what it needs."""
+        from transformers import DynamicCache
+
+        model = self.mixed()
+        out = self.stored(model)
+        self.assertEqual((10, 10), (self.files("w40.l0-2"), self.files("l0-1")))
+        for key in keys_of(out[0].tolist(), CHUNK)[:6]:  # what the window of 144 tokens left behind
+            next(self.store.rglob(f"{key.name}/w40.*")).unlink()
+        for cut, whole in ((150, 144), (140, 0), (40, 0)):
+            with self.subTest(cut=cut):
+                ids = PROMPT[:, :cut]
+                expected = generate(model, ids, DynamicCache())
+                found = self.prefixes(model).load(ids)
+                self.assertEqual(whole, found.num_tokens)
+                self.assertEqual(expected.tolist(), generate(model, ids, found.cache).tolist())
+        self.assertEqual(out.tolist(), generate(model, PROMPT, DynamicCache()).tolist())
+
+    def test_nothing_but_what_was_loaded(self) -> None:
+        """What a window has left behind is not stored as zeros when the cache is saved again."""
+        from transformers import DynamicCache
+
+        model = self.mixed()
+        self.stored(model)
+        found = self.prefixes(model).load(PROMPT)
+        longer = torch.cat([PROMPT[:, :144], PROMPT[:, :60]], dim=1)
+        out = generate(model, longer, found.cache)
+        expected = generate(model, longer, DynamicCache())
+        self.store = self.folder / "elsewhere"  # where nothing of it is stored
+        prefixes = self.prefixes(model)
+        prefixes.save(out, found.cache)
+        self.assertEqual((0, 13), (prefixes.load(longer[:, :100]).num_tokens, self.files("l0-1")))
+        again = prefixes.load(longer)
+        self.assertEqual(192, again.num_tokens)
+        self.assertEqual(expected.tolist(), out.tolist())
+        self.assertEqual(expected.tolist(), generate(model, longer, again.cache).tolist())
+
+    def test_default_cache(self) -> None:
+        """The cache that `generate` makes keeps the last window alone: it is refused."""
+        from transformers import DynamicCache
+
+        model = self.mixed()
+        trimmed = DynamicCache(config=model.config)
+        out = generate(model, PROMPT, trimmed)
+        with self.assertRaisesRegex(InputError, "layer 0 holds tokens 128 to 160 alone"):
+            self.prefixes(model).save(out, trimmed)
+        self.assertEqual(0, self.files(""))
+        self.stored(model)
+        small = self.prefixes(model).load(PROMPT, DynamicCache(config=model.config))
+        self.assertEqual((144, WINDOW - 1), (small.num_tokens, small.cache.layers[0].keys.shape[2]))
+        self.assertEqual(out.tolist(), generate(model, PROMPT, small.cache).tolist())
+
+    def test_batch_of_windows(self) -> None:
+        """In a batch a hit may end within a chunk; its window is read to just there."""
+        from vua.transformers import reuse_prefixes
+
+        model = self.mixed()
+        mask = torch.ones((2, 150), dtype=torch.long)
+        mask[1, :23] = 0
+        ids = torch.cat([PROMPT, PROMPT.flip(1)])
+        batch = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
+        expected = model.generate(**batch)
+        with reuse_prefixes(model, self.store, chunk_tokens=CHUNK) as prefixes:
+            prefixes.ready()
+            for _ in range(2):
+                self.assertEqual(expected.tolist(), model.generate(**batch).tolist())
+            self.assertEqual(135, prefixes.load(ids, attention_mask=mask).num_tokens)
 
     def kinds(self) -> dict[str, Any]:
         """Random models of kinds that only computing tells apart; each named by its own files."""

@@ -144,7 +144,7 @@ class FilesTest(unittest.TestCase):
         with mock.patch(name, return_value=SimpleNamespace(name="EngineCore")):
             with self.assertRaisesRegex(UncachedError, "after the engine's start"):
                 self.find()
-            with mock.patch("vua.vllm.weights._process_began_s", return_value=2**33):
+            with mock.patch("vua.vllm.weights.process_began_s", return_value=2**33):
                 expected = self.find()
         self.assertEqual(expected.fingerprint, self.find().fingerprint)
 
@@ -152,9 +152,9 @@ class FilesTest(unittest.TestCase):
         """It is in the past, by less than this test run took."""
         import psutil
 
-        from vua.vllm.weights import _process_began_s
+        from vua.weights import process_began_s
 
-        self.assertAlmostEqual(psutil.Process().create_time(), _process_began_s(), delta=2)
+        self.assertAlmostEqual(psutil.Process().create_time(), process_began_s(), delta=2)
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")

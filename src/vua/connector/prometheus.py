@@ -1,0 +1,85 @@
+"""A connector's metrics as Prometheus has them. Needs ``prometheus_client``, as engines do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from vua.connector.metrics import METRICS, Series
+
+__all__ = ["Families"]
+
+_SECONDS: Final = (
+    *(1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+)
+"""Buckets from a lookup in a warm page cache to a load from a slow disk."""
+
+_PLAIN: Final[Mapping[type, Any]] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+
+
+class Families:
+    """All of :data:`METRICS`, registered. One per process: an earlier one's are taken out."""
+
+    def __init__(
+        self,
+        labelnames: Sequence[str],
+        engines: Sequence[Sequence[object]],
+        types: Mapping[type, Any] = _PLAIN,
+    ) -> None:
+        """Register them.
+
+        Args:
+            labelnames: labels that each has beside its own.
+            engines: values of these, of all engines that are known now; they begin with 0.
+            types: what to make in place of Prometheus's own types.
+        """
+        _unregister()
+        self._families: dict[str, Any] = {}
+        self._children: dict[tuple[object, ...], Any] = {}
+        for name, metric in METRICS.items():
+            names = [*labelnames, metric.label] if metric.label else list(labelnames)
+            if metric.kind == "histogram":
+                made = types[Histogram](name, metric.documentation, names, buckets=_SECONDS)
+            elif metric.kind == "gauge":  # processes share one value
+                made = types[Gauge](
+                    name, metric.documentation, names, multiprocess_mode="mostrecent"
+                )
+            else:
+                made = types[Counter](name, metric.documentation, names)
+            self._families[name] = made
+            for label in metric.values or (() if metric.label else ("",)):
+                for engine in engines:
+                    self._child(name, label, engine)
+
+    def add(self, data: Series, engine: Sequence[object]) -> None:
+        """Add what happened in an engine, by the values of its labels."""
+        for name, series in data.items():
+            kind = METRICS[name].kind
+            for label, value in series.items():
+                child = self._child(name, label, engine)
+                if kind == "counter":
+                    child.inc(value)
+                elif kind == "gauge":
+                    child.set(value)
+                else:
+                    for each in value:
+                        child.observe(each)
+
+    def _child(self, name: str, label: str, engine: Sequence[object]) -> Any:  # noqa: ANN401
+        key = (name, label, *engine)
+        if key not in self._children:
+            own = [label] if METRICS[name].label else []
+            self._children[key] = self._families[name].labels(*engine, *own)
+        return self._children[key]
+
+
+def _unregister() -> None:
+    """Remove the metrics of an engine that this process had before."""
+    for collector in list(REGISTRY._collector_to_names):  # noqa: SLF001 - there is no public way
+        if getattr(collector, "_name", "").removesuffix("_total") in _NAMES:
+            REGISTRY.unregister(collector)
+
+
+_NAMES: Final = frozenset(name.removesuffix("_total") for name in METRICS)

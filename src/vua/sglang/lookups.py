@@ -1,0 +1,83 @@
+"""Questions to the storage, each within a limit on its time: SGLang's thread waits for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+from typing import Final
+
+from vua.connector.breaker import StorageGuard
+from vua.connector.config import ConnectorConfig
+from vua.connector.log import logger
+from vua.connector.metrics import Recorder
+from vua.errors import VUAError
+from vua.format.keys import ChunkKey
+from vua.format.layout import Shard
+from vua.io.workers import Attempt, Workers
+from vua.store.store import Store
+
+__all__ = ["Lookups"]
+
+log = logger("worker")
+
+_THREADS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """One question."""
+
+    store: Store
+    shard: Shard
+    keys: Sequence[ChunkKey]
+    before: int
+    """How many of the keys stand before those that are asked about."""
+    answer: Future[int] = field(default_factory=Future)
+
+
+class Lookups:
+    """Answers one rank's questions. For one thread."""
+
+    def __init__(self, config: ConnectorConfig, stats: Recorder) -> None:
+        """Wait for answers as the settings say; count in ``stats``."""
+        self._limit_s, self._stats = config.timeouts.lookup_s, stats
+        self._threads: Workers[_Lookup] = Workers(
+            _THREADS, timeout_s=config.timeouts.io_s, name="vua-lookup"
+        )
+        self._guard = StorageGuard("lookups")
+
+    def close(self) -> None:
+        """Stop the threads; waits for none."""
+        self._threads.close(finish=False)
+
+    def find(self, store: Store, shard: Shard, keys: Sequence[ChunkKey], before: int) -> int:
+        """Return how many of the keys behind the first ``before`` are stored; 0 in doubt."""
+        outcome, found, began = "paused", 0, time.monotonic()
+        if self._guard.allows():
+            lookup = _Lookup(store, shard, keys, before)
+            self._threads.submit(self._answer, lookup)
+            in_time = bool(wait_for([lookup.answer], timeout=self._limit_s).done)
+            self._guard.went(well=in_time)
+            outcome = "timeout"
+            if in_time:
+                found = lookup.answer.result()
+                whole = found == len(keys) - before
+                outcome = "hit" if whole else "partial" if found else "miss"
+        self._stats.add("vua_lookups_total", label=outcome)
+        self._stats.observe("vua_lookup_seconds", time.monotonic() - began)
+        return found
+
+    @staticmethod
+    def _answer(attempt: Attempt[_Lookup]) -> None:
+        lookup, found = attempt.what, 0
+        try:
+            found = lookup.store.lookup(lookup.keys[lookup.before :], [lookup.shard])
+            if found:
+                lookup.store.used(lookup.keys, lookup.before + found)
+        except (VUAError, OSError) as problem:
+            log.warning("VUA: a lookup failed: %s", problem)
+        finally:
+            lookup.answer.set_result(found)

@@ -1,0 +1,37 @@
+"""The backend's settings: what stands in SGLang's extra configuration beside SGLang's own keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from vua.connector.config import ConnectorConfig
+from vua.errors import ConfigError
+
+__all__ = ["settings_of"]
+
+_OPTION: Final = "--hicache-storage-backend-extra-config"
+_OF_SGLANG: Final = ("backend_name", "module_path", "class_name", "interface_v1")
+
+
+def settings_of(extra: Mapping[str, object]) -> ConnectorConfig:
+    """Read SGLang's free-form mapping.
+
+    Raises ConfigError: a setting is unknown or unusable, or cannot be kept with SGLang.
+    """
+    if not extra.get("interface_v1"):
+        raise ConfigError(f'VUA needs "interface_v1": 1 in {_OPTION}')
+    ours = {name: value for name, value in extra.items() if name not in _OF_SGLANG}
+    try:
+        config = ConnectorConfig.from_extra_config(ours)
+    except ConfigError as problem:
+        raise ConfigError(str(problem).replace("kv_connector_extra_config", _OPTION)) from problem
+    security = config.security
+    if security.key_file or security.tenant_keys or security.encrypt:
+        raise ConfigError(
+            f"{_OPTION}: keys cannot be used with SGLang, which names pages by hashes of their own "
+            "that are not secret; keep the directory on encrypted storage instead"
+        )
+    if config.gds_mode == "required":
+        raise ConfigError(f'{_OPTION}: gds_mode "required": SGLang loads through host memory')
+    return config

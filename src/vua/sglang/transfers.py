@@ -1,0 +1,280 @@
+"""Pages between SGLang's host pool and the storage, each call within a limit on its time.
+
+SGLang's threads wait for a load or a save to end, and requests for them. So storage that hangs is
+given up after ``timeouts.io_s`` without progress. A thread that comes back later must not touch the
+pool any more: its pages are other requests' by then. Therefore files pass through buffers: a read
+fills one and is verified there, and is copied into pages only while somebody waits for it; pages
+are copied out before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from vua.connector.breaker import StorageGuard
+from vua.connector.config import ConnectorConfig
+from vua.connector.log import logger
+from vua.connector.metrics import Recorder
+from vua.device.slab import Slab, SlabPool
+from vua.errors import StorageError
+from vua.format.keys import ChunkKey
+from vua.format.layout import Shard
+from vua.io.workers import Attempt, Workers
+from vua.serdes import DTYPES
+from vua.sglang.host_pages import HostPages
+from vua.store.store import EntryWriter, Loader, Store
+
+__all__ = ["Transfers"]
+
+log = logger("worker")
+
+_SLAB_NBYTES: Final = 16 << 20
+_SLABS: Final = 2
+"""Per direction: one in use, and one that a hanging thread may still hold."""
+_LOOKS: Final = 10
+"""How often per time limit it is looked whether work is overdue."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Chunks to move, and how many were, once that is known."""
+
+    keys: Sequence[ChunkKey]
+    pages: Sequence[int]
+    slab: Slab
+    proven: Callable[[], bool]
+    behind: Sequence[ChunkKey] = ()
+    """Chunks that are to be loaded next."""
+    ended: Future[int] = field(default_factory=Future)
+
+
+class Transfers:
+    """Loads and saves of one rank. :meth:`load` is for one thread, :meth:`save` for another."""
+
+    def __init__(
+        self,
+        store: Store,
+        shard: Shard,
+        pages: HostPages,
+        config: ConnectorConfig,
+        stats: Recorder,
+    ) -> None:
+        """Move ``shard`` between the chunks of ``store`` and ``pages``; count in ``stats``."""
+        self.store, self.shard, self._pages, self._stats = store, shard, pages, stats
+        self._look_s = config.timeouts.io_s / _LOOKS
+        payload = shard.payload_nbytes(store.layout)
+        self.chunks = max(1, _SLAB_NBYTES // payload)
+        """How many go at once."""
+        pools = [SlabPool(store.layout, shard, chunks=self.chunks, limit=_SLABS) for _ in range(2)]
+        self._load_slabs, self._save_slabs = pools
+        limit_s = config.timeouts.io_s
+        self._loads: Workers[_Work] = Workers(_SLABS, timeout_s=limit_s, name="vua-load")
+        self._saves: Workers[_Work] = Workers(_SLABS, timeout_s=limit_s, name="vua-save")
+        self._loads_guard, self._saves_guard = StorageGuard("loads"), StorageGuard("saves")
+        self._loader_of: dict[Slab, Loader] = {}
+        self._writer_of: dict[Slab, EntryWriter] = {}
+        self._warned: set[str] = set()
+
+    def close(self) -> None:
+        """Stop the threads; waits for no storage that hangs."""
+        self._loads.close()
+        self._saves.close()
+
+    # -- loads --------------------------------------------------------------------------------
+
+    def load(
+        self, keys: Sequence[ChunkKey], pages: Sequence[int], proven: Callable[[], bool]
+    ) -> int:
+        """Bring chunks into pages of the pool, up to the first that is not to be had.
+
+        ``proven``: whether the weights still are those of the store. Returns how many leading
+        chunks are in place; what the other pages hold is undefined. Never raises for the state of
+        the storage.
+        """
+        done = 0
+        while done < len(keys):
+            part = slice(done, done + self.chunks)
+            loaded = self._load_some(keys[part], pages[part], proven, keys[part.stop :])
+            done += loaded
+            if loaded < len(keys[part]):
+                break
+        return done
+
+    def _load_some(
+        self,
+        keys: Sequence[ChunkKey],
+        pages: Sequence[int],
+        proven: Callable[[], bool],
+        behind: Sequence[ChunkKey],
+    ) -> int:
+        slab = self._load_slabs.take() if self._loads_guard.allows() else None
+        if slab is None:
+            self._stats.add("vua_load_stops_total", label="paused")
+            return 0
+        work = _Work(keys, pages, slab, proven, behind)
+        self._submit(self._loads, self._read, work, self._load_slabs)
+        return self._result(self._loads, self._loads_guard, work, self._load_slabs)
+
+    def _read(self, attempt: Attempt[_Work]) -> None:
+        work = attempt.what
+        try:
+            loader = self._loader_of.get(work.slab)
+            if loader is None:
+                loader = self.store.loader(work.slab.memory, target=self.shard)
+                self._loader_of[work.slab] = loader
+            self._fill(attempt, loader)
+        finally:
+            self._load_slabs.give_back(work.slab)  # not earlier: a hanging read may write to it
+
+    def _fill(self, attempt: Attempt[_Work], loader: Loader) -> None:
+        """Load, and copy into the pool while somebody waits for it."""
+        work, done, reason = attempt.what, 0, "error"
+        try:
+            loaded = loader.load(work.keys)
+            with attempt.use() as wanted:
+                if wanted and work.proven():
+                    self._scatter(work, loaded.chunks)
+                    done = loaded.chunks
+            reason = loaded.reason or ("" if done == len(work.keys) else "reset")
+            self._stats.add("vua_loaded_bytes_total", loaded.nbytes, "slab")
+        except Exception:
+            log.exception("a load failed")
+        if attempt.settle():
+            if reason:
+                self._stats.add("vua_load_stops_total", label=reason)
+            self._loads_guard.went(well=reason != "error")
+            work.ended.set_result(done)
+            if reason not in ("", "error", "reset"):
+                self._weed(attempt, loader, [*work.keys[done + 1 :], *work.behind])
+
+    def _scatter(self, work: _Work, chunks: int) -> None:
+        if chunks:
+            dtype = DTYPES[self.store.layout.dtype]
+            arrays = [
+                torch.from_numpy(rows[:chunks]).view(dtype).view(chunks, *shape)
+                for rows, shape in work.slab.rows()
+            ]
+            self._pages.scatter(work.pages[:chunks], arrays)
+
+    def _weed(self, attempt: Attempt[_Work], loader: Loader, keys: Sequence[ChunkKey]) -> None:
+        """Read what follows a bad chunk too, so that all damage is out of sight soon.
+
+        The prompt is computed and saved next; what is still there then would not be written anew.
+        """
+        while keys:
+            loaded = loader.load(keys[: self.chunks])
+            attempt.progress()
+            if loaded.reason == "error":
+                return
+            keys = keys[loaded.chunks + (loaded.reason is not None) :]
+
+    # -- saves --------------------------------------------------------------------------------
+
+    def save(
+        self, keys: Sequence[ChunkKey], pages: Sequence[int], proven: Callable[[], bool]
+    ) -> None:
+        """Store pages of the pool as chunks, in order, unless they are stored already.
+
+        Ends at the first that is not to be stored, since none behind it would be found. Never
+        raises for the state of the storage.
+        """
+        for at in range(0, len(keys), self.chunks):
+            part = slice(at, at + self.chunks)
+            if self._save_some(keys[part], pages[part], proven) < len(keys[part]):
+                return
+
+    def _save_some(
+        self, keys: Sequence[ChunkKey], pages: Sequence[int], proven: Callable[[], bool]
+    ) -> int:
+        slab = self._save_slabs.take() if self._saves_guard.allows() else None
+        if slab is None:
+            self._stats.add("vua_chunks_saved_total", len(keys), "paused")
+            return 0
+        for place, page in enumerate(pages):
+            self._pages.gather(page, self._arrays(slab, place))
+        work = _Work(keys, pages, slab, proven)
+        self._submit(self._saves, self._write, work, self._save_slabs)
+        return self._result(self._saves, self._saves_guard, work, self._save_slabs)
+
+    def _arrays(self, slab: Slab, place: int) -> list[torch.Tensor]:
+        dtype = DTYPES[self.store.layout.dtype]
+        return [
+            torch.from_numpy(data).view(dtype).view(shape) for data, shape in slab.arrays(place)
+        ]
+
+    def _write(self, attempt: Attempt[_Work]) -> None:
+        work, done, written, outcome = attempt.what, 0, 0, "error"
+        try:
+            writer = self._writer_of.get(work.slab)
+            if writer is None:
+                writer = self.store.writer(work.slab.memory, shard=self.shard)
+                self._writer_of[work.slab] = writer
+            if work.proven():
+                written = writer.save_all(work.keys)
+                done, outcome = len(work.keys), "present"
+                if writer.refused:
+                    done, outcome = written, "refused"
+            else:
+                outcome = "reset"
+        except StorageError as problem:
+            self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
+        except Exception:
+            log.exception("chunks were not stored")
+        finally:
+            self._save_slabs.give_back(work.slab)  # not earlier: a hanging write may read it
+            if attempt.settle():
+                self._saves_guard.went(well=outcome != "error")
+                self._count(work, written, outcome)
+                work.ended.set_result(done)
+
+    def _count(self, work: _Work, written: int, outcome: str) -> None:
+        nbytes = written * self.shard.payload_nbytes(self.store.layout)
+        self._stats.add("vua_chunks_saved_total", written, "written")
+        self._stats.add("vua_stored_bytes_total", nbytes)
+        self._stats.add("vua_stored_tokens_total", written * self.store.layout.chunk_tokens)
+        if left := len(work.keys) - written:
+            self._stats.add("vua_chunks_saved_total", left, outcome)
+
+    # -- both ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def _submit(
+        threads: Workers[_Work],
+        what: Callable[[Attempt[_Work]], None],
+        work: _Work,
+        slabs: SlabPool,
+    ) -> None:
+        """Have it done on a thread; ends the work where not a single thread can be started."""
+        try:
+            threads.submit(what, work)
+        except RuntimeError as problem:
+            log.warning("VUA: %s", problem)
+            slabs.give_back(work.slab)
+            work.ended.set_result(0)
+
+    def _result(
+        self, threads: Workers[_Work], guard: StorageGuard, work: _Work, slabs: SlabPool
+    ) -> int:
+        """Return how many chunks were moved; 0 for what hangs, which is given up."""
+        while not wait_for([work.ended], timeout=self._look_s).done:
+            for late in threads.overdue():
+                if not late.started:
+                    slabs.give_back(late.what.slab)
+                guard.went(well=False)
+                if threads is self._loads:
+                    self._stats.add("vua_load_stops_total", label="timeout")
+                else:
+                    self._count(late.what, 0, "timeout")
+                late.what.ended.set_result(0)
+        return work.ended.result()
+
+    def _warn_once(self, cause: str, text: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            log.warning("VUA: %s", text)

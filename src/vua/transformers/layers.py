@@ -1,0 +1,235 @@
+"""The stored caches of a model whose layers are of one kind or of several.
+
+Layers that attend to everything are one group, those with a sliding window of n tokens another, as
+every engine has them (docs/format.md). Promises what :mod:`vua.core` promises: what is loaded is
+what was saved, or nothing. Safe for threads, processes and forks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from vua.config import VUAConfig
+from vua.connector import prefix_match
+from vua.connector.cache_spec import Group, Model
+from vua.errors import InputError
+from vua.format.identity import Identity
+from vua.format.keys import token_ids
+from vua.format.layout import KVLayout
+from vua.io.forks import watch
+from vua.storage.bucket_path import BucketPath
+from vua.store.buffers import BufferPool
+from vua.store.namespace import Namespace
+from vua.store.tensors import Cache, allocate, memory_map
+
+__all__ = ["LayerCache", "StoredLayers", "groups_of"]
+
+log = logging.getLogger(__name__)
+
+_NO_EXTRA_WINDOWS: Final = 1 << 40
+"""Tokens between points at which windows are wanted: saves do not ask."""
+
+
+class LayerCache(NamedTuple):
+    """K and V of one layer, [heads, tokens, dim] each."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    start: int
+    """Which token of the sequence the first one is."""
+
+
+def groups_of(layout: KVLayout, windows: Sequence[int | None]) -> tuple[Group, ...]:
+    """Return the groups of a model's layers, those that attend to everything first.
+
+    Args:
+        layout: of all layers alike.
+        windows: of each layer, the tokens of its sliding window; None: it attends to everything.
+    """
+    kinds: dict[str, list[int]] = {}
+    for number, window in enumerate(windows):
+        kinds.setdefault("" if window is None else f"w{window}", []).append(number)
+    groups = []
+    for table, kind in enumerate(sorted(kinds)):
+        own = replace(layout, layers=len(kinds[kind]), group=kind)
+        groups.append(Group(own, tuple(kinds[kind]), ((own.full,),), (table,)))
+    return tuple(groups)
+
+
+class StoredLayers:
+    """A model's caches in a directory."""
+
+    def __init__(
+        self,
+        root: Path | BucketPath,
+        identity: Identity,
+        groups: Sequence[Group],
+        *,
+        durable: bool,
+    ) -> None:
+        """Use ``root``; nothing is opened yet.
+
+        Args:
+            root: the directory of the cache, as `vua.store.namespace.locate` returns it.
+            identity: what K and V depend on.
+            groups: the model's layers.
+            durable: fsync each file.
+        """
+        self._root, self._identity, self._durable = root, identity, durable
+        blocks = (identity.chunk_tokens,) * len(groups)
+        self._model = Model(identity, tuple(groups), blocks, latent=False)
+        self._layers = sum(len(group.layers) for group in groups)
+        self._buffers = BufferPool(VUAConfig.buffer_bytes)
+        self._reading: Namespace | None = None
+        self._writing: Namespace | None = None
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with a free lock; see :mod:`vua.io.forks`."""
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Finish what is still to be done for the directory's size."""
+        for namespace in filter(None, (self._reading, self._writing)):
+            namespace.close()
+
+    # -- load ---------------------------------------------------------------------------------
+
+    def longest(self, ids: torch.Tensor) -> int:
+        """Return the tokens of the longest stored prefix of ``ids``, (T,), in whole chunks.
+
+        A hint: what can be loaded is known when it is read. Never raises for the state of the
+        directory.
+        """
+        model = self._model
+        try:
+            if (namespace := self._to_read()) is None:
+                return 0
+            keys = namespace.keys(token_ids(ids))
+            tokens = len(keys) * model.chunk_tokens
+            return prefix_match.find(
+                *(model, namespace.stores, keys, tokens + 1), window_every_tokens=_NO_EXTRA_WINDOWS
+            ).tokens
+        except OSError as problem:
+            log.warning("%s cannot be read, a miss: %s", self._root, problem)
+            return 0
+
+    def read(
+        self, ids: torch.Tensor, tokens: int, device: torch.device
+    ) -> tuple[Sequence[LayerCache], int]:
+        """Return K and V of the first ``tokens`` tokens of ``ids``, (T,), and their number.
+
+        Layers with a sliding window hold what a window that ends there needs, and zeros before it.
+        Where something is missing or damaged: no layers, and how many tokens may be there at most.
+        """
+        size, layers = self._model.chunk_tokens, dict[int, LayerCache]()
+        namespace, stop = self._reading, -(-tokens // size)
+        if namespace is None or not tokens:
+            return [], 0
+        keys = namespace.keys(token_ids(ids))
+        for group, store in zip(self._model.groups, namespace.stores, strict=True):
+            first = group.first_needed(tokens) // size
+            arrays = allocate(group.layout, stop, self._buffers, pinned=device.type == "cuda")
+            for tensor in (tensor for array in arrays for tensor in array if first):
+                tensor[:, : first * size] = 0
+            wanted = [[tensor[:, first * size :] for tensor in array] for array in arrays]
+            loaded = store.load(keys.run(first, stop), memory_map(wanted, size))
+            if loaded.chunks < stop - first:
+                return [], (first + loaded.chunks) * size
+            for number, *pair in zip(group.layers, *arrays, strict=True):
+                k, v = (tensor[:, :tokens].to(device) for tensor in pair)
+                layers[number] = LayerCache(k, v, 0)
+        namespace.stores[0].used(keys, stop)
+        return [layers[number] for number in range(self._layers)], tokens
+
+    def _to_read(self) -> Namespace | None:
+        """Return what is open, or can be opened by now. Raises OSError."""
+        with self._lock:
+            if self._reading is None or self._reading.storage.gone:
+                self._reading = self._writing or Namespace.open(
+                    self._root / self._identity.namespace
+                )
+                wanted = tuple(group.layout for group in self._model.groups)
+                if self._reading is not None and self._reading.layouts != wanted:
+                    log.warning("stored caches of %s do not fit the model", self._identity.name)
+                    self._reading = None
+            return self._reading
+
+    # -- save ---------------------------------------------------------------------------------
+
+    def save(self, ids: torch.Tensor, layers: Sequence[LayerCache]) -> int:
+        """Store the whole chunks that are not stored yet; return of how many something was.
+
+        Args:
+            ids: whole chunks, (T,).
+            layers: K and V of every layer, up to token T at least. Those of a sliding window may
+                begin later, or with zeros, as :meth:`read` returns them; what lies before is left
+                as it is stored, or not.
+
+        Raises:
+            InputError: a layer begins so late that what it holds would be of no use.
+            LayoutError: the directory holds other shapes for this model.
+            NotWritableError, StorageFullError, StorageError: the directory refuses.
+        """
+        with self._lock:
+            if self._writing is None:
+                self._writing = self._reading = Namespace.create(
+                    *(self._root, self._identity, [group.layout for group in self._model.groups]),
+                    durable=self._durable,
+                )
+            namespace = self._writing
+        keys, size, written = namespace.keys(token_ids(ids)), self._model.chunk_tokens, 0
+        groups = self._model.groups
+        stored = min(
+            store.lookup(keys)
+            for group, store in zip(groups, namespace.stores, strict=True)
+            if group in self._model.leading
+        )
+        namespace.stores[0].used(keys, stored, wait=stored < len(keys))  # before others go for it
+        firsts = [self._first_to_store(group, layers, len(ids), stored) for group in groups]
+        for group, store, first in zip(groups, namespace.stores, firsts, strict=True):
+            if first >= len(keys):
+                continue
+            cut = [_cut(layers[number], first * size, len(ids)) for number in group.layers]
+            writer = store.writer(Cache(cut, 0, 1).memory(size))
+            written = max(written, writer.save_all(keys.run(first, len(keys))))
+            if writer.refused:
+                break
+        return written
+
+    def _first_to_store(
+        self, group: Group, layers: Sequence[LayerCache], tokens: int, stored: int
+    ) -> int:
+        """Return the first chunk of which a group's layers hold all. Raises InputError."""
+        size = self._model.chunk_tokens
+        first = -(-max(_first_filled(layers[number]) for number in group.layers) // size)
+        of_use = stored if group in self._model.leading else group.first_needed(tokens) // size
+        if first > of_use:
+            raise InputError(
+                f"layer {group.layers[0]} holds tokens {first * size} to {tokens} alone, its "
+                "sliding window has dropped those before; pass past_key_values=DynamicCache() "
+                "to generate(), which keeps every token"
+            )
+        return first
+
+
+def _first_filled(layer: LayerCache) -> int:
+    """Return the first token of which a layer has K or V: what a window left behind is zeros."""
+    if bool(layer.k[:, :1].any()) or bool(layer.v[:, :1].any()):
+        return layer.start
+    filled = layer.k.any(dim=2).any(dim=0) | layer.v.any(dim=2).any(dim=0)
+    return layer.start + (int(filled.int().argmax()) if bool(filled.any()) else len(filled))
+
+
+def _cut(layer: LayerCache, start: int, stop: int) -> list[torch.Tensor]:
+    """Return K and V of tokens ``start`` to ``stop``, [1, heads, tokens, dim] each."""
+    tokens = slice(start - layer.start, stop - layer.start)
+    return [array[None, :, tokens] for array in (layer.k, layer.v)]

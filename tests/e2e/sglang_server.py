@@ -1,0 +1,215 @@
+"""Lets tests run a real SGLang server on the CPU, and ask it.
+
+SGLang has an environment of its own, which `dev.py sglang` makes; it names that environment's
+Python in ``VUA_SGLANG_PYTHON``. Without it these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import unittest
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import vua
+from e2e.damage import CHUNK
+
+PYTHON = os.environ.get("VUA_SGLANG_PYTHON")
+TESTS = Path(__file__).resolve().parent.parent
+SOURCE = Path(vua.__file__).resolve().parent.parent
+DEADLINE_S = 900.0
+LOOK_EVERY_S = 0.2
+
+needs_sglang = unittest.skipUnless(
+    PYTHON, "SGLang has an environment of its own: `dev.py sglang` makes it and runs this"
+)
+
+_ARGUMENTS = (
+    *("--device", "cpu", "--host", "127.0.0.1", "--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-overlap-schedule"),
+    *("--disable-cuda-graph", "--skip-server-warmup", "--skip-tokenizer-init"),
+    *("--mem-fraction-static", "0.3", "--max-total-tokens", "20000", "--context-length", "4096"),
+    *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
+    *("--hicache-io-backend", "direct", "--hicache-size", "1", "--page-size", str(CHUNK)),
+    *("--enable-cache-report", "--admin-api-key", "test"),
+    *("--hicache-storage-prefetch-policy", "wait_complete"),
+)
+
+_HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer test"}
+
+
+def extra_config(root: Path, **settings: Any) -> str:
+    """The extra configuration with which SGLang uses VUA in a directory."""
+    return json.dumps(
+        {
+            "backend_name": "vua",
+            "module_path": "vua.sglang.storage",
+            "class_name": "VUAHiCacheStorage",
+            "interface_v1": 1,
+            "hicache_storage_pass_prefix_keys": True,
+            "prefetch_threshold": CHUNK,
+            "shared_storage_path": str(root),
+            "load_policy": "always",  # whatever a busy machine makes of it
+            **settings,
+        }
+    )
+
+
+def wait_until(what: str, seen: Callable[[], bool]) -> None:
+    """Wait for something that happens sooner or later."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not seen():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not seen in {DEADLINE_S:.0f} s: {what}")
+        time.sleep(LOOK_EVERY_S)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server says to one prompt."""
+
+    tokens: list[int]
+    cached: int
+    """Tokens that were not computed."""
+    stored: int
+    """Of these, tokens that came from the storage."""
+    backend: str
+    """The class that they came from."""
+    first_s: float
+    """Seconds until the first token."""
+
+
+class Server:
+    """One SGLang server, from its start to its end."""
+
+    def __init__(
+        self, model: Path, *arguments: str, backend: str = "", extra: str | None = None
+    ) -> None:
+        """Start it and wait until it answers.
+
+        Args:
+            model: a Hugging Face directory.
+            arguments: further ones of SGLang's.
+            backend: ``dynamic`` (VUA), ``file``, or none.
+            extra: the backend's extra configuration.
+        """
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self._port = found.getsockname()[1]
+        paths = (TESTS / "e2e" / "sglang_on_cpu", TESTS, SOURCE)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": "",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+        }
+        environment.pop("VUA_PATH", None)
+        chosen = ["--hicache-storage-backend", backend] if backend else []
+        if extra is not None:
+            chosen += ["--hicache-storage-backend-extra-config", extra]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
+        command = [str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(model)]
+        self._process = subprocess.Popen(
+            [*command, "--port", str(self._port), *_ARGUMENTS, *chosen, *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            wait_until("the server's start", self._answers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _answers(self) -> bool:
+        if self._process.poll() is not None:
+            raise AssertionError(f"the server has ended; its log ends with:\n{self.log[-6000:]}")
+        try:
+            return bool(self.call("GET", "/health") is not None)
+        except (AssertionError, urllib.error.URLError, ConnectionError):
+            return False
+
+    @property
+    def log(self) -> str:
+        """What it has written so far."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def call(self, method: str, path: str, body: object = None) -> str:
+        """Call one of the server's ways; raises URLError, and AssertionError with what it says."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}",
+            data,
+            _HEADERS,
+            method=method,
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as problem:
+            raise AssertionError(f"{method} {path}: {problem.read().decode()}") from problem
+
+    def ask(self, prompt: list[int], *, new: int = 8, **more: Any) -> Answer:
+        """Generate greedily; ``more`` are fields of the request, such as ``cache_salt``."""
+        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True, **more}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}/generate",
+            json.dumps(body).encode(),
+            _HEADERS,
+        )
+        began, first_s, last = time.monotonic(), 0.0, {}
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as stream:
+            for line in stream:
+                if line.startswith(b"data: {"):
+                    first_s = first_s or time.monotonic() - began
+                    last = json.loads(line[len(b"data: ") :])
+        meta = last["meta_info"]
+        details = meta.get("cached_tokens_details") or {}
+        return Answer(
+            last["output_ids"],
+            meta["cached_tokens"],
+            details.get("storage") or 0,
+            details.get("storage_backend") or "",
+            first_s,
+        )
+
+    def forget(self) -> None:
+        """Let it drop what it holds in its own memory, once that is stored."""
+        self.call("POST", f"/flush_cache?timeout={DEADLINE_S:.0f}")
+
+    def attach(self, backend: str, extra: str) -> None:
+        """Have it use another storage from now on."""
+        self.call("DELETE", "/hicache/storage-backend")
+        chosen = {
+            "hicache_storage_backend": backend,
+            "hicache_storage_backend_extra_config_json": extra,
+            "hicache_storage_prefetch_policy": "wait_complete",
+        }
+        self.call("PUT", "/hicache/storage-backend", chosen)
+
+    def close(self) -> None:
+        """End it and all that it has started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()

@@ -1,0 +1,286 @@
+"""A real SGLang server: what it stores comes back after a restart, and from other engines."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from e2e.damage import CHUNK, chunk_files, flip, stored, vanish
+from e2e.harness import Batch, Phase, Served, run
+from e2e.sglang_server import Answer, Server, extra_config, needs_sglang, wait_until
+from vua.testing.real_model import real_model, wheel_file
+
+pytestmark = [pytest.mark.vllm]
+
+OURS = "VUAHiCacheStorage"
+NEW = 6
+CHUNKS = 5
+MODEL_ENGINE = {"dtype": "bfloat16", "max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20}
+
+
+@cache
+def tokenizer() -> Any:
+    """The real model's."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(real_model())
+
+
+def prompt(seed: int) -> list[int]:
+    """A text of facts with a question: some five chunks, and a few tokens of a sixth."""
+    things = random.Random(seed).sample(range(100, 1000), 60)
+    facts = " ".join(f"Box {seed}-{at} holds {thing} stones." for at, thing in enumerate(things))
+    ids: list[int] = tokenizer().encode(f"{facts}")
+    question: list[int] = tokenizer().encode(f" Question: what does box {seed}-3 hold? Answer:")
+    return [*ids[: CHUNKS * CHUNK], *question]
+
+
+def by_transformers(root: Path, ids: list[int], new: int) -> tuple[int, list[int]]:
+    """Generate with transformers: (tokens loaded, tokens generated); the prompt is stored."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from vua.transformers import PrefixCache
+
+    model = AutoModelForCausalLM.from_pretrained(real_model(), dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None  # go on, as the servers are asked to
+    asked = torch.tensor([ids])
+    with PrefixCache(model, root) as prefixes:
+        prefixes.ready()
+        prefix = prefixes.load(asked)
+        output = model.generate(
+            asked,
+            past_key_values=prefix.cache,
+            do_sample=False,
+            max_new_tokens=new,
+        )
+        prefixes.save(output, prefix.cache)
+    return prefix.num_tokens, output[0, len(ids) :].tolist()
+
+
+def by_vllm(root: Path, ids: list[int], new: int) -> Served:
+    """Generate with vLLM, which loads what is stored and stores the prompt."""
+    engine = {"model": str(real_model()), **MODEL_ENGINE}
+    (served,) = run(Phase([Batch([ids], max_tokens=new)], engine=engine, root=root))
+    return served
+
+
+@needs_sglang
+@unittest.skipUnless(wheel_file(), "the real model is not installed")
+class SGLangTest(unittest.TestCase):
+    server: ClassVar[Server]
+    root: ClassVar[Path]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """One server for all tests, each with prompts of its own."""
+        cls.root = Path(tempfile.mkdtemp(prefix="vua-test-"))
+        cls.addClassCleanup(shutil.rmtree, cls.root, ignore_errors=True)
+        cls.server = Server(
+            real_model(), "--enable-metrics", backend="dynamic", extra=extra_config(cls.root)
+        )
+        cls.addClassCleanup(cls._close)
+
+    @classmethod
+    def _close(cls) -> None:
+        cls.server.close()  # the latest one
+
+    def setUp(self) -> None:
+        """Nothing of other tests is in the server's memory."""
+        self.server.forget()
+
+    def fill(self, ids: list[int], root: Path | None = None, **more: Any) -> Answer:
+        """Have a prompt computed and stored; its tokens are what every other way has to give."""
+        root = root or self.root
+        before = len(stored(root))
+        answer = self.server.ask(ids, new=NEW, **more)
+        self.assertEqual(0, answer.cached)
+        wait_until("the prompt's chunks", lambda: len(stored(root)) >= before + CHUNKS)
+        self.server.forget()
+        return answer
+
+    def assert_loaded(self, answer: Answer, tokens: list[int], chunks: int = CHUNKS) -> None:
+        """Assert that so many chunks came from VUA and the tokens are these."""
+        self.assertEqual((chunks * CHUNK, tokens), (answer.stored, answer.tokens))
+        if chunks:
+            self.assertEqual(OURS, answer.backend)
+
+    def test_restart(self) -> None:
+        """What one server stored another one loads; each says how much came from the storage."""
+        ids = prompt(1)
+        cold = self.fill(ids)
+        again = self.server.ask(ids, new=NEW)
+        self.assert_loaded(again, cold.tokens)
+        own = self.server.ask(ids, new=NEW)  # in its own memory now
+        self.assertEqual((CHUNKS * CHUNK, 0), (own.cached, own.stored))
+
+        type(self).server.close()
+        type(self).server = Server(
+            real_model(), "--enable-metrics", backend="dynamic", extra=extra_config(self.root)
+        )
+
+        self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens)
+
+    def test_salt(self) -> None:
+        """A prompt with a salt is stored for that salt alone."""
+        ids = prompt(2)
+        cold = self.fill(ids, cache_salt="one")
+        for salt, chunks in (("one", CHUNKS), ("other", 0)):
+            answer = self.server.ask(ids, new=NEW, cache_salt=salt)
+            self.assert_loaded(answer, cold.tokens, chunks)
+        self.server.forget()
+        self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens, 0)
+
+    def test_transformers(self) -> None:
+        """SGLang loads what transformers stored, and transformers what SGLang stored."""
+        ids = prompt(3)
+        _, tokens = by_transformers(self.root, ids, NEW)
+        self.assert_loaded(self.server.ask(ids, new=NEW), tokens)
+
+        ids = prompt(4)
+        cold = self.fill(ids)
+        loaded, found = by_transformers(self.root, ids, NEW)
+        self.assertEqual((CHUNKS * CHUNK, cold.tokens), (loaded, found))
+
+    def test_vllm(self) -> None:
+        """SGLang loads what vLLM stored, and vLLM what SGLang stored."""
+        ids = prompt(5)
+        (tokens,) = by_vllm(self.root, ids, NEW).tokens
+        self.assert_loaded(self.server.ask(ids, new=NEW), tokens)
+
+        ids = prompt(6)
+        cold = self.fill(ids)
+        served = by_vllm(self.root, ids, NEW)
+        self.assertEqual(
+            (CHUNKS * CHUNK, cold.tokens), (served.counts["tokens_loaded"], served.tokens[0])
+        )
+
+    def test_damage(self) -> None:
+        """Damaged and deleted chunks are computed again, with the same tokens, and healed."""
+        ids = prompt(7)
+        cold = self.fill(ids)
+        for harm in (flip, vanish):
+            with self.subTest(harm.__name__):
+                for at in (2, 4):
+                    (file,) = chunk_files(self.root, ids, at)
+                    harm(file)
+                self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens, 2)
+                wait_until("healing", lambda: self._sound(ids))
+                self.server.forget()
+                self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens)
+                self.server.forget()
+
+    def _sound(self, ids: list[int]) -> bool:
+        return all(chunk_files(self.root, ids, at) for at in range(CHUNKS))
+
+    def test_trouble(self) -> None:
+        """With a full disk and with storage that hangs requests are served, and it goes on."""
+        root = self.root.with_name(f"{self.root.name}-trouble")
+        self.addCleanup(shutil.rmtree, root, ignore_errors=True)
+        extra = extra_config(
+            root,
+            module_path="e2e.sglang_trouble",
+            class_name="TroubledStorage",
+            timeouts={"io_s": 2.0, "lookup_s": 60.0},
+        )
+        self.server.attach("dynamic", extra)
+        self.addCleanup(self.server.attach, "dynamic", extra_config(self.root))
+        ids = prompt(8)
+        cold = self.fill(ids, root)
+        for trouble in ("full", "hang"):
+            with self.subTest(trouble):
+                (root / trouble).touch()
+                other = prompt(80 + len(trouble))
+                first = self.server.ask(other, new=NEW)
+                self.server.forget()
+                self.assertEqual(first.tokens, self.server.ask(other, new=NEW).tokens)
+                answer = self.server.ask(ids, new=NEW)
+                self.assertEqual(cold.tokens, answer.tokens)
+                self.assertEqual(0 if trouble == "hang" else CHUNKS * CHUNK, answer.stored)
+                self.server.forget()
+                (root / trouble).unlink()
+                wait_until("the storage's use", lambda: self._uses_storage(ids))
+
+    def _uses_storage(self, ids: list[int]) -> bool:
+        found = self.server.ask(ids, new=1).stored
+        self.server.forget()
+        return found == CHUNKS * CHUNK
+
+    def test_control(self) -> None:
+        """SGLang's own ``file`` backend gives the same tokens; it says by its name that it did."""
+        folder = Path(tempfile.mkdtemp(prefix="vua-test-"))
+        self.addCleanup(shutil.rmtree, folder, ignore_errors=True)
+        ids = prompt(9)
+        cold = self.fill(ids)
+        extra = {"prefetch_threshold": CHUNK, "file_storage_path": str(folder)}
+        self.server.attach("file", json.dumps(extra))
+        self.addCleanup(self.server.attach, "dynamic", extra_config(self.root))
+        self.assertEqual(cold.tokens, self.server.ask(ids, new=NEW).tokens)
+        self.server.forget()
+        answer = self.server.ask(ids, new=NEW)
+        self.assertEqual(
+            (CHUNKS * CHUNK, "HiCacheFile", cold.tokens),
+            (answer.stored, answer.backend, answer.tokens),
+        )
+
+    def test_other_weights(self) -> None:
+        """Weights loaded into the running server leave what was stored; the old ones find it."""
+        other = Path(tempfile.mkdtemp(prefix="vua-test-")) / "other"
+        self.addCleanup(shutil.rmtree, other.parent, ignore_errors=True)
+        shutil.copytree(real_model(), other)
+        weights = load_file(other / "model.safetensors")
+        name = "model.layers.0.self_attn.v_proj.weight"
+        weights[name] = weights[name].flip(0).contiguous()
+        save_file(weights, other / "model.safetensors", {"format": "pt"})
+        ids = prompt(10)
+        cold = self.fill(ids)
+
+        self._update(other)
+        changed = self.fill(ids)
+        self.assertNotEqual(cold.tokens, changed.tokens)
+        self.assert_loaded(self.server.ask(ids, new=NEW), changed.tokens)
+
+        self._update(real_model())
+        self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens)
+
+    def _update(self, model: Path) -> None:
+        self.server.call("POST", "/update_weights_from_disk", {"model_path": str(model)})
+
+    def test_metrics(self) -> None:
+        """The server's metrics count what came from the storage, SGLang's own and VUA's."""
+        ids = prompt(11)
+        self.fill(ids)
+        self.server.ask(ids, new=NEW)
+        for name in ("sglang:prefetched_tokens_total", "vua_loaded_tokens_total"):
+            wait_until(name, lambda name=name: self._metric(name) >= CHUNKS * CHUNK)
+
+    def _metric(self, name: str) -> float:
+        lines = self.server.call("GET", "/metrics").splitlines()
+        found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+    def test_verify(self) -> None:
+        """What SGLang stored is sound to `vua verify`."""
+        self.fill(prompt(12))
+        done = subprocess.run(
+            [sys.executable, "-m", "vua.cli", "verify", str(self.root)],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(0, done.returncode, done.stdout + done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

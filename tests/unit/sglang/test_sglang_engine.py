@@ -1,0 +1,360 @@
+"""SGLang's own pools, names and versions. Runs in SGLang's environment: `dev.py sglang`."""
+
+from __future__ import annotations
+
+import unittest
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from helpers import DirectoryTest
+from vua.connector.cache_spec import UncachedError
+from vua.connector.config import ConnectorConfig
+from vua.connector.metrics import Recorder
+from vua.errors import ConfigError
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout, Shard
+from vua.sglang.host_pages import HostPages
+from vua.sglang.page_keys import chunk_keys
+from vua.sglang.transfers import Transfers
+from vua.store.namespace import Namespace
+
+pytest.importorskip("sglang", reason="SGLang has an environment of its own: `dev.py sglang`")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # SGLang's, about missing GPUs
+
+PAGE, LAYERS, HEADS, DIM, TOKENS = 16, 4, 4, 16, 64
+LATENT = 40
+MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified")
+MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_unified")
+
+
+def mha(layout: str, heads: int = HEADS, first_layer: int = 0, layers: int = LAYERS) -> Any:
+    """SGLang's host pool of K and V in CPU memory, all elements different."""
+    from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    device = [torch.zeros(TOKENS, heads, DIM) for _ in range(layers)]
+    pointers = torch.tensor([each.data_ptr() for each in device], dtype=torch.uint64)
+    buffers = KVBuffers(
+        k=tuple(device),
+        v=tuple(device),
+        k_data_ptrs=pointers,
+        v_data_ptrs=pointers,
+        layout=KVBufferLayout.NHD,
+    )
+    info = MHABufferInfo(
+        buffers=buffers,
+        page_size=PAGE,
+        head_num=heads,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    made = MHATokenToKVPoolHost(
+        info,
+        2.0,
+        0,
+        PAGE,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=TOKENS,
+        start_layer=first_layer,
+        end_layer=first_layer + layers,
+    )
+    made.kv_buffer.copy_(torch.arange(made.kv_buffer.numel()).view(made.kv_buffer.shape))
+    return made
+
+
+def mla(layout: str) -> Any:
+    """SGLang's host pool of latents."""
+    from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    device = [torch.zeros(TOKENS, 1, LATENT) for _ in range(LAYERS)]
+    info = MLABufferInfo(
+        buffers=tuple(device),
+        data_ptrs=torch.tensor([each.data_ptr() for each in device], dtype=torch.uint64),
+        layer_indices=tuple(range(LAYERS)),
+        device_layer_num=LAYERS,
+        page_size=PAGE,
+        kv_lora_rank=LATENT - 8,
+        qk_rope_head_dim=8,
+        kv_cache_dim=LATENT,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    made = MLATokenToKVPoolHost(
+        info,
+        2.0,
+        0,
+        PAGE,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=TOKENS,
+        start_layer=0,
+        end_layer=LAYERS,
+        target_layer_num=LAYERS,
+    )
+    made.kv_buffer.copy_(torch.arange(made.kv_buffer.numel()).view(made.kv_buffer.shape))
+    return made
+
+
+def rows(pool: Any, page: int) -> list[torch.Tensor]:
+    """K and V of a page as SGLang's own comments order them: ``[layers, slots, heads, dim]``."""
+    flat = pool.get_data_page(page * PAGE, flat=False) if pool.layout != "page_unified" else None
+    heads, layers = pool.head_num, pool.layer_num
+    if pool.layout == "layer_first":
+        return list(flat.reshape(2, layers, PAGE, heads, DIM))
+    if pool.layout == "page_first":
+        return list(flat.reshape(2, PAGE, layers, heads, DIM).transpose(1, 2))
+    if pool.layout == "page_first_direct":
+        return list(flat.reshape(2, layers, PAGE, heads, DIM))
+    if pool.layout == "page_head":
+        return list(flat.reshape(2, heads, PAGE, layers, DIM).permute(0, 3, 2, 1, 4))
+    unified = pool.kv_buffer[page]  # [groups, layers, K and V, slots, heads, dim]
+    return [unified[0, :, at] for at in range(2)]
+
+
+class PoolTest(DirectoryTest):
+    def transfers(self, pool: Any, shard: Shard, layout: KVLayout) -> Transfers:
+        """What moves a shard between a pool and the test's directory."""
+        identity = Identity(model="test", chunk_tokens=PAGE)
+        namespace = Namespace.create(self.root, identity, [layout])
+        self.addCleanup(namespace.close)
+        pages = HostPages(pool, latent=not layout.v_dim)
+        config = ConnectorConfig(shared_storage_path=str(self.root))
+        made = Transfers(namespace.stores[0], shard, pages, config, Recorder())
+        self.addCleanup(made.close)
+        return made
+
+    def test_layouts(self) -> None:
+        """What a pool of any layout stores a pool of any other loads, as SGLang sees them."""
+        layout = KVLayout(LAYERS, HEADS, DIM, DIM, "F32", PAGE)
+        for at, one in enumerate(MHA_LAYOUTS):
+            source = mha(one)
+            keys = KeyChain(token_ids([at] * 3 * PAGE), PAGE).first(3)
+            self.transfers(source, layout.full, layout).save(keys, [5, 1, 3], lambda: True)
+            for other in MHA_LAYOUTS:
+                with self.subTest(one=one, other=other):
+                    target = mha(other)
+                    target.kv_buffer.fill_(-1)
+                    moves = self.transfers(target, layout.full, layout)
+                    self.assertEqual(3, moves.load(keys, [0, 2, 4], lambda: True))
+                    for page, came in ((5, 0), (1, 2), (3, 4)):
+                        pairs = zip(rows(source, page), rows(target, came), strict=True)
+                        self.assertTrue(all(torch.equal(*pair) for pair in pairs))
+                    others = [each for page in (1, 3, 5) for each in rows(target, page)]
+                    self.assertTrue(all((each == -1).all() for each in others))
+
+    def test_ranks(self) -> None:
+        """Ranks of any size of tensor and pipeline parallelism load what any other stored."""
+        from vua.sglang.identity import shard_of
+
+        layout = KVLayout(LAYERS, HEADS, DIM, DIM, "F32", PAGE)
+        sizes = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2))
+        for stored_by in sizes:
+            keys = KeyChain(token_ids([10 * stored_by[0] + stored_by[1]] * PAGE), PAGE).first(1)
+            whole = [torch.zeros(LAYERS, PAGE, HEADS, DIM) for _ in range(2)]
+            for tp, pp, pool in self.pools(*stored_by):
+                shard, writes = shard_of(layout, pool, tp, stored_by[0])
+                pool.kv_buffer += 10000 * (shard.head_start + 10 * pp)
+                if writes:
+                    self.transfers(pool, shard, layout).save(keys, [2], lambda: True)
+                    for array, found in zip(whole, rows(pool, 2), strict=True):
+                        array[
+                            shard.layer_start : shard.layer_stop,
+                            :,
+                            shard.head_start : shard.head_stop,
+                        ] = found
+            for loaded_by in sizes:
+                for tp, _, pool in self.pools(*loaded_by):
+                    with self.subTest(stored_by=stored_by, loaded_by=loaded_by, tp=tp):
+                        shard, _ = shard_of(layout, pool, tp, loaded_by[0])
+                        moves = self.transfers(pool, shard, layout)
+                        self.assertEqual(1, moves.load(keys, [1], lambda: True))
+                        for array, found in zip(whole, rows(pool, 1), strict=True):
+                            expected = array[
+                                shard.layer_start : shard.layer_stop,
+                                :,
+                                shard.head_start : shard.head_stop,
+                            ]
+                            self.assertTrue(torch.equal(expected, found))
+
+    def pools(self, tp_size: int, pp_size: int) -> list[tuple[int, int, Any]]:
+        """The pools of all ranks: (tensor-parallel rank, pipeline-parallel rank, pool)."""
+        layers = LAYERS // pp_size
+        return [
+            (tp, pp, mha("page_first_direct", max(1, HEADS // tp_size), pp * layers, layers))
+            for pp in range(pp_size)
+            for tp in range(tp_size)
+        ]
+
+    def test_latent(self) -> None:
+        """Latents come back in any layout; one rank of all writes them."""
+        from vua.sglang.identity import shard_of
+
+        layout = KVLayout(LAYERS, 1, LATENT, 0, "F32", PAGE)
+        source = mla("page_first")
+        shards = [shard_of(layout, source, rank, 4) for rank in range(4)]
+        self.assertEqual([(layout.full, rank == 0) for rank in range(4)], shards)
+        keys = KeyChain(token_ids([7] * 2 * PAGE), PAGE).first(2)
+        self.transfers(source, layout.full, layout).save(keys, [1, 4], lambda: True)
+        for name in MLA_LAYOUTS:
+            with self.subTest(name):
+                target = mla(name)
+                target.kv_buffer.fill_(-1)
+                moves = self.transfers(target, layout.full, layout)
+                self.assertEqual(2, moves.load(keys, [3, 0], lambda: True))
+                found = target.kv_buffer
+                if name == "layer_first":
+                    found = found[:, 3 * PAGE : 4 * PAGE]
+                elif name == "page_first":
+                    found = found[3 * PAGE : 4 * PAGE].transpose(0, 1)
+                else:
+                    found = found[3]
+                expected = source.kv_buffer[PAGE : 2 * PAGE].transpose(0, 1)
+                self.assertTrue(torch.equal(expected.flatten(), found.flatten()))
+
+    def test_other_shapes(self) -> None:
+        """A rank that holds other heads or layers than it should is refused."""
+        from vua.sglang.identity import shard_of
+
+        layout = KVLayout(LAYERS, HEADS, DIM, DIM, "F32", PAGE)
+        for pool in (mha("page_first", heads=1), mha("page_first", first_layer=1)):
+            with self.assertRaisesRegex(UncachedError, "a model with 4 layers and 4 KV heads"):
+                shard_of(layout, pool, 0, 1)
+
+
+class NamesTest(unittest.TestCase):
+    def test_salts(self) -> None:
+        """SGLang's names are VUA's without a salt, and others with each salt and extra key."""
+        from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
+
+        ids = list(range(3 * PAGE))
+        chain, names = KeyChain(token_ids(ids), PAGE), set[str]()
+        for extra_key, salt in ((None, None), (None, "a"), ("a", None), ("a", "a"), (None, "b")):
+            pages = get_hash_str(ids, storage_namespace_seed(extra_key, salt), PAGE)
+            if extra_key is salt is None:
+                self.assertEqual(chain.first(3), chunk_keys([], pages, PAGE))
+            self.assertFalse(names & set(pages))
+            names |= set(pages)
+
+    def test_versions(self) -> None:
+        """Another SGLang is refused with its version, and one whose pages have other names."""
+        import sglang
+
+        from vua.sglang import versions
+
+        versions.check_version()
+        for version in ("0.5.22", "0.5.24", "0.6.0"):
+            with (
+                mock.patch.object(sglang, "__version__", version),
+                self.assertRaisesRegex(ConfigError, f"{version} is not supported"),
+            ):
+                versions.check_version()
+        with (
+            mock.patch.object(versions, "get_hash_str", return_value=["00" * 32]),
+            self.assertRaisesRegex(ConfigError, "names pages otherwise"),
+        ):
+            versions.check_version()
+
+
+class SettingsTest(unittest.TestCase):
+    def test_neutral_names(self) -> None:
+        """Every setting that is called harmless exists."""
+        from sglang.srt.server_args import ServerArgs
+
+        from vua.sglang.identity import _NEUTRAL
+
+        arguments = ServerArgs(model_path="model")
+        self.assertEqual([], [name for name in sorted(_NEUTRAL) if not hasattr(arguments, name)])
+
+    def test_what_counts(self) -> None:
+        """Settings as they are by default count for nothing; those that change K and V do."""
+        from sglang.srt.server_args import ServerArgs
+
+        from vua.sglang.identity import _settings
+
+        plain = ServerArgs(model_path="model", page_size=64, tp_size=2, attention_backend="triton")
+        self.assertEqual({}, _settings(plain))
+        for name, value in (
+            ("quantization", "fp8"),
+            ("enable_tf32_matmul", True),
+            ("json_model_override_args", '{"rope_theta": 1}'),
+            ("speculative_algorithm", "EAGLE"),
+        ):
+            with self.subTest(name):
+                changed = ServerArgs(model_path="model", **{name: value})
+                self.assertEqual({name: value}, _settings(changed))
+
+
+class BackendTest(unittest.TestCase):
+    def test_outside_of_a_scheduler(self) -> None:
+        """A backend that no scheduler makes finds no model, and is told so in one sentence."""
+        from vua.sglang.engine import Engine
+
+        with self.assertRaisesRegex(UncachedError, "its model is not found"):
+            Engine.find()
+
+    def test_updates(self) -> None:
+        """After weights change nothing counts, until a directory is loaded and the pool cleared."""
+        from vua.sglang.engine import Engine
+
+        class Scheduler:
+            def __init__(self) -> None:
+                updater = SimpleNamespace(
+                    update_weights_from_disk=lambda *_, **__: (True, ""),
+                    load_weights_from_distributed=lambda *_: (True, ""),
+                    update_weights_from_tensor=lambda *_: (True, ""),
+                    update_weights_from_ipc=lambda *_: (True, ""),
+                )
+                self.model = torch.nn.Linear(64, 64)
+                runner = SimpleNamespace(model=self.model, weight_updater=updater)
+                self.tp_worker = SimpleNamespace(model_runner=runner)
+                self.engine = Engine.find()
+
+            def attach(self) -> Engine:
+                return Engine.find()
+
+        scheduler = Scheduler()
+        engine, pool = scheduler.engine, mha("page_first")
+        engine.watch_pool(pool)
+        proven = engine.proof()
+        self.assertTrue(engine.unchanged() and proven())
+        engine.runner.weight_updater.update_weights_from_tensor()
+        pool.clear()
+        self.assertEqual((False, None), (engine.unchanged(), engine.take_directory()))
+        engine.runner.weight_updater.update_weights_from_disk("/models/other", "auto")
+        self.assertEqual((False, None), (engine.unchanged(), engine.take_directory()))
+        pool.clear()
+        self.assertEqual("/models/other", str(engine.take_directory()))
+        self.assertTrue(engine.unchanged())
+        self.assertFalse(proven())
+        with torch.no_grad():
+            scheduler.model.weight.add_(1)
+        self.assertFalse(engine.unchanged())
+        self.assertIs(engine, scheduler.attach())  # what is attached again knows all of this
+
+    def test_attached_later(self) -> None:
+        """An engine not watched from its start on is refused: its weights may be others."""
+        from vua.sglang.engine import Engine
+
+        class Scheduler:
+            def __init__(self) -> None:
+                runner = SimpleNamespace(model=torch.nn.Linear(2, 2), weight_updater=None)
+                self.tp_worker = SimpleNamespace(model_runner=runner)
+
+            def attach(self) -> Engine:
+                return Engine.find()
+
+        with self.assertRaisesRegex(UncachedError, "start SGLang with VUA"):
+            Scheduler().attach()
+
+
+if __name__ == "__main__":
+    unittest.main()
