@@ -1,7 +1,7 @@
 """The full pass over a cache directory: what no process that serves requests has time for.
 
 Reads every chunk's header once. Sweeps what crashes left behind, chunks whose prefix is gone (a
-crash, a foreign delete), and what exceeds the quota of a salt; then evicts down to the bounds, and
+crash, a foreign delete), and what exceeds the quota of a salt. Then evicts down to the limits, and
 deletes namespaces that are empty. What others have put into the directory stays as it is. Safe
 beside readers, writers and other passes: nothing younger than an hour is taken for a leftover, and
 a chunk is looked at again before it is deleted.

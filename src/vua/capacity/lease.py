@@ -1,9 +1,9 @@
 """Who evicts: one at a time per cache directory, by agreement and not by lock.
 
 ``<root>/.upkeep/lease`` is created exclusively, its time renewed by the holder, and taken over when
-it has not been renewed for `EXPIRY_S` *by the server's clock*. It only saves work. Two holders at
-once (a host that slept, an NFS client that created twice) delete the same oldest chunks and at
-worst a burst too many; no wrong byte and no lost prefix can come of it.
+it has not been renewed for `EXPIRY_S` *by the server's clock*. It only saves work. There may be
+two holders at once: a host that slept, an NFS client that created twice. They delete the same
+oldest chunks, and at worst a burst too many. No wrong byte and no lost prefix can come of it.
 """
 
 from __future__ import annotations

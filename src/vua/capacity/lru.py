@@ -2,15 +2,15 @@
 
 No index says what was used when. A chunk's directory carries the *mtime*: publishing sets it, and
 readers and writers set it again (``utimensat``). Access times are never used, so `relatime`,
-`noatime` and network file systems make no difference; and no host's own clock is ever written or
+`noatime` and network file systems make no difference. No host's own clock is ever written or
 compared, only times that came from the file system. (The directory and not the file: a network
 client that sees a file's time change drops its cached pages.)
 
-**A child's mtime is always older than its parent's**: a chain is touched from the front, chunk i
-one microsecond before chunk i - 1, and a new chunk gets its parent's mtime less a microsecond. So
+**A child's mtime is always older than its parent's.** A chain is touched from the front, chunk i
+one microsecond before chunk i - 1. A new chunk gets its parent's mtime less a microsecond. So
 whoever deletes in order of mtimes deletes leaves before their prefixes without knowing either, and
-a crash at any moment leaves that true. (An LRU list in memory reaches the same by touching the tail
-first.) Where a file system keeps whole seconds only, equal mtimes have no order.
+a crash at any moment leaves that true. (An LRU list in memory reaches the same by touching the
+tail first.) Where a file system keeps whole seconds only, equal mtimes have no order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def set_mtime(directory: int, chunk: str, mtime_ns: int) -> None:
 
 
 def touch(directory: int, chunks: Sequence[str]) -> int:
-    """Stamp a prefix as used now: the names of its chunks from the first one on.
+    """Set the mtimes of a prefix that is used now: the names of its chunks from the first one on.
 
     Returns how many were touched: it stops at one that is not there or not ours. Safe beside
     anybody else; of two that touch the same chunk at once either mtime stays.
@@ -78,7 +78,7 @@ def touch(directory: int, chunks: Sequence[str]) -> int:
 
 
 def inherit(directory: int, chunk: str, parent: str) -> bool:
-    """Stamp a chunk that was just stored as its parent's child; False when the parent is gone."""
+    """Set the mtime of a new chunk before its parent's; False when the parent is gone."""
     mtime_ns = mtime_ns_of(directory, parent)
     if mtime_ns is None:
         return False

@@ -282,7 +282,7 @@ def _nodes_in(space: Space, fan: str) -> ChunkNodes:
         try:
             name, before = bytes.fromhex(chunk), bytes.fromhex(node.before)
         except ValueError:
-            continue  # a stranger's
+            continue  # not VUA's
         if node.salt:
             found.salts[len(found.names)] = node.salt
         if node.temporary or not node.files:

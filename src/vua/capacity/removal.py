@@ -1,8 +1,8 @@
 """All that deletes: files, chunks, namespaces, and only what VUA has put there (`owned`).
 
-A chunk leaves by one rename of its directory and is then deleted file by file: it is out of sight
-at once and as a whole, and who has a file open goes on reading it. :class:`Remover` can also only
-add up what would go.
+A chunk leaves by one rename of its directory, and is then deleted file by file. It is out of sight
+at once and as a whole. Who has a file open goes on reading it. :class:`Remover` can also only add
+up what would go.
 """
 
 from __future__ import annotations
@@ -253,10 +253,10 @@ def _delete_all(parent: int, folder: str, pattern: re.Pattern[str]) -> int:
 def drop_empty(parent: int, name: str, before_ns: int, now_ns: int) -> bool:
     """Delete a namespace that holds nothing any more; whether it is gone now.
 
-    Only one that says soundly what it is, and that was not made, nor anything in it evicted, since
-    ``before_ns`` (a time as far after ``now_ns`` is of before the server's clock was set). Beside a
-    process that writes there it is safe: only what is empty is removed, by calls that fail
-    otherwise, and whoever finds the directory gone makes it anew.
+    Only one that says soundly what it is. It must not have been made, nor anything in it evicted,
+    since ``before_ns``. (A time as far after ``now_ns`` is from before the server's clock was
+    set.) Beside a process that writes there it is safe: only what is empty is removed, by calls
+    that fail otherwise, and whoever finds the directory gone makes it anew.
     """
     try:
         fd = os.open(name, _DIRECTORY, dir_fd=parent)

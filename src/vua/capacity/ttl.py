@@ -4,8 +4,8 @@
 long. For other chunks only the directory's time to live holds, which a chunk's own cannot lengthen.
 The files lie beside the chunks and not in them, so that one listing finds all there are.
 
-Of several times for a chunk the longest holds, and a chunk never has a shorter one than what
-follows it (none counts as the longest): prefixes go last, as with mtimes (`vua.capacity.lru`).
+Of several times for a chunk the longest holds. A chunk never has a shorter one than what follows
+it (none counts as the longest). So prefixes go last, as with mtimes (`vua.capacity.lru`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _WHERE: Final = "kv_connector_extra_config"
 _MAY_BE_ZERO: Final = frozenset({"witness_every", "max_pending_save_mib"})
 _MOST: Final = 1e18
 _DEFAULT_LOAD_MARGIN: Final = 1.5
-_ALLOWED: Final = ("inexact_continuation", "pins", "untested_vllm")
+_ALLOWED: Final = ("inexact_continuation", "pins", "untested_rocm", "untested_vllm")
 
 OLD_NAMES: Final[Mapping[str, str | None]] = {
     "path": "shared_storage_path",
@@ -129,7 +129,8 @@ class ConnectorConfig:
     allow: tuple[str, ...] = ()
     """A list of what is refused by default. `"pins"`: clients may pin what is stored for their
     requests; all pins together hold half of `limits.max_bytes` at most. `"untested_vllm"`: go on
-    with a vLLM that is newer than those this version was checked against.
+    with a vLLM that is newer than those this version was checked against. `"untested_rocm"`:
+    cache on AMD GPUs, where nothing of VUA was ever run.
     `"inexact_continuation"`: cache also with an attention backend that itself, without any cache,
     computes other values behind a prefix than for a prompt as a whole (MLA on CPUs)."""
     strict: bool = False

@@ -10,8 +10,8 @@ advance except four fixed-width fields (creation time, writer, self-check) and t
 reader compares bytes instead of trusting a parser, so a file can never make it believe or allocate
 anything. :func:`parse_entry` is the other way in, for tools that do not know what to expect.
 
-A *sealed* file (:mod:`vua.security.seal`) has tags of a secret key behind its checksums and three
-more fields; its K and V may be encrypted, which changes neither their length nor their place.
+A *sealed* file (:mod:`vua.security.seal`) has tags of a secret key behind its checksums, and three
+more fields. Its K and V may be encrypted, which changes neither their length nor their place.
 `docs/format.md` is the specification. Pure functions over buffers; no I/O here.
 """
 

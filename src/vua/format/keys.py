@@ -1,14 +1,14 @@
 """Names of prefixes: a chain of SHA-256 digests over token ids, one per chunk.
 
 ``h(i) = SHA-256(h(i-1) || tokens of chunk i as little-endian u32)``, the first chunk without a
-parent. The name of a chunk thus stands for *all* tokens up to its end, so equal names mean equal
-prefixes (to the strength of SHA-256) and the longest stored prefix is found by comparing names
+parent. So the name of a chunk stands for *all* tokens up to its end. Equal names mean equal
+prefixes (to the strength of SHA-256), and the longest stored prefix is found by comparing names
 alone. Without extras this is the page hash of SGLang's HiCache (sha256 over parent digest and
 uint32 token ids), so engines that hand a store hashes instead of tokens find the same chunks.
 
 What belongs to one request and changes its K/V without being a token (cache salt, LoRA adapter,
-image content) enters as *extras* at the chunk where it first matters: there the parent is replaced
-by a digest over a tag, the parent and the length-prefixed extras. Neither PYTHONHASHSEED, nor the
+image content) enters as *extras*, at the chunk where it first matters. There a digest over a tag,
+the parent and the length-prefixed extras replaces the parent. Neither PYTHONHASHSEED, nor the
 dtype or container of the tokens, nor the engine changes a name.
 
 With a secret (:class:`Naming`) HMAC-SHA256 stands in place of SHA-256 throughout, and names tell

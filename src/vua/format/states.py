@@ -2,9 +2,9 @@
 
 A state sums up all tokens before it, so it is valid behind exactly one of them. A chunk's file in a
 group ``s<n>`` holds, for each layer, the state of n bytes as it is behind the chunk's last token;
-few chunks have such a file. Its array ``k`` is as that of any other group, so that whatever reads,
-checks or deletes files needs to know nothing of states: the state's bytes, filled up with zeros and
-cut into one row for each of the chunk's tokens.
+few chunks have such a file. Its array ``k`` has the form of any other group's, so that whatever
+reads, checks or deletes files needs to know nothing of states. It holds the state's bytes, filled
+up with zeros and cut into one row for each of the chunk's tokens.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 They have the names and the contract of LMCache's documented connectors, and work without LMCache on
 tensors of any device, CPU included. ``start`` and ``end`` are token positions in the whole
-sequence, half open; the memory object holds just these tokens, ``[2, layers, tokens, hidden]``,
-heads outside of elements in a row whatever the order in the cache. The copy is of bits: what
-``from_gpu`` took out, ``to_gpu`` puts back unchanged. A method returns when its copy is complete;
-one connector serves one thread at a time. Caches may have been made in PyTorch's inference mode.
+sequence, half open. The memory object holds just these tokens: ``[2, layers, tokens, hidden]``. In
+a row the elements of one head follow each other, whatever the order in the cache. The copy is of
+bits: what ``from_gpu`` took out, ``to_gpu`` puts back unchanged. A method returns when its copy is
+complete; one connector serves one thread at a time. Caches may have been made in PyTorch's
+inference mode.
 
 Errors, raised before anything is copied: AssertionError for a memory object without a tensor;
 ValueError where ``kvcaches`` or ``slot_mapping`` is missing, or format, shape or slots do not fit.

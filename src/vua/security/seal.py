@@ -1,8 +1,8 @@
 """Seals: what only somebody with the key could have written, and if wanted only they can read.
 
-A sealed file is a plain one with a tag per unit, of AES-256-GCM through `cryptography`: its nonce
-is the unit's number, its key is made for this file alone from a random nonce in the header, and
-what it is bound to (as associated data) is the header up to there: namespace, layout, shard, chunk,
+A sealed file is a plain one with a tag per unit, of AES-256-GCM through `cryptography`. The nonce
+is the unit's number. The key is made for this file alone, from a random nonce in the header. The
+tag is bound (as associated data) to the header up to there: namespace, layout, shard, chunk,
 parent, position, kind of seal and key. Tags of kind ``gmac`` cover a unit in clear, those of kind
 ``aes-256-gcm`` its ciphertext, which has the same length. NIST SP 800-38D is the specification;
 keys are derived as in RFC 5869 (HKDF-Expand with SHA-256, the key file being uniformly random).

@@ -48,10 +48,10 @@ def reuse_prefixes(
     ...     output = model.generate(**inputs, max_new_tokens=50)
 
     Works with left-padded batches, beams, sampling, several sequences per prompt, streamers and
-    pipelines. Computed without a stored prefix, with a line in the log for each reason: assisted
-    and prompt-lookup decoding, other caches than `DynamicCache` (``cache_implementation``), a cache
-    of the caller's own, embeddings and other inputs that are not ids, and outputs of the prompt's
-    own attentions or hidden states.
+    pipelines. These are computed without a stored prefix, with a line in the log for each reason:
+    assisted and prompt-lookup decoding, other caches than `DynamicCache`
+    (``cache_implementation``), a cache of the caller's own, embeddings and other inputs that are
+    not ids, and outputs of the prompt's own attentions or hidden states.
 
     Args:
         model: a causal language model that `from_pretrained` made. All threads that call its

@@ -325,6 +325,13 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 raise
             log.exception("VUA: this worker loads and stores nothing")
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take a step's orders, before its forward pass: its loads need not wait for that."""
+        super().bind_connector_metadata(connector_metadata)
+        side = self._worker
+        if side is not None and isinstance(connector_metadata, ConnectorMetadata):
+            self._guarded(lambda: side.mark_loads(connector_metadata), None)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         """Begin the ordered loads; does not wait for them."""
         orders = self._get_connector_metadata()

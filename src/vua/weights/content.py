@@ -1,9 +1,9 @@
 """What a weight file holds, as digests of all of its bytes.
 
 A safetensors file is digested tensor by tensor, so that it does not matter in which file a tensor
-lies; any other file as a whole. Bytes are cut into pieces of 4 MiB from the start of a tensor or
-file, each piece has its SHA-256, and the digest of the whole is the SHA-256 of those (a hash tree
-of depth two): so many threads work on one large tensor, and nothing is left out.
+lies; any other file as a whole. The bytes of a tensor or file are cut into pieces of 4 MiB from
+its start. Each piece has its SHA-256, and the digest of the whole is the SHA-256 of those (a hash
+tree of depth two). So many threads work on one large tensor, and nothing is left out.
 
 The safetensors format: an 8-byte length, that many bytes of JSON, then the tensors without gaps
 (https://github.com/huggingface/safetensors). A file that keeps to it in any way but this one is

@@ -1,8 +1,9 @@
 """Which files of a directory hold a model's weights, and what is known of a file without reading.
 
-The rule is that of vLLM's default loader and of transformers for directories that hold a model in
-one format: safetensors files (those that the index names, where there is one), else torch's,
-without what trainers leave beside them, else GGUF. An engine that knows better gives its own list.
+The rule is that of vLLM's default loader and of transformers, for directories that hold a model in
+one format. Safetensors files come first: those that the index names, where there is one. Else
+torch's files count, without what trainers leave beside them, else GGUF. An engine that knows
+better gives its own list.
 """
 
 from __future__ import annotations
