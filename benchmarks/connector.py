@@ -2,6 +2,7 @@
 
     python benchmarks/connector.py [--quick] [--json FILE] [--dir DIRECTORY] [--rounds N]
     python benchmarks/connector.py --shape qwen3-0.6b --dtype bfloat16      # only 1, only VUA
+    python benchmarks/connector.py --lengths 4,16,64        # only 2, of prefixes of so many chunks
 
 The arms of a comparison take turns in every round, and only one works at a time. Ratios are formed
 within a round; shown are their median and quartiles. Every arm's tokens are compared with those of
@@ -245,9 +246,9 @@ def told(rows: Iterator[tuple[str, dict[str, float]]]) -> dict[str, dict[str, fl
 
 
 def measure(
-    root: Path, model: Path, size: Size, *, only_overhead: bool, dtype: str
+    root: Path, model: Path, size: Size, *, only: str, dtype: str
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Run all three comparisons, or the first without ExampleConnector."""
+    """Run all three comparisons, or ``only`` the first without ExampleConnector, or the second."""
     chance = random.Random(5)
 
     def start(name: str, folder: str | None, **extra: Any) -> Engine:
@@ -256,17 +257,19 @@ def measure(
         sizes = {"max_model_len": size.max_model_len, "cache_mib": size.cache_mib}
         return Engine(name, model, place, **sizes, dtype=dtype, **extra)
 
-    if only_overhead:
+    if only == "overhead":
         engine = all_ready({"VUA": start("VUA", "kv")})["VUA"]
         results = {"overhead": told(overhead(engine, None, size, chance))}
         engine.close()
         return results
     engines = all_ready({"VUA": start("VUA", "kv"), EXAMPLE: start(EXAMPLE, "example")})
     both = engines["VUA"], engines[EXAMPLE]
-    results = {"overhead": told(overhead(*both, size, chance))}
+    results = {} if only else {"overhead": told(overhead(*both, size, chance))}
     results["time to first token"] = told(first_token(*both, size, chance))
     for engine in both:
         engine.close()
+    if only:
+        return results
     talkers = {n: partial(start, n, n, save_generated=n != "default") for n in TALKERS}
     plain = all_ready({"vLLM": start("vLLM", None)})["vLLM"]
     results["after a restart"] = told(recovered(plain, talkers, size, chance))
@@ -280,6 +283,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: checks that it works")
     parser.add_argument("--json", type=Path, help="also write the results there")
     parser.add_argument("--dir", type=Path, help="a directory on the file system to measure")
+    parser.add_argument("--lengths", metavar="CHUNKS", help="only 2, of prefixes of so many chunks")
     parser.add_argument("--rounds", type=int, help="of the time to the first token")
     parser.add_argument("--overhead", type=int, metavar="ROUNDS", help="rounds of the overhead")
     shapes = ("demo", *SHAPES)
@@ -302,6 +306,8 @@ def main() -> int:
     size = QUICK if arguments.quick else FULL
     if arguments.shape:
         size = replace(size, max_model_len=1024)  # the overhead's prompts are short
+    if arguments.lengths:
+        size = replace(size, hits=tuple(map(int, arguments.lengths.split(","))))
     if arguments.rounds:
         size = replace(size, rounds=arguments.rounds)
     if arguments.overhead:
@@ -312,8 +318,8 @@ def main() -> int:
             sizes: dict[str, Any] = {"dtype": "bfloat16", "max_position_embeddings": 32768}
             make = partial(make_model, **sizes, **SHAPES[arguments.shape])
         model = make(Path(name, "model"))
-        only_overhead, dtype = bool(arguments.shape), arguments.dtype
-        results = measure(Path(name), model, size, only_overhead=only_overhead, dtype=dtype)
+        only = "overhead" if arguments.shape else "first token" if arguments.lengths else ""
+        results = measure(Path(name), model, size, only=only, dtype=arguments.dtype)
     about = {
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}",
         "python": platform.python_version(),

@@ -108,7 +108,7 @@ class Comparison:
             self.settings |= {**sizes, "load_format": "auto", "kv_cache_memory_bytes": 64 << 20}
         else:
             self.settings |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.4}
-        extra = {"shared_storage_path": str(self.store), "worker": {"max_pending_save_mib": 4096}}
+        extra = {"shared_storage_path": str(self.store), "load_policy": "always"}
         extra["witness_every"] = 0  # what is measured are loads
         self.transfer = {
             "kv_connector": "VUAStorageConnector_V1", "kv_role": "kv_both",

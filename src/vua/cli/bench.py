@@ -1,4 +1,4 @@
-"""`vua bench`: what one directory can do, or how many hits a trace of requests finds in a store."""
+"""`vua bench`: what a directory can do, what a trace finds in a store, and plots of both."""
 
 from __future__ import annotations
 
@@ -23,12 +23,20 @@ __all__ = ["add_arguments", "bench"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command's words."""
     parser.add_argument(
-        "what", nargs="?", choices=("path", "replay"), default="path",
-        help="what one directory can do (default); a request trace through a store",
+        "what", nargs="?", choices=("path", "replay", "report"), default="path",
+        help="what one directory can do (default); a request trace through a store; plots",
     )  # fmt: skip
-    parser.add_argument("target", nargs="?", type=Path, help="DIR or TRACE")
+    parser.add_argument(
+        "targets",
+        nargs="*",
+        type=Path,
+        metavar="TARGET",
+        help="DIR, TRACE, or for plots JSON files",
+    )
     parser.add_argument("--path", type=Path, metavar="DIR", help="the same as: path DIR")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the report there as JSON, plots as a page"
+    )
     parser.add_argument("--tiny", action="store_true", help="path: seconds; shows that it works")
     parser.add_argument("--model", help="path: a model's name, or bytes of K and V per token")
     parser.add_argument("--prefill", type=float, metavar="TOKENS/S", help="path: its prefill speed")
@@ -58,11 +66,14 @@ def bench(options: argparse.Namespace, *, write: Write | None) -> int:
         OSError: a file or directory cannot be used.
     """
     if options.path is not None:
-        options.what, options.target = "path", options.path
-    if options.what == "path" and options.target is None and VARIABLE in os.environ:
-        options.target = Path(os.environ[VARIABLE])
-    if options.target is None:
+        options.what, options.targets = "path", [options.path]
+    if options.what == "path" and not options.targets and VARIABLE in os.environ:
+        options.targets = [Path(os.environ[VARIABLE])]
+    if options.what == "report":
+        return _plots(options, write=write)
+    if len(options.targets) != 1:
         raise InputError(f"bench {options.what} needs one more word: DIR or TRACE")
+    (options.target,) = options.targets
     run, show_report = {"path": (_path, _print_path), "replay": (_replay, _print_replay)}[
         options.what
     ]
@@ -71,6 +82,24 @@ def bench(options: argparse.Namespace, *, write: Write | None) -> int:
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (write or show_report)(report)
+    return SOUND
+
+
+def _plots(options: argparse.Namespace, *, write: Write | None) -> int:
+    from vua.cli.bench_report import page, plots_of, read
+
+    if not options.targets or options.out is None:
+        raise InputError(
+            "bench report needs JSON files of measurements, and --out PAGE.html for the plots"
+        )
+    plots = [
+        (plot, path.name) for path in options.targets for plot in plots_of(read(path), str(path))
+    ]
+    options.out.write_text(page(plots), encoding="utf-8")
+    if write is not None:
+        write({"version": 1, "file": str(options.out), "plots": [plot.title for plot, _ in plots]})
+    else:
+        print(f"{options.out}: {len(plots)} plots")
     return SOUND
 
 

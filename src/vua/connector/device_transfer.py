@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -36,15 +35,13 @@ from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover, Mover, PosixMover
 from vua.device.paged import PagedCache, slots_of
 from vua.device.staging import Fence, StagedSlab, Staging
-from vua.errors import LayoutError
+from vua.errors import ConfigError, LayoutError
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt
 from vua.store.store import EntryWriter, Loaded, Loader, Store
 
 __all__ = ["STAGED_DEVICES", "DeviceGroupTransfer", "lies_on_device", "mover_for", "open_gds"]
 
-_FIRST_SAVE_SLABS: Final = 8
-"""Those for saves that are made at start; the others when the engine outruns the storage."""
 STAGED_DEVICES: Final = {"cuda"}
 """Types of devices whose blocks `vua.device` moves. Tests add the CPU, with plain pages."""
 
@@ -63,7 +60,11 @@ def open_gds(config: ConnectorConfig, device: torch.device) -> Gds | None:
     """Begin to try GPUDirect Storage, if asked to. Raises ConfigError: required, and fails."""
     if config.gds_mode == "disabled":
         return None
-    root = Path(config.shared_storage_path)
+    root = config.directory
+    if root is None:
+        if config.gds_mode == "required":
+            raise ConfigError('gds_mode is "required", but the cache is not just a directory')
+        return None
     return Gds(config.gds_mode, partial(mover_for, device), root, device)
 
 
@@ -100,12 +101,34 @@ class DeviceGroupTransfer(GroupTransfer):
             self.load_slabs = Staging(
                 pages, layout, self.shard, chunks=chunks, limit=2 * self.load_threads
             )
+            self.save_limit = self._on_device(pages[0].device)
             self.save_slabs = Staging(pages, layout, self.shard, chunks=1, limit=self.save_limit)
             self.load_slabs.prepare(2)  # page-locking takes milliseconds: not in the first steps
-            self.save_slabs.prepare(_FIRST_SAVE_SLABS)
+            self.save_slabs.prepare(self.save_limit)
+            self._warm_up()
         except LayoutError as problem:
             self._parts = ()
             raise UncachedError(str(problem)) from problem
+
+    def _on_device(self, device: torch.device) -> int:
+        """Return how many buffers for saves also fit into a quarter of the device's free memory."""
+        if device.type != "cuda":
+            return self.save_limit
+        room = torch.cuda.mem_get_info(device)[0] // 4 // len(self._model.groups)
+        return max(1, min(self.save_limit, room // self.shard.payload_nbytes(self.group.layout)))
+
+    def _warm_up(self) -> None:
+        """Move nothing both ways: kernels are compiled now, which takes up to a second."""
+        size = self.group.layout.chunk_tokens
+        nowhere = [torch.full((1, size), -1, dtype=torch.int64) for _ in self._parts]
+        for staging, move in (
+            (self.save_slabs, self.save_slabs.save),
+            (self.load_slabs, partial(self.load_slabs.load, after=Fence())),
+        ):
+            slab = staging.take()
+            if slab is not None:
+                move(slab, nowhere)
+                staging.give_back(slab)
 
     def _place(
         self, table: int, layers: slice, caches: Sequence[torch.Tensor], layouts: PageLayouts
@@ -140,6 +163,8 @@ class DeviceGroupTransfer(GroupTransfer):
     ) -> tuple[int, str | None]:
         """See :meth:`GroupTransfer.load`; when it returns the blocks are complete on the GPU."""
         slabs: list[StagedSlab] = []
+        if self._parts:
+            self.load_slabs.enter_thread()
         try:
             for _ in range(2 if self._parts else 0):
                 slab = self.load_slabs.take()
@@ -256,6 +281,7 @@ class DeviceGroupTransfer(GroupTransfer):
 
     def copied(self, slab: StagedSlab) -> None:
         """See :meth:`GroupTransfer.copied`."""
+        self.save_slabs.enter_thread()
         slab.fence.wait()
 
     def arrays(self, slab: StagedSlab) -> list[torch.Tensor]:

@@ -183,6 +183,9 @@ class SchedulerSide:
             state.lookup = self._ask(request, state.options, state.adapter)
         state.local_tokens, state.decision = num_computed_tokens, NOTHING_STORED
         loads = self._may_load and state.options.load and not state.failed
+        # all of its prompt must be computed (log probabilities of it, a pooled vector); vLLM before
+        # 0.32 takes an answer all the same
+        loads = loads and not getattr(request, "skip_reading_prefix_cache", False)
         if state.outdated or not (loads or (self._may_save and state.options.store)):
             return 0, False
         return self._matched(request, state, num_computed_tokens, loads=loads)

@@ -101,6 +101,7 @@ class WorkerSide:
         self._saves = WriteQueue(config, self._rank, self.stats, watch, self._memory, clock=clock)
         self._comparisons = Comparisons(config, quantised=model.quantised)
         self._lock = threading.Condition()
+        self._after: Fence | None = None
         self._running = 0
         self._received: set[str] = set()
         self._load_s: dict[str, float] = {}
@@ -199,6 +200,14 @@ class WorkerSide:
 
     # -- loads --------------------------------------------------------------------------------
 
+    def mark_loads(self, orders: ConnectorMetadata) -> None:
+        """Let this step's loads wait for what the engine has ordered of its device so far.
+
+        To be called before the step's forward pass, which uses none of their blocks; where
+        :meth:`start_loads` comes behind it the loads would otherwise wait for it.
+        """
+        self._after = self._groups[0].mark() if orders.loads else None
+
     def start_loads(self, orders: ConnectorMetadata) -> None:
         """Begin this step's loads; returns before they have ended.
 
@@ -212,7 +221,7 @@ class WorkerSide:
         with self._lock:
             self._running += len(orders.loads)
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
-        after = self._groups[0].mark()  # all groups lie on one device
+        after, self._after = self._after or self._groups[0].mark(), None  # all on one device
         for order in orders.loads:
             try:
                 self._follow(orders.identity)

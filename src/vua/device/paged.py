@@ -301,7 +301,8 @@ def slots_of(
         raise InputError(f"tokens {first}..{last} are not in a table of {held} tokens")
     slots = np.full(len(token), -1, dtype=np.int64)
     block, slot = np.divmod(token[inside], block_size)
-    ids = np.array([int(i) for i in block_ids], dtype=np.int64)[block]
+    low, high = (int(block[0]), int(block[-1]) + 1) if len(block) else (0, 0)
+    ids = np.array([int(i) for i in block_ids[low:high]], dtype=np.int64)[block - low]
     if ids.size and ids.min() < 0:
         raise InputError(f"block id {ids.min()} is negative: these tokens have no block")
     slots[inside] = ids * block_size + slot

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +57,12 @@ class Fence:
 def _end_of(stream: torch.cuda.Stream) -> Fence:
     # A thread that waits for a blocking event sleeps; for others it would spin, beside the engine.
     return Fence(stream.record_event(torch.cuda.Event(blocking=True)))
+
+
+def _clear_error(device: torch.device) -> None:
+    """Take back the error that a refused call has left: the thread's next kernel would raise it."""
+    with suppress(RuntimeError):
+        torch.empty(1, device=device).fill_(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +170,14 @@ class Staging:
             return Fence()
         return _end_of(torch.cuda.current_stream(self._device))
 
+    def enter_thread(self) -> None:
+        """Let what the calling thread, one of ours, asks of CUDA concern the cache's device.
+
+        A thread begins on the first one, where each rank would else make a context of its own.
+        """
+        if self._cuda:
+            torch.cuda.set_device(self._device)
+
     def aside(self) -> AbstractContextManager[object]:
         """Let the calling thread queue its own work where loads are queued, beside the engine's."""
         return torch.cuda.stream(self._load_stream) if self._cuda else nullcontext()
@@ -250,6 +264,8 @@ class Staging:
             status = torch.cuda.cudart().cudaHostRegister(
                 slab.bytes.ctypes.data, slab.bytes.nbytes, 0
             )
+            if int(status) != 0:
+                _clear_error(self._device)
         return StagedSlab(slab, host, mirror, slots, int(status) == 0)
 
     def _count(self, staged: StagedSlab, slots: Sequence[Tensor]) -> int:

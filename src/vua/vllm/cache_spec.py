@@ -45,7 +45,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     Raises:
         UncachedError: it cannot be stored correctly, with the reason.
     """
-    check_engine(vllm_config)
+    check_engine(vllm_config, config)
     tables = kv_cache_config.kv_cache_groups
     if not tables:
         msg = "the engine has no KV cache"
@@ -138,6 +138,10 @@ def _groups_of(
 
 def _kind(spec: Any, vllm_config: Any) -> str:  # noqa: ANN401
     """The canonical name of a kind of layer, see `KVLayout.group`."""
+    for name in ("num_head_slots", "state_content_bytes"):  # some backends' own forms of a page
+        if getattr(spec, name, None) is not None:
+            msg = f"a KV cache whose pages the attention backend packs by itself ({name})"
+            raise UncachedError(msg)
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return ""
     if type(spec) is SlidingWindowSpec:

@@ -33,7 +33,7 @@ from vua.connector.worker import WorkerSide
 from vua.errors import ConfigError, VUAError
 from vua.io import forks
 from vua.security.keyring import check_keys
-from vua.store.namespace import locate
+from vua.store.locate import locate
 from vua.store.place import prepare
 from vua.vllm import page_layout
 from vua.vllm.cache_spec import describe
@@ -324,6 +324,13 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             if self._config.strict:
                 raise
             log.exception("VUA: this worker loads and stores nothing")
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take a step's orders, before its forward pass: its loads need not wait for that."""
+        super().bind_connector_metadata(connector_metadata)
+        side = self._worker
+        if side is not None and isinstance(connector_metadata, ConnectorMetadata):
+            self._guarded(lambda: side.mark_loads(connector_metadata), None)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         """Begin the ordered loads; does not wait for them."""

@@ -11,12 +11,15 @@ from vua.vllm.versions import can_fail_requests, knows_current_blocks
 __all__ = ["check_engine", "check_groups", "check_latent", "check_states"]
 
 
-def check_engine(vllm_config: Any) -> None:  # noqa: ANN401
+def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: ANN401
     """Refuse what would make the cache's content depend on more than the identity says."""
     from vllm.platforms import current_platform
 
-    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+    rocm = current_platform.is_rocm() and "untested_rocm" in config.allow
+    if not (current_platform.is_cpu() or current_platform.is_cuda() or rocm):
         msg = f"KV caches on {current_platform.device_type} are not supported yet"
+        if current_platform.is_rocm():
+            msg = 'ROCm was never tested; "allow": ["untested_rocm"] tries it'
         raise UncachedError(msg)
     computed = str(vllm_config.model_config.dtype).removeprefix("torch.")
     kept = vllm_config.cache_config.cache_dtype
@@ -36,6 +39,10 @@ def check_engine(vllm_config: Any) -> None:  # noqa: ANN401
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "suffix"):
         msg = f"speculative decoding by {speculative.method!r} adds layers of another model"
+        raise UncachedError(msg)
+    if hasattr(vllm_config.model_config.hf_text_config, "index_topk"):
+        # their layers have two caches each, which the scheduler's configuration does not show
+        msg = "a model with sparse attention chosen by an indexer (DeepSeek-V3.2 and others)"
         raise UncachedError(msg)
     if vllm_config.model_config.runner_type != "generate":
         msg = f"a {vllm_config.model_config.runner_type} model has no prompts to continue"

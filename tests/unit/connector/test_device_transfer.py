@@ -6,6 +6,7 @@ import os
 import unittest
 from importlib.util import find_spec
 from itertools import product
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -168,40 +169,68 @@ class FormsTest(DirectoryTest):
     def test_platforms(self) -> None:
         """CUDA is served, and fp8 there; other devices are not."""
         from vua.connector.cache_spec import UncachedError
+        from vua.connector.config import ConnectorConfig
         from vua.vllm import cache_spec
         from vua.vllm.support import check_engine
 
         cache, fp8 = SimpleNamespace(cache_dtype="fp8"), SimpleNamespace(dtype=torch.uint8)
         config = SimpleNamespace(
-            model_config=SimpleNamespace(runner_type="generate", dtype=torch.bfloat16),
+            model_config=SimpleNamespace(
+                runner_type="generate", dtype=torch.bfloat16, hf_text_config=SimpleNamespace()
+            ),
             parallel_config=SimpleNamespace(),
             speculative_config=None,
             cache_config=cache,
         )
 
+        settings = ConnectorConfig(shared_storage_path="/kv")
+
         def on(kind: str) -> Any:
             platform = SimpleNamespace(
-                is_cpu=lambda: kind == "cpu", is_cuda=lambda: kind == "cuda", device_type=kind
+                is_cpu=lambda: kind == "cpu",
+                is_cuda=lambda: kind == "cuda",
+                is_rocm=lambda: kind == "rocm",
+                device_type=kind,
             )
             return mock.patch("vllm.platforms.current_platform", platform)
 
         with on("cuda"):
-            check_engine(config)
+            check_engine(config, settings)
             self.assertEqual("F8_E4M3", cache_spec.how_stored(fp8, config).dtype)
         with on("xpu"), self.assertRaisesRegex(UncachedError, "xpu"):
-            check_engine(config)
+            check_engine(config, settings)
+        with on("rocm"):
+            with self.assertRaisesRegex(UncachedError, "untested_rocm"):
+                check_engine(config, settings)
+            check_engine(
+                config, ConnectorConfig(shared_storage_path="/kv", allow=("untested_rocm",))
+            )
         for place, name, word in (
+            ("model_config.hf_text_config", "index_topk", "indexer"),
             ("parallel_config", "decode_context_parallel_size", "decode context"),
             ("parallel_config", "prefill_context_parallel_size", "prefill context"),
             ("model_config", "enable_sleep_mode", "sleep mode"),
         ):
-            part = getattr(config, place)
+            part = attrgetter(place)(config)
             setattr(part, name, 2)
             with self.subTest(name), on("cuda"), self.assertRaisesRegex(UncachedError, word):
-                check_engine(config)
+                check_engine(config, settings)
             delattr(part, name)
         with on("cpu"), self.assertRaisesRegex(UncachedError, "uint8"):
             cache_spec.how_stored(fp8, config)
+
+    def test_pages_that_a_backend_packs_by_itself(self) -> None:
+        """Specs that say so are refused: their shapes look like other layouts."""
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        from vua.connector.cache_spec import UncachedError
+        from vua.vllm.cache_spec import _kind
+
+        same = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+        self.assertEqual("", _kind(FullAttentionSpec(**same), None))
+        for name in ("num_head_slots", "state_content_bytes"):
+            with self.subTest(name), self.assertRaisesRegex(UncachedError, name):
+                _kind(FullAttentionSpec(**same, **{name: 4}), None)
 
     def test_required(self) -> None:
         """Where GDS is required and there is none, the engine does not start; `auto` goes on."""

@@ -79,6 +79,15 @@ class SchedulerTest(unittest.TestCase):
 
         self.assertEqual([4], [len(keys) for save in orders.saves for _, keys in save.parts])
 
+    def test_prompts_that_are_to_be_computed(self) -> None:
+        """Nothing is offered to a request that asks for log probabilities of its prompt."""
+        side = self.side()
+        store(side, 0, 3)
+        asked = request_of("asked", skip_reading_prefix_cache=True)
+        self.assertEqual((0, False), answer(side, asked))
+        other = request_of("other", skip_reading_prefix_cache=False)
+        self.assertEqual((48, True), answer(side, other))
+
     def test_tenants(self) -> None:
         """A salt with a key finds and stores what is its own; one without a key is not cached."""
         from vua.connector.metadata import ConnectorMetadata

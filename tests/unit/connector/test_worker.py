@@ -18,7 +18,7 @@ import torch
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, keys_of, noise, until
-from vua.device.staging import Staging
+from vua.device.staging import Fence, Staging
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
@@ -390,6 +390,66 @@ class StagedHangingTest(HangingTest):
         on_cpu_too(self)
         super().setUp()
         self.assertIsInstance(self.side._groups[0], DeviceGroupTransfer)
+
+    def test_threads_enter_the_device(self) -> None:
+        """Each thread of ours says which device it is for before it moves anything there."""
+        entered = set()
+
+        def note() -> None:
+            entered.add(threading.current_thread().name)
+
+        enter = mock.patch.object(Staging, "enter_thread", side_effect=note)
+        self.storage.go.set()
+        with enter:
+            self.load("good", [5, 6, 7])
+            self.received()
+            self.save(keys_of(range(100, 148), 16))
+            until(lambda: self.side.pending_saves == 0)
+        self.assertEqual({"vua-load", "vua-save"}, {name.rpartition("-")[0] for name in entered})
+
+    def test_warm(self) -> None:
+        """All buffers are made, and both kernels were used, before the first request."""
+        group, moved = self.side._groups[0], []
+        self.assertEqual(group.save_limit, len(group.save_slabs._made))
+        before = self.blocks(*range(BLOCKS))
+        move = mock.patch.object(Staging, "_move", lambda *given: moved.append(given[1].__name__))
+        with move:
+            self.side.register(
+                self.layers,
+                {name: at for at, name in enumerate(self.layers)},
+                dict.fromkeys(self.layers, 0),
+                page_layout,
+            )
+        self.assertEqual(["gather", "scatter"], moved)
+        self.assertEqual(before, self.blocks(*range(BLOCKS)))
+
+    def test_marks_before_the_forward_pass(self) -> None:
+        """A load waits for what was ordered before its step's forward pass, and not for that."""
+        marks: list[Fence] = []
+        after: list[Fence] = []
+        group = self.side._groups[0]
+        load = group.load
+
+        def mark() -> Fence:
+            marks.append(Fence())
+            return marks[-1]
+
+        def watched(part: Any, attempt: Any, fence: Fence) -> Any:
+            after.append(fence)
+            return load(part, attempt, fence)
+
+        self.storage.go.set()
+        part = GroupLoad(0, 0, 48, self.keys)
+        orders = ConnectorMetadata(loads=[LoadOrder("r", [[5, 6, 7]], [part])])
+        with (
+            mock.patch.object(group, "mark", mark),
+            mock.patch.object(group, "load", watched),
+        ):
+            self.side.mark_loads(orders)
+            before = list(marks)
+            self.side.start_loads(orders)
+            self.received()
+        self.assertEqual((1, before), (len(marks), after))
 
     def test_engine_waits_for_a_load_that_is_given_up(self) -> None:
         """Once it can queue nothing more, what it has queued comes before the blocks' next use."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import unittest
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from helpers import DirectoryTest, bits, keys_of, noise
 from vua.device.paged import PagedCache, slots_of
-from vua.device.staging import Fence, Staging
+from vua.device.staging import Fence, Staging, _clear_error
 from vua.errors import InputError, LayoutError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
@@ -151,6 +153,32 @@ class StagingTest(DirectoryTest):
         made = set(staging._made.values())
         self.assertEqual(2, len(made))
         self.assertEqual(made, {staging.take(), staging.take()})
+
+    def test_long_tables(self) -> None:
+        """Of a block table only what a chunk lies in is looked at."""
+
+        class Table(list[int]):
+            looked = 0
+
+            def __getitem__(self, at: Any) -> Any:
+                found = super().__getitem__(at)
+                self.looked += len(found) if isinstance(found, list) else 1
+                return found
+
+            def __iter__(self) -> Any:
+                self.looked += len(self)
+                return super().__iter__()
+
+        table = Table(range(100_000))
+        slots = slots_of(table, BLOCK, 200_000, 200_008)
+        self.assertEqual(list(range(200_000, 200_008)), slots.tolist())
+        self.assertLessEqual(table.looked, 4)
+
+    def test_refused_page_locks(self) -> None:
+        """The error that a refused call leaves behind is taken by a kernel that nobody needs."""
+        with mock.patch.object(torch, "empty", side_effect=RuntimeError("already mapped")) as empty:
+            _clear_error(torch.device("cpu"))
+        empty.assert_called_once()
 
     def test_refused(self) -> None:
         """A cache that is not the shard, and slots that do not fit a slab, are refused."""
