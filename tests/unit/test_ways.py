@@ -34,7 +34,7 @@ MOST = {
     ("save", "off"): (10, 7),
     ("load", "auto"): (8, 7),
     ("load", "off"): (12, 9),
-    ("eviction", "auto"): (7, 3),
+    ("eviction", "auto"): (7, 4),
 }
 """Functions after the hook, and files, of a way with and without native code."""
 

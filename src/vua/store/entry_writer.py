@@ -77,7 +77,7 @@ class EntryWriter:
     def save_all(self, keys: Keys) -> int:
         """Write chunks, the i-th from place i of the memory map, unless they are stored already.
 
-        In order, by two threads where that is worth it, up to the first that is refused: what
+        In order, by several threads where that is worth it, up to the first that is refused: what
         comes behind it would not be found. Returns how many were written. Raises as
         :meth:`save` does, after what is being written has come to its end.
         """

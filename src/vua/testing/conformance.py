@@ -37,6 +37,8 @@ _NAMESPACE: Final = "c0" * 32
 _LAYOUT: Final = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
 _LONGER: Final = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=64, dtype="F32", chunk_tokens=64)
 _CHUNKS: Final = 5
+_PATIENCE_S: Final = 60.0
+"""For a first hit, on a machine that is busy with other things."""
 
 if TYPE_CHECKING:
     _Case = unittest.TestCase
@@ -310,8 +312,8 @@ class StorageConformance(_Case):
     def play(self, draw: random.Random) -> list[object]:
         """Do this and that for a while; return what was wrong."""
         wrong: list[object] = []
-        reader, hits, stop_s = self.reader(_Cache()), 0, time.monotonic() + 0.4
-        while time.monotonic() < stop_s:
+        reader, hits, begun_s = self.reader(_Cache()), 0, time.monotonic()
+        while (took_s := time.monotonic() - begun_s) < 0.4 or (not hits and took_s < _PATIENCE_S):
             at = draw.randrange(_CHUNKS)
             if draw.random() < 0.3:
                 self.write(self.keys[: at + 1], self.source, self.codec)
