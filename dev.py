@@ -234,11 +234,26 @@ def build() -> int:
 
 
 def wheels() -> int:
-    """Builds a release into dist/: the source distribution and a wheel for each platform."""
-    uv = [str(VENV / "bin" / "uv"), "build", "--out-dir", "dist", "--python", str(PYTHON)]
-    step("source distribution", [*uv, *pip_settings_for_uv(), "--sdist"])
+    """Builds a release into dist/: source, a wheel per platform, the list of what it needs."""
+    commit = ["git", "log", "-1", "--format=%ct"]
+    dated = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    # the same commit gives the same bytes, whoever builds it and when
+    environment = {"SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH") or dated or "315532800"}
+    uv, settings = str(VENV / "bin" / "uv"), pip_settings_for_uv()
+    build = [uv, "build", "--out-dir", "dist", "--python", str(PYTHON), *settings]
+    step("source distribution", [*build, "--sdist"], **environment)
     for tag in WHEELS:
-        step(f"wheel, {tag}", [*uv, *pip_settings_for_uv(), "--wheel"], VUA_WHEEL=tag)
+        step(f"wheel, {tag}", [*build, "--wheel"], VUA_WHEEL=tag, **environment)
+    tool = [uv, "tool", "run", *settings]
+    step("twine check", [*tool, "twine", "check", "--strict", *map(str, ROOT.glob("dist/vua-*"))])
+    step(
+        "dist/vua.cdx.json, a CycloneDX bill of materials",
+        [
+            *(*tool, "--from", "cyclonedx-bom==7.*", "cyclonedx-py", "requirements"),
+            *("--pyproject", "pyproject.toml", "--output-reproducible"),
+            *("-o", "dist/vua.cdx.json", "requirements/wheel.txt"),
+        ],
+    )
     return 0
 
 

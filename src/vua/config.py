@@ -13,6 +13,7 @@ from vua.capacity.limits import Limits, nbytes_of
 from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.bucket_path import BucketPath
+from vua.storage.location import Location, Tiers
 
 __all__ = ["VUAConfig"]
 
@@ -58,12 +59,14 @@ class VUAConfig:
     """Bytes of the file system that are left free, in the same forms."""
     ttl_s: float | None = None
     """Seconds without use after which a chunk is deleted; by default none."""
+    upload_mib_s: float | None = None
+    """Of a directory with places behind it: bandwidth for what travels on to them."""
     security: Security = Security()
     """Whose files are read, who may read what is stored, and the keys."""
 
     _FIELDS = (
         *("split_factor", "model", "epoch", "durable", "threads", "buffer_bytes"),
-        *("max_bytes", "min_free_bytes", "ttl_s", "security"),
+        *("max_bytes", "min_free_bytes", "ttl_s", "upload_mib_s", "security"),
     )
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401
@@ -89,13 +92,14 @@ class VUAConfig:
             max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
         )
 
-    def check_room(self, path: str | os.PathLike[str] | BucketPath, chunk_nbytes: int) -> None:
+    def check_room(self, path: Location, chunk_nbytes: int) -> None:
         """Refuse a `max_bytes` that has no room for a chunk's file of ``chunk_nbytes``.
 
         Raises ConfigError, and OSError where the file system of ``path`` cannot be asked.
         """
         if self.max_bytes is None or isinstance(path, BucketPath):
             return
+        path = path.near if isinstance(path, Tiers) else path
         system = os.statvfs(path)
         limit = nbytes_of(self.max_bytes, system.f_blocks * system.f_frsize)
         if chunk_nbytes > limit:

@@ -26,7 +26,8 @@ from vua.io.threads import Call, Threads
 from vua.security.keyring import NoKeyError, check_keys
 from vua.store.buffers import BufferPool
 from vua.store.label import Label
-from vua.store.namespace import Namespace, locate
+from vua.store.locate import locate
+from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.tensors import Cache, KVCache, allocate, memory_map, sequences, sequences_with_caches
 
@@ -70,7 +71,7 @@ class VUA:
     def __init__(
         self,
         config: VUAConfig | type[VUAConfig],
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Sequence[str],
         *,
         identity: Identity | None = None,
     ) -> None:
@@ -78,7 +79,8 @@ class VUA:
 
         Args:
             config: settings.
-            path: the directory, or the URL of a place in a bucket (``s3://bucket/prefix``).
+            path: the directory, the URL of a place in a bucket (``s3://bucket/prefix``), or a list:
+                a directory and the places behind it, see `vua.storage.tiered`.
             identity: what the K/V depend on, in place of the config's ``model`` and ``epoch``.
 
         Raises:
@@ -90,7 +92,7 @@ class VUA:
         if not isinstance(self.config, VUAConfig):
             msg = f"VUA(config, path): expected a VUAConfig first, found {config!r:.80}"
             raise ConfigError(msg)
-        if not isinstance(path, str | os.PathLike):
+        if not isinstance(path, str | os.PathLike | list | tuple) or not path:
             msg = f"VUA(config, path): expected a path second, found {path!r:.80}"
             raise ConfigError(msg)
         check_keys(self.config.security)
@@ -195,6 +197,7 @@ class VUA:
                         durable=self.config.durable,
                         bounds=self.config.bounds,
                         security=self.config.security,
+                        upload_mib_s=self.config.upload_mib_s,
                     )
                 )
                 self._reading = self._writing
@@ -276,7 +279,10 @@ class VUA:
             if self._reading is None or self._reading.storage.gone:
                 try:
                     self._reading = self._writing or Namespace.open(
-                        self.path / self._identity.namespace, security=self.config.security
+                        self.path / self._identity.namespace,
+                        security=self.config.security,
+                        bounds=self.config.bounds,
+                        upload_mib_s=self.config.upload_mib_s,
                     )
                 except OSError as problem:
                     log.warning("%s cannot be read, all misses: %s", self.path, problem)

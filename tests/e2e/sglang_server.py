@@ -213,3 +213,4 @@ class Server:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._log.close()

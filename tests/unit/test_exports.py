@@ -85,7 +85,9 @@ class TestExports(unittest.TestCase):
 
         self.assertIn('[tool.hatch.build.targets.wheel]\npackages = ["src/vua"]\n', project)
         self.assertEqual(["vua"], [path.name for path in (ROOT / "src").iterdir()])
-        self.assertLessEqual(tools, {"conformance", "faulty", "models", "real_model", "throttle"})
+        self.assertLessEqual(
+            tools, {"conformance", "faulty", "models", "proxy", "real_model", "throttle"}
+        )
         self.assertLessEqual(
             {name.rpartition(".")[2] for name in EXPECTED if "testing" in name}, tools
         )

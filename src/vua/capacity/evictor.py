@@ -13,17 +13,17 @@ import contextlib
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from vua.capacity import ttl
 from vua.capacity.lru import MTIME_STEP_NS, mtime_ns_of, set_mtime
 from vua.capacity.removal import GRACE_S, NOTHING, Freed, drop_empty, evict_chunk
-from vua.capacity.scan import Candidate, Space, chunk_nbytes, oldest, spaces
-from vua.storage.local import chunk_path
+from vua.capacity.scan import SENT, Candidate, Space, chunk_nbytes, listed, oldest, spaces
+from vua.storage.local import SUFFIX, chunk_path
 
 __all__ = ["PINNED_SHARE", "Evictor"]
 
@@ -80,6 +80,13 @@ class Evictor:
         self._held_nbytes = 0
         self.evicted: Callable[[Candidate], None] | None = None
         """Told of each chunk that is evicted here."""
+        self.spares_unsent = False
+        """Whether chunks stay that have not travelled to the places behind a tiered cache, for as
+        long as others can go."""
+        self.counts: Counter[str] = Counter()
+        """``unsent_evicted``: how many went that had not."""
+        self._spared = False
+        """Whether the last run passed one over."""
 
     @property
     def left(self) -> int:
@@ -132,7 +139,13 @@ class Evictor:
             if nbytes <= 0 and not expired_ns:
                 return freed  # without a pass over all mtimes
             run = _Run(nbytes, now_ns, before_ns, expired_ns, pins_nbytes, pulse)
-            return freed + self._run(run)
+            self._spared = False
+            freed += self._run(run)
+            if self._spared and freed.nbytes < nbytes:
+                self._pool = []  # begin again with the oldest
+                run = replace(run, nbytes=nbytes - freed.nbytes, takes_unsent=True)
+                freed += self._run(run)
+            return freed
         finally:
             young = now_ns - _SETTLED_NS
             if self._pool and self._pool[0].mtime_ns > young:
@@ -170,14 +183,23 @@ class Evictor:
                     if not self._pool:
                         return freed
                 victim = self._pool[-1]
-                if freed.nbytes >= run.nbytes and victim.mtime_ns >= run.expired_ns:
-                    return freed
-                if run.before_ns is not None and victim.mtime_ns >= run.before_ns:
+                if run.ends_at(victim, freed):
                     return freed
                 self._pool.pop()
+                if self.spares_unsent and self._stays(victim, by_name, run):
+                    continue
                 freed += self._evict(victim, by_name, run.pins_nbytes)
                 if freed.chunks % _PULSE_CHUNKS == 0:
                     run.pulse(freed)
+
+    def _stays(self, victim: Candidate, by_name: Mapping[str, Space], run: _Run) -> bool:
+        """Whether a chunk is passed over since it has not travelled yet; counts those that go."""
+        space = by_name.get(victim.space)
+        if space is None or not _is_unsent(space, victim.chunk):
+            return False
+        self._spared = self._spared or not run.takes_unsent
+        self.counts["unsent_evicted"] += run.takes_unsent
+        return not run.takes_unsent
 
     def _pass(
         self,
@@ -262,6 +284,14 @@ class Evictor:
         return freed
 
 
+def _is_unsent(space: Space, chunk: str) -> bool:
+    """Whether a chunk has files that are not noted as sent."""
+    with listed(space.fd, chunk_path(chunk)) as entries:
+        names = [entry.name for entry in entries]
+    files = sum(name.endswith(SUFFIX) for name in names)
+    return files > sum(name.startswith(SENT) for name in names)
+
+
 @dataclass(slots=True)
 class _Run:
     """One call of `Evictor.evict`, which says what these are."""
@@ -272,3 +302,11 @@ class _Run:
     expired_ns: int
     pins_nbytes: int | None
     pulse: Callable[[Freed], None]
+    takes_unsent: bool = False
+    """Whether chunks go that have not travelled: nothing else may be left."""
+
+    def ends_at(self, victim: Candidate, freed: Freed) -> bool:
+        """Whether this victim stays, and with it all that were used later."""
+        if freed.nbytes >= self.nbytes and victim.mtime_ns >= self.expired_ns:
+            return True
+        return self.before_ns is not None and victim.mtime_ns >= self.before_ns

@@ -16,6 +16,7 @@ from typing import Final
 from vua.capacity.scan import (
     AFTER,
     PIN,
+    SENT,
     TRASH,
     TTL_FOLDER,
     Space,
@@ -67,7 +68,7 @@ def _is_entry(name: str) -> bool:
 def is_chunk_file(entry: os.DirEntry[str]) -> bool:
     """Whether what lies in a chunk's directory is of VUA: entries, marks, files being written."""
     name = entry.name
-    mark = name.removeprefix(PIN).removeprefix(AFTER)
+    mark = name.removeprefix(PIN).removeprefix(AFTER).removeprefix(SENT)
     known = _is_entry(name) or is_temporary(name) or (mark != name and is_namespace_name(mark))
     return known and entry.is_file(follow_symlinks=False)
 

@@ -71,6 +71,7 @@ class Reclaim:
         self._root, self._bounds, self._counts = Path(root), bounds, counts
         self._warned: set[str] = set()
         self._on_evicted: Callable[[Candidate], None] = lambda _: None
+        self._spares_unsent = False
         self.reset()
 
     def reset(self) -> None:
@@ -79,6 +80,7 @@ class Reclaim:
         self.estimate = UsageEstimate(self._root, self._bounds, self.lock)
         self._evictor = Evictor(self._root)
         self._evictor.evicted = self._on_evicted
+        self._evictor.spares_unsent, self._evictor.counts = self._spares_unsent, self._counts
         self.stopped = False
         """Set to end an eviction or a search that is under way."""
         self.paused_until_s = 0.0
@@ -92,6 +94,10 @@ class Reclaim:
     def on_evicted(self, tell: Callable[[Candidate], None]) -> None:
         """Call ``tell`` with each chunk that is evicted here, on the thread that evicts."""
         self._on_evicted = self._evictor.evicted = tell
+
+    def spare_unsent(self) -> None:
+        """Evict what has not travelled to the places behind this one only where nothing else is."""
+        self._spares_unsent = self._evictor.spares_unsent = True
 
     def warn_once(self, cause: str, text: str) -> None:
         """Log a warning, the first time for each ``cause``."""

@@ -25,6 +25,7 @@ __all__ = [
     "EXHAUSTED",
     "GONE",
     "PIN",
+    "SENT",
     "TRASH",
     "TTL_FOLDER",
     "Candidate",
@@ -64,6 +65,9 @@ PIN: Final = "pin-"
 AFTER: Final = "after-"
 """Prefix of the name of an empty file that names the chunk before. Needed where extras changed the
 header's `parent`."""
+SENT: Final = "sent-"
+"""Prefix of the name of an empty file that notes that a file of this chunk has arrived in the
+places behind a tiered cache's directory; see :mod:`vua.store.travel`."""
 TRASH: Final = "trash-"
 """Prefix of the name of a directory that is being deleted."""
 

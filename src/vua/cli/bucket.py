@@ -25,7 +25,7 @@ from vua.storage.bucket_mark import bucket_descriptions, claim_bucket, is_marked
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
 from vua.storage.mark import MARK, mark_text
-from vua.store.namespace import locate
+from vua.store.locate import locate
 
 __all__ = ["adopt_bucket", "du_bucket", "gc_bucket", "rm_bucket"]
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vua.capacity.owned import is_trash
-from vua.capacity.scan import AFTER, PIN, Space, is_fan, listed
+from vua.capacity.scan import AFTER, PIN, SENT, Space, is_fan, listed
 from vua.errors import StorageError
 from vua.format.layout import Shard
 from vua.storage.base import parse_name
+from vua.storage.bucket import Bucket
 from vua.storage.bucket_mark import bucket_descriptions
-from vua.storage.bucket_path import BucketPath
+from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.description import (
     DESCRIPTION,
     Description,
@@ -27,7 +28,7 @@ from vua.storage.description import (
 from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, entry_at
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP
 from vua.storage.problems import explained
-from vua.store.namespace import locate
+from vua.store.namespace import check_root
 
 __all__ = ["Found", "Kind", "described", "open_root", "walk", "walk_bucket"]
 
@@ -59,9 +60,9 @@ def open_root(directory: str) -> tuple[list[Description], list[str]]:
 
     Raises ConfigError or StorageError where there is no readable directory.
     """
-    root = locate(directory, create=False)
-    if isinstance(root, BucketPath):
-        return bucket_descriptions(root), []
+    if is_url(directory):
+        return bucket_descriptions(BucketPath(Bucket.at(directory))), []
+    root = check_root(directory, create=False)
     try:
         found = list(descriptions(root))
         known = {namespace.name for namespace in found}
@@ -123,7 +124,7 @@ def _kind(path: str) -> Kind:
         return "temporary"
     if path.startswith(f"{QUARANTINE}/"):
         return "quarantined"
-    return "mark" if name.startswith((PIN, AFTER)) else "stray"
+    return "mark" if name.startswith((PIN, AFTER, SENT)) else "stray"
 
 
 def _all(space: Space, below: str, kind: Kind, chunk: str = "") -> Iterator[Found]:
@@ -157,7 +158,7 @@ def _file(item: os.DirEntry[str], below: str, kind: Kind, chunk: str = "") -> It
         kind = "temporary"
     elif chunk and shard is not None:
         kind = "entry"
-    elif chunk and item.name.startswith((PIN, AFTER)):
+    elif chunk and item.name.startswith((PIN, AFTER, SENT)):
         kind = "mark"
     try:
         status = item.stat(follow_symlinks=False)

@@ -12,12 +12,14 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Final
 
 from vua.capacity.limits import Limits
 from vua.connector.log import logger
 from vua.errors import ConfigError
 from vua.security.settings import Security
+from vua.storage.bucket_path import is_url
 
 __all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults"]
 
@@ -82,6 +84,8 @@ class WorkerResources:
     request runs. 0: what two full steps of the engine compute (`max_num_batched_tokens`), at most
     an eighth of the machine's memory for all workers. Raise it where the share "no" of
     `vua_prompt_chunk_tokens_total` grows."""
+    upload_mib_s: int = 1000
+    """Bandwidth for what travels on from a directory to the places behind it, in MiB per second."""
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type or out of range. Raises ConfigError."""
@@ -92,8 +96,9 @@ class WorkerResources:
 class ConnectorConfig:
     """The connector's settings; every one has a safe default except the directory."""
 
-    shared_storage_path: str
-    """Directory of the cache. The environment's `VUA_PATH` is used when it is not set."""
+    shared_storage_path: str | tuple[str, ...]
+    """Directory of the cache, a bucket (`"s3://bucket/prefix"`), or a list: a directory and what
+    lies behind it. The environment's `VUA_PATH` is used when it is not set."""
     chunk_tokens: int = 64
     """Tokens per chunk, the granularity of reuse. Engines that share chunks use the same."""
     epoch: str = ""
@@ -147,6 +152,12 @@ class ConnectorConfig:
             raise _refused("allow", f"a list out of {', '.join(_ALLOWED)}", unknown[0])
 
     @property
+    def directory(self) -> Path | None:
+        """The directory of the cache, where it is that alone: no bucket, nothing behind it."""
+        path = self.shared_storage_path
+        return None if not isinstance(path, str) or is_url(path) else Path(path)
+
+    @property
     def load_margin(self) -> float:
         """How many times the compute time a load may take; of no effect with "always"."""
         is_number = not isinstance(self.load_policy, str)
@@ -162,8 +173,9 @@ class ConnectorConfig:
         for name, group in _GROUPS.items():
             if name in values:
                 values[name] = _group(name, group, values[name])
-        if isinstance(values.get("allow"), list):
-            values["allow"] = tuple(values["allow"])
+        for name in ("allow", "shared_storage_path"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
         if "shared_storage_path" not in values:
             if not os.environ.get("VUA_PATH"):
                 msg = (
@@ -288,8 +300,13 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "float": (int, float),
     "str | float": (str, int, float),
     "tuple[str, ...]": (tuple,),
+    "str | tuple[str, ...]": (str, tuple),
 }
-_KIND_NAMES: Final = {"tuple[str, ...]": "a list", "str | float": "text or a number"}
+_KIND_NAMES: Final = {
+    "str | tuple[str, ...]": "text or a list",
+    "tuple[str, ...]": "a list",
+    "str | float": "text or a number",
+}
 
 
 @functools.cache

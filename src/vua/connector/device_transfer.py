@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover, Mover, PosixMover
 from vua.device.paged import PagedCache, slots_of
 from vua.device.staging import Fence, StagedSlab, Staging
-from vua.errors import LayoutError
+from vua.errors import ConfigError, LayoutError
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt
 from vua.store.store import EntryWriter, Loaded, Loader, Store
@@ -61,7 +60,11 @@ def open_gds(config: ConnectorConfig, device: torch.device) -> Gds | None:
     """Begin to try GPUDirect Storage, if asked to. Raises ConfigError: required, and fails."""
     if config.gds_mode == "disabled":
         return None
-    root = Path(config.shared_storage_path)
+    root = config.directory
+    if root is None:
+        if config.gds_mode == "required":
+            raise ConfigError('gds_mode is "required", but the cache is not just a directory')
+        return None
     return Gds(config.gds_mode, partial(mover_for, device), root, device)
 
 

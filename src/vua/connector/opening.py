@@ -14,7 +14,8 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
 from vua.errors import VUAError
 from vua.format.identity import Identity
-from vua.store.namespace import Namespace, locate
+from vua.store.locate import locate
+from vua.store.namespace import Namespace
 from vua.store.place import look_at
 from vua.weights import Identification, Weights
 
@@ -43,6 +44,7 @@ def open_namespace(config: ConnectorConfig, model: Model, identity: Identity) ->
         durable=config.durable,
         bounds=config.limits,
         security=config.security,
+        upload_mib_s=config.worker.upload_mib_s,
     )
 
 

@@ -42,16 +42,19 @@ def files_below(root: Path) -> Iterator[list[object]]:
 class Remembered:
     """What engines of one setup have proved in one namespace. Never raises for the file system."""
 
-    def __init__(self, namespace: Path, setup: str) -> None:
+    def __init__(self, namespace: Path | None, setup: str) -> None:
         """Remember for engines of ``setup`` what concerns a namespace's directory.
 
-        An empty ``setup`` is that of nobody: nothing is remembered.
+        An empty ``setup`` is that of nobody: nothing is remembered. Nor is it of what is no
+        directory alone (None): whether anything is stored there cannot be told by looking.
         """
         self._namespace, self._setup = namespace, setup
         self._folder = _home() / "proved"
 
     def is_empty(self) -> bool:
         """Whether the namespace holds no chunk at all."""
+        if self._namespace is None:
+            return False
         try:
             with os.scandir(self._namespace) as entries:
                 return not any(len(entry.name) == 2 for entry in entries)  # see docs/format.md
@@ -95,7 +98,7 @@ class Remembered:
 
     def _path(self, kind: tuple[str, ...]) -> Path | None:
         """Where that would be noted; None where something cannot be seen."""
-        if not self._setup:
+        if not self._setup or self._namespace is None:
             return None
         try:
             status = (self._namespace / "namespace.json").stat()

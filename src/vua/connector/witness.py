@@ -22,7 +22,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from vua.connector.cache_spec import Model
@@ -116,9 +115,8 @@ class Witness:
         self._model, self._stats, self._every = model, stats, config.witness_every
         self._patience_s, self._timeout_s = config.timeouts.lookup_s, 2 * config.timeouts.io_s
         self._clock, self._numbers = clock, 0
-        self._remembered = Remembered(
-            Path(config.shared_storage_path) / model.identity.namespace, setup
-        )
+        root = config.directory
+        self._remembered = Remembered(root and root / model.identity.namespace, setup)
         self._first = self._remembered.is_empty()
         """Whether nothing was stored: what is found later others have stored meanwhile."""
         self._kinds: dict[Kind, _State] = {}

@@ -13,6 +13,7 @@ Whoever asks for bytes names the memory that they are to be in. How a file's byt
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -23,7 +24,6 @@ import numpy.typing as npt
 from vua import native
 from vua.errors import CorruptEntryError, StorageError
 from vua.format.layout import Shard
-from vua.io.posix import memory_at
 from vua.native import FAILED, PRESENT, WRITTEN, Headers, Transfer, digests_of
 
 __all__ = [
@@ -151,11 +151,11 @@ class Batch:
                 part = part[plan.header_nbytes :]
             sizes = plan.block_nbytes[block:stop].tolist()
             self.digests[index, block:stop] = digests_of([cut] for cut in _cut(part, sizes))
-            where = rows[extent * segments : extent_stop * segments].tolist()
-            cuts = _cut(part, [size for _, size in where])
-            for (address, _), cut in zip(where, cuts, strict=True):
+            source = np.frombuffer(part, dtype=np.uint8).ctypes.data
+            for address, size in rows[extent * segments : extent_stop * segments].tolist():
                 if address:
-                    memory_at(address, len(cut))[:] = cut
+                    ctypes.memmove(address, source, size)  # without the GIL
+                source += size
 
     def parts(self, index: int) -> list[memoryview]:
         """Complete an entry's header, and return the parts of memory that are the entry in turn."""

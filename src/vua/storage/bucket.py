@@ -52,8 +52,8 @@ _RETRY: Final = {
     },
 }
 """A request is begun anew (jittered) for 4 s at most: engines give storage up after 10 s."""
-_READ_TIMEOUTS: Final = {"connect_timeout": "2s", "read_timeout": "4s", "timeout": "60s"}
-"""Of requests that answer with bytes: a connection on which nothing comes for 4 s is dead."""
+_READ_TIMEOUTS: Final = {"connect_timeout": "2s", "read_timeout": "3s", "timeout": "60s"}
+"""Of requests that answer with bytes: a connection on which nothing comes for 3 s is dead."""
 _WRITE_TIMEOUTS: Final = {"connect_timeout": "2s", "timeout": "30s"}
 """Of those that send: nothing comes back for as long as a body is on its way."""
 _ASIDE: Final = ".tmp-"
@@ -148,6 +148,11 @@ class Bucket:
             if url not in cls._open:
                 cls._open[url] = cls(url)
             return cls._open[url]
+
+    @staticmethod
+    def any_used() -> bool:
+        """Whether this process has sent requests, so that its forked children cannot."""
+        return _runtime.is_used
 
     def __repr__(self) -> str:
         """Return the place, and no credentials."""

@@ -49,13 +49,13 @@ class ObjectStorage:
     def __init__(self, place: BucketPath, renew: Callable[[], None] | None = None) -> None:
         """Use the objects below ``place``; sends nothing.
 
-        ``renew`` describes the namespace anew, if it has to be, once a minute of writing: somebody
-        may have deleted everything under a running process.
+        ``renew`` describes the namespace, if it has to be, before the first write and then once a
+        minute of writing: somebody may have deleted everything under a running process.
         """
         self.directory = place
         self._bucket = place.bucket
         self._renew = renew
-        self._renewed_s = time.monotonic()
+        self._renewed_s = -_RENEW_S
 
     def close(self) -> None:
         """Do nothing: the bucket stays open for others."""
@@ -136,9 +136,9 @@ class ObjectStorage:
         """Put objects that are not there, some at a time, each by one conditional request."""
         statuses = [FAILED] * len(batch.names)
         if self._renew is not None and time.monotonic() - self._renewed_s > _RENEW_S:
-            self._renewed_s = time.monotonic()
             with suppress(StorageError):
                 self._renew()
+                self._renewed_s = time.monotonic()
         problems: dict[int, StorageError] = {}
 
         def put(index: int) -> None:

@@ -8,7 +8,6 @@ the tensors given must be those stored, but for rounding.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from vua.errors import ConfigError
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
-from vua.storage.bucket_path import BucketPath
+from vua.storage.location import Location
 from vua.store import agreement
 from vua.store.store import Store
 from vua.store.tensors import Cache, stored_rows
@@ -34,7 +33,7 @@ here, nobody knows how coarsely; those of unrelated models have about 1.4, the s
 class Label:
     """What one user of a directory has seen of a label's model. Safe for threads."""
 
-    def __init__(self, path: Path | BucketPath, name: str, *, default: bool) -> None:
+    def __init__(self, path: Location, name: str, *, default: bool) -> None:
         """Know nothing yet of what ``path`` holds under ``name``; ``default``: nobody chose it."""
         self._path, self._name, self._default = path, name, default
         self._why = ""

@@ -28,17 +28,20 @@ from vua.format.layout import KVLayout
 from vua.io.atomic import atomic_write
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner, open_directory
-from vua.storage.bucket import Bucket
-from vua.storage.bucket_mark import claim_bucket, describe_in_bucket, is_marked_bucket
-from vua.storage.bucket_path import BucketPath, is_url
+from vua.storage.base import Storage
+from vua.storage.bucket_mark import describe_in_bucket
+from vua.storage.bucket_path import BucketPath
 from vua.storage.description import DESCRIPTION, FORMAT, read_description
 from vua.storage.local import LocalStorage
+from vua.storage.location import Location, Tiers
 from vua.storage.mark import MARK, claim
 from vua.storage.object import ObjectStorage
 from vua.storage.problems import explained
+from vua.storage.tiered import TieredStorage
 from vua.store.store import Store
+from vua.store.travel import Travel
 
-__all__ = ["Namespace", "check_root", "locate"]
+__all__ = ["Namespace", "check_root"]
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +54,11 @@ class Namespace:
 
     def __init__(
         self,
-        storage: LocalStorage | ObjectStorage,
+        storage: LocalStorage | ObjectStorage | TieredStorage,
         layouts: Sequence[KVLayout],
         security: Security,
         bounds: Limits | None = None,
+        upload_mib_s: float | None = None,
     ) -> None:
         """Use an open storage; :meth:`open` and :meth:`create` call this."""
         path = storage.directory
@@ -62,10 +66,21 @@ class Namespace:
         """The identity's digest, 64 hex."""
         self.storage, self.layouts = storage, tuple(layouts)
         self.capacity: Capacity | BucketCapacity
-        if isinstance(storage, LocalStorage):
+        self.travel: Travel | None = None
+        """What copies entries between the places of a tiered cache."""
+        if isinstance(storage, ObjectStorage):
+            self.capacity = BucketCapacity(str(path.parent), bounds)
+        elif isinstance(storage, LocalStorage):
             self.capacity = Capacity(storage.directory.parent, storage, bounds)
         else:
-            self.capacity = BucketCapacity(str(path.parent), bounds)
+            near = storage.near
+            self.capacity = Capacity(near.directory.parent, near, bounds)
+            self.capacity.reclaiming.reclaim.spare_unsent()
+            self.travel = storage.travels = Travel(
+                *(near, storage.far, self.name, self.capacity),
+                where=storage.where,
+                upload_mib_s=upload_mib_s,
+            )
         self.keyring = Keyring(self.name, security)
         self.stores = [
             Store(storage, self.name, layout, self.capacity, self.keyring)
@@ -74,11 +89,31 @@ class Namespace:
         """One per group of layers, in the order of the layouts."""
 
     @classmethod
-    def open(cls, path: Path | BucketPath, *, security: Security | None = None) -> Namespace | None:
+    def open(
+        cls,
+        path: Location,
+        *,
+        security: Security | None = None,
+        bounds: Limits | None = None,
+        upload_mib_s: float | None = None,
+    ) -> Namespace | None:
         """Open what is stored in ``path``, or return None when nothing describes it.
 
-        Raises OSError; StorageError where it belongs to a user who is not trusted.
+        Of several places it is enough that one of them describes it; then the nearest does, too.
+        The rest as for :meth:`create`. Raises OSError; StorageError where it belongs to a user who
+        is not trusted.
         """
+        if isinstance(path, Tiers):
+            described = map(read_description, (path.near, *path.far))
+            found = next((one for one in described if one.identity is not None), None)
+            if found is None or found.identity is None:
+                return None
+            return cls.create(
+                *(path.parent, found.identity, found.layouts),
+                bounds=bounds,
+                security=security,
+                upload_mib_s=upload_mib_s,
+            )
         layouts = read_description(path).layouts
         if not layouts:
             return None
@@ -92,13 +127,14 @@ class Namespace:
     @classmethod
     def create(
         cls,
-        root: Path | BucketPath,
+        root: Location,
         identity: Identity,
         layouts: Sequence[KVLayout],
         *,
         durable: bool = False,
         bounds: Limits | None = None,
         security: Security | None = None,
+        upload_mib_s: float | None = None,
     ) -> Namespace:
         """Open the namespace of ``identity`` for reading and writing, made where it is missing.
 
@@ -110,12 +146,15 @@ class Namespace:
             bounds: what this process says of the cache's size; ``bounds.json`` and the defaults of
                 :mod:`vua.capacity.limits` hold, too.
             security: whose files are read, the modes of what is written, and the keys.
+            upload_mib_s: of several places, the bandwidth for what travels on to those behind.
 
         Raises:
             LayoutError: the namespace holds other layouts; nothing stored is touched.
             NotWritableError, StorageFullError, StorageError: it cannot be created.
         """
-        path, wanted, security = root / identity.namespace, tuple(layouts), security or Security()
+        wanted, security = tuple(layouts), security or Security()
+        first = root.near if isinstance(root, Tiers) else root
+        path = first / identity.namespace
         make = functools.partial(_make, path, identity, wanted, security)
         found = read_description(path)
         try:
@@ -138,6 +177,10 @@ class Namespace:
         if found.layouts != wanted:
             storage.close()
             raise LayoutError(_difference(path, found.layouts, wanted))
+        if isinstance(root, Tiers) and root.far and isinstance(storage, LocalStorage):
+            far = _open_behind(root.far, identity, wanted, security)
+            tiered = TieredStorage(storage, far, ", ".join(map(str, root.far)))
+            return cls(tiered, wanted, security, bounds, upload_mib_s)
         return cls(storage, wanted, security, bounds)
 
     def close(self) -> None:
@@ -145,6 +188,8 @@ class Namespace:
 
         The directory stays open until nobody holds the storage: a thread may be reading there.
         """
+        if self.travel is not None:
+            self.travel.close()
         self.capacity.close()
 
     def keys(
@@ -178,21 +223,26 @@ class Namespace:
         return self.capacity.unpin_prefix([key.name for key in keys])
 
 
-def locate(
-    root: str | os.PathLike[str], *, create: bool = True, security: Security | None = None
-) -> Path | BucketPath:
-    """Return ``root``, a directory or the URL of a place in a bucket, as it can be used.
-
-    Of a directory as :func:`check_root` says. A bucket is asked whether it is there and holds a
-    cache; with ``create`` an empty place gets the mark. Raises ConfigError, StorageError.
-    """
-    if not is_url(root):
-        return check_root(root, create=create, security=security)
-    place = BucketPath(Bucket.at(str(root)))
-    marked = claim_bucket(place) if create else is_marked_bucket(place)
-    if create and not marked:
-        log.warning("%s has no %s: it is used, and nothing in it is ever deleted", place, MARK)
-    return place
+def _open_behind(
+    places: Sequence[Path | BucketPath],
+    identity: Identity,
+    layouts: Sequence[KVLayout],
+    security: Security,
+) -> list[Storage]:
+    """Open the places behind a directory; one that is not there is left out, and said."""
+    found: list[Storage] = []
+    for root in places:
+        path = root / identity.namespace
+        make = functools.partial(_make, path, identity, layouts, security)
+        try:
+            if isinstance(path, BucketPath):
+                found.append(ObjectStorage(path, make))
+            else:
+                make()
+                found.append(LocalStorage(path, renew=make, security=security))
+        except OSError as problem:
+            log.warning("%s is left out: %s", root, problem)
+    return found
 
 
 def check_root(

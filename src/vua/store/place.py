@@ -6,19 +6,23 @@ Loading a model takes minutes; a wrong directory is to be noticed before that, i
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vua.capacity.usage import Usage, measure
-from vua.errors import ConfigError, StorageError
+from vua.errors import ConfigError, StorageError, VUAError
 from vua.security.settings import Security
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.local import TEMPORARY
+from vua.storage.location import Location
 from vua.storage.problems import explained
-from vua.store.namespace import check_root, locate
+from vua.store.locate import locate
+from vua.store.namespace import check_root
 
 __all__ = ["Place", "look_at", "prepare"]
 
@@ -27,7 +31,7 @@ __all__ = ["Place", "look_at", "prepare"]
 class Place:
     """A directory that a cache can be kept in."""
 
-    path: Path | BucketPath
+    path: Location
     """Absolute."""
     made: bool
     """Whether it was made just now."""
@@ -50,14 +54,18 @@ class Place:
         return f"{self.path} ({about}{amount} stored in {self.usage.chunks:,} chunks)"
 
 
-def look_at(root: str | os.PathLike[str], *, made: bool = False) -> Place:
+def look_at(root: str | os.PathLike[str] | Sequence[str], *, made: bool = False) -> Place:
     """Return what is stored in a directory; takes about a tenth of a second. Raises OSError."""
     if is_url(root):
         return Place(BucketPath(Bucket.at(str(root))), made, None)
+    if not isinstance(root, str | os.PathLike):
+        return look_at(root[0], made=made)
     return Place(Path(os.path.abspath(root)), made, measure(root))  # noqa: PTH100 - keeps links
 
 
-def prepare(root: str | os.PathLike[str], security: Security, *, writes: bool = True) -> Place:
+def prepare(
+    root: str | os.PathLike[str] | Sequence[str], security: Security, *, writes: bool = True
+) -> Place:
     """Return ``root`` as a directory that an engine can use, made where it alone is missing.
 
     Args:
@@ -70,10 +78,12 @@ def prepare(root: str | os.PathLike[str], security: Security, *, writes: bool = 
             mounted), or others than those whom ``security`` trusts could replace what lies in it.
         StorageError: it cannot be made, searched or, with ``writes``, written to.
     """
+    if not isinstance(root, str | os.PathLike):
+        near = prepare(root[0], security, writes=writes)
+        _in_a_child(lambda: locate(root, create=writes, security=security))
+        return near
     if is_url(root):
-        place = locate(root, create=writes)
-        if writes and isinstance(place, BucketPath):
-            _try_to_put(place)
+        _in_a_child(lambda: _try_bucket(root, writes=writes))
         return look_at(root)
     path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps symbolic links
     made = not os.path.lexists(path)
@@ -94,8 +104,44 @@ def prepare(root: str | os.PathLike[str], security: Security, *, writes: bool = 
         raise explained(problem, str(path)) from problem
 
 
-def _try_to_put(place: BucketPath) -> None:
-    """Write an object and delete it. Raises StorageError."""
+def _in_a_child(work: Callable[[], object]) -> None:
+    """Do something with a bucket in a forked child: engines fork from this process later.
+
+    Those could use no connection that this process has made. Raises what ``work`` raises.
+    """
+    if Bucket.any_used():
+        work()
+        return
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        kind = b""
+        try:
+            work()
+        except VUAError as problem:
+            refused = b"c" if isinstance(problem, ConfigError) else b"s"
+            kind = refused + (getattr(problem, "strerror", None) or str(problem)).encode()
+        except BaseException as problem:  # noqa: BLE001 - for the parent
+            kind = b"s" + repr(problem).encode()
+        finally:
+            os.write(writing, kind[:4096])
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as stream:  # noqa: PTH123 - a descriptor
+        said = stream.read().decode(errors="replace")
+    os.waitpid(child, 0)
+    if said:
+        raise ConfigError(said[1:]) if said[0] == "c" else StorageError(errno.EIO, said[1:])
+
+
+def _try_bucket(root: str | os.PathLike[str], *, writes: bool) -> None:
+    """Look whether a place can be used; write an object and delete it.
+
+    Raises ConfigError, StorageError.
+    """
+    place = locate(root, create=writes)
+    if not (writes and isinstance(place, BucketPath)):
+        return
     key = (place / f"{TEMPORARY}{secrets.token_hex(8)}").key
     place.bucket.put(key, b"")
     place.bucket.delete([key])

@@ -24,6 +24,7 @@ from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
 from vua.storage.base import Storage, entry_name, parse_name
+from vua.storage.tiered import TieredStorage
 from vua.store.entry_reader import EntryReader, Verified
 from vua.store.entry_writer import EntryWriter
 from vua.store.quarantine import Misses
@@ -78,7 +79,9 @@ class Store:
         corrupt, foreign, locked, error."""
 
     def close(self) -> None:
-        """Finish what is still to be done for the capacity; a second call does nothing."""
+        """Finish what is still to be done, within some seconds; a second call does nothing."""
+        if isinstance(self.storage, TieredStorage) and self.storage.travels is not None:
+            self.storage.travels.close()
         if self.capacity is not None:
             self.capacity.close()
 

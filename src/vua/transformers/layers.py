@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from vua.format.identity import Identity
 from vua.format.keys import token_ids
 from vua.format.layout import KVLayout
 from vua.io.forks import watch
-from vua.storage.bucket_path import BucketPath
+from vua.storage.location import Location
 from vua.store.buffers import BufferPool
 from vua.store.namespace import Namespace
 from vua.store.tensors import Cache, allocate, memory_map
@@ -68,7 +67,7 @@ class StoredLayers:
 
     def __init__(
         self,
-        root: Path | BucketPath,
+        root: Location,
         identity: Identity,
         groups: Sequence[Group],
         *,

@@ -19,6 +19,7 @@ from vua.errors import ConfigError, LayoutError, StorageError
 from vua.security.settings import Security
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath
+from vua.store.place import prepare
 
 pytest.importorskip("obstore")
 
@@ -123,6 +124,31 @@ class BucketTest(DirectoryTest):
             with mock.patch("vua.storage.object._RENEW_S", 0.0):
                 vua.put(TOKENS, KV)
         self.assertEqual((64, kv_bits(KV)), get(self.url))
+
+    def test_forked_after_a_trial(self) -> None:
+        """An engine's start tries the place, and forks then: its children can use it."""
+        url = f"file://{self.root}/tried"
+        code = (
+            "import os, sys, torch\n"
+            "from vua import VUA, VUAConfig\n"
+            "from vua.security.settings import Security\n"
+            "from vua.store.place import prepare\n"
+            "prepare(sys.argv[1], Security())\n"
+            "child = os.fork()\n"
+            "if not child:\n"
+            "    with VUA(VUAConfig(split_factor=16), sys.argv[1]) as vua:\n"
+            "        kv = [[torch.ones(1, 1, 16, 8)] * 2]\n"
+            "        os._exit(40 + vua.put(torch.arange(16), kv))\n"
+            "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code, url], check=False)
+        self.assertEqual(41, done.returncode)  # it wrote one chunk
+
+    def test_a_trial_says_what_is_wrong(self) -> None:
+        """Also though another process finds it out."""
+        Bucket.at(f"file://{self.root}/full").put("thesis.tex", b"x")
+        with self.assertRaisesRegex(ConfigError, "thesis.tex"):
+            prepare(f"file://{self.root}/full", Security())
 
     def test_a_forked_child(self) -> None:
         """A child cannot use connections of its parent, and does not hang: it finds nothing."""

@@ -1,0 +1,163 @@
+"""Entries in several places: read from the nearest that has them, written to the nearest.
+
+A directory on a local disk is fast and small, a bucket or a shared file system behind it slow and
+large. A write is complete in the directory. What then travels on to the others, and what is written
+back to the directory when it was read from behind it, is told to :attr:`TieredStorage.travels`
+(:mod:`vua.store.travel`), which does it in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from vua.storage.base import WRITTEN, Batch, Capabilities, Entry, Filled, Storage, Written
+from vua.storage.local import LocalStorage
+
+__all__ = ["TieredStorage", "Travels"]
+
+
+class Travels(Protocol):
+    """Is told what could be copied. Returns at once and raises nothing."""
+
+    def wrote(self, names: Sequence[str]) -> None:
+        """Note that entries were written to the nearest place."""
+        ...
+
+    def close(self) -> None:
+        """Copy what waits, for some seconds at most."""
+        ...
+
+    def came(self, name: str, data: bytes | None, before: str) -> None:
+        """Note that an entry was read from behind.
+
+        ``data`` are its bytes, which nobody has verified, where all of it was read; ``before`` is
+        the chunk that came before it, where that is known.
+        """
+        ...
+
+
+class TieredStorage:
+    """One namespace in several places; see :class:`vua.storage.base.Storage` for its promises.
+
+    Times are those of the nearest place, and only there entries are touched.
+    """
+
+    def __init__(self, near: LocalStorage, far: Sequence[Storage], where: str) -> None:
+        """Put ``near`` before ``far``, of which the first is nearest; ``where`` names those."""
+        self.near, self.far, self.where = near, tuple(far), where
+        self.directory = near.directory
+        self.travels: Travels | None = None
+        probes = max(tier.capabilities.probes for tier in self.tiers)
+        self.capabilities = Capabilities(probes=probes)
+
+    @property
+    def tiers(self) -> tuple[Storage, ...]:
+        """All of them, the nearest first."""
+        return (self.near, *self.far)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the nearest directory was deleted."""
+        return self.near.gone
+
+    def close(self) -> None:
+        """Release the directory."""
+        self.near.close()
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def read(self, batch: Batch) -> Filled:
+        """Read each run of entries from the nearest place that has its first."""
+        done, count = 0, len(batch.names)
+        versions: dict[int, bytes] = {}
+        problem: Exception | None = None
+        while done < count:
+            first, problem = done, None
+            for number, tier in enumerate(self.tiers):
+                part = _part(batch, done) if number or done else batch
+                filled = tier.read(part)
+                if part is not batch:
+                    _take(batch, done, part, min(filled.count + 1, count - done))
+                for index in range(min(filled.count + 1, count - done)):
+                    version = filled.version(index)
+                    if version is not None:
+                        versions[done + index] = bytes([number]) + version
+                if filled.count:
+                    if number:
+                        self._came(batch, done, filled.count)
+                    done, problem = done + filled.count, None
+                    break
+                if problem is None or not isinstance(filled.problem, FileNotFoundError):
+                    problem = filled.problem
+            if done == first:
+                break
+        return Filled(done, problem, versions.get)
+
+    def _came(self, batch: Batch, first: int, count: int) -> None:
+        """Tell of entries that came from behind."""
+        if self.travels is None:
+            return
+        plan = batch.transfer.plan
+        whole = batch.ranges == [(0, batch.nbytes)] and not plan.discard_nbytes
+        for index in range(first, first + count):
+            before = batch.names[index - 1].partition("/")[0] if index else ""
+            data = b"".join(batch.parts(index)) if whole else None
+            self.travels.came(batch.names[index], data, before)
+
+    def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
+        """Ask each place for what the nearer ones do not have."""
+        found = [False] * len(names)
+        for tier in self.tiers:
+            left = [index for index, there in enumerate(found) if not there]
+            if not left:
+                break
+            answers = tier.exists([names[index] for index in left], nbytes)
+            for index, there in zip(left, answers, strict=True):
+                found[index] = there
+        return found
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """List what lies anywhere, each entry once, as the nearest place has it."""
+        seen: set[str] = set()
+        for tier in self.tiers:
+            for entry in tier.list(prefix):
+                if entry.name not in seen:
+                    seen.add(entry.name)
+                    yield entry
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def write(self, batch: Batch) -> Written:
+        """Write to the nearest place."""
+        written = self.near.write(batch)
+        if self.travels is not None:
+            pairs = zip(batch.names, written.statuses, strict=True)
+            self.travels.wrote([name for name, became in pairs if became == WRITTEN])
+        return written
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Set times in the nearest place."""
+        self.near.touch(names)
+
+    def delete(self, name: str, if_version: bytes | None = None) -> bool:
+        """Delete an entry where the version says that it was read, or everywhere."""
+        if if_version is not None:
+            return self.tiers[if_version[0]].delete(name, if_version[1:])
+        gone = [tier.delete(name) for tier in self.tiers]
+        return all(gone)
+
+
+def _part(batch: Batch, first: int) -> Batch:
+    """Return a batch of its own memory for headers, of the entries from ``first`` on."""
+    keep, place = batch.discard is not None, batch.place + first
+    return Batch.of(batch.names[first:], batch.transfer, place, keep_discarded=keep)
+
+
+def _take(batch: Batch, first: int, part: Batch, count: int) -> None:
+    """Take over what a part brought beside K and V, which lie where they belong already."""
+    rows = slice(first, first + count)
+    batch.headers[rows] = part.headers[:count]
+    batch.digests[rows] = part.digests[:count]
+    if batch.discard is not None and part.discard is not None:
+        batch.discard[rows] = part.discard[:count]

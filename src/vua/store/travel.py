@@ -1,0 +1,324 @@
+"""Copies entries between the places of a tiered cache, in the background.
+
+What is written to the near directory travels on to the places behind it; what was read from behind
+is written back. Every entry is verified before it is copied. An empty file ``sent-<digest>`` in a
+chunk's directory notes that one of its shards has arrived everywhere: so what is not sent is found
+again after a crash or an outage, by whoever opens the directory next, and eviction knows what to
+spare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final, Protocol
+
+import numpy as np
+
+from vua.capacity.lru import mtime_ns_of, set_mtime
+from vua.capacity.reservation import Reservation
+from vua.capacity.scan import SENT, mark
+from vua.errors import EntryError, ForeignEntryError, StorageError
+from vua.format.entry import codec_of, parse_entry
+from vua.format.header import MAX_HEADER_NBYTES, EntryInfo
+from vua.format.keys import ChunkKey
+from vua.format.verify import check_payload
+from vua.io.forks import watch
+from vua.io.plan import whole_plan
+from vua.io.threads import Call, Threads
+from vua.native import Transfer, digests_of
+from vua.storage.base import FAILED, Batch, Storage, entry_name
+from vua.storage.local import LocalStorage, chunk_path
+
+__all__ = ["Travel"]
+
+log = logging.getLogger(__name__)
+
+_BACK_NBYTES: Final = 128 << 20
+"""Memory for what waits to be written back; what does not fit is read from behind again."""
+_WAITING: Final = 1 << 16
+"""Names that wait to be sent. What does not fit is found by the next look at the directory."""
+_RETRY_S: Final = (1.0, 60.0)
+"""Pause after a failure, the first and the longest."""
+_CLOSE_S: Final = 5.0
+"""How long the end of a cache waits for what is under way."""
+
+
+class _Capacity(Protocol):
+    """What bounds the near directory."""
+
+    def reserve(
+        self, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None = None
+    ) -> Reservation:
+        """Return space, to be entered."""
+        ...
+
+
+class Travel:
+    """Moves the entries of one namespace; see :class:`vua.storage.tiered.Travels`.
+
+    Safe for threads. A forked child sends what it writes itself.
+    """
+
+    def __init__(
+        self,
+        near: LocalStorage,
+        far: Sequence[Storage],
+        namespace: str,
+        capacity: _Capacity,
+        *,
+        where: str,
+        upload_mib_s: float | None = None,
+    ) -> None:
+        """Begin to look for what was not sent yet.
+
+        Args:
+            near: the directory.
+            far: where its entries are to be, too.
+            namespace: 64 hex.
+            capacity: of the directory.
+            where: names the places behind, for the marks: others are sent to anew.
+            upload_mib_s: bandwidth for what is sent; by default what there is.
+        """
+        self._near, self._far, self._namespace = near, tuple(far), namespace
+        self._capacity, self._where = capacity, where
+        self._upload_nbytes_s = None if upload_mib_s is None else upload_mib_s * 2**20
+        self.counts: Counter[str] = Counter()
+        """So far: sent, sent_nbytes, brought, brought_nbytes, not_brought, send_failed."""
+        self._closing = threading.Event()
+        self._up, self._down = Threads(1, "vua-send"), Threads(1, "vua-write-back")
+        self._waiting: deque[str] = deque()
+        self._looked = False
+        self.after_fork()
+        watch(self)
+        self._wake()
+
+    def after_fork(self) -> None:
+        """Begin with nothing under way; see :mod:`vua.io.forks`."""
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._sending = self._failing = False
+        self._back_nbytes = 0
+
+    def close(self) -> None:
+        """Send what waits, for some seconds at most; the rest is found the next time."""
+        stop_s = time.monotonic() + _CLOSE_S
+        with self._idle:
+            if not self._closing.is_set():
+                self._idle.wait_for(lambda: not self._sending or self._failing, _CLOSE_S)
+        self._closing.set()
+        for threads in (self._up, self._down):
+            threads.close(max(0.0, stop_s - time.monotonic()))
+
+    @property
+    def waiting(self) -> int:
+        """How many entries are known to wait; more may be unknown before the directory is read."""
+        return len(self._waiting) + self._sending
+
+    # -- to the places behind -------------------------------------------------------------------
+
+    def wrote(self, names: Sequence[str]) -> None:
+        """Send entries, soon."""
+        if names:
+            room = _WAITING - len(self._waiting)
+            self._waiting.extend(names[: max(0, room)])
+            self._looked = self._looked and room >= len(names)
+            self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._sending or self._closing.is_set():
+                return
+            self._sending = True
+        with suppress(RuntimeError):  # closed, or no thread is to be had
+            self._up.submit(self._send_all)
+
+    def _send_all(self, call: Call[None]) -> None:
+        """Send what waits, until nothing does."""
+        del call
+        pause_s = _RETRY_S[0]
+        while not self._closing.is_set():
+            if not self._waiting and not self._looked:
+                self._looked = True
+                self._waiting.extend(self._unsent())
+            with self._lock:
+                if not self._waiting:
+                    self._sending = self._failing = False
+                    self._idle.notify_all()
+                    return
+            name, began_s = self._waiting.popleft(), time.monotonic()
+            try:
+                nbytes = self._send(name)
+            except (OSError, EntryError) as problem:
+                self.counts["send_failed"] += 1
+                if isinstance(problem, EntryError):
+                    log.warning("entry %s is not sent on: %s", name, problem)
+                    continue
+                self._waiting.appendleft(name)
+                self._note(failing=True)
+                log.debug("entry %s could not be sent on: %s", name, problem)
+                self._closing.wait(pause_s)
+                pause_s = min(2 * pause_s, _RETRY_S[1])
+                continue
+            pause_s = _RETRY_S[0]
+            self._note(failing=False)
+            if self._upload_nbytes_s is not None:
+                self._closing.wait(nbytes / self._upload_nbytes_s + began_s - time.monotonic())
+
+    def _note(self, *, failing: bool) -> None:
+        """Note whether the places behind take anything: who closes does not wait for them."""
+        with self._lock:
+            self._failing = failing
+            if failing:
+                self._idle.notify_all()
+
+    def _unsent(self) -> list[str]:
+        """Return the entries of the directory without a mark; some, where there are many."""
+        found = []
+        for entry in self._near.list():
+            if not self._is_sent(entry.name):
+                found.append(entry.name)
+                if len(found) >= _WAITING:
+                    self._looked = False
+                    break
+        return found
+
+    def _send(self, name: str) -> int:
+        """Copy one entry to each place behind; return the bytes that were sent.
+
+        Raises OSError, EntryError.
+        """
+        if self._is_sent(name):
+            return 0
+        try:
+            data = self._content(name)
+        except FileNotFoundError:  # evicted
+            return 0
+        _verified(data, self._namespace, name)
+        sent = 0
+        for tier in self._far:
+            if not tier.exists([name], len(data))[0]:
+                written = tier.write(_batch(name, data))
+                if written.statuses[0] == FAILED:
+                    raise written.problem or StorageError(5, f"{name} could not be written")
+                sent += len(data)
+        self._mark(name)
+        self.counts["sent"] += 1
+        self.counts["sent_nbytes"] += sent
+        return sent
+
+    def _content(self, name: str) -> bytes:
+        """Return a file's bytes. Raises OSError, UntrustedError."""
+        fd, status = self._near.open_file(name)
+        try:
+            return os.pread(fd, status.nbytes, 0)
+        finally:
+            os.close(fd)
+
+    def _sent_mark(self, name: str) -> str:
+        shard = name.partition("/")[2]
+        return SENT + hashlib.sha256(f"{self._where}\n{shard}".encode()).hexdigest()
+
+    def _is_sent(self, name: str) -> bool:
+        path = f"{chunk_path(name.partition('/')[0])}/{self._sent_mark(name)}"
+        try:
+            os.stat(path, dir_fd=self._near.fileno(), follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def _mark(self, name: str) -> None:
+        """Note that an entry was sent, without making its chunk look used."""
+        fd, chunk = self._near.fileno(), name.partition("/")[0]
+        mtime_ns = mtime_ns_of(fd, chunk)
+        mark(fd, chunk, self._sent_mark(name))
+        if mtime_ns is not None:
+            with suppress(OSError):
+                set_mtime(fd, chunk, mtime_ns)
+
+    # -- back to the directory ------------------------------------------------------------------
+
+    def came(self, name: str, data: bytes | None, before: str) -> None:
+        """Write an entry back that was read from behind, soon, if there is memory for it."""
+        nbytes = 0 if data is None else len(data)
+        with self._lock:
+            if self._closing.is_set() or self._back_nbytes + nbytes > _BACK_NBYTES:
+                self.counts["not_brought"] += 1
+                return
+            self._back_nbytes += nbytes
+
+        def bring(call: Call[None]) -> None:
+            del call
+            try:
+                if not self._closing.is_set():
+                    self._bring(name, data, before)
+            except (OSError, EntryError) as problem:
+                log.debug("entry %s is not written back: %s", name, problem)
+                self.counts["not_brought"] += 1
+            finally:
+                with self._lock:
+                    self._back_nbytes -= nbytes
+
+        with suppress(RuntimeError):
+            self._down.submit(bring)
+
+    def _bring(self, name: str, data: bytes | None, before: str) -> None:
+        """Write one entry to the directory. Raises OSError, EntryError."""
+        if self._near.exists([name])[0]:
+            return
+        data = self._fetched(name) if data is None else data
+        info = _verified(data, self._namespace, name)
+        key = info.key
+        if info.start and before and before != info.parent:
+            key = key._replace(previous=bytes.fromhex(before))
+        with self._capacity.reserve([key], len(data)) as room:
+            if not room.granted:
+                self.counts["not_brought"] += 1
+                return
+            written = self._near.write(_batch(name, data))
+            room.commit(written.statuses)
+        if written.problem is not None:
+            raise written.problem
+        self._mark(name)
+        self.counts["brought"] += 1
+        self.counts["brought_nbytes"] += len(data)
+
+    def _fetched(self, name: str) -> bytes:
+        """Read all of an entry from behind. Raises OSError, EntryError."""
+        for tier in self._far:
+            for entry in tier.list(f"{name.partition('/')[0]}/"):
+                if entry.name == name:
+                    batch = _batch(name, bytes(entry.nbytes))
+                    filled = tier.read(batch)
+                    if filled.problem is None:
+                        return bytes(batch.headers[0])
+        raise FileNotFoundError(name)
+
+
+def _batch(name: str, data: bytes) -> Batch:
+    """Return a batch of one entry as it is: all of it counts as a header."""
+    batch = Batch.of([name], Transfer(whole_plan(len(data)), (), (), ()))
+    batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
+    return batch
+
+
+def _verified(data: bytes, namespace: str, name: str) -> EntryInfo:
+    """Return what an entry says, if it is sound and is ``name``. Raises EntryError."""
+    info = parse_entry(data[:MAX_HEADER_NBYTES])
+    info.check_length(len(data))
+    if (info.namespace, entry_name(info.prefix_hash, info.shard)) != (namespace, name):
+        msg = f"it says that it is {info.prefix_hash}/{info.shard.name} of {info.namespace}"
+        raise ForeignEntryError(msg)
+    codec, view = codec_of(info), memoryview(data)[info.header_nbytes :]
+    blocks, start = [], 0
+    for nbytes in codec.unit_nbytes():
+        blocks.append([view[start : start + nbytes]])
+        start += nbytes
+    check_payload(info.layout, info.shard, info.checksums, digests_of(iter(blocks)))
+    return info

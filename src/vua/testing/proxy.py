@@ -1,0 +1,143 @@
+"""A proxy in front of an object store that does harm: for tests of what a cache makes of that."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Final
+from urllib.parse import urlsplit
+
+__all__ = ["HARMS", "FaultyProxy"]
+
+HARMS: Final = ("slow", "stalled", "503", "429", "reset", "truncated", "flipped")
+"""What may become of an answer."""
+
+_STALL_S: Final = 30.0
+
+
+class FaultyProxy:
+    """Passes HTTP requests on, and harms some of the answers. Safe for threads; one server each.
+
+    ``plan`` is asked before each request, with its number from 0 on, its method and its path, and
+    returns one of :data:`HARMS`, or "" for none.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        plan: Callable[[int, str, str], str] = lambda *_: "",
+        *,
+        delay_s: float = 0.05,
+    ) -> None:
+        """Listen on a free port of the loopback, for ``endpoint`` (``http://host:port``).
+
+        ``delay_s`` is how much later an answer comes that is ``slow``.
+        """
+        self.plan, self.delay_s = plan, delay_s
+        self.counts: Counter[str] = Counter()
+        """Requests by what became of them: one of :data:`HARMS`, or "" where they were passed."""
+        self.to = urlsplit(endpoint)
+        self.numbers = itertools.count()
+        self.closed = threading.Event()
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.proxy = self
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.closed.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+    proxy: FaultyProxy
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: clients go away in the middle here."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Say nothing."""
+
+    def _pass_on(self) -> None:
+        proxy = self.server.proxy
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        harm = proxy.plan(next(proxy.numbers), self.command, self.path)
+        proxy.counts[harm] += 1
+        if harm == "stalled":
+            proxy.closed.wait(_STALL_S)
+        elif harm == "slow":
+            proxy.closed.wait(proxy.delay_s)
+        if harm in ("503", "429"):
+            text = b"<Error><Code>SlowDown</Code></Error>"
+            self._answer(int(harm), [("Content-Length", str(len(text)))], text)
+            return
+        try:
+            status, headers, data = self._ask(body)
+        except OSError:
+            self._cut()
+            return
+        if harm == "flipped" and data:
+            middle = len(data) // 2
+            data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        if harm in ("reset", "truncated"):
+            data = data[: len(data) // 2 if harm == "truncated" else 0]
+            self._answer(status, headers, data)
+            self._cut()
+        else:
+            self._answer(status, headers, data)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on  # noqa: N815
+
+    def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        """Send the request as it came, which its signature needs. Raises OSError."""
+        to = self.server.proxy.to
+        connection = http.client.HTTPConnection(str(to.hostname), to.port, timeout=60)
+        try:
+            connection.putrequest(
+                self.command, self.path, skip_host=True, skip_accept_encoding=True
+            )
+            for name, value in self.headers.items():
+                connection.putheader(name, value)
+            connection.endheaders(body or None)
+            answer = connection.getresponse()
+            data = answer.read()
+        except http.client.HTTPException as problem:
+            raise OSError(str(problem)) from problem
+        finally:
+            connection.close()
+        dropped = ("transfer-encoding", "connection")
+        headers = [one for one in answer.getheaders() if one[0].lower() not in dropped]
+        if answer.chunked or not any(one[0].lower() == "content-length" for one in headers):
+            headers.append(("Content-Length", str(len(data))))
+        return answer.status, headers, data
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def _cut(self) -> None:
+        """End the connection at once."""
+        self.close_connection = True
+        self.wfile.flush()
+        self.connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,277 @@
+"""Mirrors `vua.store.travel` and `vua.storage.tiered`: a directory with a bucket behind it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import time
+import unittest
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+
+from buckets import memory_url, seaweedfs, speaking_to
+from helpers import DirectoryTest, caches_of, kv_bits
+from vua.core import VUA, VUAConfig
+from vua.errors import StorageError
+from vua.storage.bucket import Bucket
+from vua.store.namespace import Namespace
+
+pytest.importorskip("obstore")
+
+TOKENS = torch.arange(64)
+KV = caches_of(layers=2, heads=2, tokens=64, dim=8, seed=1)
+CONFIG = VUAConfig(split_factor=16, model="tiny")
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for something that a thread does."""
+    stop_s = time.monotonic() + 120
+    while not true():
+        if time.monotonic() > stop_s:
+            raise AssertionError("it never came")
+        time.sleep(0.01)
+
+
+def namespace_of(vua: VUA) -> Namespace:
+    """The open namespace of a cache."""
+    found = vua._writing or vua._reading  # noqa: SLF001
+    assert found is not None
+    return found
+
+
+class TierTest(DirectoryTest):
+    """A directory and a bucket."""
+
+    def setUp(self) -> None:
+        """Begin with nothing in either."""
+        super().setUp()
+        self.url = self.place()
+
+    def place(self) -> str:
+        """Return the URL of an empty bucket."""
+        return memory_url()
+
+    def tiers(self, host: str) -> list[str]:
+        """A host's directory, and the bucket that all of them have."""
+        return [str(self.root / host), self.url]
+
+    def open(self, host: str, config: VUAConfig = CONFIG) -> VUA:
+        """Open the cache on one host."""
+        return VUA(config, self.tiers(host))
+
+    def keys(self) -> set[str]:
+        """The entries in the bucket, by their keys."""
+        found = Bucket.at(self.url).walk()
+        return {one.key for one in found if one.key.endswith(".safetensors")}
+
+    def local(self, host: str) -> set[str]:
+        """The entries in a host's directory, by their paths."""
+        root = self.root / host
+        return {str(path.relative_to(root)) for path in root.rglob("??/*/*.safetensors")}
+
+    def put(self, host: str) -> None:
+        """Store a prompt on one host, and wait until it has travelled."""
+        with self.open(host) as vua:
+            self.assertEqual(4, vua.put(TOKENS, KV))
+            until(lambda: len(self.keys()) == 4)
+            until(lambda: not namespace_of(vua).travel.waiting)
+
+    def test_from_host_to_host(self) -> None:
+        """What one host stores another one finds, and then has in its own directory."""
+        self.put("a")
+        self.assertEqual(self.keys(), self.local("a"))
+        with self.open("b") as vua:
+            found = vua.get_closest(TOKENS)
+            self.assertEqual((64, kv_bits(KV)), (found.num_tokens, kv_bits(found.data)))
+            until(lambda: self.local("b") == self.keys())
+            until(lambda: namespace_of(vua).travel.counts["brought"] == 4)
+        alone = VUA(CONFIG, self.root / "b")
+        found = alone.get_closest(TOKENS)
+        self.assertEqual((64, kv_bits(KV)), (found.num_tokens, kv_bits(found.data)))
+        alone.close()
+
+    def test_what_was_not_sent_is_found_again(self) -> None:
+        """Chunks stored without the bucket, or left by a crash, are sent by the next who opens."""
+        with VUA(CONFIG, self.root / "a") as vua:
+            vua.put(TOKENS, KV)
+        times = {path: path.stat().st_mtime_ns for path in self.root.glob("a/*/??/*")}
+        with self.open("a") as vua:
+            self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+            until(lambda: len(self.keys()) == 4)
+            until(lambda: namespace_of(vua).travel.counts["sent"] == 4)
+            before_s = min(times.values()) / 1e9
+        self.assertLess(before_s, time.time())
+        with self.open("a") as vua:  # and not once more
+            self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+            until(lambda: not namespace_of(vua).travel.waiting)
+            self.assertEqual(0, namespace_of(vua).travel.counts["sent"])
+
+    def test_marks_do_not_look_like_a_use(self) -> None:
+        """A chunk that is sent keeps its place in the order of eviction."""
+        with VUA(CONFIG, self.root / "a") as vua:
+            vua.put(TOKENS, KV)
+        chunks = sorted(self.root.glob("a/*/??/*"))
+        times = [path.stat().st_mtime_ns for path in chunks]
+        namespace = next(path for path in (self.root / "a").iterdir() if len(path.name) == 64)
+        opened = Namespace.open(VUA(CONFIG, self.tiers("a")).path / namespace.name)
+        until(lambda: opened.travel.counts["sent"] == 4 and not opened.travel.waiting)
+        opened.close()
+        self.assertEqual(times, [path.stat().st_mtime_ns for path in chunks])
+
+    def test_without_the_bucket(self) -> None:
+        """While it does not answer everything works with the directory; later it is sent."""
+        failing = mock.patch.object(Bucket, "_request", side_effect=StorageError(5, "it is down"))
+        with (
+            self.assertLogs("vua", logging.WARNING),
+            failing,
+            self.open("a") as vua,
+        ):
+            self.assertEqual(4, vua.put(TOKENS, KV))
+            found = vua.get_closest(TOKENS)
+            self.assertEqual((64, kv_bits(KV)), (found.num_tokens, kv_bits(found.data)))
+            until(lambda: namespace_of(vua).travel.counts["send_failed"] > 0)
+            self.assertGreater(namespace_of(vua).travel.waiting, 0)
+        self.assertEqual(set(), self.keys())
+        with self.open("a") as vua:
+            vua.get_closest(TOKENS)
+            until(lambda: len(self.keys()) == 4)
+
+    def test_damage_near(self) -> None:
+        """Each damaged file of the directory is a miss once, then comes from the bucket."""
+        self.put("a")
+        for path in self.root.glob("a/*/??/*/*.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(bytes(data))
+        with self.open("a") as vua, self.assertLogs("vua", logging.WARNING):
+
+            def healed() -> bool:
+                self.assertIn(vua.get_closest(TOKENS).num_tokens, (0, 16, 32, 48, 64))
+                return namespace_of(vua).travel.counts["brought"] == 4
+
+            until(healed)
+            found = vua.get_closest(TOKENS)
+            self.assertEqual(kv_bits(KV), kv_bits(found.data))
+        self.assertEqual(4, len(self.keys()))
+
+    def test_damage_is_not_copied(self) -> None:
+        """Damage travels in neither direction."""
+        with VUA(CONFIG, self.root / "a") as vua:
+            vua.put(TOKENS, KV)
+        path = next(iter(sorted(self.root.glob("a/*/??/*/*.safetensors"))))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(bytes(data))
+        with self.open("a") as vua, self.assertLogs("vua", logging.WARNING) as said:
+            vua.get_closest(TOKENS[:0])
+            until(lambda: len(self.keys()) == 3)
+            until(lambda: any("not sent on" in line for line in said.output))
+        bucket = Bucket.at(self.url)
+        for key in self.keys():
+            data = bytearray(bucket.get(key)[1])
+            data[-1] ^= 1
+            bucket.put(key, bytes(data))
+        with self.open("b") as vua, self.assertLogs("vua", logging.WARNING):
+            self.assertEqual(0, vua.get_closest(TOKENS).num_tokens)
+            until(lambda: namespace_of(vua).travel.counts["not_brought"] > 0)
+        self.assertEqual(set(), self.local("b"))
+
+    def test_bandwidth(self) -> None:
+        """What is sent keeps within the limit, and a cache that closes does not wait for it."""
+        slow = VUAConfig(split_factor=16, model="tiny", upload_mib_s=1e-6)
+        began_s = time.monotonic()
+        limit = mock.patch("vua.store.travel._CLOSE_S", 0.2)
+        with limit, self.open("a", slow) as vua:
+            vua.put(TOKENS, KV)
+            until(lambda: len(self.keys()) == 1)
+            self.assertEqual(1, namespace_of(vua).travel.counts["sent"])
+        self.assertLess(time.monotonic() - began_s, 100)
+        self.assertEqual(1, len(self.keys()))
+        with self.open("a") as vua:
+            vua.get_closest(TOKENS)
+            until(lambda: len(self.keys()) == 4)
+
+    def test_eviction_spares_what_was_not_sent(self) -> None:
+        """What has not travelled stays while other chunks can go, and goes where none can."""
+        self.put("a")
+        namespace = next(path for path in (self.root / "a").iterdir() if len(path.name) == 64)
+        sizes = [path.stat().st_size for path in (self.root / "a").rglob("*.safetensors")]
+        for path in self.root.glob("a/*/??/*"):  # long ago
+            os.utime(path, (1e9, 1e9))
+        first = sorted(self.root.glob("a/*/??/*"))[:2]
+        for path in first:
+            os.utime(path, (1e9 - 100, 1e9 - 100))
+            for sent in path.glob("sent-*"):
+                sent.unlink()
+            os.utime(path, (1e9 - 100, 1e9 - 100))
+        from vua.capacity.evictor import Evictor
+
+        evictor = Evictor(self.root / "a")
+        evictor.spares_unsent = True
+        freed = evictor.evict(sizes[0], time.time_ns())
+        self.assertEqual(1, freed.chunks)
+        self.assertTrue(all(path.exists() for path in first))
+        self.assertEqual(0, evictor.counts["unsent_evicted"])
+        freed = evictor.evict(2 * sizes[0], time.time_ns())
+        self.assertEqual((2, 1), (freed.chunks, evictor.counts["unsent_evicted"]))
+        self.assertTrue(namespace.is_dir())
+
+    def test_killed_on_the_way(self) -> None:
+        """Killed while chunks travel: nothing wrong is found, and in the end all has travelled."""
+        tiers = [str(self.root / "a"), str(self.root / "shared")]
+        for attempt in range(4):
+            child = os.fork()
+            if not child:
+                with VUA(CONFIG, tiers) as vua:
+                    vua.put(TOKENS + attempt, KV)
+                    time.sleep(100)
+                os._exit(0)
+            stop_s = time.monotonic() + 0.05 * attempt
+            until(lambda: len(self.local("a")) >= 2 and time.monotonic() > stop_s)  # noqa: B023
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        wanted = self.local("a")
+        with VUA(CONFIG, tiers) as vua:
+            vua.get_closest(TOKENS)
+            until(lambda: wanted <= self.local("shared"))
+            until(lambda: not namespace_of(vua).travel.waiting)
+        shutil.rmtree(self.root / "a")
+        with VUA(CONFIG, self.root / "shared") as vua:
+            for attempt in range(4):
+                found = vua.get_closest(TOKENS + attempt)
+                tokens = found.num_tokens
+                self.assertEqual(kv_bits(KV, tokens) if tokens else [], kv_bits(found.data))
+
+
+@pytest.mark.thorough
+class SeaweedFSTierTest(TierTest):
+    """The same with a real server."""
+
+    def place(self) -> str:
+        """Return the URL of an empty place of its bucket."""
+        self.enterContext(speaking_to(seaweedfs().endpoint))
+        return seaweedfs().place()
+
+
+class DirectoryBehindTest(TierTest):
+    """The same with another directory behind the first one."""
+
+    def place(self) -> str:
+        """Return a directory."""
+        return str(self.root / "behind")
+
+    def keys(self) -> set[str]:
+        """The entries in it."""
+        return self.local("behind")
+
+    test_without_the_bucket = None
+    test_damage_is_not_copied = None
+
+
+if __name__ == "__main__":
+    unittest.main()

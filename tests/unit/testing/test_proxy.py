@@ -1,0 +1,121 @@
+"""Mirrors `vua.testing.proxy`: each harm in front of a real server costs hits and bounded time."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+import unittest
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from buckets import seaweedfs, speaking_to
+from helpers import DirectoryTest, caches_of, kv_bits
+from vua.core import VUA, VUAConfig
+from vua.errors import StorageError
+from vua.storage.bucket import Bucket
+from vua.testing.proxy import HARMS, FaultyProxy
+
+pytest.importorskip("obstore")
+pytestmark = pytest.mark.thorough
+
+TOKENS = torch.arange(128)
+KV = caches_of(layers=2, heads=2, tokens=128, dim=8, seed=1)
+CONFIG = VUAConfig(split_factor=16, model="tiny")
+
+
+class ProxyTest(DirectoryTest):
+    """A bucket behind a proxy that does harm."""
+
+    def setUp(self) -> None:
+        """Store a prompt without harm."""
+        super().setUp()
+        self.proxy = FaultyProxy(seaweedfs().endpoint)
+        self.addCleanup(self.proxy.close)
+        self.enterContext(speaking_to(self.proxy.endpoint))
+        self.url = seaweedfs().place()
+        with VUA(CONFIG, self.url) as vua:
+            self.assertEqual(8, vua.put(TOKENS, KV))
+
+    def get(self) -> int:
+        """How many tokens are found; they are right."""
+        with VUA(CONFIG, self.url) as vua:
+            found = vua.get_closest(TOKENS)
+        tokens = found.num_tokens
+        self.assertEqual(kv_bits(KV, tokens) if tokens else [], kv_bits(found.data))
+        return tokens
+
+    def harm(self, harm: str, which: Callable[[int], bool], methods: str = "GET") -> None:
+        """Harm those answers with entries, of all that come from now on, whose numbers fit."""
+        first = next(self.proxy.numbers)
+
+        def plan(number: int, method: str, path: str) -> str:
+            fits = method in methods and path.endswith(".safetensors")
+            return harm if fits and which(number - first) else ""
+
+        self.proxy.plan = plan
+
+    def test_each_harm_of_some(self) -> None:
+        """Some answers are harmed: others are asked for, or the prefix is shorter; never wrong."""
+        for harm in HARMS:
+            with self.subTest(harm):
+                self.harm(harm, lambda number: number % 5 == 2)
+                began_s = time.monotonic()
+                tokens = self.get()
+                took_s = time.monotonic() - began_s
+                self.assertGreater(self.proxy.counts[harm], 0)
+                self.assertLess(took_s, 60)
+                if harm != "flipped":
+                    self.assertEqual(128, tokens, f"{harm} is tried again")
+                self.proxy.plan = lambda *_: ""
+                with VUA(CONFIG, self.url) as vua:
+                    vua.put(TOKENS, KV)
+                self.assertEqual(128, self.get())
+
+    def test_all_are_harmed(self) -> None:
+        """Nothing is found then, within bounded time, and afterwards everything again."""
+        for harm in ("503", "429", "reset", "truncated"):
+            with self.subTest(harm):
+                self.harm(harm, lambda _: True)
+                began_s = time.monotonic()
+                with self.assertLogs("vua", logging.DEBUG):
+                    self.assertEqual(0, self.get())
+                self.assertLess(time.monotonic() - began_s, 90)
+                self.proxy.plan = lambda *_: ""
+                bucket = Bucket.at(self.url)
+                bucket.breaker.succeeded()
+                self.assertEqual(128, self.get())
+
+    def test_the_breaker(self) -> None:
+        """A server that fails again and again is left alone: its requests fail at once."""
+        self.proxy.plan = lambda *_: "503"
+        bucket = Bucket.at(self.url)
+        for _ in range(3):
+            with self.assertRaises(StorageError):
+                bucket.head("x")
+        asked = sum(self.proxy.counts.values())
+        with self.assertRaisesRegex(StorageError, "left alone"):
+            bucket.head("x")
+        self.assertEqual(asked, sum(self.proxy.counts.values()))
+
+    def test_five_percent(self) -> None:
+        """A twentieth of all answers is harmed in some way, 100 times: nothing wrong, no error."""
+        draw = random.Random(5)
+        harms = [harm for harm in HARMS if harm != "stalled"]
+        self.proxy.plan = lambda *_: draw.choice(harms) if draw.random() < 0.05 else ""
+        hits = 0
+        with VUA(CONFIG, self.url) as vua:
+            for _ in range(100):
+                found = vua.get_closest(TOKENS)
+                tokens = found.num_tokens
+                self.assertEqual(kv_bits(KV, tokens) if tokens else [], kv_bits(found.data))
+                hits += tokens == 128
+                vua.put(TOKENS, KV)
+        self.assertGreater(hits, 50)
+        self.assertGreater(sum(self.proxy.counts.values()) - self.proxy.counts[""], 10)
+
+
+if __name__ == "__main__":
+    unittest.main()
