@@ -160,7 +160,7 @@ class Workers(Generic[T]):
     def _take(self) -> tuple[Callable[[Attempt[T]], None], Attempt[T]] | None:
         with self._changed:
             self._idle += 1
-            while not self._queue or len(self._running) >= self._threads:
+            while not self._queue or self._started - self._idle >= self._threads:
                 if self._closed and not self._queue:
                     return None
                 self._changed.wait()
