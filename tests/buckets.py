@@ -71,6 +71,8 @@ class SeaweedFS:
             "s3": "true",
             "s3.port": s3,
             "s3.port.grpc": s3_grpc,
+            "s3.port.iceberg": 0,  # these two would have the same ports in each server
+            "s3.port.lance": 0,
             "s3.config": self.folder / "s3.json",
         }
         with (self.folder / "log").open("ab") as log:
