@@ -32,6 +32,8 @@ from vua.store.store import EntryWriter, Loader, Store
 
 __all__ = ["GroupTransfer", "PageLayouts", "Rank", "Tables", "save_limit"]
 
+_LEAST_NBYTES: Final = 512 << 20
+"""Memory for saves, unless the machine has too little: a disk may stand still for a while."""
 LOAD_SLAB_NBYTES: Final = 16 << 20
 
 Tables: TypeAlias = Mapping[str, int]
@@ -63,18 +65,19 @@ class Rank(NamedTuple):
 
 
 def save_limit(model: Model, chunk_nbytes: int, max_pending_mib: int) -> int:
-    """Return for how many chunks of one group a rank has buffers: those of two full steps.
+    """Return for how many chunks of one group a rank has buffers: those of two full steps at least.
 
     Args:
         model: the engine's KV cache; its groups share the memory.
         chunk_nbytes: what this rank holds of one chunk of the group.
-        max_pending_mib: the memory for all groups; 0: an eighth of the machine's, which all ranks
-            share, at most.
+        max_pending_mib: the memory for all groups; 0: for two steps, or 512 MiB where that is more,
+            and at most an eighth of the machine's, which all ranks share.
     """
     most = (max_pending_mib << 20) or machine_memory_nbytes() // 8 // model.workers
     chunks = most // len(model.groups) // chunk_nbytes
     if not max_pending_mib:
-        chunks = min(chunks, 2 * -(-model.step_tokens // model.chunk_tokens))
+        steps = 2 * -(-model.step_tokens // model.chunk_tokens)
+        chunks = min(chunks, max(steps, _LEAST_NBYTES // len(model.groups) // chunk_nbytes))
     return max(1, chunks)
 
 

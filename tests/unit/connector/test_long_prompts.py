@@ -35,6 +35,8 @@ class LongPromptTest(DirectoryTest):
     def setUp(self) -> None:
         """A storage that writes as many files as it is allowed to."""
         super().setUp()
+        for_small = "vua.connector.group_transfer._LEAST_NBYTES"  # which all of them fit into
+        self.enterContext(unittest.mock.patch(for_small, 0))
         self.allowed = threading.Semaphore(0)
         self.sink = Sink(lambda _: self.allowed.acquire())
 
@@ -184,12 +186,13 @@ class MemoryTest(unittest.TestCase):
         return save_limit(model, LLAMA_8B.full.payload_nbytes(LLAMA_8B), mib)
 
     def test_default(self) -> None:
-        """Two full steps; an eighth of the machine's memory over all workers at most."""
+        """Two full steps or 512 MiB; an eighth of the machine's memory for all workers at most."""
         with unittest.mock.patch(
             "vua.connector.group_transfer.machine_memory_nbytes", return_value=64 << 30
         ):
             self.assertEqual(256, self.limit())  # 2 GiB
             self.assertEqual(64, self.limit(step_tokens=2048))
+            self.assertEqual(64, self.limit(step_tokens=512))  # 512 MiB
             self.assertEqual(1024, self.limit(step_tokens=131072))  # 8 GiB
             self.assertEqual(128, self.limit(step_tokens=131072, workers=8))
             self.assertEqual(512, self.limit(mib=4096))
