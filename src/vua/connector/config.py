@@ -82,8 +82,8 @@ class WorkerResources:
     max_pending_save_mib: int = 0
     """Memory for chunks waiting to be written, in MiB; what does not fit is tried again while its
     request runs. 0: what two full steps of the engine compute (`max_num_batched_tokens`), at least
-    512 MiB, at most an eighth of the machine's memory for all workers. Raise it where the share
-    "no" of `vua_prompt_chunk_tokens_total` grows."""
+    512 MiB or 256 chunks, at most an eighth of the machine's memory for all workers. Raise it where
+    the share "no" of `vua_prompt_chunk_tokens_total` grows."""
     upload_mib_s: int = 1000
     """Bandwidth for what travels on from a directory to the places behind it, in MiB per second."""
 

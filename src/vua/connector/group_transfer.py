@@ -33,7 +33,8 @@ from vua.store.store import EntryWriter, Loader, Store
 __all__ = ["GroupTransfer", "PageLayouts", "Rank", "Tables", "save_limit"]
 
 _LEAST_NBYTES: Final = 512 << 20
-"""Memory for saves, unless the machine has too little: a disk may stand still for a while."""
+_LEAST_CHUNKS: Final = 256
+"""Buffers for saves, as many as one of these allows: a disk may stand still for a while."""
 LOAD_SLAB_NBYTES: Final = 16 << 20
 
 Tables: TypeAlias = Mapping[str, int]
@@ -77,7 +78,8 @@ def save_limit(model: Model, chunk_nbytes: int, max_pending_mib: int) -> int:
     chunks = most // len(model.groups) // chunk_nbytes
     if not max_pending_mib:
         steps = 2 * -(-model.step_tokens // model.chunk_tokens)
-        chunks = min(chunks, max(steps, _LEAST_NBYTES // len(model.groups) // chunk_nbytes))
+        least = min(_LEAST_CHUNKS, _LEAST_NBYTES // len(model.groups) // chunk_nbytes)
+        chunks = min(chunks, max(steps, least))
     return max(1, chunks)
 
 
