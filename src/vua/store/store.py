@@ -23,7 +23,7 @@ from vua.io.plan import EntryPlan
 from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
-from vua.storage.base import Storage, entry_name, parse_name
+from vua.storage.base import WRITTEN, Storage, entry_name, parse_name
 from vua.storage.tiered import TieredStorage
 from vua.store.entry_reader import EntryReader, Verified
 from vua.store.entry_writer import EntryWriter
@@ -185,7 +185,7 @@ class Store:
         StorageError (NotWritableError, StorageFullError); of what was stored before nothing
         changes, but some may be evicted.
         """
-        return self.writer(memory, shard=shard).save(key, place=place)
+        return self.writer(memory, shard=shard).save([key], place) == [WRITTEN]
 
     def writer(self, memory: MemoryMap, *, shard: Shard | None = None) -> EntryWriter:
         """Return something that writes from ``memory`` again and again, for one thread at a time.

@@ -351,7 +351,7 @@ class TestCapacity(DirectoryTest):
         keys = KeyChain(token_ids([1, 2, 3]), 1)
         lone = KeyChain(token_ids([8, 9]), 1)
         for key in (keys[0], keys[2], keys[1], lone[1]):
-            cache.saver.save(key)
+            cache.saver.save([key])
         cache.capacity.close()
         self.assertEqual(3, cache.store.lookup(keys))
         self.assertFalse(cache.store.holds(lone[1], [LAYOUT.full]))
