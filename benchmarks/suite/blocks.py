@@ -12,8 +12,8 @@ from importlib.util import find_spec
 
 from suite.context import Bench
 from suite.measure import Arm, Row, measure
+from vua import native
 from vua.cli.bench_files import expect
-from vua.native import batches
 
 __all__ = ["moves"]
 
@@ -69,14 +69,13 @@ def _form(bench: Bench, axes: str, name: str, heads: int, dim: int, block: int) 
     expect("control: emptied blocks", holds=not torch.equal(kept, scattered))
     gather(cache, slots, *other)
     expect("gathered after scatter", holds=torch.equal(arrays, other))
-    theirs, ours = torch.get_num_threads(), batches.THREADS
+    theirs = torch.get_num_threads()
     torch.set_num_threads(1)
-    batches.THREADS = 1  # type: ignore[misc]
     try:
-        timings = measure(arms, "memcpy", bench.rounds(15))
+        with native.crew.fixed(1):
+            timings = measure(arms, "memcpy", bench.rounds(15))
     finally:
         torch.set_num_threads(theirs)
-        batches.THREADS = ours  # type: ignore[misc]
     nbytes = arrays.numel() * 2
     for arm in ("gather", "scatter"):
         yield timings.row("C4", name, arm, "memcpy", nbytes=nbytes, target=0.9)

@@ -16,11 +16,12 @@ import numpy as np
 from suite.context import Bench
 from suite.measure import Arm, Row, busy_process, busy_thread, measure
 from suite.prompts import CASES, TINY, Case, Memory, file_path, file_rows, keys_of, make, noise
+from vua import native
 from vua.cli.bench_files import Buffer, RawFile, cool, direct_works, expect, in_buffer, is_cold
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.io import posix
-from vua.native import batches, bindings
+from vua.native import bindings
 from vua.storage.local import LocalStorage
 from vua.store.namespace import Namespace
 from vua.store.store import Store
@@ -161,12 +162,8 @@ def _beside(
 
 def one_thread(load: Callable[[], None]) -> None:
     """Load with one thread of the native loop."""
-    kept = batches.THREADS
-    batches.THREADS = 1  # type: ignore[misc]
-    try:
+    with native.crew.fixed(1):
         load()
-    finally:
-        batches.THREADS = kept  # type: ignore[misc]
 
 
 def in_python(load: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gpu import first_run
 from helpers import ROOT
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -43,18 +44,6 @@ class TestPrograms(unittest.TestCase):
             parts = {"overhead", "time to first token", "after a restart"}
             self.assertLessEqual(parts, json.loads(out.read_text()).keys())
 
-    @pytest.mark.vllm
-    @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-    @pytest.mark.thorough
-    def test_gpu_engine_benchmark(self) -> None:
-        """The benchmark for vLLM on a GPU works, on the CPU and tiny, and checks what it loads."""
-        with tempfile.TemporaryDirectory() as name:
-            out = Path(name) / "result.json"
-            done = run("benchmarks/gpu/engine.py", "--tiny", "--json", str(out), timeout_s=600)
-
-            self.assertEqual(0, done.returncode, done.stderr)
-            self.assertEqual(8, len(json.loads(out.read_text())))
-
     @pytest.mark.thorough
     def test_directory_benchmark(self) -> None:
         """The tools on a directory, and its use beside a small one; wrong bytes are an error."""
@@ -69,15 +58,47 @@ class TestPrograms(unittest.TestCase):
             self.assertEqual(9, len(found["commands"]))
             self.assertFalse(Path(name, "kv").exists())
 
+    @pytest.mark.vllm
+    @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
     @pytest.mark.thorough
-    def test_gpu_transfers_benchmark(self) -> None:
-        """The benchmark of transfers works on the CPU, with every way to the blocks checked."""
+    def test_first_gpu_run(self) -> None:
+        """All steps of the first run on a GPU work, small and on the CPU; each checks its bytes."""
         with tempfile.TemporaryDirectory() as name:
             out = Path(name) / "result.json"
-            program = ("benchmarks/gpu/transfers.py", "--device", "cpu", "--rounds", "1")
-            done = run(*program, "--dir", name, "--json", str(out), timeout_s=300)
+            program = ("benchmarks/gpu/first_run.py", str(out), "--cpu", "--dir", name)
+            done = run(*program, timeout_s=1200)
 
             self.assertEqual(0, done.returncode, done.stderr)
-            rows = json.loads(out.read_text())
+            found = json.loads(out.read_text())
+        self.assertEqual({"1", "2", "3", "4", "5", "6"}, {name[0] for name in found})
+        parts = {name: part for name, part in found.items() if "exit" in part}
+        self.assertEqual({}, {name: part for name, part in parts.items() if part["exit"] != 0})
+        rows = parts["2 transfers"]["results"]
         self.assertEqual({f"G{n}" for n in (1, 2, 3, 5, 6, 7)}, {row["id"] for row in rows})
         self.assertIn("GDS, verified, to blocks", {row["arm"] for row in rows})
+        self.assertEqual(8, len(parts["3 loads"]["results"]))
+        self.assertTrue(parts["4 vllm"]["results"]["eager"]["good"])
+        self.assertEqual(8, len(parts["5 engine"]["results"]))
+
+    def test_first_gpu_run_goes_on(self) -> None:
+        """A part that hangs, with what it has started, or fails, ends alone; all is written."""
+        forks = "import os, time; os.fork(); print('begun', flush=True); time.sleep(3600)"
+        results = "import sys; open(sys.argv[1], 'w').write('[1]'); sys.exit(3)"
+        parts = (
+            first_run.Part(1, "hangs", 1, (), ("-c", forks)),
+            first_run.Part(2, "fails", 600, (), ("-c", results, "{json}")),
+            first_run.Part(3, "is missing", 600, (), ("-c", ""), ("/nowhere/program",)),
+            first_run.Part(4, "works", 600, (), ("-c", "print('well')")),
+            first_run.Part(5, "is for a GPU", 600, ("-c", "")),
+        )
+        with tempfile.TemporaryDirectory() as name:
+            out = Path(name) / "result.json"
+            for some in (parts[:2], parts[2:]):
+                first_run.go_through(some, out, name, cpu=True)
+            hangs, fails, missing, works, gpu = json.loads(out.read_text()).values()
+
+        self.assertEqual("ended at its limit of 1 s", hangs["status"])
+        self.assertEqual((3, [1]), (fails["exit"], fails["results"]))
+        self.assertIn("cannot be started", missing["status"])
+        self.assertEqual((0, "well\n"), (works["exit"], works["output"]))
+        self.assertEqual("not without a GPU", gpu["status"])

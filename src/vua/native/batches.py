@@ -41,6 +41,7 @@ class _Crew:
 
     def __init__(self) -> None:
         self._processes = 1
+        self._fixed: int | None = None
         self.after_fork()
         watch(self)
 
@@ -54,6 +55,15 @@ class _Crew:
         self._processes = max(1, processes)
 
     @contextmanager
+    def fixed(self, threads: int) -> Iterator[None]:
+        """Give each large call ``threads`` threads meanwhile, whatever the machine: to measure."""
+        before, self._fixed = self._fixed, threads
+        try:
+            yield
+        finally:
+            self._fixed = before
+
+    @contextmanager
     def joined(self, nbytes: int, thread_nbytes: int = _THREAD_NBYTES) -> Iterator[int]:
         """Count a call that moves ``nbytes``, and yield how many threads it is to have.
 
@@ -62,7 +72,8 @@ class _Crew:
         """
         most = min(THREADS, max(min(2, _CORES), _CORES // 2 // self._processes))
         with self._lock:
-            threads = max(1, min(nbytes // thread_nbytes, most, _CORES - self._working))
+            most = self._fixed or min(most, _CORES - self._working)
+            threads = max(1, min(nbytes // thread_nbytes, most))
             self._working += threads
         try:
             yield threads

@@ -114,6 +114,8 @@ class TestCrew(unittest.TestCase):
                     self.assertEqual((1, min(expected[0], max(1, cores - 1))), (few, many))
                 with crew.joined(5 * small) as two:
                     self.assertEqual(min(2, expected[0]), two)
+                with crew.fixed(5), crew.joined(large) as one, crew.joined(large) as another:
+                    self.assertEqual((5, 5), (one, another))
 
 
 @unittest.skipUnless(has_native(), NOT_BUILT)
