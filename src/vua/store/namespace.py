@@ -28,7 +28,6 @@ from vua.format.layout import KVLayout
 from vua.io.atomic import atomic_write
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner, open_directory
-from vua.storage.base import Storage
 from vua.storage.bucket_mark import describe_in_bucket
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import DESCRIPTION, FORMAT, read_description
@@ -179,7 +178,8 @@ class Namespace:
             raise LayoutError(_difference(path, found.layouts, wanted))
         if isinstance(root, Tiers) and root.far and isinstance(storage, LocalStorage):
             far = _open_behind(root.far, identity, wanted, security)
-            tiered = TieredStorage(storage, far, ", ".join(map(str, root.far)))
+            where = ", ".join(str(one.directory.parent) for one in far)
+            tiered = TieredStorage(storage, far, where)
             return cls(tiered, wanted, security, bounds, upload_mib_s)
         return cls(storage, wanted, security, bounds)
 
@@ -228,9 +228,9 @@ def _open_behind(
     identity: Identity,
     layouts: Sequence[KVLayout],
     security: Security,
-) -> list[Storage]:
+) -> list[LocalStorage | ObjectStorage]:
     """Open the places behind a directory; one that is not there is left out, and said."""
-    found: list[Storage] = []
+    found: list[LocalStorage | ObjectStorage] = []
     for root in places:
         path = root / identity.namespace
         make = functools.partial(_make, path, identity, layouts, security)

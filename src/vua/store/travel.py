@@ -194,7 +194,7 @@ class Travel:
 
         Raises OSError, EntryError.
         """
-        if self._is_sent(name):
+        if not self._far or self._is_sent(name):
             return 0
         try:
             data = self._content(name)
