@@ -221,6 +221,13 @@ class Bucket:
             with suppress(OSError):
                 self.delete([aside])
 
+    def try_renew(self, key: str) -> bool:
+        """Return whether :meth:`renew` succeeded; raises nothing."""
+        with suppress(OSError):
+            self.renew(key)
+            return True
+        return False
+
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, where they are there. Raises StorageError."""
         for first in range(0, len(keys), 1000):
