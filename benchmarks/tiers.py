@@ -70,8 +70,12 @@ def near_hits(root: Path, url: str, chunks: int, rounds: int) -> None:
                 times[arm].append(seconds(arms[arm], tokens))
         alone, tiered = (median(times[arm][2:]) for arm in ("alone", "tiered"))
         gb = chunks * (8 << 20) / 1e9
-        print(f"near hit: alone {gb / alone:.2f} GB/s, with a bucket behind {gb / tiered:.2f} GB/s,")
-        print(f"  {100 * (tiered / alone - 1):+.1f} % time (median of {rounds - 2} each)", flush=True)
+        print(
+            f"near hit: alone {gb / alone:.2f} GB/s, with a bucket behind {gb / tiered:.2f} GB/s,"
+        )
+        print(
+            f"  {100 * (tiered / alone - 1):+.1f} % time (median of {rounds - 2} each)", flush=True
+        )
 
 
 def written_back(root: Path, url: str, chunks: int, prompts: int, rounds: int) -> None:
@@ -102,7 +106,9 @@ def written_back(root: Path, url: str, chunks: int, prompts: int, rounds: int) -
     gb = prompts * chunks * (8 << 20) / 1e9
     print(f"loads from behind: {gb / off:.2f} GB/s, written back meanwhile {gb / on:.2f} GB/s,")
     print(f"  {100 * (on / off - 1):+.1f} % time; {brought} of {rounds * prompts * chunks} brought")
-    print("  ", [f"{100 * (b / a - 1):+.0f}" for a, b in zip(times["off"], times["on"], strict=True)])
+    print(
+        "  ", [f"{100 * (b / a - 1):+.0f}" for a, b in zip(times["off"], times["on"], strict=True)]
+    )
 
 
 def main() -> None:

@@ -347,7 +347,13 @@ def _told(problem: Exception) -> str:
     found = [match.group(1) for match in (_STATUS.search(text), _CODE.search(text)) if match]
     if found:
         return " ".join(dict.fromkeys(found))
-    for words in ("builder error", "redirect", "timed out", "error sending request", "error decoding"):
+    for words in (
+        "builder error",
+        "redirect",
+        "timed out",
+        "error sending request",
+        "error decoding",
+    ):
         if words in text:
             http = words == "builder error" and "http://" in text
             return "plain http, which AWS_ALLOW_HTTP=true allows" if http else words
