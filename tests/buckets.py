@@ -62,6 +62,7 @@ class SeaweedFS:
             "master.port.grpc": master_grpc,
             "master.volumeSizeLimitMB": 64,
             "master.telemetry": "false",
+            "master.electionTimeout": "1s",  # a server that starts again waits for it
             "volume.port": volume,
             "volume.port.grpc": volume_grpc,
             "volume.max": 40,
