@@ -88,7 +88,7 @@ def step(title: str, command: list[str], *, needed: bool = True, **environment: 
         ended.set()
         ticker.join()
     if done.returncode and not needed:
-        print("not to be had here", flush=True)
+        print("failed; what needs it is skipped", flush=True)
     elif done.returncode:
         print(f"failed with exit status {done.returncode}", flush=True)
         tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
@@ -323,7 +323,7 @@ def install_sglang() -> bool:
 def sglang(*arguments: str) -> int:
     """Runs the tests that need SGLang: its pools and a server on the CPU, in a short form."""
     if not install_sglang():
-        print("sglang: skipped, since SGLang is not to be had here", flush=True)
+        print("sglang: skipped, since SGLang could not be installed", flush=True)
         return 0
     python = SGLANG / "bin" / "python"
     paths = (ROOT / "src", ROOT / "tests" / "e2e" / "sglang_on_cpu")
