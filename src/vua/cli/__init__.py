@@ -66,7 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="vua",
         description="Look into a VUA cache directory.",
         epilog="Look: ls, du, top, inspect, explain. Check: verify, doctor. "
-        "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. Measure: bench. Set up: key, completion. "
+        "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. Measure: bench. "
+        "Set up: key, completion. "
         f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
         "all is well, 1 damage or not all done, 2 no sense or no such directory.",
     )
