@@ -97,7 +97,7 @@ class SchedulerTest(unittest.TestCase):
         self.assertEqual((48, True), answer(side, other))
 
     def test_steps_without_the_draft(self) -> None:
-        """Where a request is too long for the draft nothing of its step is stored, nor on top of it.
+        """Where a request is too long for the draft nothing of its step is stored, or atop of it.
 
         Negative control: one token less, and all of it is.
         """
