@@ -40,6 +40,7 @@ from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.storage.base import WRITTEN
 from vua.store.namespace import Namespace
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, k_dim=16, v_dim=16, dtype="BF16", chunk_tokens=4)
@@ -128,7 +129,7 @@ class Serving:
         if int(last[-1]) != content_of(prompt, PROMPT_CHUNKS - 1):
             sys.exit(f"{self.root}: wrong bytes")
         key = keys_of(new)[0]
-        clocked("save", lambda: self.saver.save(key), 1)
+        clocked("save", lambda: self.saver.save([key]).count(WRITTEN), 1)
         shutil.rmtree(self.root / self.store.namespace / key.name[:2] / key.name)
 
     def hot(self, prompts: int) -> list[int]:
@@ -191,7 +192,7 @@ def work(root: Path, kind: str, seed: int, seconds: float, most: int, prompts: i
         for place in range(found, PROMPT_CHUNKS):
             bytes_[place] = content_of(prompt, place)
             began = time.monotonic()
-            if saver.save(keys[place], place=place):
+            if saver.save([keys[place]], place) == [WRITTEN]:
                 done += 1
             elif not store.holds(keys[place], [LAYOUT.full]):
                 refused += 1

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = ("__init__.py", "config.py", "core.py", "errors.py", "serdes.py")
 """Modules that are meant to lie flat."""
 DATA_PATH = ("format", "io", "native", "storage", "store")
+ROOMS = ", ".join(DATA_PATH)
 BELOW_ENGINES = (*DATA_PATH, "capacity", "security", "weights")
 SETTINGS = {"ConnectorConfig": "the connector", "VUAConfig": "the library"}
 ENVIRONMENT = {
@@ -142,7 +143,7 @@ def static(checkout: Path) -> Rows:
     rows = {
         "all of src/vua: files / lines of Python": counted(python),
         "all of src/vua: files / lines of C": counted(native),
-        "core data path (format, io, native, storage, store)": counted(rooms(*DATA_PATH)),
+        f"all of {ROOMS}": counted(rooms(*DATA_PATH)),
         "all below the engines, and flat modules": counted(rooms(*BELOW_ENGINES) + flat),
         "flat modules beside the public ones": f"{len(flat)}",
         "modules in circles": f"{sum(map(len, circles(graph)))}",
@@ -235,12 +236,14 @@ def traced(root: str, model: str) -> None:
         def files() -> list[Path]:
             return list(Path(root).rglob("*.safetensors"))
 
+        tracer.files.clear()
         saved = tracer.follow("wait_for_save", lambda: bool(files()), ask)
         while len(files()) < len(PROMPT) // CHUNK:
             time.sleep(0.01)
         read = after_reading(files()[0].stat().st_size // 2)
         loaded = tracer.follow("start_load_kv", read, ask)
-    print("WAYS", json.dumps([saved.functions, loaded.functions]))
+        ask()  # to its end, with what is done behind the bytes
+    print("WAYS", json.dumps([saved.functions, loaded.functions, sorted(tracer.files)]))
     sys.stdout.flush()
     os._exit(0)
 
@@ -252,7 +255,12 @@ def ways(checkout: Path, model: Path) -> tuple[Rows, list[str]]:
         with tempfile.TemporaryDirectory(prefix="vua-house-") as root:
             script = "import sys, house; house.traced(*sys.argv[1:])"
             told = child(checkout, script, root, model, VUA_NATIVE=native)
-        found = json.loads(told.rpartition("WAYS ")[2])
+        *found, called = json.loads(told.rpartition("WAYS ")[2])
+        name = f"files of {ROOMS} (or flat) that a save, a lookup and a load run: files / lines"
+        source = checkout / "src" / "vua"
+        core = [name for name in called if name.split("/")[0] in DATA_PATH or "/" not in name]
+        rows[name] = counted([source / name for name in core if name not in PUBLIC])
+        texts.append("\n    ".join(["core data path:", *core]))
         for hook, functions in zip(("wait_for_save", "start_load_kv"), found, strict=True):
             files = {function.split(": ")[0] for function in functions}
             end = "a file" if hook == "wait_for_save" else "bytes"

@@ -142,9 +142,10 @@ class SavingEngine:
         orders = ConnectorMetadata(identity=self.side.identity, epoch=self.side.epoch)
         self.side.add_saves(orders, ScheduledStep([one], lambda _: new))
         began = time.monotonic()
-        self.worker.save(orders)
+        self.worker.copy_out(orders)
+        self.worker.saves.hand_over()
         self.blocked_s += time.monotonic() - began
-        self.most_pending = max(self.most_pending, self.worker.pending_saves)
+        self.most_pending = max(self.most_pending, self.worker.saves.pending)
         rest()
         return sum(len(keys) for order in orders.saves for _, keys in order.parts)
 

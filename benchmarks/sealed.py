@@ -23,6 +23,7 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.security.keyring import write_key
 from vua.security.settings import Security
+from vua.storage.base import WRITTEN
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
@@ -49,7 +50,7 @@ class Kind:
     def save(self) -> None:
         """Write all chunks."""
         for place, key in enumerate(self.keys):
-            expect("a save", holds=self.saver.save(key, place=place))
+            expect("a save", holds=self.saver.save([key], place) == [WRITTEN])
 
     def clear(self) -> None:
         """Take them away again."""

@@ -14,7 +14,7 @@ import unittest
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
@@ -51,6 +51,19 @@ def soak(test: Callable[..., None]) -> Callable[..., None]:
 def has_native() -> bool:
     """Whether the native code is built here (`python3 dev.py build`) and can be used."""
     return native.library() is not None
+
+
+def descriptors() -> list[str]:
+    """The numbers of the process's open descriptors."""
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
+def save_step(side: Any, orders: Any) -> None:
+    """Copy out what a step ordered of a `WorkerSide`, and have it written, as a connector does."""
+    try:
+        side.copy_out(orders)
+    finally:
+        side.saves.hand_over()
 
 
 @contextmanager

@@ -82,7 +82,7 @@ class Cache:
         found = self.store.lookup(keys)
         self.store.used(keys, found, wait=True)
         for place in range(found, len(keys)):
-            self.saver.save(keys[place])
+            self.saver.save([keys[place]])
         return found
 
 

@@ -60,6 +60,8 @@ class Tracer:
         self._above: list[str] = []
         self._way = Way()
         self._done = threading.Event()
+        self.files: set[str] = set()
+        """In which any function was called while this is entered; may be cleared."""
 
     def __enter__(self) -> Tracer:  # noqa: PYI034 - Python 3.10 has no Self
         """Look at this thread, and at those that start from now on."""
@@ -100,7 +102,10 @@ class Tracer:
 
     def _look(self, frame: FrameType, event: str, _: Any) -> None:
         """Called by the interpreter at calls and returns; what it does is not traced itself."""
-        if self._hook is None or not self._ours(frame) or event not in ("call", "return"):
+        if not self._ours(frame) or event not in ("call", "return"):
+            return
+        self.files.add(frame.f_code.co_filename.removeprefix(self._source))
+        if self._hook is None:
             return
         stack = self._stack(frame)
         with self._lock:

@@ -32,6 +32,7 @@ from vua.capacity.limits import Limits
 from vua.cli.bench_files import Buffer, RawFile, direct_works, expect, in_buffer
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
+from vua.storage.base import WRITTEN
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
@@ -116,7 +117,7 @@ class Saving:
     def save_each(self) -> None:
         """Save one chunk after the other."""
         for at, key in enumerate(self.keys):
-            expect("save", holds=self._savers["staged"].save(key, place=at))
+            expect("save", holds=self._savers["staged"].save([key], at) == [WRITTEN])
 
     def save_alone(self) -> None:
         """Save every chunk as if it were the only one."""
@@ -225,10 +226,10 @@ def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> dict[str, Arm]:
         start = time.perf_counter()
         for place in range(chunks):
             copy(place)
-        writes = [pool.submit(savers[place].save, key) for place, key in enumerate(saving.keys)]
+        writes = [pool.submit(savers[place].save, [key]) for place, key in enumerate(saving.keys)]
         took = time.perf_counter() - start
         wait(writes)
-        expect("save", holds=all(write.result() for write in writes))
+        expect("save", holds=all(write.result() == [WRITTEN] for write in writes))
         return took
 
     return {

@@ -284,7 +284,7 @@ def wait_for_saves(patience_s: float = 60.0) -> None:
 
     worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
     until = time.monotonic() + patience_s
-    while worker is not None and worker.pending_saves and time.monotonic() < until:
+    while worker is not None and worker.saves.pending and time.monotonic() < until:
         time.sleep(0.01)
 
 
@@ -295,7 +295,7 @@ def settle(llm: Any) -> None:
 
     worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
     until = time.monotonic() + 120
-    while worker is not None and worker.pending_saves:
+    while worker is not None and worker.saves.pending:
         if time.monotonic() > until:
             raise TimeoutError("chunks are still not stored")
         time.sleep(0.01)

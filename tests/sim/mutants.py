@@ -220,7 +220,8 @@ def saves_read_the_cache_in_the_background(patches: ExitStack) -> None:
         def later() -> None:
             time.sleep(0.003)
             with suppress(RuntimeError):  # the engine may have ended
-                worker.save(orders)
+                worker.copy_out(orders)
+                worker.saves.hand_over()
 
         if worker is not None and orders.saves:
             threading.Thread(target=later).start()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import DirectoryTest, keys_of, native_code, noise
+from helpers import DirectoryTest, keys_of, native_code, noise, save_step
 from replay import Cache
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
@@ -30,13 +30,15 @@ if find_spec("vllm"):
 
 LAYOUT = KVLayout(layers=2, kv_heads=1, k_dim=64, v_dim=64, dtype="F32", chunk_tokens=16)
 MOST = {
-    ("save", "auto"): (8, 6),
-    ("save", "off"): (10, 7),
+    ("save", "auto"): (6, 5),
+    ("save", "off"): (8, 6),
     ("load", "auto"): (8, 7),
     ("load", "off"): (12, 9),
     ("eviction", "auto"): (7, 4),
 }
-"""Functions after the hook, and files, of a way with and without native code."""
+"""Functions after the one that a hook of the engine calls, and files, with and without native code.
+
+The last of them, in Python, calls the native code or does its work."""
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified names")
 
@@ -72,7 +74,7 @@ class WaysTest(DirectoryTest):
     @pytest.mark.vllm
     @pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
     def test_save(self) -> None:
-        """From the worker's hook, which gathers K and V, to a file under its name."""
+        """From K and V copied out, when the engine goes on, to a file under its name."""
         for native in ("auto", "off"):
             group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
             model = Model(Identity(model=native, chunk_tokens=16), (group,), (16,), latent=False)
@@ -86,9 +88,9 @@ class WaysTest(DirectoryTest):
                 side.register(caches, numbers, dict.fromkeys(caches, 0), page_layout)
                 orders = ConnectorMetadata(saves=[SaveOrder([[1]], [(0, keys_of(range(16), 16))])])
                 way = tracer.follow(
-                    "WorkerSide.save",
+                    "WriteQueue.hand_over",
                     lambda: len(self.files()) > before,  # noqa: B023
-                    lambda: side.save(orders),  # noqa: B023
+                    lambda: save_step(side, orders),  # noqa: B023
                 )
             self.check("save", native, way)
 
@@ -109,7 +111,7 @@ class WaysTest(DirectoryTest):
                 numbers = {layer: at for at, layer in enumerate(caches)}
                 side.register(caches, numbers, dict.fromkeys(caches, 0), page_layout)
                 before = len(self.files())
-                side.save(ConnectorMetadata(saves=[SaveOrder([[1]], [(0, keys)])]))
+                save_step(side, ConnectorMetadata(saves=[SaveOrder([[1]], [(0, keys)])]))
                 while len(self.files()) == before:
                     time.sleep(0.01)
                 orders = ConnectorMetadata(

@@ -27,6 +27,7 @@ from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.storage.base import WRITTEN
 from vua.store.namespace import Namespace
 
 __all__ = [
@@ -207,7 +208,7 @@ class _Session:
         written = 0
         for place in range(loaded, len(chain)):
             self._id[0] = request.whole[place]
-            if self._saver.save(chain[place]):
+            if self._saver.save([chain[place]]) == [WRITTEN]:
                 written += 1
             elif not self.store.holds(chain[place], [_LAYOUT.full]):
                 return written, len(chain) - place  # what follows would not be found without it

@@ -98,7 +98,7 @@ class WorkerSide:
         self._left: str | None = None
         """The epoch whose weights this engine does not run any more; None: that of the orders."""
         self._wanted: list[Any] = []
-        self._saves = WriteQueue(config, self._rank, self.stats, watch, self._memory, clock=clock)
+        self.saves = WriteQueue(config, self._rank, self.stats, watch, self._memory, clock=clock)
         self._comparisons = Comparisons(config, quantised=model.quantised)
         self._lock = threading.Condition()
         self._after: Fence | None = None
@@ -188,7 +188,7 @@ class WorkerSide:
         """Finish what was ordered: all loads, and the saves that are waiting; unless I/O hangs."""
         self._loaders.close()
         self._comparisons.close()
-        if not self._saves.close():
+        if not self.saves.close():
             log.warning("VUA: the storage does not answer; some chunks are not stored")
         for group in self._groups:
             group.close()
@@ -310,7 +310,7 @@ class WorkerSide:
         seen = self.watch.take() if self.watch is not None else []
         wanted, self._wanted = self._wanted, []
         adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
-        unsaved, retry = self._saves.take_unsaved(self._groups)
+        unsaved, retry = self.saves.take_unsaved(self._groups)
         news = self._load_s or seen or verdicts or adapters or unsaved or retry
         if not news and self._left is None:
             return None  # what just ends waits for the next step
@@ -332,12 +332,12 @@ class WorkerSide:
 
     # -- saves --------------------------------------------------------------------------------
 
-    def save(self, orders: ConnectorMetadata) -> None:
-        """Copy this step's complete chunks out of the cache; they are written in the background.
+    def copy_out(self, orders: ConnectorMetadata) -> None:
+        """Copy this step's complete chunks, and those to compare, out of the cache.
 
-        Likewise those to compare.
+        They are written by :meth:`WriteQueue.hand_over` of :attr:`saves`, to be called next.
         """
-        self._saves.give_up()
+        self.saves.give_up()
         current = self._is_current(orders.epoch)
         for asked in orders.witnesses:
             if self._registered and current:
@@ -349,22 +349,13 @@ class WorkerSide:
             return
         self._follow(orders.identity)
         self._memory.look()
-        try:
-            for order in orders.saves:
-                if not self._memory.holds(order.adapter):  # it was replaced
-                    continue
-                self._saves.copy_out(order, self._groups)
-        finally:
-            self._saves.hand_over()
+        for order in orders.saves:
+            if self._memory.holds(order.adapter):  # else it was replaced
+                self.saves.copy_out(order, self._groups)
 
     def finished(self, request_ids: Collection[str]) -> None:
         """Forget what was to be stored of requests whose blocks are freed now."""
-        self._saves.forget(request_ids)
-
-    @property
-    def pending_saves(self) -> int:
-        """How many chunks are copied out and not yet written."""
-        return self._saves.pending
+        self.saves.forget(request_ids)
 
     def take_stats(self) -> Series | None:
         """Return what was recorded since the last step."""

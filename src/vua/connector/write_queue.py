@@ -26,6 +26,7 @@ from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
+from vua.storage.base import WRITTEN
 from vua.store.store import EntryWriter
 
 __all__ = ["WriteQueue"]
@@ -227,8 +228,8 @@ class WriteQueue:
                 outcome = "reset"
                 return
             save.saver.ttl_s = save.order.hints.ttl_s
-            written = save.saver.save(save.key)
-            outcome = "written" if written else "refused" if save.saver.refused else "present"
+            statuses = save.saver.save([save.key])
+            outcome = "written" if statuses == [WRITTEN] else "present" if statuses else "refused"
             capacity = save.saver.store.capacity
             if save.pin and capacity is not None:
                 capacity.pin(save.key.name)

@@ -85,7 +85,7 @@ class EntryWriter:
         while place < len(keys) and self.wanted():
             most = 1 if one_by_one else self._batch_chunks()
             run = [keys[at] for at in range(place, min(place + most, len(keys)))]
-            statuses = self._write(run, place)
+            statuses = self.save(run, place)
             if self.refused:
                 if len(run) == 1:
                     break
@@ -94,14 +94,6 @@ class EntryWriter:
             place += statuses.index(FAILED) if FAILED in statuses else len(statuses)
         return written
 
-    def save(self, key: ChunkKey, *, place: int = 0) -> bool:
-        """Write the chunk at ``place`` of the memory map, unless it is stored already.
-
-        Returns whether it was written; not if it is there, or is refused. Raises StorageError
-        (NotWritableError, StorageFullError).
-        """
-        return self._write([key], place) == [WRITTEN]
-
     def copy(self, key: ChunkKey, header: npt.NDArray[np.uint8], kind: str) -> bool:
         """Write an entry that was verified: ``header``, and the payload that lies in memory.
 
@@ -109,13 +101,17 @@ class EntryWriter:
         """
         batch = self._batch([key], self._transfer(kind), 0, kind)
         batch.headers[0] = header
-        return self._write([key], 0, batch) == [WRITTEN]
+        return self.save([key], batch=batch) == [WRITTEN]
 
-    def _write(self, run: Sequence[ChunkKey], place: int, batch: Batch | None = None) -> list[int]:
-        """Write a prompt's next chunks; what became of each, nothing where all are refused.
+    def save(
+        self, run: Sequence[ChunkKey], place: int = 0, *, batch: Batch | None = None
+    ) -> list[int]:
+        """Write a prompt's next chunks by one call, unless they are stored already.
 
-        Leading ones that are stored already are only counted: then others may be, too. A ``batch``
-        that is given is written as it is. Raises StorageError where nothing could be written.
+        The i-th lies at ``place + i`` of the memory map; a ``batch`` that is given is written as it
+        is. Returns what became of each: WRITTEN, PRESENT or FAILED. Fewer where leading ones are
+        PRESENT: then others may be, too. None where all are refused, see :attr:`refused`. Raises
+        StorageError (NotWritableError, StorageFullError) where nothing could be written.
         """
         self.refused, store, storage, seal = False, self.store, self.store.storage, None
         try:

@@ -8,9 +8,10 @@ fails is reported so that vLLM recomputes its tokens (``kv_load_failure_policy="
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -63,8 +64,6 @@ log = logger()
 # What goes between the two halves needs nothing of vLLM but to be what it expects.
 KVConnectorMetadata.register(ConnectorMetadata)
 KVConnectorWorkerMetadata.register(WorkerOutput)
-
-T = TypeVar("T")
 
 
 class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
@@ -166,10 +165,11 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             self._ahead = Identification(partial(find_weights, vllm_config))
         return WorkerSide(model, self._config, rank, watch, memory_of(vllm_config))
 
-    def _guarded(self, hook: Callable[[], T], otherwise: T) -> T:
-        """Run a hook's work; an unforeseen error costs hits, not the engine."""
+    @contextmanager
+    def _guarded(self) -> Generator[None]:
+        """Go on where a hook's work raises: an unforeseen error costs hits, not the engine."""
         try:
-            return hook()
+            yield
         except Exception as problem:  # whatever breaks, requests are served
             if self._config.strict:
                 raise
@@ -177,7 +177,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             if cause not in self._failures:
                 self._failures.add(cause)
                 log.exception("VUA: an error in the connector; this step goes on without it")
-            return otherwise
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -189,8 +188,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def get_kv_connector_stats(self) -> VUAStats | None:
         """Return what this half has recorded since the last step."""
         side = self._scheduler or self._worker
-        data = self._guarded(side.take_stats, None) if side is not None else None
-        return None if data is None else VUAStats(data=data)
+        with self._guarded():
+            data = None if side is None else side.take_stats()
+            return None if data is None else VUAStats(data=data)
+        return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> VUAStats | None:
@@ -224,10 +225,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     ) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local hit can be loaded; None: ask again."""
         side = self._scheduler
-        if side is None:
-            return 0, False
-        nothing: tuple[int | None, bool] = (0, False)
-        return self._guarded(lambda: side.matched_tokens(request, num_computed_tokens), nothing)
+        with self._guarded():
+            if side is not None:
+                return side.matched_tokens(request, num_computed_tokens)
+        return 0, False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -235,18 +236,21 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Order the load of ``num_external_tokens`` into the request's blocks."""
         side = self._scheduler
         if side is not None:
-            self._guarded(lambda: side.allocated(request, blocks, num_external_tokens), None)
+            with self._guarded():
+                side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return this step's orders for the workers."""
         side = self._scheduler
         if side is None:
             return ConnectorMetadata()
-        orders = ConnectorMetadata(
-            loads=self._guarded(side.take_loads, []), identity=side.identity, epoch=side.epoch
-        )
-        orders.adapters = self._guarded(side.take_wanted_adapters, [])
-        self._guarded(lambda: side.add_saves(orders, step_of(scheduler_output)), None)
+        orders = ConnectorMetadata(identity=side.identity, epoch=side.epoch)
+        with self._guarded():
+            orders.loads = side.take_loads()
+        with self._guarded():
+            orders.adapters = side.take_wanted_adapters()
+        with self._guarded():
+            side.add_saves(orders, step_of(scheduler_output))
         return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -257,18 +261,25 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         blocks = connector_output.invalid_block_ids or set()
         notes = getattr(connector_output, "kv_connector_worker_meta", None)
         if side is not None and isinstance(notes, WorkerOutput):  # before the ends of these loads
-            self._guarded(lambda: side.policy.measured(notes.load_s), None)
-            self._guarded(lambda: side.learn(notes), None)
-            self._guarded(lambda: side.judge(notes.verdicts), None)
+            with self._guarded():
+                side.policy.measured(notes.load_s)
+            with self._guarded():
+                side.learn(notes)
+            with self._guarded():
+                side.judge(notes.verdicts)
         if side is not None and (received or failed or blocks):  # not always in one step
-            self._guarded(lambda: side.received(received, failed, blocks), None)
+            with self._guarded():
+                side.received(received, failed, blocks)
         events = self._events
         if events is not None and isinstance(notes, WorkerOutput):
-            self._guarded(lambda: events.learn(notes.seen), None)
+            with self._guarded():
+                events.learn(notes.seen)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV cache events since the last step, see `events`."""
-        return self._guarded(self._events.take, []) if self._events is not None else ()
+        with self._guarded():
+            return self._events.take() if self._events is not None else ()
+        return ()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -276,7 +287,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Forget the request; its blocks may be freed at once, saves have copied them out."""
         side = self._scheduler
         if side is not None:
-            self._guarded(lambda: side.finished(request), None)
+            with self._guarded():
+                side.finished(request)
         return False, None
 
     def reset_cache(self) -> bool | None:
@@ -330,15 +342,16 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         super().bind_connector_metadata(connector_metadata)
         side = self._worker
         if side is not None and isinstance(connector_metadata, ConnectorMetadata):
-            self._guarded(lambda: side.mark_loads(connector_metadata), None)
+            with self._guarded():
+                side.mark_loads(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         """Begin the ordered loads; does not wait for them."""
         orders = self._get_connector_metadata()
         self._idle = isinstance(orders, ConnectorMetadata) and orders.idle
         if self._worker is not None and isinstance(orders, ConnectorMetadata):
-            side = self._worker
-            self._guarded(lambda: side.start_loads(orders), None)
+            with self._guarded():
+                self._worker.start_loads(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: no forward pass reads a block before its load is reported."""
@@ -353,33 +366,44 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Do nothing: all layers are saved together in :meth:`wait_for_save`."""
 
     def wait_for_save(self) -> None:
-        """Copy complete chunks out of the cache before their blocks can be overwritten."""
+        """Copy complete chunks out of the cache before their blocks can be overwritten.
+
+        They are written while the engine goes on.
+        """
         side, orders = self._worker, self._get_connector_metadata()
-        if side is not None and isinstance(orders, ConnectorMetadata):
-            self._guarded(lambda: side.save(orders), None)
+        if side is None or not isinstance(orders, ConnectorMetadata):
+            return
+        with self._guarded():
+            side.copy_out(orders)
+        with self._guarded():
+            side.saves.hand_over()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return (None, requests whose loads have ended)."""
         if self._worker is None:
             return None, None
-        side, nobody = self._worker, set[str]()
-        self._guarded(lambda: side.finished(finished_req_ids), None)
-        return None, self._guarded(lambda: side.take_received(idle=self._idle), nobody)
+        with self._guarded():
+            self._worker.finished(finished_req_ids)
+        with self._guarded():
+            return None, self._worker.take_received(idle=self._idle)
+        return None, set()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401
         """As :meth:`get_finished`, with the requests whose loads failed as a whole."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None:
-            nobody = set[str]()
-            results.failed_recving |= self._guarded(self._worker.take_failed, nobody)
+            with self._guarded():
+                results.failed_recving |= self._worker.take_failed()
         return results
 
     def build_connector_worker_meta(self) -> WorkerOutput | None:
         """Return how long loads took that have ended, and what was seen of files."""
-        worker = self._worker
-        return self._guarded(worker.take_notes, None) if worker is not None else None
+        with self._guarded():
+            return None if self._worker is None else self._worker.take_notes()
+        return None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load did not fill; vLLM recomputes them."""
-        side, none = self._worker, set[int]()
-        return self._guarded(side.take_failed_blocks, none) if side is not None else none
+        with self._guarded():
+            return set() if self._worker is None else self._worker.take_failed_blocks()
+        return set()

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import subprocess
 import time
 import unittest
@@ -19,14 +20,14 @@ from unittest import mock
 import pytest
 from hypothesis import strategies as st
 
-from helpers import DirectoryTest, native_code
+from helpers import DirectoryTest, descriptors, native_code
 from properties import given, settings
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity import limits as bounds_module
 from vua.capacity.evictor import Evictor
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
-from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime, touch
+from vua.capacity.lru import CLOCK, mtime_ns_of, server_now_ns, set_mtime, touch
 from vua.capacity.scan import oldest, spaces
 from vua.capacity.touches import Recent
 from vua.capacity.usage import measure
@@ -141,6 +142,20 @@ class TestRecency(DirectoryTest):
             now = server_now_ns(self.fd)
         self.assertLess(now - self.stamps(self.trunk)[0], DAY_NS)
         self.assertGreaterEqual(now, self.stamps(self.trunk)[0])
+
+    def test_clock_of_somebody_else(self) -> None:
+        """Where something else has the clock's name a new file tells the time, and is gone then."""
+        for made in (Path.mkdir, lambda path: path.write_text("theirs")):
+            with self.subTest(made=made):
+                clock = self.cache.store.storage.directory / CLOCK
+                shutil.rmtree(clock, ignore_errors=True)
+                clock.unlink(missing_ok=True)
+                made(clock)
+                there, before = sorted(clock.parent.iterdir()), descriptors()
+                now, own = server_now_ns(self.fd), self.stamps(self.trunk)[0]
+                self.assertGreaterEqual(now, own)
+                self.assertEqual(there, sorted(clock.parent.iterdir()))
+                self.assertEqual(before, descriptors())
 
     def test_recent(self) -> None:
         """A name passes once per interval, and again when it was crowded out."""
@@ -351,7 +366,7 @@ class TestCapacity(DirectoryTest):
         keys = KeyChain(token_ids([1, 2, 3]), 1)
         lone = KeyChain(token_ids([8, 9]), 1)
         for key in (keys[0], keys[2], keys[1], lone[1]):
-            cache.saver.save(key)
+            cache.saver.save([key])
         cache.capacity.close()
         self.assertEqual(3, cache.store.lookup(keys))
         self.assertFalse(cache.store.holds(lone[1], [LAYOUT.full]))

@@ -13,6 +13,7 @@ from vua.capacity.reservation import Capacity
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import token_ids
+from vua.storage.base import WRITTEN
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
@@ -46,7 +47,7 @@ class TestPolicy(DirectoryTest):
         saver = store.writer(Slab(LAYOUT, LAYOUT.full, 1).memory)
         keys = [space.keys(token_ids([number])) for number in range(STORED)]
         for key in keys:
-            self.assertTrue(saver.save(key[0]))
+            self.assertEqual([WRITTEN], saver.save([key[0]]))
             store.used(keys[0], store.lookup(keys[0]), wait=True)
             time.sleep(TICK_S)
         numbers = {key[0].name: number for number, key in enumerate(keys)}

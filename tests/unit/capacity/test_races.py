@@ -18,6 +18,7 @@ from vua.capacity.removal import evict_chunk
 from vua.capacity.scan import PIN
 from vua.capacity.usage import UsageEstimate, measure
 from vua.format.keys import KeyChain, token_ids
+from vua.storage.base import WRITTEN
 
 SECOND_NS = 10**9
 
@@ -37,7 +38,7 @@ class RacesTest(DirectoryTest):
         self.fd = self.cache.capacity.storage.fileno()
         self.names = [keys_of_prompt(number)[0].name for number in range(10)]
         for number in range(10):
-            self.cache.saver.save(keys_of_prompt(number)[0])
+            self.cache.saver.save([keys_of_prompt(number)[0]])
         self.cache.capacity.close()
         self.now_ns = server_now_ns(self.fd)
         for at, name in enumerate(self.names):
@@ -100,7 +101,7 @@ class RacesTest(DirectoryTest):
         """A chunk without its parent goes before all else: it counts as unused for years."""
         cache = Cache(self.root, 20)
         key = keys_of_prompt(77, 78)[1]
-        self.assertTrue(cache.saver.save(key))
+        self.assertEqual([WRITTEN], cache.saver.save([key]))
         mtime_ns = mtime_ns_of(self.fd, key.name)
         assert mtime_ns is not None
         self.assertLess(mtime_ns, self.now_ns - 10**4 * 86_400 * SECOND_NS // 2)

@@ -21,6 +21,7 @@ from helpers import SOON_S, TESTS, DirectoryTest, until
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
 from vua.format.keys import ChunkKey, KeyChain, token_ids
+from vua.storage.base import WRITTEN
 
 LARGE = 1 << 20
 LAYOUT_FILE = f"{LAYOUT.full.name}.safetensors"
@@ -41,7 +42,7 @@ class TestReclaim(DirectoryTest):
         fd = cache.store.storage.fileno()
         now = server_now_ns(fd)
         for number in range(chunks):
-            cache.saver.save(self.key(number))
+            cache.saver.save([self.key(number)])
             os.truncate(self.path(cache, number), LARGE)  # without bytes
             set_mtime(fd, self.key(number).name, now - OLD_NS + number * 1000)
         cache.capacity.close()
@@ -59,7 +60,7 @@ class TestReclaim(DirectoryTest):
 
     def save(self, cache: Cache, number: int) -> bool:
         """Store a small chunk."""
-        return cache.saver.save(self.key(number))
+        return cache.saver.save([self.key(number)]) == [WRITTEN]
 
     @contextmanager
     def hanging(self) -> Iterator[threading.Event]:
@@ -172,7 +173,7 @@ class TestReclaim(DirectoryTest):
             return cache.store.holds(key, [LAYOUT.full])
 
         for key in [*keys[:30], *keys[31:]]:  # the one between was refused
-            cache.saver.save(key)
+            cache.saver.save([key])
         self.assertEqual(30, sum(map(stored, keys[:30])))
         self.assertEqual(40, sum(map(stored, keys)))
         self.assertLess(

@@ -44,7 +44,7 @@ class HintsTest(DirectoryTest):
         self.saver.ttl_s = ttl_s
         keys = KeyChain(token_ids(prompt), 1)
         for at in range(len(keys)):
-            self.saver.save(keys[at])
+            self.saver.save([keys[at]])
         return [key.name for key in keys.first(len(keys))]
 
     def age(self, names: list[str], seconds: float) -> None:
@@ -78,7 +78,7 @@ class HintsTest(DirectoryTest):
                     with closing(
                         Namespace.create(self.root, IDENTITY, [LAYOUT], bounds=Limits()).stores[0]
                     ) as other:
-                        other.writer(self.memory).save(KeyChain(token_ids([8]), 1)[0])
+                        other.writer(self.memory).save([KeyChain(token_ids([8]), 1)[0]])
                 else:
                     report = collect(self.root, self.limits(), quick=how == "quick")
                     self.assertEqual(3, report.expired.chunks)

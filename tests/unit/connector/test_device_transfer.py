@@ -15,7 +15,7 @@ import pytest
 import torch
 from devices import on_cpu_too
 
-from helpers import DirectoryTest, bits, keys_of, noise
+from helpers import DirectoryTest, bits, keys_of, noise, save_step
 from vua.errors import ConfigError, LayoutError
 from vua.format.layout import KVLayout
 
@@ -92,7 +92,7 @@ class FormsTest(DirectoryTest):
         keys = keys_of(range(48), 16)
         out_ids, in_ids = [3, 1, 4, 8, 5, 9], [2, 7, 0, 6, 1, 4]
         first = self.side(layout, 8, {f"model.layers.{n}": t for n, t in enumerate(layers)})
-        first.save(ConnectorMetadata(saves=[SaveOrder([out_ids], [(0, keys)])]))
+        save_step(first, ConnectorMetadata(saves=[SaveOrder([out_ids], [(0, keys)])]))
         first.shutdown()
         second = self.side(layout, 8, {f"model.layers.{n}": t for n, t in enumerate(others)})
         part = GroupLoad(0, 8, 40, keys)  # begins and ends inside of chunks

@@ -45,7 +45,7 @@ class LongPromptTest(DirectoryTest):
         self.engine = SavingEngine(
             str(self.root), self.sink, SMALL, step_tokens=STEP_TOKENS, **settings
         )
-        self.engine.worker._saves._writers._most = 1
+        self.engine.worker.saves._writers._most = 1
         self.addCleanup(self.engine.close)
         self.addCleanup(self.allowed.release, 10_000)
         return self.engine
@@ -53,11 +53,11 @@ class LongPromptTest(DirectoryTest):
     def let_write(self, files: int) -> None:
         """Let the storage write so many files, if so many wait; return when it has."""
         worker = self.engine.worker
-        for _ in range(min(files, worker.pending_saves)):
-            if not (before := worker.pending_saves):
+        for _ in range(min(files, worker.saves.pending)):
+            if not (before := worker.saves.pending):
                 return
             self.allowed.release()
-            until(lambda before=before: worker.pending_saves < before)
+            until(lambda before=before: worker.saves.pending < before)
 
     def compute(self, request: Any) -> None:
         """Compute a prompt in steps, beside which files are written."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from devices import on_cpu_too
 
-from helpers import DirectoryTest
+from helpers import DirectoryTest, save_step
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -102,7 +102,7 @@ class RanksTest(DirectoryTest):
         from vua.connector.metadata import ConnectorMetadata, SaveOrder
 
         for worker, _, _ in self.workers(layout, sizes, fill=True):
-            worker.save(ConnectorMetadata(saves=[SaveOrder([self.table], [(0, self.keys)])]))
+            save_step(worker, ConnectorMetadata(saves=[SaveOrder([self.table], [(0, self.keys)])]))
             worker.shutdown()
 
     def check(self, layout: KVLayout, sizes: tuple[int, int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import DirectoryTest, bits, keys_of, noise, until
+from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
 from vua.connector.step import ScheduledRequest, ScheduledStep
 from vua.device.slab import Slab
 from vua.errors import ConfigError
@@ -137,7 +137,7 @@ class ThrottledConnectorTest(DirectoryTest):
         self.connectors[0]._scheduler, self.connectors[1]._worker = self.side, self.worker
 
         keys = keys_of(range(64), 16)
-        self.worker.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3, 4]], [(0, keys)])]))
+        save_step(self.worker, ConnectorMetadata(saves=[SaveOrder([[1, 2, 3, 4]], [(0, keys)])]))
         until(lambda: len(self.files()) == 4)
         store = self.worker._groups[0].store
         self.storage = SlowStorage(store.storage, self.clock)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from devices import on_cpu_too
 
-from helpers import DirectoryTest, bits, keys_of, noise, until
+from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
 from vua.device.staging import Fence, Staging
 from vua.errors import StorageError
 from vua.format.identity import Identity
@@ -101,7 +101,7 @@ class HangingTest(DirectoryTest):
         self.side.register(self.layers, layer_of, dict.fromkeys(self.layers, 0), page_layout)
         self.keys = keys_of(range(48), 16)
         self.save(self.keys)
-        until(lambda: len(self.files()) == 3 and self.side.pending_saves == 0)
+        until(lambda: len(self.files()) == 3 and self.side.saves.pending == 0)
         self.side.stats.take()
         store = self.side._groups[0].store
         self.storage = Hanging(store.storage)
@@ -128,7 +128,7 @@ class HangingTest(DirectoryTest):
 
     def save(self, keys: list[Any]) -> None:
         """Store chunks from the blocks 1, 2, 3."""
-        self.side.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])]))
+        save_step(self.side, ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])]))
 
     def load(self, name: str, blocks: list[int]) -> None:
         """Order the stored tokens into blocks."""
@@ -188,7 +188,7 @@ class HangingTest(DirectoryTest):
 
         def follow_another_namespace() -> None:
             save = SaveOrder([[1, 2, 3]], [(0, self.keys)])
-            self.side.save(ConnectorMetadata(saves=[save], identity=other))
+            save_step(self.side, ConnectorMetadata(saves=[save], identity=other))
 
         def call_into_the_worker() -> None:
             engine.calls += 1
@@ -259,7 +259,7 @@ class HangingTest(DirectoryTest):
         def saved() -> bool:
             self.now_s += 60.0  # the longest pause
             self.save(keys)
-            until(lambda: self.side.pending_saves == 0)
+            until(lambda: self.side.saves.pending == 0)
             return len(self.files()) == len(before) + 3
 
         until(saved)
@@ -283,23 +283,23 @@ class HangingTest(DirectoryTest):
             return ConnectorMetadata(saves=[SaveOrder(table, parts, request_id="r", start=start)])
 
         with self.assertLogs("vllm.vua.worker", "WARNING"):
-            side.save(order(0))
+            save_step(side, order(0))
         notes = side.take_notes()
         assert notes is not None
         self.assertEqual(({"r": keys[room].start}, set()), (notes.unsaved, notes.retry))
-        side.save(order(room + 3))  # the scheduler did not know yet
+        save_step(side, order(room + 3))  # the scheduler did not know yet
         self.assertIsNone(side.take_notes())
 
         stats = side.stats.take()
         assert stats is not None
         self.assertEqual({"dropped": 7}, stats["vua_chunks_saved_total"])
-        self.assertEqual(room, side.pending_saves)
+        self.assertEqual(room, side.saves.pending)
         self.storage.go.set()
 
         notes = until(side.take_notes)
         self.assertEqual(({}, {"r"}), (notes.unsaved, notes.retry))
-        side.save(order(room))
-        until(lambda: side.pending_saves == 0)
+        save_step(side, order(room))
+        until(lambda: side.saves.pending == 0)
         self.assertEqual(3 + len(keys), len(self.files()))
 
     def test_written_after_the_copies(self) -> None:
@@ -316,8 +316,8 @@ class HangingTest(DirectoryTest):
         with mock.patch.object(group, "gather", watched):
             keys = keys_of(range(100, 148), 16)
             orders = [SaveOrder([[1, 2, 3]], [(0, [key])]) for key in keys]
-            self.side.save(ConnectorMetadata(saves=orders))
-        until(lambda: self.side.pending_saves == 0)
+            save_step(self.side, ConnectorMetadata(saves=orders))
+        until(lambda: self.side.saves.pending == 0)
 
         self.assertEqual([0, 0, 0], calls)
         self.assertEqual(3, self.storage.calls)
@@ -335,10 +335,10 @@ class HangingTest(DirectoryTest):
         order = ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])])
         no_more = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
         with no_more, self.assertLogs("vllm.vua.worker", "WARNING"):
-            side.save(order)
+            save_step(side, order)
 
-        self.assertEqual((0, room), (side.pending_saves, room_of(side._groups[0].save_slabs)))
-        side.save(order)
+        self.assertEqual((0, room), (side.saves.pending, room_of(side._groups[0].save_slabs)))
+        save_step(side, order)
         until(lambda: len(self.files()) == 6)
 
     def test_failing_saves(self) -> None:
@@ -347,7 +347,7 @@ class HangingTest(DirectoryTest):
         self.storage.go.set()
         for at in range(20):
             self.save(keys_of(range(1000 * at, 1000 * at + 48), 16))
-            until(lambda: self.side.pending_saves == 0)
+            until(lambda: self.side.saves.pending == 0)
 
         self.assertEqual(3, self.storage.calls)
 
@@ -356,8 +356,8 @@ class HangingTest(DirectoryTest):
         self.storage.go.set()
         keys = keys_of(range(100, 148), 16)
         hints = SaveHints(pin=True)
-        self.side.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
-        until(lambda: self.side.pending_saves == 0)
+        save_step(self.side, ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
+        until(lambda: self.side.saves.pending == 0)
 
         pins = sorted(path.parent.name for path in self.root.rglob("pin-*"))
         self.assertEqual(sorted(key.name for key in keys), pins)
@@ -367,8 +367,9 @@ class HangingTest(DirectoryTest):
         self.storage.go.set()
         hinted, plain = keys_of(range(100, 148), 16), keys_of(range(200, 248), 16)
         for keys, hints in ((hinted, SaveHints(ttl_s=60)), (plain, SaveHints())):
-            self.side.save(ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
-            until(lambda: self.side.pending_saves == 0)
+            order = SaveOrder([[1, 2, 3]], [(0, keys)], hints)
+            save_step(self.side, ConnectorMetadata(saves=[order]))
+            until(lambda: self.side.saves.pending == 0)
 
         marks = {path.name: path.read_text() for path in self.root.glob("*/ttl/*")}
         self.assertEqual({key.name: "0000000060" for key in hinted}, marks)
@@ -404,7 +405,7 @@ class StagedHangingTest(HangingTest):
             self.load("good", [5, 6, 7])
             self.received()
             self.save(keys_of(range(100, 148), 16))
-            until(lambda: self.side.pending_saves == 0)
+            until(lambda: self.side.saves.pending == 0)
         self.assertEqual({"vua-load", "vua-save"}, {name.rpartition("-")[0] for name in entered})
 
     def test_warm(self) -> None:

@@ -11,13 +11,12 @@ import threading
 import time
 import unittest
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 from hypothesis import strategies as st
 
-from helpers import DirectoryTest
+from helpers import DirectoryTest, descriptors
 from properties import given
 from vua.io import posix
 from vua.io.posix import IOV_MAX, Iovecs, _rest
@@ -35,11 +34,6 @@ def iovecs_of(buffer: np.ndarray, lengths: list[int], gap: int = 0) -> Iovecs:
 def noise(nbytes: int) -> np.ndarray:
     """Bytes of every value."""
     return np.random.default_rng(nbytes).integers(0, 256, nbytes).astype(np.uint8)
-
-
-def descriptors() -> list[str]:
-    """The numbers of the process's open descriptors."""
-    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
 
 def as_portable(test: Callable[..., None]) -> Callable[..., None]:

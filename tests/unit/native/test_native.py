@@ -24,6 +24,7 @@ from helpers import (
     PACKED,
     DirectoryTest,
     Memory,
+    descriptors,
     flip,
     has_native,
     keys_of,
@@ -270,11 +271,6 @@ class TestLoad(DirectoryTest):
             stop.set()
             thread.join()
         self.assertGreater(max(calls), 0)
-
-
-def descriptors() -> list[str]:
-    """What this process has open."""
-    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
 
 @unittest.skipUnless(has_native(), NOT_BUILT)

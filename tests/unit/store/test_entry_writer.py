@@ -22,6 +22,7 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.native import batches
 from vua.security.settings import Security
+from vua.storage.base import WRITTEN
 from vua.storage.local import TEMPORARY, LocalStorage
 from vua.store.namespace import Namespace
 from vua.store.store import Store
@@ -108,7 +109,7 @@ class WriterTest(DirectoryTest):
         store, keys, memory = self.open(), self.keys(), self.memory()
         saver = store.writer(memory.map())
         for place in (0, 1, 7, 8, 20, CHUNKS - 1):
-            self.assertTrue(saver.save(keys[place], place=place))
+            self.assertEqual([WRITTEN], saver.save([keys[place]], place))
         before = self.files(store)
         store.misses.counts.clear()
         self.assertEqual(CHUNKS - 6, saver.save_all(keys))

@@ -37,7 +37,7 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
 from vua.io import posix
 from vua.io.plain import open_plain
-from vua.storage.base import entry_name
+from vua.storage.base import PRESENT, WRITTEN, entry_name
 from vua.storage.local import MAX_QUARANTINED, LocalStorage, version_of
 from vua.store.store import Loaded, Store
 
@@ -243,9 +243,9 @@ class TestShards(StoreTest):
         saver = self.store.writer(memory.map(), shard=shard)
         for chain, model in ((self.keys, self.model), (keys, other)):
             memory.fill(rectangle(model, shard))
-            written = [saver.save(key, place=n) for n, key in enumerate(chain)]
-            self.assertEqual([True] * CHUNKS, written)
-        self.assertFalse(saver.save(keys[0], place=1))
+            written = [saver.save([key], n) for n, key in enumerate(chain)]
+            self.assertEqual([[WRITTEN]] * CHUNKS, written)
+        self.assertEqual([PRESENT], saver.save([keys[0]], 1))
 
         self.check(self.store, self.model, shard, self.keys)
         self.check(self.store, other, shard, keys)

@@ -21,7 +21,7 @@ from unittest import mock
 
 import pytest
 
-from helpers import keys_of, noise
+from helpers import keys_of, noise, save_step
 from scheduling import LAYOUT, answer, request_of, step
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError, StorageError
@@ -285,7 +285,7 @@ class UntilKnownTest(unittest.TestCase):
         del layers
         saves = [SaveOrder([[1, 2, 3]], [(0, keys)])]
         with self.assertRaisesRegex(StorageError, "before the model is identified"):
-            worker.save(ConnectorMetadata(saves=saves))
+            save_step(worker, ConnectorMetadata(saves=saves))
         self.assertEqual(({}, []), (dict(worker.counts), [*self.root.iterdir()]))
         found = []
         for weights in ("one", "two"):
