@@ -310,7 +310,8 @@ _ON_BUCKETS: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]]
     "gc": lambda said, write: gc_bucket(
         *(said.directory, Limits(max_bytes=said.max_bytes, min_free_bytes=said.min_free,
                                  ttl_s=said.ttl, max_bytes_per_salt=said.max_per_salt)),
-        keep=said.set, dry_run=said.dry_run, yes=said.yes, write=write,
+        keep=said.set, security=said.security if said.lost_keys else None,
+        dry_run=said.dry_run, yes=said.yes, write=write,
     ),
 }  # fmt: skip
 """What is done otherwise with a cache in a bucket; the rest takes both."""
