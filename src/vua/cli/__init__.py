@@ -24,6 +24,7 @@ from vua.cli.arguments import VARIABLE, Parser, duration_s, parsed, share
 from vua.cli.bench import add_arguments, bench
 from vua.cli.bucket import adopt_bucket, du_bucket, gc_bucket, rm_bucket
 from vua.cli.bucket_doctor import doctor_bucket
+from vua.cli.bucket_keep import pins_bucket, ttl_bucket
 from vua.cli.capacity import du, gc, ttl
 from vua.cli.completion import SHELLS, answer_shell, completion
 from vua.cli.doctor import doctor
@@ -40,7 +41,7 @@ from vua.cli.text import UNUSABLE, Write, as_json, guarded, plain
 from vua.cli.top import top
 from vua.cli.ui import ui
 from vua.cli.verification import verify
-from vua.errors import ConfigError, StorageError, VUAError
+from vua.errors import StorageError, VUAError
 from vua.storage.bucket_path import is_url
 
 __all__ = ["main"]
@@ -65,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = Parser(
         prog="vua",
         description="Look into a VUA cache directory.",
-        epilog=f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
+        epilog="Look: ls, du, top, inspect, explain. Check: verify, doctor. "
+        "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. Measure: bench. "
+        "Set up: key, completion. "
+        f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
         "all is well, 1 damage or not all done, 2 no sense or no such directory.",
     )
     parser.add_argument("--version", action=_Version, help="show the version, and exit")
@@ -82,7 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     one = commands.add_parser("inspect", parents=[common], help="show what entries say and are")
-    one.add_argument("files", metavar="FILE", nargs="+", help="file of one chunk")
+    one.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="+",
+        help="file of one chunk; or DIR NAME ..., first digits of its chunks",
+    )
 
     one = commands.add_parser("verify", parents=[common, keys], help="read every file and check it")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
@@ -93,7 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("top", parents=[common], help="watch a directory in use")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     one.add_argument(
-        "--interval", metavar="TIME", type=duration_s, default=2.0, help="between looks; default 2s"
+        "--interval",
+        metavar="TIME",
+        type=duration_s,
+        help="between looks; default 2s, of a bucket 60s",
     )
     one.add_argument("--once", action="store_true", help="look once, over one interval")
     one = commands.add_parser("doctor", parents=[common], help="test what VUA relies on")
@@ -306,17 +318,21 @@ _ON_BUCKETS: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]]
     "doctor": lambda said, write: doctor_bucket(said.directory, write=write),
     "adopt": lambda said, _: adopt_bucket(said.directory),
     "rm": lambda said, write: rm_bucket(
-        *(said.directory, said.names), everything=said.all,
+        *(said.directory, said.names), everything=said.all, force=said.pinned,
         dry_run=said.dry_run, yes=said.yes, write=write,
     ),
+    "pin": lambda said, write: pins_bucket(
+        said.directory, said.names, remove=said.remove, write=write
+    ),
+    "ttl": lambda said, write: ttl_bucket(said.directory, said.seconds, off=said.off, write=write),
     "gc": lambda said, write: gc_bucket(
         *(said.directory, Limits(max_bytes=said.max_bytes, min_free_bytes=said.min_free,
                                  ttl_s=said.ttl, max_bytes_per_salt=said.max_per_salt)),
+        keep=said.set, security=said.security if said.lost_keys else None,
         dry_run=said.dry_run, yes=said.yes, write=write,
     ),
-    **{name: _RUN[name] for name in ("ls", "verify", "explain", "ui")},
 }  # fmt: skip
-"""What can be done with a cache in a bucket; `inspect` takes URLs of objects."""
+"""What is done otherwise with a cache in a bucket; the rest takes both."""
 
 _AS_OWNER: Final = frozenset({"adopt", "du", "gc", "pin", "rm", "ttl", "ui", "verify"})
 """Root does these as the user whose the directory is; `import` when it has opened its archive."""
@@ -341,9 +357,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             as_json if "json" in options and options.json else None,
         )
         if is_url(getattr(options, "directory", None)):
-            if options.command not in _ON_BUCKETS:
-                raise ConfigError(f"this needs a directory, and {options.directory} is a bucket")
-            run = _ON_BUCKETS[options.command]
+            run = _ON_BUCKETS.get(options.command, run)
         with as_owner(options.directory) if options.command in _AS_OWNER else nullcontext():
             code = run(options, write)
         sys.stdout.flush()

@@ -20,6 +20,7 @@ from typing import Any
 
 from vua.capacity.bucket import BucketCapacity
 from vua.capacity.limits import Limits
+from vua.capacity.renewal import Renewal
 from vua.capacity.reservation import Capacity
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.format.identity import Identity
@@ -28,7 +29,6 @@ from vua.format.layout import KVLayout
 from vua.io.atomic import atomic_write
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner, open_directory
-from vua.storage.base import Storage
 from vua.storage.bucket_mark import describe_in_bucket
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import DESCRIPTION, FORMAT, read_description
@@ -81,9 +81,14 @@ class Namespace:
                 where=storage.where,
                 upload_mib_s=upload_mib_s,
             )
+        places = storage.far if isinstance(storage, TieredStorage) else (storage,)
+        self.renewals = [
+            Renewal(one.directory, bounds) for one in places if isinstance(one, ObjectStorage)
+        ]
+        """What keeps objects young that are used, one for each bucket."""
         self.keyring = Keyring(self.name, security)
         self.stores = [
-            Store(storage, self.name, layout, self.capacity, self.keyring)
+            Store(storage, self.name, layout, self.capacity, self.keyring, self.renewals)
             for layout in self.layouts
         ]
         """One per group of layers, in the order of the layouts."""
@@ -179,7 +184,8 @@ class Namespace:
             raise LayoutError(_difference(path, found.layouts, wanted))
         if isinstance(root, Tiers) and root.far and isinstance(storage, LocalStorage):
             far = _open_behind(root.far, identity, wanted, security)
-            tiered = TieredStorage(storage, far, ", ".join(map(str, root.far)))
+            where = ", ".join(str(one.directory.parent) for one in far)
+            tiered = TieredStorage(storage, far, where)
             return cls(tiered, wanted, security, bounds, upload_mib_s)
         return cls(storage, wanted, security, bounds)
 
@@ -190,6 +196,8 @@ class Namespace:
         """
         if self.travel is not None:
             self.travel.close()
+        for one in self.renewals:
+            one.close()
         self.capacity.close()
 
     def keys(
@@ -228,9 +236,9 @@ def _open_behind(
     identity: Identity,
     layouts: Sequence[KVLayout],
     security: Security,
-) -> list[Storage]:
+) -> list[LocalStorage | ObjectStorage]:
     """Open the places behind a directory; one that is not there is left out, and said."""
-    found: list[Storage] = []
+    found: list[LocalStorage | ObjectStorage] = []
     for root in places:
         path = root / identity.namespace
         make = functools.partial(_make, path, identity, layouts, security)

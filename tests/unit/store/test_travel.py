@@ -8,14 +8,13 @@ import shutil
 import signal
 import time
 import unittest
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
-import torch
+from travellers import CONFIG, KV, namespace_of, prompt, until, wait_for_travel
 
 from buckets import memory_url, seaweedfs, speaking_to
-from helpers import DirectoryTest, caches_of, kv_bits
+from helpers import DirectoryTest, kv_bits
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.storage.bucket import Bucket
@@ -23,25 +22,7 @@ from vua.store.namespace import Namespace
 
 pytest.importorskip("obstore")
 
-TOKENS = torch.arange(64)
-KV = caches_of(layers=2, heads=2, tokens=64, dim=8, seed=1)
-CONFIG = VUAConfig(split_factor=16, model="tiny")
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for something that a thread does."""
-    stop_s = time.monotonic() + 120
-    while not true():
-        if time.monotonic() > stop_s:
-            raise AssertionError("it never came")
-        time.sleep(0.01)
-
-
-def namespace_of(vua: VUA) -> Namespace:
-    """The open namespace of a cache."""
-    found = vua._writing or vua._reading  # noqa: SLF001
-    assert found is not None
-    return found
+TOKENS = prompt(0)
 
 
 class TierTest(DirectoryTest):
@@ -79,7 +60,7 @@ class TierTest(DirectoryTest):
         with self.open(host) as vua:
             self.assertEqual(4, vua.put(TOKENS, KV))
             until(lambda: len(self.keys()) == 4)
-            until(lambda: not namespace_of(vua).travel.waiting)
+            wait_for_travel(vua)
 
     def test_from_host_to_host(self) -> None:
         """What one host stores another one finds, and then has in its own directory."""
@@ -108,7 +89,7 @@ class TierTest(DirectoryTest):
         self.assertLess(before_s, time.time())
         with self.open("a") as vua:  # and not once more
             self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
-            until(lambda: not namespace_of(vua).travel.waiting)
+            wait_for_travel(vua)
             self.assertEqual(0, namespace_of(vua).travel.counts["sent"])
 
     def test_marks_do_not_look_like_a_use(self) -> None:
@@ -140,6 +121,20 @@ class TierTest(DirectoryTest):
         with self.open("a") as vua:
             vua.get_closest(TOKENS)
             until(lambda: len(self.keys()) == 4)
+
+    def test_without_a_directory_behind(self) -> None:
+        """One that cannot be made counts as one that nothing was sent to."""
+        (self.root / "elsewhere").symlink_to("elsewhere")
+        tiers = [str(self.root / "a"), str(self.root / "elsewhere" / "shared")]
+        with self.assertLogs("vua", logging.WARNING), VUA(CONFIG, tiers) as vua:
+            self.assertEqual(4, vua.put(TOKENS, KV))
+            wait_for_travel(vua)
+            self.assertEqual(0, namespace_of(vua).travel.counts["sent"])
+        (self.root / "elsewhere").unlink()
+        with VUA(CONFIG, tiers) as vua:
+            self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+            wait_for_travel(vua)
+            self.assertEqual(4, namespace_of(vua).travel.counts["sent"])
 
     def test_damage_near(self) -> None:
         """Each damaged file of the directory is a miss once, then comes from the bucket."""
@@ -239,7 +234,7 @@ class TierTest(DirectoryTest):
         with VUA(CONFIG, tiers) as vua:
             vua.get_closest(TOKENS)
             until(lambda: wanted <= self.local("shared"))
-            until(lambda: not namespace_of(vua).travel.waiting)
+            wait_for_travel(vua)
         shutil.rmtree(self.root / "a")
         with VUA(CONFIG, self.root / "shared") as vua:
             for attempt in range(4):
