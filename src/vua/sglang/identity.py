@@ -7,7 +7,7 @@ that, unless it is listed as harmless: an engine with such a setting has a names
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,6 @@ import msgspec
 import torch
 from sglang.srt.arg_groups.fields import exec_, lora, mm, model, spec
 
-from vua.connector.adapters import content_digest
 from vua.connector.cache_spec import UncachedError
 from vua.connector.model_files import local_directory
 from vua.errors import ConfigError
@@ -33,7 +32,6 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _KINDS: Final = ("BF16", "F16", "F32")
 _LOAD_FORMATS: Final = ("auto", "safetensors")
 """Those that load the files which `vua.weights.checkpoint_files` names."""
-_ADAPTERS: Final = b"vua.sglang.lora.v1"
 _NEUTRAL: Final = frozenset(
     # One word each. Where the model comes from; its files, and their code, count by content.
     "model_path revision download_dir load_format trust_remote_code model_checksum "  # noqa: SIM905
@@ -93,7 +91,14 @@ class Described:
         return replace(self.others, weights=weights.fingerprint)
 
 
-def described(runner: Any, pool: Any, *, latent: bool, epoch: str) -> Described:  # noqa: ANN401
+def described(
+    runner: Any,  # noqa: ANN401
+    pool: Any,  # noqa: ANN401
+    *,
+    latent: bool,
+    epoch: str,
+    adapters: Mapping[str, str],
+) -> Described:
     """Describe the caches that a model runner of SGLang computes and a host pool keeps.
 
     Args:
@@ -101,6 +106,7 @@ def described(runner: Any, pool: Any, *, latent: bool, epoch: str) -> Described:
         pool: its host pool of K and V.
         latent: whether it is one of latents (MLA).
         epoch: the setting.
+        adapters: `vua.sglang.engine.Engine.adapters`.
 
     Raises:
         UncachedError: caches of this engine cannot be shared or cannot be told from others.
@@ -117,8 +123,8 @@ def described(runner: Any, pool: Any, *, latent: bool, epoch: str) -> Described:
     config = dict(text.to_dict())
     if changes := _settings(arguments):
         config["vua.sglang"] = changes
-    if adapters := _adapters(runner, arguments.lora_paths or ()):
-        config["vua.sglang_adapters"] = adapters
+    if adapters:
+        config["vua.sglang_adapters"] = dict(adapters)
     if runner.dtype != pool.dtype:
         config["vua.sglang_dtype"] = str(runner.dtype)
     if models.quantization is not None:
@@ -191,31 +197,6 @@ def _check_supported(arguments: Any, models: Any, is_text: bool) -> None:  # noq
     if not is_text or getattr(models, "is_multimodal", False):
         msg = "models that take images or sounds are not cached: SGLang names these by 30 bits"
         raise UncachedError(msg)
-
-
-def _adapters(runner: Any, served: Sequence[Any]) -> dict[str, str]:  # noqa: ANN401
-    """Return the content of the adapters that the engine was started with, by SGLang's id.
-
-    An id is in the names of all pages that its adapter computes. SGLang makes the ids of these
-    adapters of their names and paths, so another adapter at the same path has the same id. The ids
-    of adapters that are loaded later are drawn anew each time.
-
-    Raises UncachedError: one of them is not loaded any more, or holds what has no lasting bytes.
-    """
-    found = {}
-    for each in served:
-        adapter = getattr(runner.lora_manager, "loras", {}).get(each.lora_id)
-        if adapter is None:
-            msg = f"the LoRA adapter {each.lora_name!r} is not loaded, so its content is not known"
-            raise UncachedError(msg)
-        held = [
-            adapter.config.hf_config,
-            [layer.weights for layer in adapter.layers],
-            adapter.embedding_layers,
-            adapter.added_tokens_embeddings,
-        ]
-        found[each.lora_id] = content_digest(held, _ADAPTERS)
-    return found
 
 
 def _settings(arguments: Any) -> dict[str, Any]:  # noqa: ANN401

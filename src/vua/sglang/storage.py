@@ -137,7 +137,11 @@ class VUAHiCacheStorage(PagesOnly):
             self._check_place()
             latent = bool(self._place.is_mla_model)
             self._described = described(
-                self._engine.runner, pool, latent=latent, epoch=config.epoch
+                self._engine.runner,
+                pool,
+                latent=latent,
+                epoch=config.epoch,
+                adapters=self._engine.adapters,
             )
             self._pages = HostPages(pool, latent=latent)
             self._shard, self._writes = shard_of(

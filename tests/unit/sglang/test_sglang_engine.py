@@ -307,7 +307,9 @@ class BackendTest(unittest.TestCase):
                     update_weights_from_ipc=lambda *_: (True, ""),
                 )
                 self.model = torch.nn.Linear(64, 64)
-                runner = SimpleNamespace(model=self.model, weight_updater=updater)
+                runner = SimpleNamespace(
+                    model=self.model, weight_updater=updater, lora_manager=None
+                )
                 self.tp_worker = SimpleNamespace(model_runner=runner)
                 self.engine = Engine.find()
 
