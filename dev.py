@@ -47,6 +47,8 @@ PEER_SUBJECTS = (
     "lmcache_subject.py:lmcache_fs",
     "lmcache_subject.py:lmcache_fs_native",
 )
+AZURITE_VERSION = "3.37.0"
+AZURITE = CACHE / f"azurite-{AZURITE_VERSION}"
 LLAMA_CPP = "0.3.36"  # as tests/llama.py has it
 TAIL_LINES = 40
 TICK_S = 20.0
@@ -86,7 +88,7 @@ def step(title: str, command: list[str], *, needed: bool = True, **environment: 
         ended.set()
         ticker.join()
     if done.returncode and not needed:
-        print("not to be had here", flush=True)
+        print("failed; what needs it is skipped", flush=True)
     elif done.returncode:
         print(f"failed with exit status {done.returncode}", flush=True)
         tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
@@ -321,7 +323,7 @@ def install_sglang() -> bool:
 def sglang(*arguments: str) -> int:
     """Runs the tests that need SGLang: its pools and a server on the CPU, in a short form."""
     if not install_sglang():
-        print("sglang: skipped, since SGLang is not to be had here", flush=True)
+        print("sglang: skipped, since SGLang could not be installed", flush=True)
         return 0
     python = SGLANG / "bin" / "python"
     paths = (ROOT / "src", ROOT / "tests" / "e2e" / "sglang_on_cpu")
@@ -336,6 +338,25 @@ def sglang(*arguments: str) -> int:
     chosen = arguments or (*tests, "-m", "not soak")
     served = subprocess.run([str(PYTHON), *command, *chosen], cwd=ROOT, env=environment).returncode
     return pools or served
+
+
+def azurite(*arguments: str) -> int:
+    """Runs the tests that need a server of Azure's protocol; installs it first, once, by npm."""
+    program = AZURITE / "node_modules" / ".bin" / "azurite-blob"
+    if not program.exists() and shutil.which("npm"):
+        AZURITE.mkdir(parents=True, exist_ok=True)
+        install = ["npm", "install", "--prefix", str(AZURITE), "--no-audit", "--no-fund"]
+        step(
+            f"azurite {AZURITE_VERSION}, by npm",
+            [*install, f"azurite@{AZURITE_VERSION}"],
+            needed=False,
+        )
+    if not program.exists():
+        print("azurite: skipped, since npm or azurite is not to be had here", flush=True)
+        return 0
+    os.environ["VUA_AZURITE"] = str(program)
+    chosen = arguments or ("tests/conformance/test_storages.py", "-k", "Azurite")
+    return run("-m", "pytest", "-q", *chosen)
 
 
 def llama_cpp(*arguments: str) -> int:
@@ -433,8 +454,9 @@ def mutate(*arguments: str) -> int:
 
 
 def ci() -> int:
-    """Runs lint, test, thorough, test-oldest, sglang and a short demo."""
-    return lint() or test() or thorough() or test_oldest() or sglang() or demo("--quick")
+    """Runs lint, test, thorough, azurite, test-oldest, sglang and a short demo."""
+    steps = (lint, test, thorough, azurite, test_oldest, sglang)
+    return next(filter(None, (one() for one in steps)), 0) or demo("--quick")
 
 
 TARGETS = {
@@ -442,7 +464,7 @@ TARGETS = {
     for f in (
         *(setup, build, wheels, demo, test, thorough, test_oldest, llama_cpp, lmcache),
         *(lint, format_, docs, bench),
-        *(sglang, peers, scorecard, identity_campaign, soak, fuzz, house, mutate, ci),
+        *(azurite, sglang, peers, scorecard, identity_campaign, soak, fuzz, house, mutate, ci),
     )
 }
 

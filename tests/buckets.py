@@ -1,12 +1,16 @@
-"""Real object stores for tests: one SeaweedFS per process of tests, on loopback."""
+"""Object stores for tests, on loopback: one of each kind per process of tests."""
 
 from __future__ import annotations
 
 import atexit
+import base64
 import contextlib
 import functools
+import hmac
+import http.client
 import itertools
 import json
+import logging
 import os
 import shutil
 import socket
@@ -16,14 +20,19 @@ import tempfile
 import time
 import unittest
 from collections.abc import Iterator
+from email.utils import formatdate
 from pathlib import Path
 from unittest import mock
 from urllib import error, request
 
-__all__ = ["SeaweedFS", "memory_url", "seaweedfs", "speaking_to"]
+__all__ = ["SeaweedFS", "azurite", "memory_url", "moto", "seaweedfs", "speaking_to"]
 
 _START_S = 120.0
 _KEY, _SECRET = "vuatestkey", "vuatestsecret0123"
+_AZURE_ACCOUNT = "devstoreaccount1"
+_AZURE_KEY = (  # the emulator's own, which everybody knows
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
 _numbers = itertools.count()
 
 
@@ -62,6 +71,7 @@ class SeaweedFS:
             "master.port.grpc": master_grpc,
             "master.volumeSizeLimitMB": 64,
             "master.telemetry": "false",
+            "master.electionTimeout": "1s",  # a server that starts again waits for it
             "volume.port": volume,
             "volume.port.grpc": volume_grpc,
             "volume.max": 40,
@@ -162,6 +172,78 @@ def speaking_to(endpoint: str, **more: str) -> Iterator[None]:
     }
     with mock.patch.dict(os.environ, settings):
         yield
+
+
+@functools.cache
+def moto() -> str:
+    """Return the endpoint of another server of the S3 protocol, which checks no signatures.
+
+    Skips the test where it is not installed.
+    """
+    try:
+        from moto.server import ThreadedMotoServer
+    except ImportError:
+        raise unittest.SkipTest("the package moto[server] is not installed") from None
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it has a line for each request
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    atexit.register(server.stop)
+    host, port = server.get_host_and_port()
+    made = request.Request(f"http://{host}:{port}/vua", method="PUT")
+    request.urlopen(made, timeout=60).close()
+    return f"http://{host}:{port}"
+
+
+@functools.cache
+def azurite() -> dict[str, str]:
+    """Return the settings that speak to a server of Azure's protocol; its container is ``vua``.
+
+    Skips the test where it is not installed: `dev.py azurite` does that.
+    """
+    program = os.environ.get("VUA_AZURITE") or shutil.which("azurite-blob")
+    if program is None:
+        raise unittest.SkipTest("azurite is not installed, or VUA_AZURITE does not name it")
+    (port,) = _free_ports(1)
+    process = subprocess.Popen(
+        [program, "--silent", "--inMemoryPersistence", "--disableTelemetry", f"--blobPort={port}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    atexit.register(process.wait)
+    atexit.register(process.kill)
+    stop = time.monotonic() + _START_S
+    while True:
+        try:
+            _make_container(port)
+        except OSError:
+            if time.monotonic() > stop or process.poll() is not None:
+                raise
+            time.sleep(0.1)
+        else:
+            break
+    return {
+        "AZURE_STORAGE_ACCOUNT_NAME": _AZURE_ACCOUNT,
+        "AZURE_STORAGE_ACCOUNT_KEY": _AZURE_KEY,
+        "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}/{_AZURE_ACCOUNT}",
+        "AWS_ALLOW_HTTP": "true",
+    }
+
+
+def _make_container(port: int) -> None:
+    """Make a container by a request that is signed as Azure wants it. Raises OSError."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    named = "".join(f"{name}:{value}\n" for name, value in headers.items())
+    what = f"/{_AZURE_ACCOUNT}/{_AZURE_ACCOUNT}/vua\nrestype:container"
+    text = "PUT" + 12 * "\n" + named + what
+    digest = hmac.digest(base64.b64decode(_AZURE_KEY), text.encode(), "sha256")
+    signature = base64.b64encode(digest).decode()
+    headers["Authorization"] = f"SharedKey {_AZURE_ACCOUNT}:{signature}"
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("PUT", f"/{_AZURE_ACCOUNT}/vua?restype=container", headers=headers)
+        answer = connection.getresponse()
+        if answer.status not in (201, 409):
+            raise OSError(answer.status, answer.read().decode())
 
 
 def _free_ports(count: int) -> list[int]:

@@ -6,7 +6,8 @@
 # its own, so the kernel gives it an NFS client, a connection and caches of its own. netem delays
 # what client and server send, each by half of the round trip.
 #
-# From the kernel's command line: PYTHON, SCRIPT, SOURCE, REPORT, VERSIONS (e.g. "4.2,3"), RTT_MS, PARTS.
+# From the kernel's command line: PYTHON, SCRIPT, SOURCE, MODULES (the guest kernel's), VERSIONS (e.g. "4.2,3"),
+# RTT_MS, PARTS. /run is a tmpfs of the guest: nothing there is the host's.
 
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/run TMPDIR=/run
 mount -t proc proc /proc
@@ -21,7 +22,7 @@ finish() {
 }
 
 mkdir -p /run/root/lib/modules /run/host
-ln -s "/usr/lib/uml/modules/$(uname -r)" "/run/root/lib/modules/$(uname -r)"
+ln -s "$MODULES/$(uname -r)" "/run/root/lib/modules/$(uname -r)"
 for module in veth sch_netem nfsd nfsv4 nfsv3; do
     modprobe -d /run/root "$module" || { echo "guest: no module $module"; finish 1; }
 done

@@ -28,16 +28,19 @@ def main() -> int:
     parser.add_argument("--rtt-ms", type=float, default=1.0, help="round trip between the two")
     parser.add_argument("--parts", default="across,race,costs")
     parser.add_argument("--timeout", type=float, default=1500.0)
+    parser.add_argument("--modules", type=Path, help="of the guest's kernel, one folder a release")
     given = parser.parse_args()
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
     if missing or os.geteuid() != 0:
         print(f"not run: needs root and {', '.join(missing) or 'nothing else'}")
         return 2
+    kernel = Path(shutil.which(TOOLS[0], path=path) or TOOLS[0])
+    modules = given.modules or kernel.resolve().parents[1] / "lib" / "uml" / "modules"
     command = [
         *("linux.uml", "mem=1500M", "quiet", "con=null", "con0=null,fd:1"),
         *("root=/dev/root", "rootfstype=hostfs", "rootflags=/", "rw", f"init={HERE / 'guest.sh'}"),
-        *(f"PYTHON={sys.executable}", f"SCRIPT={HERE / 'clients.py'}"),
+        *(f"PYTHON={sys.executable}", f"SCRIPT={HERE / 'clients.py'}", f"MODULES={modules}"),
         *(f"SOURCE={ROOT / 'src'}:{ROOT / 'tests'}", f"VERSIONS={given.mounts}"),
         *(f"RTT_MS={given.rtt_ms:g}", f"PARTS={given.parts}"),
     ]

@@ -6,16 +6,7 @@
 # The directory is $VUA_PATH, or else ./vua_cache, where none is given. Each line of output begins
 # with the program that wrote it. Ctrl-C or SIGTERM ends all three.
 set -eu
-model=${1:?usage: serve.sh MODEL [DIRECTORY] [vllm serve options ...]}
-shift
-directory=${VUA_PATH:-./vua_cache}
-case ${1:--} in
-    -*) ;;  # an option: no directory is given
-    *)
-        directory=$1
-        shift
-        ;;
-esac
+: "${1:?usage: serve.sh MODEL [DIRECTORY] [vllm serve options ...]}"
 here=$(cd "$(dirname "$0")" && pwd)
 pipes=$(mktemp -d)
 servers=
@@ -38,10 +29,8 @@ stop() {
 trap stop EXIT
 trap 'stop; exit 143' INT TERM
 
-named prefill "$here/../../bin/vua-vllm" serve "$model" --vua-path "$directory" --port 8100 \
-    --kv-transfer-config '{"kv_role": "kv_both"}' "$@"
-named decode "$here/../../bin/vua-vllm" serve "$model" --vua-path "$directory" --port 8200 \
-    --kv-transfer-config '{"kv_role": "kv_both"}' "$@"
+named prefill "$here/../serve-vllm.sh" "$@" --port 8100
+named decode "$here/../serve-vllm.sh" "$@" --port 8200
 named proxy "${PYTHON:-python3}" "$here/proxy.py" --port 8000 \
     --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
 wait

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from buckets import memory_url, seaweedfs, speaking_to
+from buckets import azurite, memory_url, moto, seaweedfs, speaking_to
 from conformance.sqlite_storage import SQLiteStorage
 from helpers import has_native, native_code
 from vua.storage.base import Batch, Filled, Storage
@@ -93,6 +95,28 @@ class TestSeaweedFS(TestBucketInMemory):
         """Take an empty place of its bucket."""
         self.url = seaweedfs().place()
         self.enterContext(speaking_to(seaweedfs().endpoint))
+        conformance.StorageConformance.setUp(self)
+
+
+@pytest.mark.thorough
+class TestMoto(TestSeaweedFS):
+    """Objects of another server of the S3 protocol."""
+
+    def setUp(self) -> None:
+        """Take an empty place of its bucket."""
+        self.url = f"s3://vua/{memory_url().rpartition('/')[2]}"
+        self.enterContext(speaking_to(moto()))
+        conformance.StorageConformance.setUp(self)
+
+
+@pytest.mark.thorough
+class TestAzurite(TestSeaweedFS):
+    """Objects of a server of Azure's protocol."""
+
+    def setUp(self) -> None:
+        """Take an empty place of its container."""
+        self.url = f"az://vua/{memory_url().rpartition('/')[2]}"
+        self.enterContext(mock.patch.dict(os.environ, azurite()))
         conformance.StorageConformance.setUp(self)
 
 

@@ -1,7 +1,8 @@
 """What bounds a cache in a bucket: the bucket's own rules, and `vua gc`; not who writes.
 
 A bucket has no times of use, and looking through it costs requests. So nothing is evicted here: the
-bucket's lifecycle rule deletes what is old, see docs/object-stores.md.
+bucket's lifecycle rule deletes what is old, see docs/object-stores.md. ``bounds.json`` lies there
+as in a directory; its ``ttl_s`` is the life of an object that nobody uses.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from vua.capacity.limits import Limits
+from vua.capacity.limits import MAX_BOUNDS_NBYTES, Limits, bounds_text, parse_bounds
 from vua.capacity.reservation import Unlimited
 from vua.format.keys import ChunkKey, Keys
+from vua.storage.bucket_path import BucketPath
+from vua.storage.mark import LIMITS_FILE
 
-__all__ = ["BucketCapacity"]
+__all__ = ["BucketCapacity", "read_bucket_bounds", "write_bucket_bounds"]
 
 log = logging.getLogger(__name__)
 
@@ -67,3 +70,20 @@ class BucketCapacity:
 
     def on_evicted(self, tell: Callable[[str], None]) -> None:
         """Do nothing: nothing is evicted here."""
+
+
+def read_bucket_bounds(place: BucketPath) -> Limits:
+    """Return what ``bounds.json`` of a cache says; nothing where there is none.
+
+    Raises StorageError; ConfigError for one that is unusable.
+    """
+    try:
+        data = (place / LIMITS_FILE).read(MAX_BOUNDS_NBYTES)
+    except FileNotFoundError:
+        return Limits()
+    return parse_bounds(data, place / LIMITS_FILE)
+
+
+def write_bucket_bounds(place: BucketPath, bounds: Limits) -> None:
+    """Replace ``bounds.json`` of a cache. Raises StorageError."""
+    place.bucket.put((place / LIMITS_FILE).key, bounds_text(bounds))

@@ -19,7 +19,16 @@ from vua.errors import ConfigError
 from vua.io.atomic import atomic_write
 from vua.storage.mark import LIMITS_FILE
 
-__all__ = ["Limits", "ResolvedLimits", "nbytes_of", "read_bounds", "write_bounds"]
+__all__ = [
+    "MAX_BOUNDS_NBYTES",
+    "Limits",
+    "ResolvedLimits",
+    "bounds_text",
+    "nbytes_of",
+    "parse_bounds",
+    "read_bounds",
+    "write_bounds",
+]
 
 FORMAT: Final = "vua.bounds.v1"
 
@@ -37,7 +46,8 @@ MAX_TTL_S: Final = 10**10
 """Some 300 years."""
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:iB|B)?", re.IGNORECASE)
-_MAX_FILE_NBYTES: Final = 1 << 16
+MAX_BOUNDS_NBYTES: Final = 1 << 16
+"""A longer ``bounds.json`` is unusable."""
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
@@ -155,7 +165,21 @@ def read_bounds(
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(path, flags), "rb") as stream:
-            said = json.loads(stream.read(_MAX_FILE_NBYTES))
+            data = stream.read(MAX_BOUNDS_NBYTES)
+    except FileNotFoundError:
+        return Limits()
+    except OSError as problem:
+        raise _unusable(path, problem) from problem
+    return parse_bounds(data, path, refused)
+
+
+def parse_bounds(data: bytes, path: object, refused: Callable[[str], None] | None = None) -> Limits:
+    """Return what the bytes of a ``bounds.json`` say; the rest as for :func:`read_bounds`.
+
+    ``path`` names the file in errors. Raises ConfigError.
+    """
+    try:
+        said = json.loads(data)
         if not isinstance(said, Mapping) or said.get("format") != FORMAT:
             msg = f"expected an object of format {FORMAT!r}"
             raise ConfigError(msg)
@@ -163,9 +187,7 @@ def read_bounds(
         if unknown := said.keys() - known - {"format"}:
             msg = f"unknown settings {sorted(unknown)}, known are {sorted(known)}"
             raise ConfigError(msg)
-    except FileNotFoundError:
-        return Limits()
-    except (OSError, ValueError, TypeError, RecursionError) as problem:
+    except (ValueError, TypeError, RecursionError) as problem:
         raise _unusable(path, problem) from problem
     sound: dict[str, Any] = {}
     for name, value in said.items():
@@ -182,14 +204,18 @@ def read_bounds(
     return Limits(**sound)
 
 
-def _unusable(path: Path, problem: Exception) -> ConfigError:
+def _unusable(path: object, problem: Exception) -> ConfigError:
     return ConfigError(
         f"{path} is unusable: {problem}; mend or delete it, `vua gc --set` writes a new one"
     )
 
 
+def bounds_text(bounds: Limits) -> bytes:
+    """Return the bytes of a ``bounds.json`` that says ``bounds``."""
+    said = {name: value for name, value in asdict(bounds).items() if value is not None}
+    return json.dumps({"format": FORMAT, **said}, indent=1).encode() + b"\n"
+
+
 def write_bounds(root: str | os.PathLike[str], bounds: Limits) -> None:
     """Replace ``bounds.json``, all or nothing. Raises OSError."""
-    said = {name: value for name, value in asdict(bounds).items() if value is not None}
-    text = json.dumps({"format": FORMAT, **said}, indent=1).encode() + b"\n"
-    atomic_write(Path(root) / LIMITS_FILE, text)
+    atomic_write(Path(root) / LIMITS_FILE, bounds_text(bounds))

@@ -72,7 +72,8 @@ class Capacity:
         """Events so far: chunks_evicted, bytes_evicted, chunks_refused, orphans, full."""
         self.reclaiming = ReclaimThread(root, Limits() if bounds is None else bounds, self.counts)
         self.pending = Pending(_ADOPT_WAIT_S)
-        self.touches = Touches(storage, policy or LRU())
+        used = (policy or LRU()).used
+        self.touches = Touches(lambda chunks: used(storage.fileno(), chunks))
         self.after_fork()
         watch(self)
 

@@ -1,4 +1,4 @@
-"""Tells the eviction policy of prefixes that were used, in the background and not too often."""
+"""Tells of prefixes that were used, in the background and not too often."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import functools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from vua.capacity.policy import Policy
 from vua.io.forks import watch
 from vua.io.threads import Call, Threads
-from vua.storage.local import LocalStorage
 
 __all__ = ["Recent", "Touches"]
 
@@ -25,9 +23,12 @@ _QUEUED_MAX: Final = 256
 class Touches:
     """Touches chunks of one namespace on a thread of its own. Safe for threads."""
 
-    def __init__(self, storage: LocalStorage, policy: Policy) -> None:
-        """Tell ``policy`` of the uses of ``storage``, of each prefix at most once a minute."""
-        self._storage, self._policy = storage, policy
+    def __init__(self, tell: Callable[[Sequence[str]], object]) -> None:
+        """Call ``tell``, which raises nothing, with the chunks of each prefix that is used.
+
+        For each prefix at most once a minute.
+        """
+        self._tell = tell
         self._recent = Recent(_INTERVAL_S)
         self.after_fork()
         watch(self)
@@ -52,7 +53,7 @@ class Touches:
     def touch(self, chunks: Sequence[str], *, wait: bool = False) -> None:
         """Touch these chunks, a prefix from its first one on: in the background, or (wait) now."""
         if wait:
-            self._policy.used(self._storage.fileno(), chunks)
+            self._tell(chunks)
             return
         with self._lock:
             if self._queued >= _QUEUED_MAX:
@@ -65,7 +66,7 @@ class Touches:
 
     def _touch(self, chunks: Sequence[str], _: Call[None]) -> None:
         try:
-            self._policy.used(self._storage.fileno(), chunks)
+            self._tell(chunks)
         finally:
             with self._lock:
                 self._queued -= 1

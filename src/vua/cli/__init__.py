@@ -24,6 +24,7 @@ from vua.cli.arguments import VARIABLE, Parser, duration_s, parsed, share
 from vua.cli.bench import add_arguments, bench
 from vua.cli.bucket import adopt_bucket, du_bucket, gc_bucket, rm_bucket
 from vua.cli.bucket_doctor import doctor_bucket
+from vua.cli.bucket_keep import pins_bucket, ttl_bucket
 from vua.cli.capacity import du, gc, ttl
 from vua.cli.completion import SHELLS, answer_shell, completion
 from vua.cli.doctor import doctor
@@ -39,7 +40,7 @@ from vua.cli.removal import pins, rm
 from vua.cli.text import UNUSABLE, Write, as_json, guarded, plain
 from vua.cli.top import top
 from vua.cli.verification import verify
-from vua.errors import ConfigError, StorageError, VUAError
+from vua.errors import StorageError, VUAError
 from vua.storage.bucket_path import is_url
 
 __all__ = ["main"]
@@ -92,7 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("top", parents=[common], help="watch a directory in use")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     one.add_argument(
-        "--interval", metavar="TIME", type=duration_s, default=2.0, help="between looks; default 2s"
+        "--interval",
+        metavar="TIME",
+        type=duration_s,
+        help="between looks; default 2s, of a bucket 60s",
     )
     one.add_argument("--once", action="store_true", help="look once, over one interval")
     one = commands.add_parser("doctor", parents=[common], help="test what VUA relies on")
@@ -288,17 +292,20 @@ _ON_BUCKETS: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]]
     "doctor": lambda said, write: doctor_bucket(said.directory, write=write),
     "adopt": lambda said, _: adopt_bucket(said.directory),
     "rm": lambda said, write: rm_bucket(
-        *(said.directory, said.names), everything=said.all,
+        *(said.directory, said.names), everything=said.all, force=said.pinned,
         dry_run=said.dry_run, yes=said.yes, write=write,
     ),
+    "pin": lambda said, write: pins_bucket(
+        said.directory, said.names, remove=said.remove, write=write
+    ),
+    "ttl": lambda said, write: ttl_bucket(said.directory, said.seconds, off=said.off, write=write),
     "gc": lambda said, write: gc_bucket(
         *(said.directory, Limits(max_bytes=said.max_bytes, min_free_bytes=said.min_free,
                                  ttl_s=said.ttl, max_bytes_per_salt=said.max_per_salt)),
-        dry_run=said.dry_run, yes=said.yes, write=write,
+        keep=said.set, dry_run=said.dry_run, yes=said.yes, write=write,
     ),
-    **{name: _RUN[name] for name in ("ls", "verify", "explain")},
 }  # fmt: skip
-"""What can be done with a cache in a bucket; `inspect` takes URLs of objects."""
+"""What is done otherwise with a cache in a bucket; the rest takes both."""
 
 _AS_OWNER: Final = frozenset({"adopt", "du", "gc", "pin", "rm", "ttl", "verify"})
 """Root does these as the user whose the directory is; `import` when it has opened its archive."""
@@ -323,9 +330,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             as_json if "json" in options and options.json else None,
         )
         if is_url(getattr(options, "directory", None)):
-            if options.command not in _ON_BUCKETS:
-                raise ConfigError(f"this needs a directory, and {options.directory} is a bucket")
-            run = _ON_BUCKETS[options.command]
+            run = _ON_BUCKETS.get(options.command, run)
         with as_owner(options.directory) if options.command in _AS_OWNER else nullcontext():
             code = run(options, write)
         sys.stdout.flush()

@@ -28,10 +28,10 @@ from vua.errors import InputError
 from vua.format.entry import EntryCodec
 from vua.format.header import AUTHENTIC, ENCRYPTED
 
-__all__ = ["Member", "Reader", "Writer", "file_sizes"]
+__all__ = ["MAX_FILE_NBYTES", "Member", "Reader", "Writer", "file_sizes"]
 
 FORMAT: Final = "vua.export.v1"
-_MAX_FILE_NBYTES: Final = 4 << 30
+MAX_FILE_NBYTES: Final = 4 << 30
 """No chunk's file is larger; one that claims to be is not read."""
 
 _START: Final = "vua-export.json"
@@ -212,4 +212,4 @@ def file_sizes(codec: EntryCodec) -> list[int]:
     """Return the bytes that a file of that shard may have: plain or sealed, and not too many."""
     shard, layout = codec.shard, codec.layout
     codecs = (EntryCodec(codec.namespace, layout, shard, kind) for kind in _KINDS)
-    return sorted({one.file_nbytes for one in codecs if one.file_nbytes <= _MAX_FILE_NBYTES})
+    return sorted({one.file_nbytes for one in codecs if one.file_nbytes <= MAX_FILE_NBYTES})

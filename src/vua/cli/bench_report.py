@@ -107,12 +107,11 @@ def _first_token(report: Mapping[str, Any]) -> Plot:
     longest = max(x for x, _ in lines["computed"])
     times = {name: dict(points)[longest] for name, points in lines.items()}
     ratio = times["computed"] / times["loaded by VUA"]
-    return Plot(
-        "Time to the first token",
+    text = (
         f"With a prefix of {longest:,} tokens: {times['computed']:.2f} s computed, "
-        f"{times['loaded by VUA']:.3f} s loaded, {ratio:.0f} times faster.",
-        "tokens of the prefix", "s", lines, log_up=True,
-    )  # fmt: skip
+        f"{times['loaded by VUA']:.3f} s loaded, {ratio:.0f} times faster."
+    )
+    return _seconds("Time to the first token", text, lines)
 
 
 def _worth(report: Mapping[str, Any]) -> Plot:
@@ -126,12 +125,16 @@ def _worth(report: Mapping[str, Any]) -> Plot:
         start = case["worth_from_tokens"]
         told.append(f"{case['files']} {case['gb_s']:.2f} GB/s, "
                     + ("never" if start is None else f"from {start:,} tokens on"))  # fmt: skip
-    return Plot(
-        "Load or compute",
+    text = (
         f"{model['name']} at {model['prefill_tokens_s']:g} tokens/s: loading pays above "
-        f"{worth['break_even_gb_s']:.3f} GB/s. Measured: {'; '.join(told)}.",
-        "tokens of the prefix", "s", lines, log_up=True,
-    )  # fmt: skip
+        f"{worth['break_even_gb_s']:.3f} GB/s. Measured: {'; '.join(told)}."
+    )
+    return _seconds("Load or compute", text, lines)
+
+
+def _seconds(title: str, text: str, lines: Mapping[str, Points]) -> Plot:
+    """Seconds by the length of a prefix."""
+    return Plot(title, text, "tokens of the prefix", "s", lines, log_up=True)
 
 
 def _hits(report: Mapping[str, Any]) -> Plot:

@@ -8,80 +8,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Final
+from dataclasses import asdict, dataclass, replace
 
+from vua.capacity.bucket import read_bucket_bounds, write_bucket_bounds
 from vua.capacity.limits import Limits, nbytes_of
-from vua.capacity.scan import Show
+from vua.cli.bucket_chunks import (
+    BucketChunk,
+    BucketSpace,
+    cost,
+    listed_spaces,
+    opened_bucket,
+    resolve,
+)
 from vua.cli.owner import confirm
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size, table, when
-from vua.cli.walk import Found, walk_bucket
-from vua.errors import ConfigError, CorruptEntryError
-from vua.format.entry import parse_entry
-from vua.format.header import MAX_HEADER_NBYTES
+from vua.errors import ConfigError
 from vua.storage.bucket import Bucket
+from vua.storage.bucket_cost import DOLLARS_PER_GB_MONTH, KINDS, cost_dollars
 from vua.storage.bucket_mark import bucket_descriptions, claim_bucket, is_marked_bucket
 from vua.storage.bucket_path import BucketPath
-from vua.storage.description import Description
 from vua.storage.mark import MARK, mark_text
-from vua.store.locate import locate
 
 __all__ = ["adopt_bucket", "du_bucket", "gc_bucket", "rm_bucket"]
 
-_HEADER_NBYTES: Final = 32 << 10
-"""What is read of an object first to find its parent: most headers are shorter."""
-_AT_ONCE: Final = 256
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """A chunk's objects."""
-
-    namespace: Description
-    name: str
-    nbytes: int = 0
-    written_s: float = 0.0
-    """When the youngest was written, or renewed by a use."""
-    paths: list[str] = field(default_factory=list)
-    parent: str = ""
-    needed_s: float = 0.0
-    """The youngest of :attr:`written_s` of it and of all that follows it."""
-
-
-def _open(url: str) -> BucketPath:
-    place = locate(url, create=False)
-    if not isinstance(place, BucketPath):
-        msg = f"{url} is no bucket"
-        raise ConfigError(msg)
-    return place
-
-
-def _chunks(namespace: Description, show: Show) -> dict[str, _Chunk]:
-    """List a namespace's chunks. Raises StorageError."""
-    found: dict[str, _Chunk] = {}
-    for one in walk_bucket(namespace):
-        if one.kind == "entry":
-            _add(found, namespace, one)
-            if len(found) % 1000 == 0:
-                show(namespace.name[:SHORT], amount=len(found), unit="chunks")
-    return found
-
-
-def _add(found: dict[str, _Chunk], namespace: Description, one: Found) -> None:
-    chunk = found.setdefault(one.chunk, _Chunk(namespace, one.chunk))
-    chunk.nbytes += one.nbytes
-    chunk.written_s = max(chunk.written_s, one.modified_s)
-    chunk.paths.append(one.path)
-
-
-def _requests(place: BucketPath) -> str:
-    counts = place.bucket.counts
-    kinds = [f"{counts[kind]} {kind}" for kind in _KINDS if counts[kind]]
-    return f"requests: {', '.join(kinds) or 'none'}"
-
-
-_KINDS: Final = ("list", "head", "get", "put", "copy", "delete")
+_GB = 10**9
 
 
 # -- du -----------------------------------------------------------------------------------------
@@ -94,71 +44,97 @@ class _Occupied:
     namespace: str
     chunks: int
     nbytes: int
+    pinned: int
     oldest_s: float | None
     newest_s: float | None
 
     def row(self) -> list[object]:
         times = (self.oldest_s, self.newest_s)
         shown = ("-" if at is None else when(at) for at in times)
-        return [self.namespace[:SHORT], self.chunks, size(self.nbytes), *shown]
+        return [self.namespace[:SHORT], self.chunks, size(self.nbytes), self.pinned, *shown]
 
 
-def _occupied(namespace: Description, show: Show) -> _Occupied:
-    chunks = _chunks(namespace, show).values()
+def _occupied(space: BucketSpace) -> _Occupied:
+    chunks = space.chunks.values()
     times = [one.written_s for one in chunks]
-    nbytes = sum(one.nbytes for one in chunks)
-    ends = min(times, default=None), max(times, default=None)
-    return _Occupied(namespace.name, len(chunks), nbytes, *ends)
+    return _Occupied(
+        space.name,
+        len(chunks),
+        sum(one.nbytes for one in chunks),
+        sum(bool(one.pins) for one in chunks),
+        min(times, default=None),
+        max(times, default=None),
+    )
 
 
 def du_bucket(url: str, *, write: Write | None) -> int:
-    """Show what a cache in a bucket occupies, by namespace, and what the look cost."""
-    place = _open(url)
+    """Show what a cache in a bucket occupies, by namespace, and what that and the look cost."""
+    place = opened_bucket(url)
     with progress() as show:
-        rows = [_occupied(namespace, show) for namespace in bucket_descriptions(place)]
+        rows = [_occupied(space) for space in listed_spaces(place, show)]
     nbytes, chunks = sum(one.nbytes for one in rows), sum(one.chunks for one in rows)
+    bounds, monthly = read_bucket_bounds(place), nbytes / _GB * DOLLARS_PER_GB_MONTH
+    counts = place.bucket.counts
     if write is not None:
-        requests = {kind: place.bucket.counts[kind] for kind in _KINDS}
-        whole = {"nbytes": nbytes, "chunks": chunks, "exact": True, "requests": requests}
+        whole = {
+            "nbytes": nbytes,
+            "chunks": chunks,
+            "exact": True,
+            "bounds": asdict(bounds),
+            "requests": {kind: counts[kind] for kind in KINDS},
+            "requests_dollars": cost_dollars(counts),
+            "monthly_dollars": round(monthly, 6),
+        }
         write({"directory": url, **whole, "namespaces": [asdict(one) for one in rows]})
         return SOUND
     if rows:
-        head = ["namespace", " chunks", " size", "oldest", "newest"]
+        head = ["namespace", " chunks", " size", " pinned", "oldest", "newest"]
         table(head, [one.row() for one in rows])
-    print(plain(f"{place}: {chunks} chunks, {size(nbytes)}; {_requests(place)}"))
+    print(plain(f"{place}: {chunks} chunks, {size(nbytes)}; {cost(counts)}"))
+    if place.bucket.scheme in ("s3", "gs", "az"):
+        print(f"storage: ${monthly:.2f} a month at S3's list price; others' prices differ")
     return SOUND
 
 
 # -- gc -----------------------------------------------------------------------------------------
 
 
-def gc_bucket(url: str, said: Limits, *, dry_run: bool, yes: bool, write: Write | None) -> int:
+def gc_bucket(
+    url: str, said: Limits, *, keep: bool = False, dry_run: bool, yes: bool, write: Write | None
+) -> int:
     """Bring a cache in a bucket within limits by listing it: what was not used for longest goes.
 
-    A chunk stays for as long as one that follows it in some prompt.
+    A chunk stays for as long as one that follows it in some prompt, and pinned ones stay: these are
+    renewed where half of their life has passed, so that no lifecycle rule takes them. What
+    ``bounds.json`` says holds, too; with ``keep`` what is ``said`` goes there.
     """
-    place = _open(url)
+    place = opened_bucket(url)
     claim_bucket(place, tool=True)
     if said.min_free_bytes is not None or said.max_bytes_per_salt is not None:
         msg = "a bucket has no free space, and nobody counts salts there: give --max-bytes or --ttl"
         raise ConfigError(msg)
+    limits = _limits(place, said)
     with progress() as show:
-        chunks = {
-            (namespace.name, name): chunk
-            for namespace in bucket_descriptions(place)
-            for name, chunk in _chunks(namespace, show).items()
-        }
-        total = sum(one.nbytes for one in chunks.values())
-        most = total if said.max_bytes is None else nbytes_of(said.max_bytes, 0)
-        before_s = 0.0 if said.ttl_s is None else time.time() - said.ttl_s
-        doomed: list[_Chunk] = []
-        if total > most or any(one.written_s < before_s for one in chunks.values()):
-            _find_needed(chunks, show)
+        spaces = listed_spaces(place, show)
+        chunks = [one for space in spaces for one in space.chunks.values()]
+        total = sum(one.nbytes for one in chunks)
+        most = total if limits.max_bytes is None else nbytes_of(limits.max_bytes, 0)
+        before_s = 0.0 if limits.ttl_s is None else time.time() - limits.ttl_s
+        doomed: list[BucketChunk] = []
+        if total > most or any(one.written_s < before_s for one in chunks):
+            for space in spaces:
+                space.find_befores(show)
             doomed = _doomed(chunks, total - most, before_s)
         nbytes = sum(one.nbytes for one in doomed)
         if doomed and not dry_run:
             confirm(f"Delete {len(doomed)} chunks, {size(nbytes)}, of {url}?", yes=yes)
-            _delete(place, doomed)
+            place.bucket.delete([key for one in doomed for key in one.keys])
+        if not dry_run:
+            place.bucket.delete([key for space in spaces for key in space.leftovers])
+        if keep and not dry_run:
+            _keep(place, said)
+        if limits.ttl_s is not None and not dry_run:
+            _renew_pinned(chunks, time.time() - limits.ttl_s / 2)
     within = total - nbytes <= most
     if write is not None:
         deleted = {"chunks": len(doomed), "nbytes": nbytes}
@@ -166,121 +142,94 @@ def gc_bucket(url: str, said: Limits, *, dry_run: bool, yes: bool, write: Write 
         write({"directory": url, "dry_run": dry_run, "within": within, "deleted": deleted, **left})
     else:
         word = "would be deleted" if dry_run else "deleted"
-        print(f"{len(doomed)} chunks, {size(nbytes)}, {word}; {_requests(place)}")
+        print(f"{len(doomed)} chunks, {size(nbytes)}, {word}; {cost(place.bucket.counts)}")
         print(plain(f"{place}: {len(chunks) - len(doomed)} chunks, {size(total - nbytes)} stay"))
     return SOUND if within else DAMAGED
 
 
-def _find_needed(chunks: dict[tuple[str, str], _Chunk], show: Show) -> None:
-    """Find out which chunk follows which, by a request for each header."""
-    every = list(chunks.values())
-    for first in range(0, len(every), _AT_ONCE):
-        show("reading headers", first, len(every))
-        Bucket.each(_find_parent, every[first : first + _AT_ONCE])
-    for chunk in every:
-        at, seen = chunk, set[str]()
-        while at.needed_s < chunk.written_s and at.name not in seen:
-            at.needed_s = chunk.written_s
-            seen.add(at.name)
-            at = chunks.get((at.namespace.name, at.parent), at)
+def _limits(place: BucketPath, said: Limits) -> Limits:
+    """Return what holds: the stricter of what is said and of what ``bounds.json`` says."""
+    both = (said, read_bucket_bounds(place))
+    sizes = [nbytes_of(one.max_bytes, 0) for one in both if one.max_bytes is not None]
+    times = [one.ttl_s for one in both if one.ttl_s is not None]
+    return Limits(max_bytes=min(sizes, default=None), ttl_s=min(times, default=None))
 
 
-def _find_parent(chunk: _Chunk) -> None:
-    """Read what a chunk says of the one before it; nothing where it cannot be read."""
-    place = chunk.namespace.path
-    if not isinstance(place, BucketPath):
-        return
-    with suppress(OSError, CorruptEntryError):
-        key = (place / chunk.paths[0]).key
-        data = place.bucket.get(key, 0, _HEADER_NBYTES)[1]
-        try:
-            info = parse_entry(bytes(data))
-        except CorruptEntryError:
-            info = parse_entry(bytes(place.bucket.get(key, 0, MAX_HEADER_NBYTES)[1]))
-        chunk.parent = info.parent or ""
+def _keep(place: BucketPath, said: Limits) -> None:
+    """Put what is said into ``bounds.json``, beside what stands there."""
+    news = {name: value for name, value in asdict(said).items() if value is not None}
+    write_bucket_bounds(place, replace(read_bucket_bounds(place), **news))
 
 
-def _doomed(chunks: dict[tuple[str, str], _Chunk], excess: int, before_s: float) -> list[_Chunk]:
+def _doomed(chunks: Sequence[BucketChunk], excess: int, before_s: float) -> list[BucketChunk]:
     """Return what goes: what is older than ``before_s``, and more until ``excess`` bytes go."""
-    order = sorted(chunks.values(), key=lambda one: (one.needed_s, -one.written_s))
-    doomed, nbytes = [], 0
+    order = sorted(chunks, key=lambda one: (one.needed_s, -one.written_s))
+    doomed: list[BucketChunk] = []
+    nbytes = 0
     for chunk in order:
         if chunk.needed_s >= before_s and nbytes >= excess:
             break
-        doomed.append(chunk)
-        nbytes += chunk.nbytes
+        if not chunk.pins:
+            doomed.append(chunk)
+            nbytes += chunk.nbytes
     return doomed
 
 
-def _delete(place: BucketPath, chunks: Sequence[_Chunk]) -> None:
-    keys = [str(one.namespace.path / path)[len(place.bucket.url) + 1 :]
-            for one in chunks for path in one.paths]  # fmt: skip
-    place.bucket.delete(keys)
+def _renew_pinned(chunks: Sequence[BucketChunk], before_s: float) -> None:
+    """Give pinned chunks that were written before then the time of now."""
+    keys = [
+        (one.place, path)
+        for one in chunks
+        if one.pins and one.written_s < before_s
+        for path in one.paths
+    ]
+    if keys:
+        Bucket.each(lambda one: one[0].bucket.try_renew((one[0] / one[1]).key), keys)
 
 
 # -- rm, adopt ------------------------------------------------------------------------------------
 
 
 def rm_bucket(
-    url: str, names: Sequence[str], *, everything: bool, dry_run: bool, yes: bool,
+    url: str, names: Sequence[str], *, everything: bool, force: bool, dry_run: bool, yes: bool,
     write: Write | None,
 ) -> int:  # fmt: skip
-    """Delete namespaces, or chunks with all that follows them, from a bucket."""
-    place = _open(url)
+    """Delete namespaces, or chunks with all that follows them; exit status 1 if pins kept some."""
+    place = opened_bucket(url)
     claim_bucket(place, tool=True)
     if everything == bool(names):
         msg = "name what to remove, or say --all"
         raise ConfigError(msg)
-    found = bucket_descriptions(place)
-    picked: list[tuple[Description, list[str]]] = []
-    chunks: list[_Chunk] = []
+    keys: dict[str, None] = {}
+    kept: set[tuple[str, str]] = set()
     with progress() as show:
-        if everything:
-            picked = [(one, []) for one in found]
-        for name in names:
-            spaces = [one for one in found if len(name) >= 6 and one.name.startswith(name)]
-            if len(spaces) == 1:
-                picked.append((spaces[0], []))
-            else:
-                chunks += _named(found, name, show)
-        for namespace, keys in picked:
-            if isinstance(namespace.path, BucketPath):
-                keys += [one.key for one in place.bucket.walk(namespace.path.key)]
-    objects = sum(len(keys) for _, keys in picked) + sum(len(one.paths) for one in chunks)
-    if not dry_run:
-        confirm(f"Delete {objects} objects of {url}?", yes=yes)
-        _delete(place, chunks)
-        for namespace, keys in picked:
-            place.bucket.delete(
-                sorted(keys, key=lambda key: key.count("/"))
-            )  # namespace.json first
-            del namespace
+        spaces = listed_spaces(place, show)
+        picked = [resolve(spaces, name) for name in names] or [(one, "") for one in spaces]
+        for space, chunk in picked:
+            doomed = space.descendants(chunk, show) if chunk else list(space.chunks)
+            held = [] if force else [name for name in doomed if space.chunks[name].pins]
+            if not chunk and not held:
+                every = [one.key for one in place.bucket.walk(space.place.key)]
+                keys.update(dict.fromkeys(sorted(every, key=lambda key: key.count("/"))))
+                continue  # namespace.json first
+            kept.update((space.name, name) for name in held)
+            gone = [space.chunks[name] for name in doomed if name not in set(held)]
+            keys.update(dict.fromkeys(key for one in gone for key in one.keys))
+    if keys and not dry_run:
+        confirm(f"Delete {len(keys)} objects of {url}?", yes=yes)
+        place.bucket.delete(list(keys))
     if write is not None:
-        write({"directory": url, "objects": objects, "dry_run": dry_run})
+        write({"directory": url, "objects": len(keys), "kept": len(kept), "dry_run": dry_run})
     else:
-        print(plain(f"{place}: {objects} objects {'would be ' * dry_run}removed"))
-    return SOUND
-
-
-def _named(found: Sequence[Description], name: str, show: Show) -> list[_Chunk]:
-    """Return the chunk whose name begins so, and all that follow it. Raises ConfigError."""
-    for namespace in found:
-        chunks = _chunks(namespace, show)
-        hits = [one for one in chunks if len(name) >= 6 and one.startswith(name)]
-        if len(hits) == 1:
-            _find_needed({(namespace.name, one): chunk for one, chunk in chunks.items()}, show)
-            gone, grown = {hits[0]}, True
-            while grown:
-                more = {one.name for one in chunks.values() if one.parent in gone} - gone
-                gone, grown = gone | more, bool(more)
-            return [chunks[one] for one in gone]
-    msg = f"{name}: no one thing's name begins so; `vua ls --long` lists the names"
-    raise ConfigError(msg)
+        print(plain(f"{place}: {len(keys)} objects {'would be ' * dry_run}removed"))
+        if kept:
+            print(f"{len(kept)} pinned chunks stay; --pinned removes these too")
+    return DAMAGED if kept else SOUND
 
 
 def adopt_bucket(url: str) -> int:
     """Make a place with namespaces a cache whose objects VUA may delete."""
-    place = _open(url)
+    place = opened_bucket(url)
     if not bucket_descriptions(place):
         msg = f"{place} holds no namespace of VUA"
         raise ConfigError(msg)

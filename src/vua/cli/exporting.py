@@ -1,7 +1,8 @@
 """`vua export`: chosen prefixes as one portable file. Reads and verifies, changes nothing.
 
 Memory does not grow with what is read: a file is checked block by block, and then copied so. One
-that is as long as no file of its namespace can be is not read at all.
+that is as long as no file of its namespace can be is not read at all. Of a bucket the objects of
+one chunk are held in memory.
 """
 
 from __future__ import annotations
@@ -10,28 +11,18 @@ import contextlib
 import errno
 import os
 import secrets
-import stat
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from vua.capacity.lru import mtime_ns_of
-from vua.capacity.prefix_tree import ancestors, read_prefix_tree
-from vua.capacity.scan import (
-    AFTER,
-    Show,
-    Space,
-    listed,
-    spaces,
-)
+from vua.capacity.scan import AFTER, Show
 from vua.cli.archive import Writer, file_sizes
-from vua.cli.check import Checker, Place
+from vua.cli.check import Place
 from vua.cli.keys import NO_KEYS, prompt_keys
-from vua.cli.names import Target, resolve
 from vua.cli.prompt import prompt_ids, read_ids
-from vua.cli.spread import over_fans
+from vua.cli.sources import Source, SourceFile, resolved, sources
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size
 from vua.errors import (
     ConfigError,
@@ -44,17 +35,11 @@ from vua.errors import (
 from vua.format.entry import EntryCodec, EntryInfo
 from vua.format.keys import KeyChain
 from vua.format.layout import Shard
-from vua.io import posix
 from vua.security.settings import Security
-from vua.storage.description import (
-    DESCRIPTION,
-    MAX_DESCRIPTION_NBYTES,
-    Description,
-    read_description,
-)
+from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.problems import explained
-from vua.store.namespace import Namespace, check_root
+from vua.store.namespace import Namespace
 
 __all__ = ["Choice", "export"]
 
@@ -93,7 +78,6 @@ def export(directory: str, file: str, choice: Choice, *, write: Write | None) ->
     A file appears under its name when it is whole, and never in place of another one. Raises
     ConfigError, InputError, StorageError.
     """
-    root = check_root(directory, create=False)
     if bool(choice.names) + bool(choice.tokens or choice.prompt) + choice.everything != 1:
         msg = "say what to export: names, or a prompt (--tokens, --prompt), or --all"
         raise ConfigError(msg)
@@ -101,13 +85,13 @@ def export(directory: str, file: str, choice: Choice, *, write: Write | None) ->
         msg = "the archive goes to stdout, and so would --json; name a file"
         raise ConfigError(msg)
     try:
-        with progress() as show, spaces(root) as found:
-            wanted = _wanted(root, found, choice, show)
+        with progress() as show, sources(directory, show) as found:
+            wanted = _wanted(found, choice, show)
             if not any(wanted.values()):
                 msg = "nothing of that is stored: there is nothing to export; see `vua explain`"
                 raise ConfigError(msg)
             with _created(file) as stream:
-                done = _write(root, wanted, Writer(stream), show)
+                done = _write(wanted, Writer(stream), show)
     except OSError as problem:
         if isinstance(problem, StorageError):
             raise
@@ -124,129 +108,106 @@ def export(directory: str, file: str, choice: Choice, *, write: Write | None) ->
     return DAMAGED if done.problems else SOUND
 
 
-def _wanted(
-    root: Path, found: Sequence[Space], choice: Choice, show: Show
-) -> dict[Space, list[str]]:
+def _wanted(found: Sequence[Source], choice: Choice, show: Show) -> dict[Source, list[str]]:
     """The chunks of each namespace, parents before children, each once."""
-    wanted: dict[Space, dict[str, None]] = {}
+    wanted: dict[Source, dict[str, None]] = {}
     if choice.tokens or choice.prompt:
         ids = read_ids(choice.tokens) if choice.tokens else prompt_ids(
             choice.prompt or "-", choice.model
         )  # fmt: skip
-        for space in found:
+        for source in found:
             security = replace(choice.security, trusted_uids="any")  # names are all it reads
-            namespace = Namespace.open(root / space.name, security=security)
+            namespace = Namespace.open(source.description.path, security=security)
             if namespace is not None:
                 keys, _ = prompt_keys(namespace, ids, choice.salt)
-                wanted[space] = dict.fromkeys(_leading(space, keys))
-        return {space: list(chunks) for space, chunks in wanted.items()}
-    targets = [resolve(found, name) for name in choice.names] or [Target(one) for one in found]
-    for space, chunk in targets:
-        chunks = wanted.setdefault(space, {})
+                wanted[source] = dict.fromkeys(_leading(source, keys))
+        return {source: list(chunks) for source, chunks in wanted.items()}
+    targets = [resolved(found, name) for name in choice.names] or [(one, "") for one in found]
+    for source, chunk in targets:
+        chunks = wanted.setdefault(source, {})
         if not chunk:
-            chunks.update(dict.fromkeys(read_prefix_tree(space, show, over_fans).in_order()))
+            chunks.update(dict.fromkeys(source.in_order(show)))
             continue
-        prefix = [*ancestors(space, chunk)][::-1]
+        prefix = [*source.ancestors(chunk)][::-1]
         chunks.update(dict.fromkeys(prefix))
         if choice.following:
-            chunks.update(
-                dict.fromkeys(read_prefix_tree(space, show, over_fans).descendants(chunk))
-            )
-    return {space: list(chunks) for space, chunks in wanted.items()}
+            chunks.update(dict.fromkeys(source.descendants(chunk, show)))
+    return {source: list(chunks) for source, chunks in wanted.items()}
 
 
-def _leading(space: Space, keys: KeyChain) -> Iterator[str]:
+def _leading(source: Source, keys: KeyChain) -> Iterator[str]:
     for place in range(len(keys)):
         name = keys[place].name
-        if mtime_ns_of(space.fd, name) is None:
+        if not source.holds(name):
             return
         yield name
 
 
-def _write(root: Path, wanted: dict[Space, list[str]], writer: Writer, show: Show) -> _Done:
+def _write(wanted: dict[Source, list[str]], writer: Writer, show: Show) -> _Done:
     done = _Done()
     total = sum(map(len, wanted.values()))
-    for space, chunks in wanted.items():
-        namespace = read_description(root / space.name)
+    for source, chunks in wanted.items():
         if not chunks:
             continue
-        if namespace.layout is None:
-            done.problems.append(f"{space.name}: {DESCRIPTION} is missing or damaged")
+        if source.description.layout is None:
+            done.problems.append(f"{source.name}: {DESCRIPTION} is missing or damaged")
             continue
-        done.namespaces.append(space.name)
-        with _opened(space, DESCRIPTION) as stream:
-            writer.add(f"{space.name}/{DESCRIPTION}", stream.read(MAX_DESCRIPTION_NBYTES))
+        done.namespaces.append(source.name)
+        with source.opened(DESCRIPTION) as file:
+            data = file.stream.read(MAX_DESCRIPTION_NBYTES)
+        writer.add(f"{source.name}/{DESCRIPTION}", data)
         kept: set[str] = set()
         for chunk in chunks:
-            _write_chunk(namespace, space, chunk, writer, done, kept)
-            show(space.name[:SHORT], done.chunks, total, amount=done.nbytes)
+            _write_chunk(source, chunk, writer, done, kept)
+            show(source.name[:SHORT], done.chunks, total, amount=done.nbytes)
     writer.close()
     return done
 
 
-def _write_chunk(
-    namespace: Description, space: Space, chunk: str, writer: Writer, done: _Done, kept: set[str]
-) -> None:
+def _write_chunk(source: Source, chunk: str, writer: Writer, done: _Done, kept: set[str]) -> None:
     """Add a chunk whose files are all sound and whose prefix is there too."""
     path = chunk_path(chunk)
-    with listed(space.fd, path) as entries:
-        names = sorted(entry.name for entry in entries)
+    names = source.listed(chunk)
     marks = [name for name in names if name.startswith(AFTER)]
     before = marks[0][len(AFTER) :] if marks else ""
     with contextlib.ExitStack() as stack:
-        files: list[tuple[str, BinaryIO, tuple[int, int]]] = []
+        files: list[tuple[str, SourceFile, object]] = []
         try:
             for name in names:
                 shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
-                layout = namespace.layout_of(shard)
+                layout = source.description.layout_of(shard)
                 if shard is None or layout is None:
                     continue
-                stream = stack.enter_context(_opened(space, f"{path}/{name}"))
-                state = _state(stream)
-                info = _checked(stream, EntryCodec(space.name, layout, shard), chunk)
+                file = stack.enter_context(source.opened(f"{path}/{name}"))
+                state = file.state()
+                info = _checked(file, EntryCodec(source.name, layout, shard), chunk)
                 before = before or (info.parent if info.start else "")
-                files.append((name, stream, state))
+                files.append((name, file, state))
         except FileNotFoundError:
             return  # evicted this moment; what follows has no prefix then
         except (EntryError, LayoutError, OSError) as problem:
-            done.problems.append(f"{space.name}/{path}: {problem}")
+            done.problems.append(f"{source.name}/{path}: {problem}")
             return
         if not files or (before and before not in kept):
             return
         for name in marks[:1]:
-            writer.add(f"{space.name}/{path}/{name}", b"")
-        for name, stream, state in files:
-            done.nbytes += writer.add_file(f"{space.name}/{path}/{name}", stream)
+            writer.add(f"{source.name}/{path}/{name}", b"")
+        for name, file, state in files:
+            done.nbytes += writer.add_file(f"{source.name}/{path}/{name}", file.stream)
             done.files += 1
-            if _state(stream) != state:
+            if file.state() != state:
                 raise StorageError(errno.EIO, f"{path}/{name} was changed while it was exported")
     done.chunks += 1
     kept.add(chunk)
 
 
-def _opened(space: Space, path: str) -> BinaryIO:
-    """A regular file, open for reading; a FIFO does not hang it. Raises OSError."""
-    fd = posix.open_beneath(space.fd, path)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file")
-    return open(fd, "rb", buffering=0)  # noqa: PTH123 - a descriptor
-
-
-def _state(stream: BinaryIO) -> tuple[int, int]:
-    """What tells whether a file was written to: no writer of ours does that."""
-    status = os.fstat(stream.fileno())
-    return status.st_size, status.st_mtime_ns
-
-
-def _checked(stream: BinaryIO, codec: EntryCodec, chunk: str) -> EntryInfo:
+def _checked(file: SourceFile, codec: EntryCodec, chunk: str) -> EntryInfo:
     """What a file says that is wholly sound and belongs here. Raises EntryError, OSError."""
-    size_, sizes = os.fstat(stream.fileno()).st_size, file_sizes(codec)
-    if size_ not in sizes:
-        msg = f"{size_} bytes long, expected {' or '.join(map(str, sizes))}"
+    sizes = file_sizes(codec)
+    if file.nbytes not in sizes:
+        msg = f"{file.nbytes} bytes long, expected {' or '.join(map(str, sizes))}"
         raise CorruptEntryError(msg)
-    place = Place(codec.namespace, chunk, codec.shard, codec.layout)
-    found = Checker().check(stream.fileno(), place)
+    found = file.check(Place(codec.namespace, chunk, codec.shard, codec.layout))
     if found.outcome == "sound" and found.info is not None:
         return found.info
     text = "; ".join(found.reasons)

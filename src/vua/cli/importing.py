@@ -21,6 +21,7 @@ import numpy as np
 
 from vua.capacity.scan import AFTER, Show
 from vua.cli.archive import Member, Reader, file_sizes
+from vua.cli.bucket_chunks import opened_bucket
 from vua.cli.check import Checker, Place
 from vua.cli.owner import as_owner, to_change
 from vua.cli.text import (
@@ -45,6 +46,8 @@ from vua.format.header import AUTHENTIC, ENCRYPTED
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard, payload_map
 from vua.storage.base import entry_name
+from vua.storage.bucket_mark import claim_bucket
+from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.local import SUFFIX
 from vua.storage.problems import explained
@@ -85,8 +88,7 @@ def import_(directory: str, file: str, *, write: Write | None) -> int:
                 stream = stack.enter_context(Path(file).open("rb"))
                 total = os.fstat(stream.fileno()).st_size
             stack.enter_context(as_owner(directory))
-            check_root(directory)
-            root = to_change(directory)
+            root = _to_write(directory)
             taker = _Taker(root, Reader(stream), stack)
             done = taker.run(show, total)
     except OSError as problem:
@@ -111,10 +113,23 @@ def import_(directory: str, file: str, *, write: Write | None) -> int:
     return SOUND if sound else DAMAGED
 
 
+def _to_write(where: str) -> Path | BucketPath:
+    """Return a place that may be changed, made where it is missing.
+
+    Raises ConfigError, StorageError.
+    """
+    if is_url(where):
+        place = opened_bucket(where)
+        claim_bucket(place, tool=True)
+        return place
+    check_root(where)
+    return to_change(where)
+
+
 class _Taker:
     """Takes members in, one after the other."""
 
-    def __init__(self, root: Path, reader: Reader, stack: ExitStack) -> None:
+    def __init__(self, root: Path | BucketPath, reader: Reader, stack: ExitStack) -> None:
         self._root, self._reader, self._stack = root, reader, stack
         self._done, self._checker = _Done(), Checker()
         self._stores: dict[str, list[Store]] = {}

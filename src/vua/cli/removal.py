@@ -38,7 +38,7 @@ from vua.storage.local import chunk_path
 from vua.storage.problems import explained
 from vua.store.namespace import check_root
 
-__all__ = ["pins", "rm"]
+__all__ = ["pins", "print_pins", "rm"]
 
 
 def rm(
@@ -159,12 +159,13 @@ def pins(directory: str, targets: list[str], *, remove: bool, write: Write | Non
     if write is not None:
         write({"directory": directory, "unpinned" if remove else "pinned": report})
     else:
-        _print_pins(directory, report, "released" if remove else "held")
+        print_pins(directory, report, "released" if remove else "held")
         _judge(nbytes, int(limits.max_bytes * PINNED_SHARE))
     return SOUND
 
 
-def _print_pins(directory: str, report: list[dict[str, object]], word: str) -> None:
+def print_pins(directory: str, report: list[dict[str, object]], word: str) -> None:
+    """Print what is held or released, by pin."""
     rows = [(str(one["namespace"])[:SHORT], one["chunk"], one["chunks"]) for one in report]
     if rows:
         table(["namespace", "chunk", f" chunks {word}"], rows)

@@ -4,6 +4,9 @@ It looks at every chunk's mtime (:mod:`vua.capacity.lru`) once per interval: a c
 mtime than at the look before was used (or is new), one that is gone was evicted. A process mtimes a
 prefix once a minute at most, so `used` counts chunks in use, not requests. At a million chunks a
 look takes seconds: the interval is what lies between the end of one and the start of the next.
+
+Of a bucket it lists the objects: their times are those of the last write or renewal, and a request
+names 1,000 of them. So it looks once a minute there unless told otherwise, and says what it cost.
 """
 
 from __future__ import annotations
@@ -17,18 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.bucket import read_bucket_bounds
+from vua.capacity.limits import Limits, ResolvedLimits, nbytes_of
 from vua.capacity.prefix_tree import read_node
 from vua.capacity.scan import Space, chunk_nbytes, chunks_of, fans_of, spaces
 from vua.capacity.usage import measure
-from vua.cli.text import SHORT, SOUND, Write, clear_screen, size, table
+from vua.cli.bucket_chunks import BucketSpace, cost, listed_spaces, opened_bucket
+from vua.cli.text import SHORT, SOUND, Write, clear_screen, progress, size, table
 from vua.errors import ConfigError, StorageError
+from vua.storage.bucket_cost import KINDS, cost_dollars
+from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.description import read_description
 from vua.storage.problems import explained
 from vua.store.namespace import check_root
 
 __all__ = ["top"]
 
+_INTERVAL_S: Final = 2.0
+_BUCKET_INTERVAL_S: Final = 60.0
 _WINDOWS_S: Final = (60, 3600, 86_400)
 _SALTS_FROM: Final = 4096
 """Namespaces with more chunks than these are not asked for salts: it needs a header per chunk."""
@@ -47,12 +56,14 @@ class _Look:
     """First chunks by salt (the first digits of its digest), where that is cheap to know."""
 
 
-def top(directory: str, interval_s: float, *, once: bool, write: Write | None) -> int:
+def top(directory: str, interval_s: float | None, *, once: bool, write: Write | None) -> int:
     """Show what is stored, used, new and gone, again and again; ``once``: over one interval.
 
     Raises ConfigError, StorageError.
     """
-    root = check_root(directory, create=False)
+    root = opened_bucket(directory) if is_url(directory) else check_root(directory, create=False)
+    if interval_s is None:
+        interval_s = _BUCKET_INTERVAL_S if isinstance(root, BucketPath) else _INTERVAL_S
     if not interval_s > 0:
         msg = f"--interval must be a positive number of seconds, found {interval_s!r}"
         raise ConfigError(msg)
@@ -78,7 +89,10 @@ def top(directory: str, interval_s: float, *, once: bool, write: Write | None) -
         raise explained(problem, directory) from problem
 
 
-def _look(root: Path) -> dict[str, _Look]:
+def _look(root: Path | BucketPath) -> dict[str, _Look]:
+    if isinstance(root, BucketPath):
+        with progress() as show:
+            return {space.name: _look_at_bucket(space) for space in listed_spaces(root, show)}
     with spaces(root) as found:
         return {space.name: _look_at(root, space) for space in found}
 
@@ -96,6 +110,15 @@ def _look_at(root: Path, space: Space) -> _Look:
     return _Look(space.name, model, mtimes_ns, mean, salts)
 
 
+def _look_at_bucket(space: BucketSpace) -> _Look:
+    chunks = space.chunks.values()
+    mtimes_ns = {bytes.fromhex(one.name): int(one.written_s * 1e9) for one in chunks}
+    mean = sum(one.nbytes for one in chunks) / max(1, len(chunks))
+    identity = space.description.identity
+    model = "" if identity is None else identity.name or identity.model
+    return _Look(space.name, model, mtimes_ns, mean, Counter())
+
+
 def _chunks(space: Space) -> Iterator[tuple[str, int]]:
     for fan in fans_of(space):
         for chunk, mtime_ns in chunks_of(space, fan):
@@ -104,19 +127,35 @@ def _chunks(space: Space) -> Iterator[tuple[str, int]]:
 
 
 def _compared(
-    root: Path, before: dict[str, _Look], now: dict[str, _Look], took_s: float
+    root: Path | BucketPath, before: dict[str, _Look], now: dict[str, _Look], took_s: float
 ) -> dict[str, object]:
-    usage, status, limits = measure(root), os.statvfs(root), ResolvedLimits.of(root, Limits())
     newest = max((max(one.mtimes_ns.values(), default=0) for one in now.values()), default=0)
+    rows = [_row(before.get(name), one, newest, took_s) for name, one in sorted(now.items())]
+    return {
+        **_whole(root, now),
+        "chunks": sum(len(one.mtimes_ns) for one in now.values()),
+        "seconds": round(took_s, 3),
+        "namespaces": rows,
+    }
+
+
+def _whole(root: Path | BucketPath, now: dict[str, _Look]) -> dict[str, object]:
+    """What the whole cache occupies, and its limits; of a bucket, what the looks have cost."""
+    if isinstance(root, BucketPath):
+        nbytes = sum(round(one.chunk_nbytes * len(one.mtimes_ns)) for one in now.values())
+        most, counts = read_bucket_bounds(root).max_bytes, root.bucket.counts
+        return {
+            "nbytes": nbytes,
+            "max_bytes": None if most is None else nbytes_of(most, 0),
+            "free_nbytes": None,
+            "requests": {kind: counts[kind] for kind in KINDS},
+            "requests_dollars": cost_dollars(counts),
+        }
+    usage, status, limits = measure(root), os.statvfs(root), ResolvedLimits.of(root, Limits())
     return {
         "nbytes": usage.nbytes,
-        "chunks": sum(len(one.mtimes_ns) for one in now.values()),
         "max_bytes": limits.max_bytes,
         "free_nbytes": status.f_bavail * status.f_frsize,
-        "seconds": round(took_s, 3),
-        "namespaces": [
-            _row(before.get(name), one, newest, took_s) for name, one in sorted(now.items())
-        ],
     }
 
 
@@ -145,11 +184,14 @@ def _row(before: _Look | None, now: _Look, newest_ns: int, took_s: float) -> dic
 
 
 def _print(directory: str, report: dict[str, object]) -> None:
-    nbytes, most, free = (int(str(report[k])) for k in ("nbytes", "max_bytes", "free_nbytes"))
-    print(
-        f"{directory}: {report['chunks']} chunks, {size(nbytes)} of at most {size(most)}; "
-        f"{size(free)} of the disk free; over {report['seconds']} s"
-    )
+    nbytes = int(str(report["nbytes"]))
+    most, free = (report[name] for name in ("max_bytes", "free_nbytes"))
+    text = f"{directory}: {report['chunks']} chunks, {size(nbytes)}"
+    text += "" if most is None else f" of at most {size(int(str(most)))}"
+    text += "" if free is None else f"; {size(int(str(free)))} of the disk free"
+    if isinstance(counts := report.get("requests"), dict):
+        text += f"; {cost(counts)}"
+    print(f"{text}; over {report['seconds']} s")
     head = ["namespace", "model", " chunks", " size", " new/s", " used/s", " gone/s"]
     head += [f" used in {text}" for text in ("1 min", "1 h", "1 day")] + ["salts"]
     rows = []

@@ -65,6 +65,9 @@ class Batch:
     """Memory for what is read beside K and V, with a row for each of the names, or more."""
     check_offset: int | None = None
     """Where in a header that is to be written the digits of its check of itself stand."""
+    offer: Callable[[int, memoryview], None] | None = None
+    """Takes whole entries, by their index, from a storage that has them in memory of its own and
+    is done with them. Called from any thread; raises nothing."""
 
     @classmethod
     def of(

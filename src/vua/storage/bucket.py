@@ -221,6 +221,13 @@ class Bucket:
             with suppress(OSError):
                 self.delete([aside])
 
+    def try_renew(self, key: str) -> bool:
+        """Return whether :meth:`renew` succeeded; raises nothing."""
+        with suppress(OSError):
+            self.renew(key)
+            return True
+        return False
+
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, where they are there. Raises StorageError."""
         for first in range(0, len(keys), 1000):
@@ -256,6 +263,8 @@ class Bucket:
             yield
         except FileNotFoundError:
             self.breaker.succeeded()
+            if kind == "put":
+                raise StorageError(errno.ENOENT, f"{where}: no such bucket") from None
             raise FileNotFoundError(errno.ENOENT, "no such object", where) from None
         except (errors.AlreadyExistsError, errors.PreconditionError):
             self.breaker.succeeded()
@@ -323,7 +332,8 @@ def _meta(found: Mapping[str, Any]) -> Meta:
 def _explained(problem: Exception, where: str) -> StorageError:
     """Return the error that tells an operator what a failed request means."""
     text = _told(problem)
-    if type(problem).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+    refused = type(problem).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
+    if refused or re.search("Expired|Authorization|[Rr]edirect|Skewed", text):
         advice = "check the credentials and their expiry, the clock, the region and the policy"
         return NotWritableError(errno.EACCES, f"{where}: refused ({text}); {advice}")
     if re.search("507|Quota|Insufficient ?Storage", text):
@@ -337,7 +347,13 @@ def _told(problem: Exception) -> str:
     found = [match.group(1) for match in (_STATUS.search(text), _CODE.search(text)) if match]
     if found:
         return " ".join(dict.fromkeys(found))
-    for words in ("builder error", "timed out", "error sending request", "error decoding"):
+    for words in (
+        "builder error",
+        "redirect",
+        "timed out",
+        "error sending request",
+        "error decoding",
+    ):
         if words in text:
             http = words == "builder error" and "http://" in text
             return "plain http, which AWS_ALLOW_HTTP=true allows" if http else words

@@ -108,6 +108,8 @@ class ObjectStorage:
             for start, size in wanted:
                 if offset <= start and start + size <= offset + nbytes:
                     batch.fill(index, data[start - offset : start - offset + size], start)
+        if whole and batch.offer is not None:
+            batch.offer(index, data)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         """Ask for the objects' descriptions, some at a time."""

@@ -28,7 +28,7 @@ class Travels(Protocol):
         """Copy what waits, for some seconds at most."""
         ...
 
-    def came(self, name: str, data: bytes | None, before: str) -> None:
+    def came(self, name: str, data: memoryview | None, before: str) -> None:
         """Note that an entry was read from behind.
 
         ``data`` are its bytes, which nobody has verified, where all of it was read; ``before`` is
@@ -76,6 +76,7 @@ class TieredStorage:
             first, problem = done, None
             for number, tier in enumerate(self.tiers):
                 part = _part(batch, done) if number or done else batch
+                offered = self._take_offers(batch, done, part) if number else set()
                 filled = tier.read(part)
                 if part is not batch:
                     _take(batch, done, part, min(filled.count + 1, count - done))
@@ -85,7 +86,8 @@ class TieredStorage:
                         versions[done + index] = bytes([number]) + version
                 if filled.count:
                     if number:
-                        self._came(batch, done, filled.count)
+                        left = set(range(done, done + filled.count)) - offered
+                        self._came(batch, sorted(left))
                     done, problem = done + filled.count, None
                     break
                 if problem is None or not isinstance(filled.problem, FileNotFoundError):
@@ -94,16 +96,28 @@ class TieredStorage:
                 break
         return Filled(done, problem, versions.get)
 
-    def _came(self, batch: Batch, first: int, count: int) -> None:
-        """Tell of entries that came from behind."""
+    def _take_offers(self, batch: Batch, first: int, part: Batch) -> set[int]:
+        """Have whole entries of ``part`` told of as they come; return the set of those."""
+        offered: set[int] = set()
+        travels = self.travels
+
+        def take(index: int, data: memoryview) -> None:
+            if travels is not None:
+                offered.add(first + index)
+                travels.came(batch.names[first + index], data, _before(batch, first + index))
+
+        part.offer = take
+        return offered
+
+    def _came(self, batch: Batch, indices: Sequence[int]) -> None:
+        """Tell of entries that came from behind, and that nobody offered."""
         if self.travels is None:
             return
         plan = batch.transfer.plan
         whole = batch.ranges == [(0, batch.nbytes)] and not plan.discard_nbytes
-        for index in range(first, first + count):
-            before = batch.names[index - 1].partition("/")[0] if index else ""
-            data = b"".join(batch.parts(index)) if whole else None
-            self.travels.came(batch.names[index], data, before)
+        for index in indices:
+            data = memoryview(b"".join(batch.parts(index))) if whole else None
+            self.travels.came(batch.names[index], data, _before(batch, index))
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         """Ask each place for what the nearer ones do not have."""
@@ -152,6 +166,11 @@ def _part(batch: Batch, first: int) -> Batch:
     """Return a batch of its own memory for headers, of the entries from ``first`` on."""
     keep, place = batch.discard is not None, batch.place + first
     return Batch.of(batch.names[first:], batch.transfer, place, keep_discarded=keep)
+
+
+def _before(batch: Batch, index: int) -> str:
+    """Return the chunk before an entry, nothing where that is not known."""
+    return batch.names[index - 1].partition("/")[0] if index else ""
 
 
 def _take(batch: Batch, first: int, part: Batch, count: int) -> None:

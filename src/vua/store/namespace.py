@@ -20,6 +20,7 @@ from typing import Any
 
 from vua.capacity.bucket import BucketCapacity
 from vua.capacity.limits import Limits
+from vua.capacity.renewal import Renewal
 from vua.capacity.reservation import Capacity
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.format.identity import Identity
@@ -80,9 +81,14 @@ class Namespace:
                 where=storage.where,
                 upload_mib_s=upload_mib_s,
             )
+        places = storage.far if isinstance(storage, TieredStorage) else (storage,)
+        self.renewals = [
+            Renewal(one.directory, bounds) for one in places if isinstance(one, ObjectStorage)
+        ]
+        """What keeps objects young that are used, one for each bucket."""
         self.keyring = Keyring(self.name, security)
         self.stores = [
-            Store(storage, self.name, layout, self.capacity, self.keyring)
+            Store(storage, self.name, layout, self.capacity, self.keyring, self.renewals)
             for layout in self.layouts
         ]
         """One per group of layers, in the order of the layouts."""
@@ -190,6 +196,8 @@ class Namespace:
         """
         if self.travel is not None:
             self.travel.close()
+        for one in self.renewals:
+            one.close()
         self.capacity.close()
 
     def keys(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vua.capacity.bucket import BucketCapacity
+from vua.capacity.renewal import Renewal
 from vua.capacity.reservation import Capacity
 from vua.errors import EntryError, InputError
 from vua.format.entry import EntryCodec
@@ -59,14 +60,16 @@ class Store:
         layout: KVLayout,
         capacity: Capacity | BucketCapacity | None = None,
         keyring: Keyring | None = None,
+        renewals: Sequence[Renewal] = (),
     ) -> None:
         """Use ``storage`` for chunks of ``layout`` in ``namespace`` (64 hex).
 
         With the ``capacity`` of that storage the cache stays within its limits; with a
-        ``keyring`` of the namespace files are sealed as it says.
+        ``keyring`` of the namespace files are sealed as it says. The ``renewals`` are told what is
+        used: they are those of the buckets that it lies in.
         """
         self.storage, self.namespace, self.layout = storage, namespace, layout
-        self.capacity = capacity
+        self.capacity, self.renewals = capacity, tuple(renewals)
         self.keyring = keyring or Keyring(namespace, Security())
         self._codecs: dict[tuple[Shard, str], EntryCodec] = {}
         self._plans: dict[tuple[Shard, Shard, Shard, int, str], EntryPlan] = {}
@@ -82,6 +85,8 @@ class Store:
         """Finish what is still to be done, within some seconds; a second call does nothing."""
         if isinstance(self.storage, TieredStorage) and self.storage.travels is not None:
             self.storage.travels.close()
+        for one in self.renewals:
+            one.close()
         if self.capacity is not None:
             self.capacity.close()
 
@@ -152,6 +157,8 @@ class Store:
         """Note that the first ``chunks`` chunks were used; see :meth:`Capacity.used`."""
         if self.capacity is not None:
             self.capacity.used(keys, chunks, wait=wait)
+        for one in self.renewals:
+            one.used(keys, chunks)
 
     # -- load ---------------------------------------------------------------------------------
 

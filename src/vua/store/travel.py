@@ -244,7 +244,7 @@ class Travel:
 
     # -- back to the directory ------------------------------------------------------------------
 
-    def came(self, name: str, data: bytes | None, before: str) -> None:
+    def came(self, name: str, data: memoryview | None, before: str) -> None:
         """Write an entry back that was read from behind, soon, if there is memory for it."""
         nbytes = 0 if data is None else len(data)
         with self._lock:
@@ -268,11 +268,11 @@ class Travel:
         with suppress(RuntimeError):
             self._down.submit(bring)
 
-    def _bring(self, name: str, data: bytes | None, before: str) -> None:
+    def _bring(self, name: str, data: memoryview | None, before: str) -> None:
         """Write one entry to the directory. Raises OSError, EntryError."""
         if self._near.exists([name])[0]:
             return
-        data = self._fetched(name) if data is None else data
+        data = memoryview(self._fetched(name)) if data is None else data
         info = _verified(data, self._namespace, name)
         key = info.key
         if info.start and before and before != info.parent:
@@ -301,16 +301,16 @@ class Travel:
         raise FileNotFoundError(name)
 
 
-def _batch(name: str, data: bytes) -> Batch:
+def _batch(name: str, data: bytes | memoryview) -> Batch:
     """Return a batch of one entry as it is: all of it counts as a header."""
     batch = Batch.of([name], Transfer(whole_plan(len(data)), (), (), ()))
     batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
     return batch
 
 
-def _verified(data: bytes, namespace: str, name: str) -> EntryInfo:
+def _verified(data: bytes | memoryview, namespace: str, name: str) -> EntryInfo:
     """Return what an entry says, if it is sound and is ``name``. Raises EntryError."""
-    info = parse_entry(data[:MAX_HEADER_NBYTES])
+    info = parse_entry(bytes(data[:MAX_HEADER_NBYTES]))
     info.check_length(len(data))
     if (info.namespace, entry_name(info.prefix_hash, info.shard)) != (namespace, name):
         msg = f"it says that it is {info.prefix_hash}/{info.shard.name} of {info.namespace}"

@@ -12,10 +12,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 from urllib.parse import urlsplit
 
-__all__ = ["HARMS", "FaultyProxy"]
+__all__ = ["HARMS", "REFUSALS", "FaultyProxy"]
 
 HARMS: Final = ("slow", "stalled", "503", "429", "reset", "truncated", "flipped")
-"""What may become of an answer."""
+"""What may become of an answer now and then."""
+
+REFUSALS: Final = {
+    "503": (503, "SlowDown"),
+    "429": (429, "TooManyRequests"),
+    "wrong region": (400, "AuthorizationHeaderMalformed"),
+    "redirected": (301, "PermanentRedirect"),
+    "expired": (400, "ExpiredToken"),
+    "clock": (403, "RequestTimeTooSkewed"),
+    "no bucket": (404, "NoSuchBucket"),
+}
+"""What S3 answers instead, as status and code: each is a harm, too."""
 
 _STALL_S: Final = 30.0
 
@@ -24,7 +35,7 @@ class FaultyProxy:
     """Passes HTTP requests on, and harms some of the answers. Safe for threads; one server each.
 
     ``plan`` is asked before each request, with its number from 0 on, its method and its path, and
-    returns one of :data:`HARMS`, or "" for none.
+    returns one of :data:`HARMS` or :data:`REFUSALS`, or "" for none.
     """
 
     def __init__(
@@ -40,7 +51,7 @@ class FaultyProxy:
         """
         self.plan, self.delay_s = plan, delay_s
         self.counts: Counter[str] = Counter()
-        """Requests by what became of them: one of :data:`HARMS`, or "" where they were passed."""
+        """Requests by what became of them: a harm, or "" where they were passed."""
         self.to = urlsplit(endpoint)
         self.numbers = itertools.count()
         self.closed = threading.Event()
@@ -84,9 +95,10 @@ class _Handler(BaseHTTPRequestHandler):
             proxy.closed.wait(_STALL_S)
         elif harm == "slow":
             proxy.closed.wait(proxy.delay_s)
-        if harm in ("503", "429"):
-            text = b"<Error><Code>SlowDown</Code></Error>"
-            self._answer(int(harm), [("Content-Length", str(len(text)))], text)
+        if harm in REFUSALS:
+            status, code = REFUSALS[harm]
+            text = f"<Error><Code>{code}</Code></Error>".encode()
+            self._answer(status, [("Content-Length", str(len(text)))], text)
             return
         try:
             status, headers, data = self._ask(body)

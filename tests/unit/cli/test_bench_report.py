@@ -123,7 +123,7 @@ class ReportTest(DirectoryTest):
         files = sorted(folder.glob("*.json"))
         out = self.root / "page.html"
         _, report = run_json("bench", "report", *files, "--out", out)
-        titles = ["Load or compute", "Hits against room"]
+        titles = ["Time to the first token", "Load or compute", "Hits against room"]
         self.assertEqual(titles, report["plots"])
         made = "docs/measurements/plots.html is not what its files give: see README.md there"
         self.assertTrue(out.read_text("utf-8") == (folder / "plots.html").read_text("utf-8"), made)

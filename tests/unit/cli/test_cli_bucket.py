@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import time
 import unittest
+from unittest import mock
 
 import pytest
 import torch
@@ -146,11 +148,143 @@ class BucketCliTest(DirectoryTest):
         self.assertEqual(0, run("adopt", self.url)[0])
         self.assertEqual(0, run("rm", self.url, "--all")[0])
 
-    def test_what_needs_a_directory(self) -> None:
-        """Other commands say that."""
-        code, _, err = run("pin", self.url)
-        self.assertEqual(2, code)
-        self.assertIn("needs a directory", err)
+    def chunks(self, model: str) -> list[str]:
+        """The names of a model's chunks, front to back."""
+        with VUA(VUAConfig(split_factor=4, model=model), self.url) as vua:
+            found = vua.get_closest(TOKENS).num_tokens
+        _, report = run_json("ls", self.url, "--long")
+        every = [one for each in report["namespaces"] for one in each["entries"]
+                 if each["identity"]["model"] == model]  # fmt: skip
+        space = next(one["namespace"] for one in report["namespaces"]
+                     if one["identity"]["model"] == model)  # fmt: skip
+        order = {}
+        for one in every:
+            said = run_json("inspect", f"{self.url}/{space}/{one['path']}")[1][0]
+            order[said["tokens"][0]] = one["path"].split("/")[1]
+        self.assertEqual(found, 4 * len(order))
+        return [order[start] for start in sorted(order)]
+
+    def test_pin(self) -> None:
+        """A pin holds a chunk and its prefix against `gc` and `rm`, until it is lifted."""
+        first, second, _ = self.chunks("llama")
+        code, report = run_json("pin", self.url, second)
+        self.assertEqual((0, 2), (code, report["pinned"][0]["chunks"]))
+        marks = [one.key for one in self.bucket.walk() if "/pin-" in one.key]
+        self.assertEqual({first, second}, {key.split("/")[2] for key in marks})
+        self.assertEqual(2, run_json("pin", self.url)[1]["pinned"][0]["chunks"])
+        self.assertEqual(2, sum(one["pinned"] for one in run_json("du", self.url)[1]["namespaces"]))
+        self.assertEqual(1, run("gc", self.url, "--max-bytes", "0")[0])
+        self.assertEqual((8, 0), (self.stored("llama"), self.stored("qwen")))
+        code, report = run_json("rm", self.url, "--all")
+        self.assertEqual((1, 2, 8), (code, report["kept"], self.stored("llama")))
+        code, report = run_json("pin", self.url, second, "--remove")
+        self.assertEqual((0, 2), (code, report["unpinned"][0]["chunks"]))
+        self.assertEqual([], run_json("pin", self.url)[1]["pinned"])
+        self.assertEqual(0, run("rm", self.url, "--all")[0])
+        self.assertEqual(0, self.stored("llama"))
+
+    def test_rm_pinned(self) -> None:
+        """With --pinned they go, too."""
+        self.assertEqual(0, run("pin", self.url, self.chunks("llama")[1])[0])
+        self.assertEqual(0, run("rm", self.url, "--all", "--pinned")[0])
+        self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
+
+    def test_pin_refused(self) -> None:
+        """Without the mark of a cache nothing is written; a namespace cannot be pinned."""
+        chunk = self.chunks("llama")[0]
+        space = self.entries()[0].split("/")[0]
+        for words in ([self.url, space], [self.url, "0123456789ab"], [self.url, "--remove"]):
+            self.assertEqual(2, run("pin", *words)[0], words)
+        self.bucket.delete(["vua.json"])
+        self.assertEqual(2, run("pin", self.url, chunk)[0])
+        self.assertFalse([one for one in self.bucket.walk() if "/pin-" in one.key])
+
+    def test_ttl(self) -> None:
+        """It lies in `bounds.json`, and `gc` keeps to it; what is pinned is renewed instead."""
+        self.assertIsNone(run_json("ttl", self.url)[1]["ttl_s"])
+        self.assertEqual(0, run("ttl", self.url, "1d")[0])
+        self.assertEqual(86400, run_json("ttl", self.url)[1]["ttl_s"])
+        self.assertEqual(86400, run_json("du", self.url)[1]["bounds"]["ttl_s"])
+        self.assertEqual(0, run_json("gc", self.url)[1]["deleted"]["chunks"])
+        self.assertEqual(0, run("pin", self.url, self.chunks("llama")[1])[0])
+        later_s = time.time() + 2 * 86400
+        before = {one.key: one.modified_s for one in self.bucket.walk()}
+        with mock.patch("vua.cli.bucket.time.time", return_value=later_s):
+            self.assertEqual(2, run_json("gc", self.url)[1]["deleted"]["chunks"])
+        key = self.entries()[0]
+        self.assertGreaterEqual(self.bucket.head(key).modified_s, before[key])
+        self.assertGreater(self.bucket.counts["copy"], 0)
+        self.assertEqual((8, 0), (self.stored("llama"), self.stored("qwen")))
+        self.assertEqual(0, run("ttl", self.url, "--off")[0])
+        self.assertIsNone(run_json("ttl", self.url)[1]["ttl_s"])
+
+    def test_bounds_that_are_kept(self) -> None:
+        """`gc --set` keeps a limit for later runs."""
+        total = run_json("du", self.url)[1]["nbytes"]
+        self.assertEqual(0, run("gc", self.url, "--max-bytes", str(2 * total), "--set")[0])
+        self.put("llama", 3, first=1000)
+        self.put("llama", 3, first=2000)
+        code, report = run_json("gc", self.url)
+        self.assertEqual((0, True), (code, report["deleted"]["chunks"] > 0))
+        self.assertLessEqual(report["nbytes"], 2 * total)
+
+    def contents(self, bucket: Bucket) -> dict[str, bytes]:
+        """The bytes of all objects."""
+        return {one.key: bytes(bucket.get(one.key)[1]) for one in bucket.walk()}
+
+    def test_export_and_import(self) -> None:
+        """A whole cache goes from bucket to bucket and to a directory, byte for byte."""
+        file, there = self.root / "all.tar", self.root / "there"
+        other = memory_url()
+        code, report = run_json("export", self.url, str(file), "--all")
+        self.assertEqual((0, 4), (code, report["chunks"]), report)
+        code, report = run_json("import", other, str(file))
+        self.assertEqual((0, 4, []), (code, report["written"], report["problems"]))
+        wanted = self.contents(self.bucket)
+        self.assertEqual(wanted, self.contents(Bucket.at(other)))
+        self.assertEqual(0, run("import", str(there), str(file))[0])
+        for key, data in wanted.items():
+            self.assertEqual(data, (there / key).read_bytes(), key)
+        again = self.root / "again.tar"
+        self.assertEqual(0, run("export", str(there), str(again), "--all")[0])
+        code, report = run_json("import", self.url, str(again))
+        self.assertEqual((0, 0, 4), (code, report["written"], report["present"]))
+
+    def test_export_a_part(self) -> None:
+        """A chunk goes with its prefix, a prompt as far as it is stored, nothing damaged."""
+        _, second, third = self.chunks("llama")
+        for number, (words, chunks) in enumerate(
+            (([second], 2), ([second, "--following"], 3), ([third], 3))
+        ):
+            file = self.root / f"{number}.tar"
+            code, report = run_json("export", self.url, str(file), *words)
+            self.assertEqual((0, chunks), (code, report["chunks"]), words)
+        tokens = self.root / "tokens"
+        tokens.write_text(json.dumps(TOKENS.tolist()))
+        code, report = run_json("export", self.url, f"{self.root}/p", "--tokens", str(tokens))
+        self.assertEqual((0, 4), (code, report["chunks"]))
+        self.damage()
+        code, report = run_json("export", self.url, f"{self.root}/d", "--all")
+        self.assertEqual((1, 1), (code, len(report["problems"])))
+        self.assertLess(report["chunks"], 4)
+
+    def test_top(self) -> None:
+        """What is new and gone between two looks is counted, and what the looks cost."""
+
+        def traffic(_: float) -> None:
+            self.put("qwen", 1, first=1000)
+            self.bucket.delete([key for key in self.entries() if key.endswith(".safetensors")][:1])
+
+        with mock.patch("vua.cli.top.time.sleep", side_effect=traffic):
+            code, report = run_json("top", self.url, "--once")
+        rows, seconds = report["namespaces"], report["seconds"]
+        self.assertEqual((0, 4), (code, report["chunks"]))
+        counts = [sum(round(one[name] * seconds) for one in rows)
+                  for name in ("new_per_s", "gone_per_s")]  # fmt: skip
+        self.assertEqual([1, 1], counts)
+        self.assertGreater(report["requests"]["list"], 0)
+        code, out, _ = run("top", self.url, "--once", "--interval", "0.01")
+        self.assertIn("requests:", out)
 
 
 @pytest.mark.thorough

@@ -1,0 +1,189 @@
+"""The chunks of a cache in a bucket, as commands see them: listed, and who follows whom.
+
+A listing names 1,000 objects per request. Which chunk follows which costs a request for a header
+per chunk, but where an ``after-`` mark says it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from vua.capacity.scan import AFTER, Show
+from vua.cli.names import only, wanted_name
+from vua.cli.text import SHORT
+from vua.cli.walk import Found, walk_bucket
+from vua.errors import ConfigError, CorruptEntryError
+from vua.format.entry import parse_entry
+from vua.format.header import MAX_HEADER_NBYTES
+from vua.storage.bucket import Bucket
+from vua.storage.bucket_cost import KINDS, cost_dollars
+from vua.storage.bucket_mark import bucket_descriptions
+from vua.storage.bucket_path import BucketPath
+from vua.storage.description import Description
+from vua.store.locate import locate
+
+__all__ = ["BucketChunk", "BucketSpace", "cost", "listed_spaces", "opened_bucket", "resolve"]
+
+_HEADER_NBYTES: Final = 32 << 10
+"""What is read of an object first to find its parent: most headers are shorter."""
+_AT_ONCE: Final = 256
+_LEFTOVER_S: Final = 3600.0
+_MARK: Final = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})/(after|pin)-([0-9a-f]{64})")
+
+
+@dataclass(slots=True)
+class BucketChunk:
+    """A chunk's objects."""
+
+    place: BucketPath
+    """Of its namespace."""
+    name: str
+    nbytes: int = 0
+    written_s: float = 0.0
+    """When the youngest was written, or renewed by a use."""
+    paths: list[str] = field(default_factory=list)
+    """Its entries, relative to the namespace."""
+    marks: list[str] = field(default_factory=list)
+    """Empty objects beside them, likewise."""
+    pins: list[str] = field(default_factory=list)
+    """The chunks whose pins hold this one."""
+    before: str | None = None
+    """The chunk before it, empty for a first one or where that cannot be read; None: not asked."""
+    needed_s: float = 0.0
+    """The youngest of :attr:`written_s` of it and of all that follows it."""
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of all its objects, the entries first."""
+        return [(self.place / path).key for path in (*self.paths, *self.marks)]
+
+
+class BucketSpace:
+    """A namespace in a bucket, listed."""
+
+    def __init__(self, description: Description, place: BucketPath, show: Show) -> None:
+        """List what is there. Raises StorageError."""
+        self.description, self.place = description, place
+        self.name = description.name
+        self.chunks: dict[str, BucketChunk] = {}
+        """By name: all that have an entry."""
+        self.leftovers: list[str] = []
+        """Keys of what somebody who was renewing objects left behind when he was killed."""
+        marked: dict[str, BucketChunk] = {}
+        for number, one in enumerate(walk_bucket(description)):
+            if one.kind == "entry":
+                self._add(one)
+            elif one.kind == "temporary" and one.modified_s < time.time() - _LEFTOVER_S:
+                self.leftovers.append((place / one.path).key)
+            elif match := _MARK.fullmatch(one.path):
+                chunk = marked.setdefault(match[1], BucketChunk(place, match[1]))
+                chunk.marks.append(one.path)
+                if f"{match[2]}-" == AFTER:
+                    chunk.before = match[3]
+                else:
+                    chunk.pins.append(match[3])
+            if number % 1000 == 0:
+                show(self.name[:SHORT], amount=len(self.chunks), unit="chunks")
+        for name, chunk in self.chunks.items():
+            if beside := marked.get(name):
+                chunk.marks, chunk.pins, chunk.before = beside.marks, beside.pins, beside.before
+
+    def _add(self, one: Found) -> None:
+        chunk = self.chunks.setdefault(one.chunk, BucketChunk(self.place, one.chunk))
+        chunk.nbytes += one.nbytes
+        chunk.written_s = max(chunk.written_s, one.modified_s)
+        chunk.paths.append(one.path)
+
+    def find_befores(self, show: Show) -> None:
+        """Find out which chunk follows which, some headers at a time."""
+        every = [one for one in self.chunks.values() if one.before is None]
+        for first in range(0, len(every), _AT_ONCE):
+            show(f"{self.name[:SHORT]}: reading headers", first, len(every))
+            Bucket.each(_find_before, every[first : first + _AT_ONCE])
+        for chunk in self.chunks.values():
+            chunk.needed_s = max(chunk.needed_s, chunk.written_s)
+            for one in self.ancestors(chunk.name):
+                at = self.chunks[one]
+                if one != chunk.name and at.needed_s >= chunk.written_s:
+                    break
+                at.needed_s = max(at.needed_s, chunk.written_s)
+
+    def ancestors(self, chunk: str) -> Iterator[str]:
+        """Yield a chunk and what comes before it, up to the first one or a gap."""
+        seen: set[str] = set()
+        while chunk in self.chunks and chunk not in seen:
+            yield chunk
+            seen.add(chunk)
+            one = self.chunks[chunk]
+            if one.before is None:
+                _find_before(one)
+            chunk = one.before or ""
+
+    def descendants(self, chunk: str, show: Show) -> list[str]:
+        """Return a chunk and all that follow it, parents before children."""
+        return self._following([chunk], show)
+
+    def in_order(self, show: Show) -> list[str]:
+        """Return all chunks that have their whole prefix, parents before children."""
+        self.find_befores(show)
+        return self._following([one.name for one in self.chunks.values() if not one.before], show)
+
+    def _following(self, found: list[str], show: Show) -> list[str]:
+        self.find_befores(show)
+        children: dict[str, list[str]] = {}
+        for one in self.chunks.values():
+            if one.before:
+                children.setdefault(one.before, []).append(one.name)
+        for name in found:  # grows meanwhile, not for ever where it leads in a circle
+            found += children.pop(name, [])
+        return list(dict.fromkeys(found))
+
+
+def _find_before(chunk: BucketChunk) -> None:
+    """Read what a chunk says of the one before it; nothing where it cannot be read."""
+    chunk.before, bucket = "", chunk.place.bucket
+    with suppress(OSError, CorruptEntryError):
+        key = (chunk.place / chunk.paths[0]).key
+        data = bucket.get(key, 0, _HEADER_NBYTES)[1]
+        try:
+            info = parse_entry(bytes(data))
+        except CorruptEntryError:
+            info = parse_entry(bytes(bucket.get(key, 0, MAX_HEADER_NBYTES)[1]))
+        chunk.before = (info.parent or "") if info.start else ""
+
+
+def opened_bucket(url: str) -> BucketPath:
+    """Return a place that is asked whether it is there. Raises ConfigError, StorageError."""
+    place = locate(url, create=False)
+    if not isinstance(place, BucketPath):
+        msg = f"{url} is no bucket"
+        raise ConfigError(msg)
+    return place
+
+
+def listed_spaces(place: BucketPath, show: Show) -> list[BucketSpace]:
+    """List all namespaces of a cache. Raises StorageError."""
+    return [BucketSpace(one, place / one.name, show) for one in bucket_descriptions(place)]
+
+
+def resolve(found: Sequence[BucketSpace], text: str) -> tuple[BucketSpace, str]:
+    """Find the one namespace (with "") or chunk whose name begins so. Raises ConfigError."""
+    wanted_name(text)
+    hits = {(space.name, ""): (space, "") for space in found if space.name.startswith(text)}
+    for space in found:
+        names = sorted(name for name in space.chunks if name.startswith(text))
+        hits.update({(space.name, name): (space, name) for name in names})
+    return only(hits, text)
+
+
+def cost(counts: Mapping[str, int]) -> str:
+    """Return in a few words how many requests were sent, and what they cost."""
+    kinds = [f"{counts[kind]} {kind}" for kind in KINDS if counts[kind]]
+    return (
+        f"requests: {', '.join(kinds) or 'none'} (${cost_dollars(counts):.6f} at S3's list price)"
+    )

@@ -1,0 +1,178 @@
+"""Mirrors `vua.storage.bucket`: what a server does wrong costs hits and bounded time."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+import unittest
+
+import pytest
+import torch
+
+from buckets import seaweedfs, speaking_to
+from helpers import DirectoryTest, caches_of, kv_bits
+from vua.core import VUA, VUAConfig
+from vua.errors import StorageError
+from vua.storage.bucket import Bucket
+from vua.testing.proxy import HARMS, REFUSALS, FaultyProxy
+
+pytest.importorskip("obstore")
+pytestmark = pytest.mark.thorough
+
+TOKENS = torch.arange(128)
+KV = caches_of(layers=2, heads=2, tokens=128, dim=64, seed=1)
+CHUNKS = 8
+CONFIG = VUAConfig(split_factor=16, model="tiny")
+SAID = {
+    **dict.fromkeys(("wrong region", "redirected", "expired", "clock"), "check the cred.*region"),
+    "no bucket": "no such bucket",
+}
+"""What an operator reads."""
+BOUND_S = 60.0
+"""Far more than the 4 s of trying again, since a test may run on a slow machine."""
+
+
+class FaultTest(DirectoryTest):
+    """A bucket of a real server behind a proxy, with a prompt in it."""
+
+    def setUp(self) -> None:
+        """Store the prompt without harm."""
+        super().setUp()
+        self.proxy = FaultyProxy(seaweedfs().endpoint)
+        self.addCleanup(self.proxy.close)
+        self.enterContext(speaking_to(self.proxy.endpoint))
+        self.url = seaweedfs().place()
+        with VUA(CONFIG, self.url) as vua:
+            self.assertEqual(CHUNKS, vua.put(TOKENS, KV))
+
+    def found(self, vua: VUA) -> int:
+        """How many tokens of the prompt are found; they are right."""
+        began_s = time.monotonic()
+        found = vua.get_closest(TOKENS)
+        self.assertLess(time.monotonic() - began_s, BOUND_S)
+        tokens = found.num_tokens
+        self.assertEqual(kv_bits(KV, tokens) if tokens else [], kv_bits(found.data))
+        return tokens
+
+    def go_on(self) -> None:
+        """Do no more harm, and do not wait until the breaker finds that out."""
+        self.proxy.plan = lambda *_: ""
+        Bucket.at(self.url).breaker.succeeded()
+
+    def check(self, harm: str) -> None:
+        """Harm every answer: a miss, a refused write, and afterwards everything as before."""
+        other = TOKENS + 1000
+        with VUA(CONFIG, self.url) as vua, self.assertLogs("vua", logging.DEBUG) as said:
+            self.assertEqual(0, vua.put(TOKENS, KV))
+            self.proxy.plan = lambda *_: harm
+            self.assertEqual(0, self.found(vua))
+            self.go_on()
+            self.proxy.plan = lambda *_: harm
+            began_s = time.monotonic()
+            with self.assertRaises(StorageError):
+                vua.put(other, KV)
+            self.assertLess(time.monotonic() - began_s, BOUND_S)
+            Bucket.at(self.url).breaker.succeeded()
+            with self.assertRaisesRegex(StorageError, SAID.get(harm, "")) as refused:
+                Bucket.at(self.url).put("x", b"x")
+            said.output.append(str(refused.exception))
+            self.go_on()
+            vua.put(other, KV)
+        self.assertNotIn("vuatestsecret", "".join(said.output))
+        with VUA(CONFIG, self.url) as vua:
+            self.assertEqual(128, self.found(vua))
+            self.assertEqual(128, vua.get_closest(other).num_tokens)
+
+    def check_behind(self, harm: str) -> None:
+        """The same behind a directory: nothing is refused, and what waits is sent later."""
+        places, other = [str(self.root / "near"), self.url], TOKENS + 1000
+        with VUA(CONFIG, places) as vua:
+            self.assertEqual(128, self.found(vua))
+            self.proxy.plan = lambda *_: harm
+            self.assertEqual(CHUNKS, vua.put(other, KV))
+            self.assertEqual(128, vua.get_closest(other).num_tokens)
+            self.go_on()
+        with VUA(CONFIG, places) as vua:
+            self.assertEqual(128, vua.get_closest(other).num_tokens)
+        with VUA(CONFIG, self.url) as vua:
+            stop_s = time.monotonic() + BOUND_S
+            while vua.get_closest(other).num_tokens < 128 and time.monotonic() < stop_s:
+                with VUA(CONFIG, places) as sender:
+                    sender.get_closest(TOKENS[:16])
+            self.assertEqual(128, vua.get_closest(other).num_tokens)
+
+    def test_slow(self) -> None:
+        """It costs time alone."""
+        self.proxy.plan = lambda *_: "slow"
+        with VUA(CONFIG, self.url) as vua:
+            self.assertEqual(128, self.found(vua))
+
+    def test_server_killed_and_restarted(self) -> None:
+        """It is gone, and comes back with its data."""
+        with VUA(CONFIG, self.url) as vua:
+            self.assertEqual(128, self.found(vua))
+            seaweedfs().stop()
+            try:
+                self.assertEqual(0, self.found(vua))
+                with self.assertRaises(StorageError):
+                    vua.put(TOKENS + 1000, KV)
+            finally:
+                seaweedfs().start()
+            self.go_on()
+            self.assertEqual(128, self.found(vua))
+            self.assertEqual(CHUNKS, vua.put(TOKENS + 1000, KV))
+
+    def test_bucket_deleted(self) -> None:
+        """It is a miss; here the server makes the bucket anew when something is written."""
+        boto3 = pytest.importorskip("boto3")
+        s3 = boto3.client("s3", endpoint_url=seaweedfs().endpoint)
+        name = f"gone-{self.url.rpartition('/')[2]}"
+        s3.create_bucket(Bucket=name)
+        with VUA(CONFIG, f"s3://{name}/x") as vua:
+            vua.put(TOKENS, KV)
+            self.assertEqual(128, self.found(vua))
+            for one in s3.list_objects_v2(Bucket=name)["Contents"]:
+                s3.delete_object(Bucket=name, Key=one["Key"])
+            s3.delete_bucket(Bucket=name)
+            self.assertEqual(0, self.found(vua))
+            self.assertEqual(CHUNKS, vua.put(TOKENS, KV))
+            self.assertEqual(128, self.found(vua))
+
+    def test_near_disk_full(self) -> None:
+        """What comes from the bucket is used all the same, and is not written back."""
+        places = [str(self.root / "near"), self.url]
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        with VUA(CONFIG, places) as vua:
+            vua.get_closest(TOKENS[:0])
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+            try:
+                self.assertEqual(128, self.found(vua))
+                with self.assertRaises(StorageError):
+                    vua.put(TOKENS + 1000, KV)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        self.assertEqual([], list((self.root / "near").rglob("*.safetensors")))
+
+
+def _tests() -> None:
+    """A test per harm, with the bucket alone and behind a directory."""
+    for harm in dict.fromkeys((*HARMS, *REFUSALS)):
+        if harm in ("slow", "flipped"):  # they let writes through
+            continue
+
+        def alone(self: FaultTest, harm: str = harm) -> None:
+            self.check(harm)
+
+        def behind(self: FaultTest, harm: str = harm) -> None:
+            self.check_behind(harm)
+
+        name = harm.replace(" ", "_")
+        setattr(FaultTest, f"test_{name}", alone)
+        setattr(FaultTest, f"test_{name}_behind_a_directory", behind)
+
+
+_tests()
+
+if __name__ == "__main__":
+    unittest.main()
