@@ -1,7 +1,7 @@
 """Time to the first token with SGLang: from VUA, from its own memory, from its `file` backend.
 
 `VUA_SGLANG_PYTHON=~/.cache/vua/sglang-0.5.23/bin/python python benchmarks/sglang_first_token.py
-[--rounds 6] [--chunks 16]`, after `dev.py sglang`, which makes that environment. One server with the
+[--rounds 6] [--chunks 16]`, after `dev.py sglang`, which makes that environment. One server with a
 real model on the CPU. Each round has new prompts, one for each storage (none, VUA, `file`), in an
 order that turns; each is computed ("miss"), then asked again ("own": from SGLang's radix cache),
 then again with that cache flushed ("stored"). Prints medians, and medians of each round's ratios.
