@@ -65,7 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = Parser(
         prog="vua",
         description="Look into a VUA cache directory.",
-        epilog=f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
+        epilog="Look: ls, du, top, inspect, explain. Check: verify, doctor. "
+        "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. Measure: bench. "
+        "Set up: key, completion. "
+        f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
         "all is well, 1 damage or not all done, 2 no sense or no such directory.",
     )
     parser.add_argument("--version", action=_Version, help="show the version, and exit")
@@ -82,7 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     one = commands.add_parser("inspect", parents=[common], help="show what entries say and are")
-    one.add_argument("files", metavar="FILE", nargs="+", help="file of one chunk")
+    one.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="+",
+        help="file of one chunk; or DIR NAME ..., first digits of its chunks",
+    )
 
     one = commands.add_parser("verify", parents=[common, keys], help="read every file and check it")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
@@ -302,7 +310,8 @@ _ON_BUCKETS: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]]
     "gc": lambda said, write: gc_bucket(
         *(said.directory, Limits(max_bytes=said.max_bytes, min_free_bytes=said.min_free,
                                  ttl_s=said.ttl, max_bytes_per_salt=said.max_per_salt)),
-        keep=said.set, dry_run=said.dry_run, yes=said.yes, write=write,
+        keep=said.set, security=said.security if said.lost_keys else None,
+        dry_run=said.dry_run, yes=said.yes, write=write,
     ),
 }  # fmt: skip
 """What is done otherwise with a cache in a bucket; the rest takes both."""

@@ -21,8 +21,10 @@ from vua.cli.text import (
     when,
 )
 from vua.cli.walk import Found, described, open_root, walk, walk_bucket
+from vua.errors import ConfigError
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
+from vua.storage.mark import is_marked
 
 __all__ = ["SORTS", "ls"]
 
@@ -149,9 +151,12 @@ def _counted(files: list[Found], *, long: bool) -> _Counted:
 def ls(directory: str, *, long: bool, sort: str = "name", write: Write | None) -> int:
     """Print one row per namespace of ``directory``, and with ``long`` one per chunk.
 
-    ``sort`` is one of SORTS.
+    ``sort`` is one of SORTS. Raises ConfigError for a directory of something else.
     """
-    found, _ = open_root(directory)
+    found, others = open_root(directory)
+    if others and not found and not is_marked(directory):
+        msg = f"{directory}: no cache of VUA, {len(others)} other names; name a cache"
+        raise ConfigError(msg)
     with progress() as show:
         contents = [_content(namespace, show, long=long) for namespace in found]
     if sort != "name":
@@ -164,6 +169,11 @@ def ls(directory: str, *, long: bool, sort: str = "name", write: Write | None) -
     if not contents:
         print(f"{directory}: no namespaces")
         return SOUND
+    if len(contents) > 1:
+        chunks, nbytes = (
+            sum(getattr(one, name) for one in contents) for name in ("chunks", "nbytes")
+        )
+        line("", f"{directory}: {len(contents)} namespaces, {chunks:,} chunks, {size(nbytes)}")
     head = ["namespace", "model", "dtype", " chunk", " chunks", " files", " size", "newest"]
     table(head, [content.row() for content in contents])
     if long:

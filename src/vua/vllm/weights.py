@@ -15,6 +15,7 @@ from typing import Any, Final
 from vua.connector.cache_spec import UncachedError
 from vua.connector.model_files import local_directory
 from vua.errors import ConfigError
+from vua.vllm.support import DRAFTS
 from vua.weights import Weights, checkpoint_files, identify_weights, process_began_s
 
 __all__ = ["find_weights"]
@@ -38,6 +39,10 @@ def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:  # noqa: A
         return Weights(f"dummy:{model_config.seed}", (), 0, 0, 0.0, 0.0)
     try:
         weights = identify_weights(_engine_files(model_config, load), stop=stop)
+        speculative = vllm_config.speculative_config
+        if speculative is not None and speculative.method in DRAFTS:
+            files = _engine_files(speculative.draft_model_config, load)
+            weights = weights.joined(identify_weights(files, stop=stop))
     except (ConfigError, OSError) as problem:
         msg = f"the weights cannot be identified: {problem}"
         raise UncachedError(msg) from problem
