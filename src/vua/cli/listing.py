@@ -26,7 +26,7 @@ from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
 from vua.storage.mark import is_marked
 
-__all__ = ["SORTS", "ls"]
+__all__ = ["SORTS", "Content", "content_of", "ls"]
 
 SORTS: Final = ("name", "size", "newest")
 
@@ -36,7 +36,7 @@ _Counted: TypeAlias = tuple[int, int, int, float | None, list[Found]]
 
 
 @dataclass(slots=True)
-class _Content:
+class Content:
     """What a namespace holds."""
 
     namespace: Description
@@ -59,10 +59,12 @@ class _Content:
 
     @property
     def model(self) -> str:
+        """The model's name, empty where it is not known."""
         identity = self.namespace.identity
         return "" if identity is None else identity.name or identity.model
 
     def describe(self, *, long: bool) -> dict[str, object]:
+        """Return plain values for programs."""
         identity, layout = self.namespace.identity, self.namespace.layout
         report: dict[str, object] = {
             "namespace": self.namespace.name,
@@ -83,6 +85,7 @@ class _Content:
         return report
 
     def row(self) -> list[object]:
+        """Return a row of the table."""
         layout = self.namespace.layout
         return [
             self.namespace.name[:SHORT],
@@ -96,6 +99,7 @@ class _Content:
         ]
 
     def show_chunks(self) -> None:
+        """Print a row for each chunk."""
         print()
         line("", f"{self.namespace.path}  {self.model}".rstrip())
         if not self.entries:
@@ -116,8 +120,9 @@ class _Content:
         table(["chunk", "shards", " size", "newest"], rows)
 
 
-def _content(namespace: Description, show: Show, *, long: bool) -> _Content:
-    content = _Content(namespace)
+def content_of(namespace: Description, show: Show, *, long: bool = False) -> Content:
+    """Count what lies in a namespace, in a directory or a bucket. Raises OSError, StorageError."""
+    content = Content(namespace)
     if isinstance(namespace.path, BucketPath):
         files = [one for one in walk_bucket(namespace) if one.kind == "entry"]
         content.add(*_counted(files, long=long))
@@ -158,7 +163,7 @@ def ls(directory: str, *, long: bool, sort: str = "name", write: Write | None) -
         msg = f"{directory}: no cache of VUA, {len(others)} other names; name a cache"
         raise ConfigError(msg)
     with progress() as show:
-        contents = [_content(namespace, show, long=long) for namespace in found]
+        contents = [content_of(namespace, show, long=long) for namespace in found]
     if sort != "name":
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()

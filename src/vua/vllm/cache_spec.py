@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vua.connector.cache_spec import Group, Model, UncachedError, division
 from vua.connector.config import ConnectorConfig
+from vua.connector.model_files import local_directory
 from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest
 from vua.format.layout import KVLayout, Shard
@@ -30,7 +31,6 @@ from vua.format.rope import rope_order
 from vua.format.states import state_layout
 from vua.vllm.engine_identity import engine_identity
 from vua.vllm.support import DRAFTS, check_engine, check_groups, check_latent, check_states
-from vua.vllm.weights import local_directory
 
 __all__ = ["describe", "how_stored", "stored_as", "worker_shards"]
 
