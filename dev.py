@@ -334,7 +334,8 @@ def sglang(*arguments: str) -> int:
         [str(python), *command, "tests/unit/sglang"], cwd=ROOT, env=environment
     ).returncode
     environment = {**os.environ, "VUA_SGLANG_PYTHON": str(python)}
-    chosen = arguments or ("tests/e2e/test_sglang.py", "-m", "not soak")
+    tests = ("tests/e2e/test_sglang.py", "tests/e2e/test_sglang_adapters.py")
+    chosen = arguments or (*tests, "-m", "not soak")
     served = subprocess.run([str(PYTHON), *command, *chosen], cwd=ROOT, env=environment).returncode
     return pools or served
 

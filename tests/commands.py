@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def run_json(*arguments: str | Path) -> tuple[int, Any]:
     """Run the command with `--json`; return exit code and report."""
     code, out, _ = run(*arguments, "--json")
     return code, json.loads(out)
+
+
+def verbs() -> set[str]:
+    """Every command that the help names."""
+    return set(re.findall(r"^    ([a-z]+)\b", run("--help")[1], re.MULTILINE))
 
 
 class CliTest(DirectoryTest):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
 from e2e.checkpoints import SIZES
-from e2e.harness import make, models
+from e2e.harness import llama, make, models
 
 
 @cache
@@ -30,6 +31,39 @@ def deepseek() -> Path:
         topk_group=1,
         v_head_dim=64,
     )
+
+
+@cache
+def eagle(seed: int = 1) -> Path:
+    """An EAGLE draft for `harness.llama`: one layer that goes on from the model's hidden states."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((llama() / "config.json").read_text(encoding="utf-8"))
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    shapes = {
+        "fc": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj": (heads * head, hidden),
+        "layers.0.self_attn.k_proj": (kv_heads * head, hidden),
+        "layers.0.self_attn.v_proj": (kv_heads * head, hidden),
+        "layers.0.self_attn.o_proj": (hidden, heads * head),
+        "layers.0.mlp.gate_proj": (inner, hidden),
+        "layers.0.mlp.up_proj": (inner, hidden),
+        "layers.0.mlp.down_proj": (hidden, inner),
+    }
+    random = torch.Generator().manual_seed(seed)
+    weights = {
+        f"{name}.weight": 0.1 * torch.randn(*shape, generator=random)
+        for name, shape in shapes.items()
+    }
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    folder = models() / f"eagle-{seed}"
+    folder.mkdir()
+    text = json.dumps(config | {"num_hidden_layers": 1})
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    save_file(weights, folder / "model.safetensors")
+    return folder
 
 
 @cache

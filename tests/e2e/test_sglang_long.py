@@ -1,11 +1,9 @@
-"""SGLang for minutes: many requests while chunks are damaged, and times to the first token."""
+"""SGLang for minutes: many requests while chunks are damaged."""
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import unittest
@@ -20,8 +18,6 @@ from vua.testing.real_model import real_model, wheel_file
 pytestmark = [pytest.mark.soak]
 
 PROMPTS, ROUNDS = 20, 10
-LONG = 16 * CHUNK + 8
-REPEATS = 3
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -56,35 +52,6 @@ class LongTest(unittest.TestCase):
         sys.stdout.write(f"{PROMPTS * ROUNDS} requests, {loaded} of {whole} tokens loaded\n")
         self.assertLess(0, loaded)
         self.assertLess(loaded, whole)
-
-    def test_first_token(self) -> None:
-        """Prints seconds to the first token: computed, in SGLang's memory, from VUA and `file`."""
-        folder = Path(tempfile.mkdtemp(prefix="vua-test-"))
-        self.addCleanup(shutil.rmtree, folder, ignore_errors=True)
-        file = json.dumps({"prefetch_threshold": CHUNK, "file_storage_path": str(folder)})
-        self.server.ask(tokens(LONG, 99), new=1)  # what is made once
-        seconds: dict[str, list[float]] = {}
-        for turn in range(REPEATS):
-            for at, (name, extra) in enumerate(
-                (("dynamic", extra_config(self.root)), ("file", file))
-            ):
-                self.server.forget()
-                self.server.attach(name, extra)
-                ids = tokens(LONG, 2 * turn + at)
-                for what in ("computed", "own memory", "stored"):
-                    if what == "stored":
-                        self.server.forget()
-                    answer = self.server.ask(ids, new=1)
-                    self.assertEqual(16 * CHUNK if what == "stored" else 0, answer.stored)
-                    seconds.setdefault(f"{what} ({name})", []).append(answer.first_s)
-        self.server.call("DELETE", "/hicache/storage-backend")
-        for turn in range(REPEATS):
-            answer = self.server.ask(tokens(LONG, 50 + turn), new=1)
-            seconds.setdefault("computed (no storage)", []).append(answer.first_s)
-        for name, found in seconds.items():
-            found.sort()
-            middle = statistics.median(found)
-            sys.stdout.write(f"{name:24} {middle:.3f} s ({found[0]:.3f} to {found[-1]:.3f})\n")
 
 
 if __name__ == "__main__":

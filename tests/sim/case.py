@@ -106,6 +106,11 @@ def with_states(case: Case) -> Case:
     return dataclasses.replace(case, model="states", prefix_caching=True, drafts=0)
 
 
+def with_draft(case: Case) -> Case:
+    """The same for a model with a draft that has layers of its own."""
+    return dataclasses.replace(case, model="draft", asynchronous=False, drafts=max(1, case.drafts))
+
+
 def play(case: Case) -> Counter[str]:
     """Play a scenario; return what happened in it. Raises Wrong, naming it, for what may not be."""
     root = Path(tempfile.mkdtemp(prefix="vua-sim-"))
@@ -144,8 +149,10 @@ class _Play:
                 self.counts += engine.counts
         states = self.case.model == "states"
         looking = dataclasses.replace(
-            self.settings(1), prefix_caching=states, drafts=0, blocks=999, role="kv_consumer"
+            self.settings(1), prefix_caching=states, blocks=999, role="kv_consumer"
         )
+        if self.case.model != "draft":
+            looking = dataclasses.replace(looking, drafts=0)
         looking.extra["timeouts"] = {"lookup_s": 60.0}
         with self.engine(looking) as engine:  # describes the namespace, should that be deleted
             inventory = take_inventory(

@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sim.truth import STATE, Chain, Shape, layer_name
+from e2e.architectures import eagle
+from sim.truth import DRAFT, STATE, Chain, Shape, layer_name
 from sim.worker import Worker, Wrong
 from vua.testing.models import make_model
 from vua.vllm import CONNECTOR
@@ -85,13 +86,17 @@ def vllm_config(settings: Settings) -> Any:
     """The configuration that vLLM makes of its command line."""
     from vllm.engine.arg_utils import EngineArgs
 
-    drafts = {"method": "ngram", "num_speculative_tokens": settings.drafts, "prompt_lookup_max": 3}
+    shape, drafts = settings.shape, {"num_speculative_tokens": settings.drafts}
+    own = len([window for window in shape.windows if window != DRAFT])
+    if own < len(shape.windows):
+        drafts |= {"method": "eagle", "model": str(eagle())}
+    else:
+        drafts |= {"method": "ngram", "prompt_lookup_max": 3}
     extra = {"shared_storage_path": str(settings.root), "strict": True}
     extra |= {"load_policy": "always", "witness_every": 0}  # here computing takes no time at all
     extra |= settings.extra
-    shape = settings.shape
     config = EngineArgs(
-        model=str(model(len(shape.windows), shape.heads, shape.dim)),
+        model=str(model(own, shape.heads, shape.dim)),
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=MAX_MODEL_LEN,
@@ -134,7 +139,7 @@ def kv_cache_config(settings: Settings, config: Any) -> Any:
     for number, window in enumerate(shape.windows):
         spec = MLAAttentionSpec(**same) if shape.latent else FullAttentionSpec(**same)
         specs[layer_name(number)] = (
-            SlidingWindowSpec(sliding_window=window, **same) if window else spec
+            SlidingWindowSpec(sliding_window=window, **same) if window > 0 else spec
         )
         if window == STATE:
             specs[layer_name(number)] = MambaSpec(

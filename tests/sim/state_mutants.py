@@ -1,4 +1,4 @@
-"""Connectors with one bug each in what they do for models with states, see `mutants`."""
+"""Connectors with one bug each in what they do for models with states or drafts, see `mutants`."""
 
 # ruff: noqa: SLF001 - makes the bug inside that a test has to notice
 
@@ -27,6 +27,12 @@ def states_are_not_loaded(patches: ExitStack) -> None:
             order.parts = order.parts[:1]
 
     change_orders(patches, change)
+
+
+@mutation(model="draft", asynchronous=False, drafts=2)
+def drafts_are_not_loaded(patches: ExitStack) -> None:
+    """K and V of a prefix are loaded, those of the draft that goes on from it are not."""
+    states_are_not_loaded(patches)
 
 
 @mutation(**STATES)

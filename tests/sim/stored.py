@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sim.truth import STATE, Chain, Shape, first_read, rows
+from sim.truth import DRAFT, STATE, Chain, Shape, first_read, rows
 from sim.worker import Wrong
 from vua.device.slab import Slab
 from vua.format.keys import ChunkKey, KeyChain, token_ids
+from vua.format.layout import KVLayout
 from vua.storage.base import parse_name
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
@@ -54,7 +55,8 @@ class Inventory:
     @property
     def leading(self) -> list[int]:
         """The windows of the layers of which everything is stored: no window, if there are such."""
-        return [0] if 0 in self.shape.kinds else list(self.shape.kinds)
+        whole = [window for window in self.shape.kinds if window <= 0]
+        return whole or list(self.shape.kinds)
 
     def missing(self, chain: Chain, *, windows: bool) -> list[tuple[int, int]]:
         """What should be stored of a prompt and is not: (window, chunk).
@@ -85,6 +87,11 @@ def keys_of(chain: Chain, chunk_tokens: int) -> list[ChunkKey]:
     return keys.first(len(keys))
 
 
+def kind_of(layout: KVLayout) -> int:
+    """The window of a store's layers, or what stands for one."""
+    return DRAFT if layout.drafts else layout.window or 0
+
+
 def take_inventory(
     root: Path, shape: Shape, chunk_tokens: int, chains: Sequence[Chain]
 ) -> Inventory:
@@ -95,14 +102,14 @@ def take_inventory(
         if namespace.identity is None:
             raise Wrong(f"{namespace.path} is not described")
         stores = Namespace.create(root, namespace.identity, namespace.layouts).stores
-        if {store.layout.window or 0 for store in stores} != set(shape.kinds):
+        if {kind_of(store.layout) for store in stores} != set(shape.kinds):
             raise Wrong(f"{namespace.path} has other groups of layers: {namespace.layouts}")
         there = {
             (shard.group if shard else None, chunk)
             for chunk, shard in (parse_name(entry.name) for entry in stores[0].storage.list())
         }
         for store in stores:
-            window, slab = store.layout.window or 0, Slab(store.layout, store.layout.full, 1)
+            window, slab = kind_of(store.layout), Slab(store.layout, store.layout.full, 1)
             for name in sorted(name for group, name in there if group == store.layout.group):
                 if name not in known:
                     raise Wrong(f"chunk {name} is stored and no prompt has it")
@@ -116,7 +123,7 @@ def take_inventory(
 def _is_right(store: Store, slab: Slab, key: ChunkKey, chain: Chain, shape: Shape) -> bool:
     if not store.load([key], slab.memory).chunks:
         return False
-    layers = shape.kinds[store.layout.window or 0]
+    layers = shape.kinds[kind_of(store.layout)]
     if store.layout.window == STATE:
         expected = rows(chain.hashes(key.stop - 1, key.stop), shape, layers)
         wanted = expected[:, 0].transpose(1, 0, 2, 3).reshape(len(layers), -1)

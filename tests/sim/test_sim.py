@@ -13,7 +13,7 @@ import torch
 
 from e2e.engine import ENVIRONMENT
 from helpers import soak
-from sim.case import Case, draw, play, with_states
+from sim.case import Case, draw, play, with_draft, with_states
 from sim.engine import leave_world
 from sim.truth import MODELS
 from sim.worker import Wrong
@@ -24,6 +24,7 @@ FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
 QUICK_SEEDS = 10
 """Two of each kind of model."""
 QUICK_STATES = 4
+QUICK_DRAFTS = 3
 SOAK_SEEDS = int(os.environ.get("VUA_SIM_SEEDS", "400"))
 TRIES = 30
 """Scenarios in which a bug may show itself; most do in the first."""
@@ -39,6 +40,7 @@ QUICK_BUGS = (
     "the_first_chunk_of_a_window_is_not_loaded",
     "windows_are_not_looked_up",
     "states_are_not_loaded",
+    "drafts_are_not_loaded",
     "states_of_any_point_are_saved",
 )
 """One of each kind, of those that show themselves at once."""
@@ -94,6 +96,24 @@ class SimulationTest(unittest.TestCase):
     def test_states(self) -> None:
         """No step goes on from a state of other tokens, and none such is stored."""
         self.play_states(range(FIRST_SEED, FIRST_SEED + QUICK_STATES))
+
+    def play_drafts(self, seeds: range) -> None:
+        """Play scenarios with a draft that has layers of its own."""
+        total: Counter[str] = Counter()
+        for seed in seeds:
+            total += play(with_draft(draw(seed)))
+        for event in ("rejected drafts", "loaded tokens", "hit at the end", "stored chunks"):
+            with self.subTest(event):
+                self.assertGreater(total[event], 0)
+
+    def test_drafts(self) -> None:
+        """No step attends to a wrong slot of the draft's, none such is stored."""
+        self.play_drafts(range(FIRST_SEED, FIRST_SEED + QUICK_DRAFTS))
+
+    @soak
+    def test_many_drafts(self) -> None:
+        """The same for VUA_SIM_SEEDS seeds, from VUA_TEST_SEED on."""
+        self.play_drafts(range(FIRST_SEED, FIRST_SEED + SOAK_SEEDS))
 
     @soak
     def test_many_states(self) -> None:

@@ -76,6 +76,9 @@ class Chain:
 STATE: Final = 2
 """In the place of a window: these layers keep a state. (So says `KVLayout.window` of them.)"""
 
+DRAFT: Final = -1
+"""Likewise: these layers attend to everything, and are a draft model's."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -105,6 +108,8 @@ def make_shape(model: str, window: int) -> Shape:
         return Shape((window, window, 0, window, window, 0), dim=32)
     if model == "states":  # two cache groups: attention, and states of half a page or less
         return Shape((STATE, 0, STATE, 0), dim=32)
+    if model == "draft":
+        return Shape((0, 0, DRAFT))
     if model == "two windows":
         return Shape((window + 32, 0, window))
     if model == "windowed":
@@ -123,7 +128,7 @@ def rows(hashes: Hashes, shape: Shape, layers: Sequence[int]) -> Rows:
 
 def first_read(position: int, window: int) -> int:
     """The first token that the token at ``position`` attends to."""
-    return max(0, position - window + 1) if window else 0
+    return max(0, position - window + 1) if window > 0 else 0
 
 
 class Cache:

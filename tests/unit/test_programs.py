@@ -44,6 +44,18 @@ class TestPrograms(unittest.TestCase):
             parts = {"overhead", "time to first token", "after a restart"}
             self.assertLessEqual(parts, json.loads(out.read_text()).keys())
 
+    def test_scaling_benchmark(self) -> None:
+        """A load by 1 to 8 threads over slow reads is right; each rate is at most its streams'."""
+        with tempfile.TemporaryDirectory() as name:
+            out = Path(name) / "result.json"
+            sizes = ("--mib", "8", "--rounds", "1", "--mb-per-s", "100")
+            done = run("benchmarks/scaling.py", *sizes, "--dir", name, "--json", str(out))
+
+            self.assertEqual(0, done.returncode, done.stderr)
+            rows = json.loads(out.read_text())
+        self.assertEqual([1, 2, 4, 8], [row["threads"] for row in rows])
+        self.assertTrue(all(0 < row["of streams"] <= 1 for row in rows), rows)
+
     @pytest.mark.thorough
     def test_directory_benchmark(self) -> None:
         """The tools on a directory, and its use beside a small one; wrong bytes are an error."""

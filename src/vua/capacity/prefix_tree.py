@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,10 @@ class ChunkNode(NamedTuple):
     """The chunks whose pins hold this one."""
 
 
+KnownNodes: TypeAlias = dict[str, tuple[int, ChunkNode]]
+"""Chunks by name: the mtime that they had (ns), and what their directories said then."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
     """Who follows whom in a namespace. Arrays over its chunks, in no order."""
@@ -124,6 +128,27 @@ class PrefixTree:
             if before != index:
                 children.setdefault(before, []).append(index)
         return children
+
+    def places(self, names: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+        """Return the index of each of ``names``; len(self.names) where it is not in the tree."""
+        return _indices(self.names, names)
+
+    def nodes(self, fan: str) -> KnownNodes:
+        """Return what is known of the chunks in one fan-out directory."""
+        first = self.names.view(np.uint8).reshape(-1, 32)[:, 0]  # in order: read one by one
+        start, stop = np.searchsorted(first, [int(fan, 16), int(fan, 16) + 1]).tolist()
+        whole = self.parent[start:stop] < len(self.names)
+        known: KnownNodes = {}
+        for index in (start + np.flatnonzero(whole)).tolist():
+            above = int(self.parent[index])
+            before = "" if above == index else self.name(above)
+            salt, nbytes = self.salts.get(index, b""), int(self.nbytes[index])
+            pins = ("",) if self.pinned[index] else ()
+            node = ChunkNode(before, salt, nbytes, 1, temporary=False, pinned=pins)
+            known[self.name(index)] = int(self.mtimes_ns[index]), node
+        for name in self.unsettled:
+            known.pop(name, None)
+        return known
 
     def name(self, index: int) -> str:
         """Return the name of a chunk."""
@@ -254,11 +279,21 @@ def in_turn(
     return map(work, fans)
 
 
-def read_prefix_tree(space: Space, show: Show = silent, spread: Spread = in_turn) -> PrefixTree:
-    """Read who follows whom, some 30 us a chunk. Others may write and delete meanwhile."""
+def read_prefix_tree(
+    space: Space,
+    show: Show = silent,
+    spread: Spread = in_turn,
+    known: PrefixTree | None = None,
+) -> PrefixTree:
+    """Read who follows whom, some 30 us a chunk. Others may write and delete meanwhile.
+
+    Of chunks that have the mtime which they have in ``known``, a tree read before, nothing is read
+    again (a tenth of the time). So a pin that was set or lifted since goes unnoticed.
+    """
     whole = ChunkNodes([], [], [], [], [], {}, [])
     fans = fans_of(space)
-    for done, nodes in enumerate(spread(partial(_nodes_in, space), space, fans), 1):
+    work = partial(_nodes_in, space) if known is None else partial(_news_in, space, known)
+    for done, nodes in enumerate(spread(work, space, fans), 1):
         whole.salts.update({len(whole.names) + at: salt for at, salt in nodes.salts.items()})
         for mine, found in zip(whole, nodes, strict=True):
             if isinstance(mine, list) and isinstance(found, list):
@@ -275,10 +310,16 @@ def read_prefix_tree(space: Space, show: Show = silent, spread: Spread = in_turn
     )
 
 
-def _nodes_in(space: Space, fan: str) -> ChunkNodes:
+def _news_in(space: Space, known: PrefixTree, fan: str) -> ChunkNodes:
+    return _nodes_in(space, fan, known.nodes(fan))
+
+
+def _nodes_in(space: Space, fan: str, known: KnownNodes | None = None) -> ChunkNodes:
     found = ChunkNodes([], [], [], [], [], {}, [])
     for chunk, mtime_ns in chunks_of(space, fan):
-        node = read_node(space, chunk)
+        then_ns, node = (known or {}).get(chunk, (None, None))
+        if node is None or then_ns != mtime_ns:
+            node = read_node(space, chunk)
         try:
             name, before = bytes.fromhex(chunk), bytes.fromhex(node.before)
         except ValueError:

@@ -39,6 +39,7 @@ from vua.cli.owner import as_owner
 from vua.cli.removal import pins, rm
 from vua.cli.text import UNUSABLE, Write, as_json, guarded, plain
 from vua.cli.top import top
+from vua.cli.ui import ui
 from vua.cli.verification import verify
 from vua.errors import StorageError, VUAError
 from vua.storage.bucket_path import is_url
@@ -65,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = Parser(
         prog="vua",
         description="Look into a VUA cache directory.",
-        epilog=f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
+        epilog="Look: ls, du, top, inspect, explain. Check: verify, doctor. "
+        "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. Measure: bench. "
+        "Set up: key, completion. "
+        f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
         "all is well, 1 damage or not all done, 2 no sense or no such directory.",
     )
     parser.add_argument("--version", action=_Version, help="show the version, and exit")
@@ -82,7 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     one = commands.add_parser("inspect", parents=[common], help="show what entries say and are")
-    one.add_argument("files", metavar="FILE", nargs="+", help="file of one chunk")
+    one.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="+",
+        help="file of one chunk; or DIR NAME ..., first digits of its chunks",
+    )
 
     one = commands.add_parser("verify", parents=[common, keys], help="read every file and check it")
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
@@ -106,6 +115,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="UIDS",
         default="",
         help='as engines are told: "any", or 1000,1001',
+    )
+    one = commands.add_parser(
+        "ui", parents=[common, keys], help="show a directory as a web page on this machine"
+    )
+    one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    one.add_argument(
+        "--port", metavar="N", type=int, default=0, help="of 127.0.0.1; default one that is free"
+    )
+    one.add_argument(
+        "--tokenizer", metavar="MODELDIR", help="whose tokenizer.json takes texts to explain"
     )
     _add_explain(commands, common, keys)
     _add_upkeep(commands, common, keys)
@@ -281,6 +300,13 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
         said.directory, trusted_uids=said.trusted_uids, write=write
     ),
     "top": lambda said, write: top(said.directory, said.interval, once=said.once, write=write),
+    "ui": lambda said, write: ui(
+        said.directory,
+        port=said.port,
+        model=said.tokenizer,
+        security=said.security,
+        write=write,
+    ),
     "explain": _run_explain,
     "export": _run_export,
     "key": lambda said, write: key(said.path, said.salt, write=write),
@@ -302,12 +328,13 @@ _ON_BUCKETS: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]]
     "gc": lambda said, write: gc_bucket(
         *(said.directory, Limits(max_bytes=said.max_bytes, min_free_bytes=said.min_free,
                                  ttl_s=said.ttl, max_bytes_per_salt=said.max_per_salt)),
-        keep=said.set, dry_run=said.dry_run, yes=said.yes, write=write,
+        keep=said.set, security=said.security if said.lost_keys else None,
+        dry_run=said.dry_run, yes=said.yes, write=write,
     ),
 }  # fmt: skip
 """What is done otherwise with a cache in a bucket; the rest takes both."""
 
-_AS_OWNER: Final = frozenset({"adopt", "du", "gc", "pin", "rm", "ttl", "verify"})
+_AS_OWNER: Final = frozenset({"adopt", "du", "gc", "pin", "rm", "ttl", "ui", "verify"})
 """Root does these as the user whose the directory is; `import` when it has opened its archive."""
 
 

@@ -78,8 +78,12 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
 
     A first word that reads as what follows the directory is that: hex digits of a name, a number of
     seconds. (A directory of such a name is written ``./NAME``.) Without VUA_PATH the first word is
-    the directory. Exits with 2 and one line for what makes no sense.
+    the directory. Exits with 2 and one line for what makes no sense; without arguments it shows the
+    help.
     """
+    if not arguments:
+        parser.print_help()
+        parser.exit()
     home = os.environ.get(VARIABLE, "")
     filled = [*arguments[:1], home, *arguments[1:]]
     may_fill = bool(home) and bool(arguments) and arguments[0] not in _WITHOUT

@@ -12,17 +12,21 @@ from dataclasses import asdict, dataclass, replace
 
 from vua.capacity.bucket import read_bucket_bounds, write_bucket_bounds
 from vua.capacity.limits import Limits, nbytes_of
+from vua.capacity.scan import Show
 from vua.cli.bucket_chunks import (
     BucketChunk,
     BucketSpace,
     cost,
+    find_key_ids,
     listed_spaces,
     opened_bucket,
     resolve,
 )
+from vua.cli.keys import key_ids
 from vua.cli.owner import confirm
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, plain, progress, size, table, when
 from vua.errors import ConfigError
+from vua.security.settings import Security
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import DOLLARS_PER_GB_MONTH, KINDS, cost_dollars
 from vua.storage.bucket_mark import bucket_descriptions, claim_bucket, is_marked_bucket
@@ -100,13 +104,16 @@ def du_bucket(url: str, *, write: Write | None) -> int:
 
 
 def gc_bucket(
-    url: str, said: Limits, *, keep: bool = False, dry_run: bool, yes: bool, write: Write | None
-) -> int:
+    url: str, said: Limits, *, keep: bool = False, security: Security | None = None,
+    dry_run: bool, yes: bool, write: Write | None,
+) -> int:  # fmt: skip
     """Bring a cache in a bucket within limits by listing it: what was not used for longest goes.
 
     A chunk stays for as long as one that follows it in some prompt, and pinned ones stay: these are
     renewed where half of their life has passed, so that no lifecycle rule takes them. What
-    ``bounds.json`` says holds, too; with ``keep`` what is ``said`` goes there.
+    ``bounds.json`` says holds, too; with ``keep`` what is ``said`` goes there. With ``security``
+    what is sealed with none of its keys goes first. Raises ConfigError where these are not to be
+    had, StorageError.
     """
     place = opened_bucket(url)
     claim_bucket(place, tool=True)
@@ -125,6 +132,7 @@ def gc_bucket(
             for space in spaces:
                 space.find_befores(show)
             doomed = _doomed(chunks, total - most, before_s)
+        doomed += [one for one in _unreadable(chunks, security, show) if one not in doomed]
         nbytes = sum(one.nbytes for one in doomed)
         if doomed and not dry_run:
             confirm(f"Delete {len(doomed)} chunks, {size(nbytes)}, of {url}?", yes=yes)
@@ -173,6 +181,21 @@ def _doomed(chunks: Sequence[BucketChunk], excess: int, before_s: float) -> list
             doomed.append(chunk)
             nbytes += chunk.nbytes
     return doomed
+
+
+def _unreadable(
+    chunks: Sequence[BucketChunk], security: Security | None, show: Show
+) -> list[BucketChunk]:
+    """Return the chunks that are sealed with keys that nobody has any more; none without keys.
+
+    Raises ConfigError where the keys that are left cannot be read.
+    """
+    if security is None:
+        return []
+    key_ids(security)  # raises before anything is asked
+    find_key_ids(chunks, show)
+    known = {"", *key_ids(security)}  # also those that were made meanwhile
+    return [one for one in chunks if not one.pins and not known & one.key_ids]
 
 
 def _renew_pinned(chunks: Sequence[BucketChunk], before_s: float) -> None:

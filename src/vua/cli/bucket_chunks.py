@@ -19,7 +19,7 @@ from vua.cli.text import SHORT
 from vua.cli.walk import Found, walk_bucket
 from vua.errors import ConfigError, CorruptEntryError
 from vua.format.entry import parse_entry
-from vua.format.header import MAX_HEADER_NBYTES
+from vua.format.header import MAX_HEADER_NBYTES, EntryInfo
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import KINDS, cost_dollars
 from vua.storage.bucket_mark import bucket_descriptions
@@ -27,7 +27,15 @@ from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
 from vua.store.locate import locate
 
-__all__ = ["BucketChunk", "BucketSpace", "cost", "listed_spaces", "opened_bucket", "resolve"]
+__all__ = [
+    "BucketChunk",
+    "BucketSpace",
+    "cost",
+    "find_key_ids",
+    "listed_spaces",
+    "opened_bucket",
+    "resolve",
+]
 
 _HEADER_NBYTES: Final = 32 << 10
 """What is read of an object first to find its parent: most headers are shorter."""
@@ -54,6 +62,8 @@ class BucketChunk:
     """The chunks whose pins hold this one."""
     before: str | None = None
     """The chunk before it, empty for a first one or where that cannot be read; None: not asked."""
+    key_ids: set[str] = field(default_factory=set)
+    """The keys that seal its entries, "" for one that is not sealed or cannot be read."""
     needed_s: float = 0.0
     """The youngest of :attr:`written_s` of it and of all that follows it."""
 
@@ -146,15 +156,32 @@ class BucketSpace:
 
 def _find_before(chunk: BucketChunk) -> None:
     """Read what a chunk says of the one before it; nothing where it cannot be read."""
-    chunk.before, bucket = "", chunk.place.bucket
+    info = _header(chunk, chunk.paths[0])
+    chunk.before = (info.parent or "") if info is not None and info.start else ""
+
+
+def _header(chunk: BucketChunk, path: str) -> EntryInfo | None:
+    """Return what an entry's header says; None where it cannot be read or is not sound."""
+    key, bucket = (chunk.place / path).key, chunk.place.bucket
     with suppress(OSError, CorruptEntryError):
-        key = (chunk.place / chunk.paths[0]).key
         data = bucket.get(key, 0, _HEADER_NBYTES)[1]
         try:
-            info = parse_entry(bytes(data))
+            return parse_entry(bytes(data))
         except CorruptEntryError:
-            info = parse_entry(bytes(bucket.get(key, 0, MAX_HEADER_NBYTES)[1]))
-        chunk.before = (info.parent or "") if info.start else ""
+            return parse_entry(bytes(bucket.get(key, 0, MAX_HEADER_NBYTES)[1]))
+    return None
+
+
+def find_key_ids(chunks: Sequence[BucketChunk], show: Show) -> None:
+    """Find out which keys seal each chunk, by a request for each entry."""
+    for first in range(0, len(chunks), _AT_ONCE):
+        show("reading headers", first, len(chunks))
+        Bucket.each(_find_key_ids, chunks[first : first + _AT_ONCE])
+
+
+def _find_key_ids(chunk: BucketChunk) -> None:
+    infos = [_header(chunk, path) for path in chunk.paths]
+    chunk.key_ids = {one.mark.key_id if one is not None and one.kind else "" for one in infos}
 
 
 def opened_bucket(url: str) -> BucketPath:

@@ -13,6 +13,8 @@ from typing import Final
 
 import numpy as np
 
+from vua.capacity.bucket import read_bucket_bounds
+from vua.cli import lifecycle
 from vua.cli.probes import Finding
 from vua.cli.text import DAMAGED, SOUND, Write, plain, size
 from vua.errors import ConfigError, StorageError
@@ -21,7 +23,7 @@ from vua.storage.bucket_mark import is_marked_bucket
 from vua.storage.bucket_path import BucketPath
 from vua.storage.mark import MARK
 
-__all__ = ["doctor_bucket", "lifecycle_rule"]
+__all__ = ["doctor_bucket"]
 
 _NBYTES: Final = 2 << 20
 _HEADS: Final = 8
@@ -32,33 +34,23 @@ def doctor_bucket(url: str, *, write: Write | None) -> int:
     """Try out what VUA needs, with some objects of its own; exit status 1 when something is bad."""
     place = BucketPath(Bucket.at(url))
     findings = list(_tried(place))
+    days, rule = _DAYS, None
+    if place.bucket.scheme in ("s3", "memory"):
+        with suppress(OSError, ConfigError):
+            days = lifecycle.days_of(read_bucket_bounds(place).ttl_s) or _DAYS
+        rule = lifecycle.rule_for(place, days)
     if write is not None:
-        rule = lifecycle_rule(place, _DAYS)
         write({"directory": url, "findings": [asdict(one) for one in findings], "lifecycle": rule})
     else:
         width = max(len(one.name) for one in findings)
         for one in findings:
             print(plain(f"{one.level:<4}  {one.name:<{width}}  {one.text}"))
-        if place.bucket.scheme == "s3":
-            print(f"\nA lifecycle rule that deletes what was not used for {_DAYS} days:")
-            print(json.dumps(lifecycle_rule(place, _DAYS), indent=1))
+        if rule is not None:
+            print(
+                f"\nA lifecycle rule that deletes what was not written or renewed for {days} days:"
+            )
+            print(json.dumps(rule, indent=1))
     return DAMAGED if any(one.level == "bad" for one in findings) else SOUND
-
-
-def lifecycle_rule(place: BucketPath, days: int) -> dict[str, object]:
-    """Return a rule for `aws s3api put-bucket-lifecycle-configuration`.
-
-    It leaves out the descriptions (``namespace.json``, ``vua.json``) by their size.
-    """
-    prefix = place.bucket.url.split("/", 3)[3] + "/" if place.bucket.url.count("/") > 2 else ""
-    rule = {
-        "ID": "vua-unused",
-        "Status": "Enabled",
-        "Filter": {"And": {"Prefix": prefix, "ObjectSizeGreaterThan": 16384}},
-        "Expiration": {"Days": days},
-        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
-    }
-    return {"Rules": [rule]}
 
 
 def _tried(place: BucketPath) -> Iterator[Finding]:
@@ -75,9 +67,19 @@ def _tried(place: BucketPath) -> Iterator[Finding]:
     try:
         for probe in (_write, _condition, _ranges, _listing, _speed, _deletion):
             yield _guarded(probe, place.bucket, key)
+        if place.bucket.scheme == "s3":
+            yield _lifecycle(place)
     finally:
         with suppress(OSError):
             place.bucket.delete([key])
+
+
+def _lifecycle(place: BucketPath) -> Finding:
+    try:
+        ttl_s = read_bucket_bounds(place).ttl_s
+        return lifecycle.judged(lifecycle.rules_of(place.bucket), lifecycle.prefix_of(place), ttl_s)
+    except (OSError, ConfigError) as problem:
+        return Finding("lifecycle", "note", f"not checked: {problem}")
 
 
 def _guarded(probe: Callable[[Bucket, str], Finding], bucket: Bucket, key: str) -> Finding:

@@ -29,7 +29,7 @@ from vua.io import posix
 from vua.security.settings import Security, check_owner
 from vua.store.namespace import check_root
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "without_a_try"]
 
 _PREFIX: Final = ".doctor-"
 _FILE_NBYTES: Final = 2 << 20
@@ -53,12 +53,18 @@ def doctor(directory: str, *, trusted_uids: str = "", write: Write | None) -> in
     """
     root = check_root(directory, create=False)
     security = Security(trusted_uids=_uids(trusted_uids))
-    findings = [_owner(root, security), *_tried(root), _space(root), _native(), _gds()]
+    owner, *others = without_a_try(root, security)
+    findings = [owner, *_tried(root), *others]
     if write is not None:
         write({"directory": directory, "findings": [asdict(one) for one in findings]})
     else:
         table(["state", "what", "found"], [(one.level, one.name, one.text) for one in findings])
     return DAMAGED if any(one.level == "bad" for one in findings) else SOUND
+
+
+def without_a_try(root: Path, security: Security) -> list[Finding]:
+    """Return what is found where nothing is written: owner, space, native code, GDS."""
+    return [_owner(root, security), _space(root), _native(), _gds()]
 
 
 def _uids(text: str) -> list[int] | Literal["any"]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from vua.capacity.bucket import BucketCapacity
-from vua.capacity.prefix_tree import read_prefix_tree
+from vua.capacity.prefix_tree import PrefixTree, read_prefix_tree
 from vua.cli.answer import BLOCKS, Answer, verdict
 from vua.cli.identify import Difference, Expected, compare, expect, nearest
 from vua.cli.keys import NO_KEYS, prompt_keys
@@ -24,7 +25,7 @@ from vua.storage.description import Description
 from vua.storage.problems import explained
 from vua.store.namespace import Namespace
 
-__all__ = ["Question", "explain"]
+__all__ = ["Question", "explain", "explain_ids"]
 
 _DEFAULT_CHUNK_TOKENS = 64
 
@@ -72,16 +73,9 @@ def explain(directory: str, question: Question, *, write: Write | None) -> int:
         raise explained(problem, str(question.tokens or question.prompt)) from problem
     found, _ = open_root(directory)
     expected = _expected(question)
-    answers = [
-        _answer(namespace, differences, ids, question)
-        for namespace, differences in _candidates(found, expected, question)
-    ]
-    answers.sort(key=lambda answer: (-answer.usable * answer.size, answer.namespace.name))
+    answers = _answers(found, expected, ids, question)
     if write is not None:
-        asked = None if expected is None else _as_fields(expected)
-        reports = [_describe(answer) for answer in answers]
-        write({"directory": directory, "tokens": len(ids) // 4, "model": asked,
-               "namespaces": reports})  # fmt: skip
+        write(_report(directory, expected, ids, answers))
     else:
         if expected is not None:
             _print_expected(expected, found)
@@ -91,6 +85,33 @@ def explain(directory: str, question: Question, *, write: Write | None) -> int:
             print(f"{directory}: no namespace to look at, so nothing is stored: a miss")
     damaged = any(group.damaged for answer in answers for group in answer.groups)
     return DAMAGED if damaged else SOUND
+
+
+def explain_ids(
+    directory: str, ids: bytes, question: Question, trees: Mapping[str, PrefixTree]
+) -> dict[str, object]:
+    """Return what `vua explain --json` prints of token ids, whatever else is asked.
+
+    ``trees``, by namespace, are asked what is stored in place of a missing chunk, with
+    ``question.quick`` these alone. Raises as :func:`explain` does.
+    """
+    found, _ = open_root(directory)
+    return _report(directory, None, ids, _answers(found, None, ids, question, trees))
+
+
+def _answers(
+    found: Sequence[Description],
+    expected: Expected | None,
+    ids: bytes,
+    question: Question,
+    trees: Mapping[str, PrefixTree] = MappingProxyType({}),
+) -> list[Answer]:
+    """What is stored in each namespace that is asked for, where most can be used first."""
+    answers = [
+        _answer(namespace, differences, ids, question, trees)
+        for namespace, differences in _candidates(found, expected, question)
+    ]
+    return sorted(answers, key=lambda one: (-one.usable * one.size, one.namespace.name))
 
 
 def _expected(question: Question) -> Expected | None:
@@ -134,7 +155,11 @@ def _candidates(
 
 
 def _answer(
-    found: Description, differences: list[Difference] | None, ids: bytes, question: Question
+    found: Description,
+    differences: list[Difference] | None,
+    ids: bytes,
+    question: Question,
+    trees: Mapping[str, PrefixTree],
 ) -> Answer:
     length = len(ids) // 4
     try:
@@ -152,15 +177,30 @@ def _answer(
     answer = Answer(found, differences, length, groups, seal=seal, blocks=blocks)
     gap = answer.gap
     capacity = namespace.capacity
-    if question.quick or gap is None or isinstance(capacity, BucketCapacity):
+    if gap is None or isinstance(capacity, BucketCapacity):
         return answer
     before = keys[gap.index - 1].name if gap.index else ""
-    with progress() as show:
-        tree = read_prefix_tree(capacity.space, show, over_fans)
+    tree = trees.get(found.name)
+    if tree is None and question.quick:
+        return answer
+    if tree is None:
+        with progress() as show:
+            tree = read_prefix_tree(capacity.space, show, over_fans)
     return replace(answer, others=continuations(tree, gap.key, before))
 
 
 # -- for programs -----------------------------------------------------------------------------
+
+
+def _report(
+    directory: str, expected: Expected | None, ids: bytes, answers: list[Answer]
+) -> dict[str, object]:
+    return {
+        "directory": directory,
+        "tokens": len(ids) // 4,
+        "model": None if expected is None else _as_fields(expected),
+        "namespaces": [_describe(answer) for answer in answers],
+    }
 
 
 def _as_fields(expected: Expected) -> dict[str, object]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from vua.capacity.scan import spaces
 from vua.cli.check import Check, Checker, Place
+from vua.cli.names import resolve
 from vua.cli.text import DAMAGED, SOUND, UNUSABLE, Write, facts, size, when
+from vua.errors import ConfigError
 from vua.format.entry import FORMAT, EntryInfo
 from vua.format.header import SEALED
 from vua.format.layout import Shard
@@ -17,6 +20,7 @@ from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.description import Description, read_description
 from vua.storage.local import SUFFIX
+from vua.store.namespace import check_root
 
 __all__ = ["inspect"]
 
@@ -24,7 +28,13 @@ _DIGEST_DIGITS = 64
 
 
 def inspect(files: Sequence[str], *, write: Write | None) -> int:
-    """Print what each file says and is; return the exit code."""
+    """Print what each file says and is; return the exit code.
+
+    Where the first of ``files`` is a directory, the others are first digits of its chunks' names:
+    all files of these are meant. Raises ConfigError where no chunk is called so.
+    """
+    if not is_url(files[0]) and Path(files[0]).is_dir():
+        files = list(_named(files[0], files[1:]))
     checker, reports, code = Checker(), [], SOUND
     for number, file in enumerate(files):
         path = _in_bucket(file) if is_url(file) else Path(os.path.abspath(file))  # noqa: PTH100 - keeps symlinks
@@ -40,6 +50,21 @@ def inspect(files: Sequence[str], *, write: Write | None) -> int:
     if write is not None:
         write(reports)
     return code
+
+
+def _named(directory: str, names: Sequence[str]) -> Iterator[str]:
+    """The files of the chunks that are called so in a cache's directory."""
+    if not names:
+        raise ConfigError(
+            f"{directory} is a directory; name a chunk of it, as `vua ls --long` shows"
+        )
+    root = check_root(directory, create=False)
+    with spaces(root) as found:
+        for target in (resolve(found, name) for name in names):
+            if not target.chunk:
+                raise ConfigError(f"{target.space.name} is a namespace; name one of its chunks")
+            folder = root / target.space.name / target.chunk[:2] / target.chunk
+            yield from sorted(str(file) for file in folder.iterdir() if file.suffix == SUFFIX)
 
 
 def _in_bucket(url: str) -> BucketPath:

@@ -21,10 +21,12 @@ from vua.cli.text import (
     when,
 )
 from vua.cli.walk import Found, described, open_root, walk, walk_bucket
+from vua.errors import ConfigError
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
+from vua.storage.mark import is_marked
 
-__all__ = ["SORTS", "ls"]
+__all__ = ["SORTS", "Content", "content_of", "ls"]
 
 SORTS: Final = ("name", "size", "newest")
 
@@ -34,7 +36,7 @@ _Counted: TypeAlias = tuple[int, int, int, float | None, list[Found]]
 
 
 @dataclass(slots=True)
-class _Content:
+class Content:
     """What a namespace holds."""
 
     namespace: Description
@@ -57,10 +59,12 @@ class _Content:
 
     @property
     def model(self) -> str:
+        """The model's name, empty where it is not known."""
         identity = self.namespace.identity
         return "" if identity is None else identity.name or identity.model
 
     def describe(self, *, long: bool) -> dict[str, object]:
+        """Return plain values for programs."""
         identity, layout = self.namespace.identity, self.namespace.layout
         report: dict[str, object] = {
             "namespace": self.namespace.name,
@@ -81,6 +85,7 @@ class _Content:
         return report
 
     def row(self) -> list[object]:
+        """Return a row of the table."""
         layout = self.namespace.layout
         return [
             self.namespace.name[:SHORT],
@@ -94,6 +99,7 @@ class _Content:
         ]
 
     def show_chunks(self) -> None:
+        """Print a row for each chunk."""
         print()
         line("", f"{self.namespace.path}  {self.model}".rstrip())
         if not self.entries:
@@ -114,8 +120,9 @@ class _Content:
         table(["chunk", "shards", " size", "newest"], rows)
 
 
-def _content(namespace: Description, show: Show, *, long: bool) -> _Content:
-    content = _Content(namespace)
+def content_of(namespace: Description, show: Show, *, long: bool = False) -> Content:
+    """Count what lies in a namespace, in a directory or a bucket. Raises OSError, StorageError."""
+    content = Content(namespace)
     if isinstance(namespace.path, BucketPath):
         files = [one for one in walk_bucket(namespace) if one.kind == "entry"]
         content.add(*_counted(files, long=long))
@@ -149,11 +156,14 @@ def _counted(files: list[Found], *, long: bool) -> _Counted:
 def ls(directory: str, *, long: bool, sort: str = "name", write: Write | None) -> int:
     """Print one row per namespace of ``directory``, and with ``long`` one per chunk.
 
-    ``sort`` is one of SORTS.
+    ``sort`` is one of SORTS. Raises ConfigError for a directory of something else.
     """
-    found, _ = open_root(directory)
+    found, others = open_root(directory)
+    if others and not found and not is_marked(directory):
+        msg = f"{directory}: no cache of VUA, {len(others)} other names; name a cache"
+        raise ConfigError(msg)
     with progress() as show:
-        contents = [_content(namespace, show, long=long) for namespace in found]
+        contents = [content_of(namespace, show, long=long) for namespace in found]
     if sort != "name":
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()
@@ -164,6 +174,11 @@ def ls(directory: str, *, long: bool, sort: str = "name", write: Write | None) -
     if not contents:
         print(f"{directory}: no namespaces")
         return SOUND
+    if len(contents) > 1:
+        chunks, nbytes = (
+            sum(getattr(one, name) for one in contents) for name in ("chunks", "nbytes")
+        )
+        line("", f"{directory}: {len(contents)} namespaces, {chunks:,} chunks, {size(nbytes)}")
     head = ["namespace", "model", "dtype", " chunk", " chunks", " files", " size", "newest"]
     table(head, [content.row() for content in contents])
     if long:

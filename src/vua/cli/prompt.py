@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from vua.errors import ConfigError, InputError
 from vua.format.keys import token_ids
 
-__all__ = ["prompt_ids", "read_ids"]
+__all__ = ["parse_ids", "prompt_ids", "read_ids", "tokenizer"]
 
 
 def _text(file: str) -> str:
@@ -29,16 +30,20 @@ def read_ids(file: str) -> bytes:
     The file holds a JSON list of integers, or integers with white space between them. Raises
     InputError for anything else, OSError where it cannot be read.
     """
-    text = _text(file)
+    return parse_ids(_text(file), file)
+
+
+def parse_ids(text: str, source: str) -> bytes:
+    """Return what `read_ids` does, of a text; ``source`` names it in errors. Raises InputError."""
     words: list[Any]
     try:
         words = json.loads(text) if text.lstrip().startswith("[") else list(map(int, text.split()))
     except (ValueError, RecursionError) as problem:
-        msg = f"{file}: expected a JSON list of token ids or integers between spaces: {problem}"
+        msg = f"{source}: expected a JSON list of token ids or integers between spaces: {problem}"
         raise InputError(msg) from problem
     for place, word in enumerate(words):
         if isinstance(word, bool) or not isinstance(word, int):
-            msg = f"{file}: item {place} is {word!r:.40}, expected an integer token id"
+            msg = f"{source}: item {place} is {word!r:.40}, expected an integer token id"
             raise InputError(msg)
     return token_ids(words)
 
@@ -49,6 +54,12 @@ def prompt_ids(file: str, model: str | None) -> bytes:
     The text is taken as it is: with the special tokens that the tokenizer puts around a text, and
     without a chat template. Raises ConfigError where there is no tokenizer, InputError, OSError.
     """
+    tokenize = tokenizer(model)
+    return tokenize(_text(file))
+
+
+def tokenizer(model: str | None) -> Callable[[str], bytes]:
+    """Return what makes token ids (as `read_ids` does) of texts. Raises ConfigError."""
     if model is None:
         msg = "a prompt needs its tokenizer: give --model MODELDIR, or the token ids with --tokens"
         raise ConfigError(msg)
@@ -61,10 +72,9 @@ def prompt_ids(file: str, model: str | None) -> bytes:
     except ImportError as problem:
         msg = "the package tokenizers is not installed; install it, or give --tokens"
         raise ConfigError(msg) from problem
-    text = _text(file)
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        made = tokenizers.Tokenizer.from_file(str(path))
     except Exception as problem:  # the library raises plain Exception
         msg = f"{path}: not a tokenizer that the package tokenizers reads: {problem}"
         raise ConfigError(msg) from problem
-    return token_ids(list(tokenizer.encode(text).ids))
+    return lambda text: token_ids(list(made.encode(text).ids))

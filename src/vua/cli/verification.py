@@ -14,7 +14,7 @@ import itertools
 import os
 import random
 import stat
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -60,12 +60,14 @@ def verify(
     repair: bool = False,
     part: float = 1.0,
     security: Security = NO_KEYS,
+    show: Show | None = None,
     write: Write | None,
 ) -> int:
     """Check everything in ``directory`` and print a report; return the exit code.
 
     With ``repair`` it is 0 where all that was damaged could be taken out of sight. ``part`` is the
-    share of the chunks to read, chosen at random. Raises ConfigError where a key of ``security``
+    share of the chunks to read, chosen at random; ``show`` is told how far it is, by default a
+    terminal is. Raises ConfigError where a key of ``security``
     cannot be used.
     """
     keys = KnownKeys(security)
@@ -74,8 +76,8 @@ def verify(
     elif repair:
         to_change(directory)
     found, strays = open_root(directory)
-    with progress() as show:
-        results = [_verify(one, show, keys, part, repair=repair) for one in found]
+    with progress() if show is None else nullcontext(show) as told:
+        results = [_verify(one, told, keys, part, repair=repair) for one in found]
     damaged = any(result.damaged for result in results)
     if write is not None:
         write(

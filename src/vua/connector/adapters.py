@@ -1,13 +1,18 @@
-"""What the scheduler's half knows of LoRA adapters: what all workers hold under each number."""
+"""LoRA adapters: their content, and what all workers hold under each number."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Adapter", "AdapterBook", "AdapterNote", "together"]
+import torch
+
+from vua.connector.cache_spec import UncachedError
+
+__all__ = ["Adapter", "AdapterBook", "AdapterNote", "content_digest", "together"]
 
 
 class Adapter(NamedTuple):
@@ -111,3 +116,49 @@ class AdapterBook:
             if known is not None and agreed is not None and known != agreed:
                 changed.add(number)
         return changed
+
+
+def content_digest(
+    adapter: Any,  # noqa: ANN401
+    version: bytes,
+    attributes: Callable[[Any], Mapping[str, Any] | None] = lambda _: None,
+) -> str:
+    """Return 64 hex digits that stand for all that a loaded adapter holds, tensors byte for byte.
+
+    Args:
+        adapter: mappings and lists of tensors and plain values, at any depth.
+        version: of the engine's rule for what is handed over here.
+        attributes: what an object of the engine's own holds, or None for any other object.
+
+    Raises:
+        UncachedError: it holds an object of another kind, which has no lasting bytes.
+    """
+    digest: Any = hashlib.sha256(version)  # takes tensors' memory, too
+
+    def add(value: Any) -> None:  # noqa: ANN401
+        """Add a value; kind and length come first, so different values never give the same."""
+        if isinstance(value, torch.Tensor):
+            shape = ",".join(map(str, value.shape))
+            digest.update(f"tensor {value.dtype} {shape};".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        elif value is None or isinstance(value, bool | int | float | str | torch.dtype):
+            text = repr(value).encode()
+            digest.update(f"{type(value).__name__} {len(text)};".encode() + text)
+        elif isinstance(value, Mapping):
+            digest.update(f"mapping {len(value)};".encode())
+            for key in sorted(value):
+                add(key)
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            digest.update(f"list {len(value)};".encode())
+            for item in value:
+                add(item)
+        elif (held := attributes(value)) is not None:
+            add(type(value).__name__)
+            add(held)
+        else:
+            msg = f"it holds a {type(value).__name__}, which has no lasting digest"
+            raise UncachedError(msg)
+
+    add(adapter)
+    return str(digest.hexdigest())

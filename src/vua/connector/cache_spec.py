@@ -99,6 +99,9 @@ class Model:
     """Number of blocks in the engine's own cache, of each of its groups."""
     step_tokens: int = 8192
     """The most tokens that the engine computes in one step."""
+    draft_tokens: int | None = None
+    """Where a draft model has layers here: beyond so many tokens the engine does not run it, for
+    none of the requests of a step."""
     identified: bool = True
     """Whether the identity is complete: the weights' fingerprint takes longer than the rest."""
 
@@ -144,12 +147,12 @@ class Model:
 
     @property
     def plain(self) -> bool:
-        """Whether all layers attend to everything: any part of a hit is of use by itself.
+        """Whether all layers are of one kind and attend to everything: any part of a hit is of use.
 
         And lie in one of the engine's cache groups: blocks that were not loaded can be named then.
         """
-        whole = all(group.layout.window is None for group in self.groups)
-        return whole and len(self.block_sizes) == 1
+        (first, *others) = self.groups
+        return first.layout.window is None and not others and len(self.block_sizes) == 1
 
     @property
     def leading(self) -> tuple[Group, ...]:

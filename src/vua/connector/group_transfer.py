@@ -128,7 +128,13 @@ class GroupTransfer:
     ) -> None:
         """Find this group's layers among the engine's tensors. Raises UncachedError."""
         layers = self.group.layers[self.shard.layer_start : self.shard.layer_stop]
-        names = {layer_of[name]: name for name in kv_caches if tables[name] in self.group.tables}
+        theirs = {layer for group in self._model.groups for layer in group.layers}
+        theirs -= {*self.group.layers}  # a draft's layers may have a table with the model's
+        names = {
+            layer_of[name]: name
+            for name in kv_caches
+            if tables[name] in self.group.tables and layer_of[name] not in theirs
+        }
         if sorted(names) != list(layers):
             msg = f"expected the layers {list(layers)}, found {sorted(names)}"
             raise UncachedError(msg)

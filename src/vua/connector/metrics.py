@@ -15,6 +15,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from vua.storage.bucket_cost import KINDS
+
 __all__ = ["METRICS", "Metric", "Recorder", "Series", "add_up", "summary"]
 
 Series: TypeAlias = dict[str, dict[str, Any]]
@@ -134,6 +136,24 @@ METRICS: Final[dict[str, Metric]] = {
     "vua_save_seconds": Metric("histogram", "Time to write one chunk, without its wait for it."),
     "vua_pending_loads": Metric("gauge", "Loads ordered and not yet ended.", "rank"),
     "vua_pending_saves": Metric("gauge", "Chunks copied out and not yet written.", "rank"),
+    "vua_bucket_requests_total": Metric(
+        "counter",
+        "Requests sent to buckets, by kind; those that failed count as failed, too. Repetitions "
+        "of one request are not counted.",
+        "kind",
+        (*KINDS, "failed"),
+    ),
+    "vua_bucket_bytes_total": Metric(
+        "counter",
+        "Bytes of objects read from buckets and written to them.",
+        "direction",
+        ("read", "written"),
+    ),
+    "vua_bucket_dollars_total": Metric(
+        "counter",
+        "What these requests cost at the list prices of AWS S3 Standard in us-east-1, in US "
+        "dollars; without storage and traffic.",
+    ),
 }
 
 

@@ -33,7 +33,8 @@ class RequestState:
     failed: bool = False
     """A load for it failed: it is computed, not looked up again."""
     outdated: bool = False
-    """It began before a reset, its adapter was replaced since, or nobody knows its adapter."""
+    """It began before a reset, its adapter was replaced since, nobody knows its adapter, or the
+    engine did not run its draft for it."""
     loading: list[int] = field(default_factory=list)
     """Blocks that a running load fills; empty where a load fails as a whole."""
     block_ids: list[list[int]] = field(default_factory=list)

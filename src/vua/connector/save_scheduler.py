@@ -96,6 +96,7 @@ class SaveScheduler:
         saves: bool,
     ) -> None:
         """Add what is complete after a step's forward pass; without ``saves`` only comparisons."""
+        self._note_lack_of_drafts(states, step)
         for scheduled in step.requests:
             state = states.get(scheduled.request_id)
             if not scheduled.begins:
@@ -121,6 +122,20 @@ class SaveScheduler:
                 orders.witnesses += [order] if order else []
             if saves and found is not None and state.options.store:
                 self._save(orders, state, found, scheduled, step)
+
+    def _note_lack_of_drafts(self, states: Mapping[str, RequestState], step: ScheduledStep) -> None:
+        """Store nothing more of requests for which the engine did not run its draft.
+
+        What is in their blocks of the draft's layers is of somebody else.
+        """
+        limit = self.model.draft_tokens
+        if limit is None or all(one.computed + one.tokens <= limit for one in step.requests):
+            return
+        for scheduled in step.requests:
+            if (state := states.get(scheduled.request_id)) is not None:
+                state.outdated = True
+                for table in state.block_ids:
+                    self._origins.computes(table, MIXED)
 
     def learn(
         self,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from vua.connector.adapters import Adapter, AdapterBook
+from vua.connector.bucket_requests import record_requests
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
@@ -352,6 +353,7 @@ class SchedulerSide:
         """Return what was recorded since the last step; called once at the end of each."""
         self.accounts.step_ended()
         self._saves.step_ended()
+        record_requests(self.stats)
         return self.stats.take()
 
     def take_wanted_adapters(self) -> list[Any]:

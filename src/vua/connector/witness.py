@@ -272,7 +272,8 @@ class Witness:
                     for block in (self._model.block_sizes[table],)
                 )
             ]
-            if group in self._model.leading and held:
+            # a draft's last row of a block may be of another continuation, see docs/decisions/0044
+            if group in self._model.leading and held and not group.layout.drafts:
                 parts.append((number, held))
         return WitnessOrder(case.number, [list(table) for table in tables], parts)
 

@@ -19,6 +19,7 @@ import torch
 
 from vua import native
 from vua.connector.breaker import StorageGuard
+from vua.connector.bucket_requests import record_requests
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.comparisons import Comparisons
 from vua.connector.config import ConnectorConfig
@@ -359,6 +360,7 @@ class WorkerSide:
 
     def take_stats(self) -> Series | None:
         """Return what was recorded since the last step."""
+        record_requests(self.stats)
         return self.stats.take()
 
     @property

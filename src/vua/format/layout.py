@@ -37,8 +37,8 @@ _UNIT_NBYTES: Final = 128 << 10
 _MAX_CELLS: Final = 1 << 20
 """Layers times KV heads, far beyond any model: what somebody claims must not fill the memory."""
 
-_SHARD_NAME = re.compile(r"(?:([sw]\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
-_GROUP = re.compile(r"([sw][1-9]\d{0,8})?")
+_SHARD_NAME = re.compile(r"(?:([dsw]\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
+_GROUP = re.compile(r"([dsw][1-9]\d{0,8})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class KVLayout:
     group: str = ""
     """Which of the model's layers: empty for those that attend to the whole prefix (and for models
     with one kind of layer), ``w1024`` for those with a sliding window of 1024 tokens, ``s4096`` for
-    those with a state (see :mod:`vua.format.states`). ``layers`` counts within the group."""
+    those with a state (see :mod:`vua.format.states`), ``d1`` for those of a draft model, which
+    attend to the whole prefix, too. ``layers`` counts within the group."""
 
     def __post_init__(self) -> None:
         """Refuse a layout that could not describe any KV cache."""
@@ -72,13 +73,19 @@ class KVLayout:
             msg = f"v_dim {self.v_dim}, dtype {self.dtype}: expected >= 0 and one of {[*ITEMSIZE]}"
             raise LayoutError(msg)
         if _GROUP.fullmatch(self.group) is None:
-            msg = f"group {self.group!r:.40}: expected nothing, w and a window, s and bytes"
+            msg = f"group {self.group!r:.40}: expected nothing, w, s or d and a number"
             raise LayoutError(msg)
 
     @property
     def window(self) -> int | None:
         """Tokens that a layer attends to, its own included (a state: 2); None for the prefix."""
-        return None if not self.group else 2 if self.group[0] == "s" else int(self.group[1:])
+        kind = self.group[:1]
+        return int(self.group[1:]) if kind == "w" else 2 if kind == "s" else None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether these are the layers of a draft model, which only proposes tokens."""
+        return self.group.startswith("d")
 
     @property
     def dims(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from vua.connector.adapters import content_digest
 from vua.connector.cache_spec import UncachedError
 from vua.connector.log import logger
 from vua.connector.weights_watch import Snapshot
@@ -25,6 +26,7 @@ __all__ = ["Engine", "passes_prefix_keys"]
 
 log = logger("worker")
 
+_ADAPTERS: Final = b"vua.sglang.lora.v1"
 _FROM_DISK: Final = "update_weights_from_disk"
 _UPDATES: Final = (
     _FROM_DISK,
@@ -51,6 +53,8 @@ class Engine:
         """Where the expected weights come from; None: from where the engine was started."""
         self.loaded_s = process_began_s()
         """When their loading began at the earliest, in seconds since the epoch."""
+        self.adapters = _adapters(runner.lora_manager)
+        """The content of the LoRA adapters that it was started with, by SGLang's id."""
         self._lock = threading.Lock()
         self._snapshot = Snapshot(runner.model)
         self._left: str | None = None
@@ -173,6 +177,27 @@ class _Updater:
         """Return what the updater has, or what tells of the update beside it."""
         found = getattr(self._vua_updater, name)
         return functools.partial(self.vua_engine.update, name, found) if name in _UPDATES else found
+
+
+def _adapters(manager: Any) -> dict[str, str]:  # noqa: ANN401
+    """Return digests of the adapters that SGLang's LoRA manager (or None) has loaded, by id.
+
+    An id is in the names of all pages that its adapter computes. SGLang makes the ids of those that
+    it starts with of their names and paths, so another adapter at the same path has the same id.
+    The ids of adapters that are loaded later are drawn anew each time.
+
+    Raises UncachedError: one of them holds what has no lasting bytes.
+    """
+    found = {}
+    for name, adapter in (manager.loras if manager else {}).items():
+        held = [
+            adapter.config.hf_config,
+            [layer.weights for layer in adapter.layers],
+            adapter.embedding_layers,
+            adapter.added_tokens_embeddings,
+        ]
+        found[name] = content_digest(held, _ADAPTERS)
+    return found
 
 
 def _callers() -> list[FrameType]:

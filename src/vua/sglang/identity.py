@@ -17,6 +17,7 @@ import torch
 from sglang.srt.arg_groups.fields import exec_, lora, mm, model, spec
 
 from vua.connector.cache_spec import UncachedError
+from vua.connector.model_files import local_directory
 from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest
 from vua.format.layout import KVLayout, Shard
@@ -25,7 +26,7 @@ from vua.serdes import DTYPES
 from vua.weights import Weights
 from vua.weights.model_files import code_digest
 
-__all__ = ["Described", "described", "model_directory", "shard_of"]
+__all__ = ["Described", "described", "shard_of"]
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _KINDS: Final = ("BF16", "F16", "F32")
@@ -64,6 +65,10 @@ _NEUTRAL: Final = frozenset(
     "enable_two_batch_overlap enable_single_batch_overlap tbo_token_distribution_threshold "
     "cpu_offload_gb offload_group_size offload_num_in_group offload_prefetch_step offload_mode "
     "mooncake_ib_device uses_mamba_radix_cache mamba_radix_cache_strategy "
+    # Adapters count by content, and each prompt's is in its names.
+    "enable_lora enable_lora_overlap_loading max_lora_rank lora_target_modules lora_paths "
+    "max_loaded_loras max_loras_per_batch lora_eviction_policy lora_backend max_lora_chunk_size "
+    "lora_strict_loading lora_drain_wait_threshold "
     # Prompts with images are not cached.
     "enable_multimodal mm_feature_transport mm_io_worker_num mm_processor_worker_num "
     "mm_preprocess_cache_size_mb mm_process_config".split()
@@ -86,7 +91,14 @@ class Described:
         return replace(self.others, weights=weights.fingerprint)
 
 
-def described(runner: Any, pool: Any, *, latent: bool, epoch: str) -> Described:  # noqa: ANN401
+def described(
+    runner: Any,  # noqa: ANN401
+    pool: Any,  # noqa: ANN401
+    *,
+    latent: bool,
+    epoch: str,
+    adapters: Mapping[str, str],
+) -> Described:
     """Describe the caches that a model runner of SGLang computes and a host pool keeps.
 
     Args:
@@ -94,6 +106,7 @@ def described(runner: Any, pool: Any, *, latent: bool, epoch: str) -> Described:
         pool: its host pool of K and V.
         latent: whether it is one of latents (MLA).
         epoch: the setting.
+        adapters: `vua.sglang.engine.Engine.adapters`.
 
     Raises:
         UncachedError: caches of this engine cannot be shared or cannot be told from others.
@@ -101,7 +114,7 @@ def described(runner: Any, pool: Any, *, latent: bool, epoch: str) -> Described:
         OSError: a file cannot be read.
     """
     arguments, models = runner.server_args, runner.model_config
-    directory = model_directory(arguments.model_path, arguments.revision, arguments.download_dir)
+    directory = local_directory(arguments.model_path, arguments.revision, arguments.download_dir)
     kind = type(models.hf_config)  # read anew: SGLang adds to the one that it has
     whole = kind.from_pretrained(directory, local_files_only=True)
     text = whole.get_text_config()
@@ -110,6 +123,8 @@ def described(runner: Any, pool: Any, *, latent: bool, epoch: str) -> Described:
     config = dict(text.to_dict())
     if changes := _settings(arguments):
         config["vua.sglang"] = changes
+    if adapters:
+        config["vua.sglang_adapters"] = dict(adapters)
     if runner.dtype != pool.dtype:
         config["vua.sglang_dtype"] = str(runner.dtype)
     if models.quantization is not None:
@@ -166,27 +181,6 @@ def shard_of(layout: KVLayout, pool: Any, tp_rank: int, tp_size: int) -> tuple[S
     return Shard(pool.start_layer, stop, first, first + held), writes
 
 
-def model_directory(name: str, revision: str | None, download_dir: str | None) -> Path:
-    """Return where a model's files lie on this machine. Raises UncachedError."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        found = snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=download_dir,
-            local_files_only=True,
-            ignore_patterns="*",
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError) as problem:
-        msg = f"no local files of {name!r} to identify the weights by: {problem}"
-        raise UncachedError(msg) from problem
-    return Path(found)
-
-
 def _dtype(pool: Any) -> str:  # noqa: ANN401
     name = _NAMES.get(pool.dtype)
     if name not in _KINDS:
@@ -202,12 +196,6 @@ def _check_supported(arguments: Any, models: Any, is_text: bool) -> None:  # noq
         raise UncachedError(msg)
     if not is_text or getattr(models, "is_multimodal", False):
         msg = "models that take images or sounds are not cached: SGLang names these by 30 bits"
-        raise UncachedError(msg)
-    if arguments.enable_lora:
-        msg = (
-            "engines with LoRA adapters are not cached: SGLang names an adapter by its path, so "
-            "another one at the same path could not be told from it"
-        )
         raise UncachedError(msg)
 
 

@@ -3,7 +3,8 @@
 SGLang hands a backend the hashes of some pages and of all pages before them, never tokens. A
 request's cache salt, ``extra_key`` and LoRA adapter are in the hash of its first page, as a seed
 that stands where other first pages have no parent. So such pages have names of SGLang's own: they
-meet no other salt, and no other engine's.
+meet no other salt, and no other engine's. An adapter is named there by SGLang's id; its content is
+in the identity (`vua.sglang.identity`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,13 @@ from vua.connector.cache_spec import Group, Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
 from vua.connector.metrics import Recorder
+from vua.connector.model_files import local_directory
 from vua.connector.opening import Opened, Opening
 from vua.errors import ConfigError, VUAError
+from vua.format.keys import ChunkKey
 from vua.sglang.engine import Engine, passes_prefix_keys
 from vua.sglang.host_pages import HostPages
-from vua.sglang.identity import Described, described, model_directory, shard_of
+from vua.sglang.identity import Described, described, shard_of
 from vua.sglang.interface import PagesOnly
 from vua.sglang.lookups import Lookups
 from vua.sglang.metrics import Metrics
@@ -51,6 +53,18 @@ class _Usable:
     transfers: Transfers
     reuse: Reuse
     opened: Opened
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """Pages that SGLang wants to be loaded or stored."""
+
+    usable: _Usable
+    proven: Callable[[], bool]
+    """Whether the weights still are those of the call's begin."""
+    keys: Sequence[ChunkKey]
+    pages: Sequence[int]
+    """Their numbers in the host pool."""
 
 
 class VUAHiCacheStorage(PagesOnly):
@@ -123,7 +137,11 @@ class VUAHiCacheStorage(PagesOnly):
             self._check_place()
             latent = bool(self._place.is_mla_model)
             self._described = described(
-                self._engine.runner, pool, latent=latent, epoch=config.epoch
+                self._engine.runner,
+                pool,
+                latent=latent,
+                epoch=config.epoch,
+                adapters=self._engine.adapters,
             )
             self._pages = HostPages(pool, latent=latent)
             self._shard, self._writes = shard_of(
@@ -154,7 +172,7 @@ class VUAHiCacheStorage(PagesOnly):
         loaded_s = 0.0 if self._engine is None else self._engine.loaded_s
 
         def identify(stop: threading.Event) -> Weights:
-            files = checkpoint_files(model_directory(name, revision, download_dir))
+            files = checkpoint_files(local_directory(name, revision, download_dir))
             weights = identify_weights(files, stop=stop)
             if weights.changed_s > loaded_s:
                 msg = (
@@ -211,24 +229,16 @@ class VUAHiCacheStorage(PagesOnly):
     ) -> list[bool]:
         """Bring pages into the host pool, up to the first that is not to be had.
 
-        Args:
-            keys: page hashes.
-            host_indices: the pool's token slots of these pages, int64 ``[tokens]``.
-            extra_info: with the hashes of all pages before these.
-
-        Returns for each page whether it is in place. Takes at most ``timeouts.io_s`` more than
-        the storage needs for what it brings; the pool is not touched afterwards.
+        Has the arguments of :meth:`batch_set_v1`. Returns for each page whether it is in place.
+        Takes at most ``timeouts.io_s`` more than the storage needs for what it brings; the pool is
+        not touched afterwards.
         """
-        usable = self._use()
-        if usable is None or self._engine is None or not keys:
+        asked = self._moved(keys, host_indices, extra_info)
+        if asked is None:
             return [False] * len(keys)
-        proven, before = self._engine.proof(), _before(extra_info)
-        asked = chunk_keys(before, keys, self._config.chunk_tokens)[len(before) :]
-        pages = self._pages.numbers(host_indices, len(keys))
-        began, ended = time.monotonic(), usable.reuse.loading(asked)
-        done = 0
+        began, ended, done = time.monotonic(), asked.usable.reuse.loading(asked.keys), 0
         try:
-            done = usable.transfers.load(asked, pages.tolist(), proven)
+            done = asked.usable.transfers.load(asked.keys, asked.pages, asked.proven)
         finally:
             ended(done)
         outcome = "complete" if done == len(keys) else "partial" if done else "failed"
@@ -253,19 +263,29 @@ class VUAHiCacheStorage(PagesOnly):
 
         Returns True for each page, stored or not: for SGLang False would end the whole backup.
         """
+        computed = self._moved(keys, host_indices, extra_info)
+        if computed is not None:
+            computed.usable.reuse.computed(computed.keys)
+        if computed is not None and self._writes:
+            began = time.monotonic()
+            computed.usable.transfers.save(computed.keys, computed.pages, computed.proven)
+            self._metrics.saved(len(keys), self._nbytes(len(keys)), time.monotonic() - began)
+        return [True] * len(keys)
+
+    def _moved(
+        self,
+        keys: Sequence[str],
+        host_indices: torch.Tensor,
+        extra_info: Any,  # noqa: ANN401
+    ) -> _Moved | None:
+        """Return what a call is about, if anything may be loaded or stored now."""
         usable = self._use()
         if usable is None or self._engine is None or not keys:
-            return [True] * len(keys)
+            return None
         proven, before = self._engine.proof(), _before(extra_info)
-        computed = chunk_keys(before, keys, self._config.chunk_tokens)[len(before) :]
-        usable.reuse.computed(computed)
-        if self._writes:
-            began = time.monotonic()
-            pages = self._pages.numbers(host_indices, len(keys))
-            usable.transfers.save(computed, pages.tolist(), proven)
-            nbytes, seconds = self._nbytes(len(keys)), time.monotonic() - began
-            self._metrics.saved(len(keys), nbytes, seconds)
-        return [True] * len(keys)
+        named = chunk_keys(before, keys, self._config.chunk_tokens)[len(before) :]
+        pages = self._pages.numbers(host_indices, len(keys)).tolist()
+        return _Moved(usable, proven, named, pages)
 
     def _nbytes(self, pages: int) -> int:
         return pages * self._shard.payload_nbytes(self._described.layout)

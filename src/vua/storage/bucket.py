@@ -154,6 +154,12 @@ class Bucket:
         """Whether this process has sent requests, so that its forked children cannot."""
         return _runtime.is_used
 
+    @classmethod
+    def all_counts(cls) -> Counter[str]:
+        """Return the sum of :attr:`counts` over all buckets of this process."""
+        with cls._opening:
+            return sum((one.counts for one in cls._open.values()), Counter())
+
     def __repr__(self) -> str:
         """Return the place, and no credentials."""
         return f"Bucket({self.url!r})"

@@ -10,14 +10,11 @@ a worker that holds another one refuses.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-import torch
-
-from vua.connector.adapters import Adapter, AdapterNote
+from vua.connector.adapters import Adapter, AdapterNote, content_digest
 from vua.connector.cache_spec import UncachedError
 from vua.connector.log import logger
 
@@ -118,33 +115,11 @@ def adapter_digest(adapter: Any) -> str:  # noqa: ANN401
     Raises:
         UncachedError: it has an attribute of a kind that has no lasting bytes.
     """
-    digest = hashlib.sha256(_VERSION)
-    _add(digest, adapter)
-    return digest.hexdigest()
+    return content_digest(adapter, _VERSION, _attributes)
 
 
-def _add(digest: Any, value: Any) -> None:  # noqa: ANN401
-    """Add a value; kind and length come first, so different values never give the same bytes."""
-    if isinstance(value, torch.Tensor):
-        shape = ",".join(map(str, value.shape))
-        digest.update(f"tensor {value.dtype} {shape};".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    elif value is None or isinstance(value, bool | int | float | str | torch.dtype):
-        text = repr(value).encode()
-        digest.update(f"{type(value).__name__} {len(text)};".encode() + text)
-    elif isinstance(value, Mapping):
-        digest.update(f"mapping {len(value)};".encode())
-        for key in sorted(value):
-            _add(digest, key)
-            _add(digest, value[key])
-    elif isinstance(value, list | tuple):
-        digest.update(f"list {len(value)};".encode())
-        for item in value:
-            _add(digest, item)
-    elif type(value).__module__.startswith("vllm.lora."):
-        found = {name: item for name, item in vars(value).items() if name not in _NAMES}
-        _add(digest, type(value).__name__)
-        _add(digest, found)
-    else:
-        msg = f"it holds a {type(value).__name__}, which has no lasting digest"
-        raise UncachedError(msg)
+def _attributes(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401
+    """Return what vLLM's own objects hold; None for others."""
+    if not type(value).__module__.startswith("vllm.lora."):
+        return None
+    return {name: item for name, item in vars(value).items() if name not in _NAMES}

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -22,17 +23,19 @@ from vllm.v1.kv_cache_interface import (
 
 from vua.connector.cache_spec import Group, Model, UncachedError, division
 from vua.connector.config import ConnectorConfig
+from vua.connector.model_files import local_directory
 from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest
 from vua.format.layout import KVLayout, Shard
 from vua.format.rope import rope_order
 from vua.format.states import state_layout
 from vua.vllm.engine_identity import engine_identity
-from vua.vllm.support import check_engine, check_groups, check_latent, check_states
-from vua.vllm.weights import local_directory
+from vua.vllm.support import DRAFTS, check_engine, check_groups, check_latent, check_states
 
 __all__ = ["describe", "how_stored", "stored_as", "worker_shards"]
 
+DRAFT: Final = "d1"
+"""The kind of a draft's layers, see `KVLayout.group`."""
 _PLAIN: Final = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 _FP8: Final = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 """vLLM's names of the quantised caches that are an array of elements and nothing else. The others
@@ -87,7 +90,24 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
         engine=engine,
         blocks=getattr(kv_cache_config, "num_blocks", 0),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        draft_tokens=_draft_tokens(vllm_config, groups),
     )
+
+
+def _draft_tokens(vllm_config: Any, groups: Sequence[Group]) -> int | None:  # noqa: ANN401
+    """Return up to how many tokens vLLM runs a draft. Raises UncachedError: its layers are unknown.
+
+    A step with a longer request computes nothing of the draft, for none of its requests.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in DRAFTS:
+        return None
+    if not any(group.layout.drafts for group in groups):
+        msg = f"the layers of a draft by {speculative.method!r} are not found among the others"
+        raise UncachedError(msg)
+    models = (vllm_config.model_config, speculative.draft_model_config)
+    longest = min(model.max_model_len for model in models)
+    return int(longest - speculative.num_speculative_tokens)
 
 
 def _label(
@@ -121,19 +141,45 @@ def _groups_of(
 
     ``tables``: vLLM's cache groups. Raises UncachedError.
     """
-    kinds: dict[str, list[int]] = {}
+    kinds: dict[str, list[_Layers]] = {}
     for number, table in enumerate(tables):
-        kinds.setdefault(_kind(table.kv_cache_spec, vllm_config), []).append(number)
+        kind, drafts = _kind(table.kv_cache_spec, vllm_config), _drafts_of(vllm_config, table)
+        own = [name for name in table.layer_names if name not in drafts]
+        if own or not drafts:
+            kinds.setdefault(kind, []).append(_Layers(number, table.kv_cache_spec, own))
+        if drafts and kind:
+            msg = f"a draft whose layers are not of the plain kind ({kind})"
+            raise UncachedError(msg)
+        if drafts:
+            kinds.setdefault(DRAFT, []).append(_Layers(number, table.kv_cache_spec, drafts))
     if len(tables) > 1:  # with one kind of layer, too
         check_groups("a model with several KV cache groups")
     latent = any(isinstance(table.kv_cache_spec, MLAAttentionSpec) for table in tables)
     if latent:
         check_latent(vllm_config, config)
     groups = tuple(
-        _group(vllm_config, config, kind, [(n, tables[n]) for n in kinds[kind]], len(tables) == 1)
-        for kind in sorted(kinds)
+        _group(vllm_config, config, kind, kinds[kind], len(tables) == 1) for kind in sorted(kinds)
     )
     return groups, latent
+
+
+class _Layers(NamedTuple):
+    """Layers of one kind in one of vLLM's cache groups."""
+
+    table: int
+    """The number of the cache group."""
+    spec: Any
+    """vLLM's description of their caches."""
+    names: Sequence[str]
+
+
+def _drafts_of(vllm_config: Any, table: Any) -> list[str]:  # noqa: ANN401
+    """Return which of a cache group's layers are a draft's, numbered behind the model's."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in DRAFTS:
+        return []
+    count = vllm_config.model_config.hf_text_config.num_hidden_layers
+    return [name for name in table.layer_names if extract_layer_index(name) >= count]
 
 
 def _kind(spec: Any, vllm_config: Any) -> str:  # noqa: ANN401
@@ -150,6 +196,12 @@ def _kind(spec: Any, vllm_config: Any) -> str:  # noqa: ANN401
     if type(spec) is MambaSpec:
         check_states(spec, vllm_config)
         return f"s{spec.state_content_size_bytes}"
+    if type(spec) is ChunkedLocalAttentionSpec:
+        msg = (
+            f"layers that attend within chunks of {spec.attention_chunk_size} tokens (Llama 4): "
+            "which tokens a hit needs there is not known to this connector"
+        )
+        raise UncachedError(msg)
     msg = f"a {type(spec).__name__} KV cache is not supported"
     raise UncachedError(msg)
 
@@ -158,14 +210,14 @@ def _group(
     vllm_config: Any,  # noqa: ANN401
     config: ConnectorConfig,
     kind: str,
-    tables: Sequence[tuple[int, Any]],
+    parts: Sequence[_Layers],
     only: bool,  # noqa: FBT001
 ) -> Group:
-    """Describe the layers of one kind; ``only``: the model has no other."""
+    """Describe the layers of one kind; ``only``: the engine has one block table."""
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if pp_size == 1:  # layers that use another one's cache are not among these
-        names = [name for _, table in tables for name in table.layer_names]
+        names = [name for part in parts for name in part.names]
         layers = tuple(sorted(extract_layer_index(name) for name in names))
         if len(set(layers)) < len(layers):
             msg = f"layers with several KV caches each ({', '.join(names[:2])}, ...)"
@@ -179,7 +231,7 @@ def _group(
             msg = "layers that share KV caches, together with pipeline parallelism"
             raise UncachedError(msg)
         layers = tuple(range(text.num_hidden_layers))
-    specs = [table.kv_cache_spec for _, table in tables]
+    specs = [part.spec for part in parts]
     if isinstance(specs[0], MambaSpec):
         layout = state_layout(
             layers=len(layers),
@@ -190,7 +242,7 @@ def _group(
     else:
         layout = _layout(vllm_config, config, kind, specs, len(layers))
     shards = worker_shards(layout, pp_size=pp_size, tp_size=tp_size)
-    return Group(layout, layers, shards, tuple(number for number, _ in tables))
+    return Group(layout, layers, shards, tuple(part.table for part in parts))
 
 
 def _layout(
@@ -203,10 +255,16 @@ def _layout(
     """Describe layers with K and V."""
     spec, tp_size = specs[0], vllm_config.parallel_config.tensor_parallel_size
     latent = isinstance(spec, MLAAttentionSpec)
-    heads = 1 if latent else vllm_config.model_config.get_total_num_kv_heads()
+    model = vllm_config.model_config
+    if kind == DRAFT:
+        model = vllm_config.speculative_config.draft_model_config
+    heads = 1 if latent else model.get_total_num_kv_heads()
     for found in specs:
         if (found.num_kv_heads, found.head_size) != (max(1, heads // tp_size), spec.head_size):
-            msg = f"layers of {found.num_kv_heads} KV heads of {found.head_size} beside others"
+            msg = (
+                f"layers of {found.num_kv_heads} KV heads of {found.head_size} elements beside "
+                "others (as in Gemma 4, where it has fewer heads for attention to everything)"
+            )
             raise UncachedError(msg)
     return KVLayout(
         layers=layers,

@@ -31,7 +31,7 @@ _FILES: Final = "where files come from; their content counts"
 _READ: Final = "how bytes come off the disk; the weights' fingerprint counts"
 _MADE: Final = "made of what counts: the model's configuration and the fields listed beside it"
 _GUESS: Final = (
-    "which tokens are guessed; only verified ones are stored, drafting models are refused"
+    "which tokens are guessed; only verified ones are stored, and a draft with layers counts itself"
 )
 _REFUSED: Final = "an engine that uses it is served uncached, see `vua.vllm.support`"
 _ELSEWHERE: Final = "counts in another part of the identity or of the layout"

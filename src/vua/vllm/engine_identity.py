@@ -18,6 +18,7 @@ from vua.errors import ConfigError
 from vua.format.identity import config_digest
 from vua.format.rope import rope_order, varies_with_length
 from vua.vllm.settings import Settings, settings_of
+from vua.vllm.support import DRAFTS
 from vua.weights.model_files import code_digest, processor_digest, quantization_digest
 
 __all__ = ["engine_identity"]
@@ -51,6 +52,8 @@ def engine_identity(vllm_config: Any, kv_dtype: torch.dtype, folder: Folder) -> 
         config["vua.code"] = code
     if settings.always.get("LoadConfig.load_format") == "dummy":
         config["vua.random_weights"] = _random_weights(vllm_config)
+    if (draft := _draft(vllm_config)) is not None:
+        config["vua.draft"] = draft
     if model.quantization is not None:
         config["vua.quantization"] = quantization_digest(folder(model.model, model.revision))
     media, refused = _media(vllm_config, settings, folder)
@@ -65,6 +68,16 @@ def _random_weights(vllm_config: Any) -> list[object]:  # noqa: ANN401
 
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     return [vllm.__version__, current_platform.device_type, tp_size]
+
+
+def _draft(vllm_config: Any) -> list[str] | None:  # noqa: ANN401
+    """Return what the layers of a draft depend on beside its weights; None: there are none."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in DRAFTS:
+        return None
+    draft = speculative.draft_model_config
+    config = config_digest(draft.hf_config.to_dict())
+    return [speculative.method, config, str(draft.dtype), str(draft.quantization)]
 
 
 def _whole(model: Any) -> str:  # noqa: ANN401

@@ -23,8 +23,8 @@ import torch
 
 import vua
 from vua.connector.cache_spec import UncachedError
+from vua.connector.model_files import local_directory
 from vua.connector.proved import files_below
-from vua.vllm.weights import local_directory
 
 __all__ = ["setup_of"]
 

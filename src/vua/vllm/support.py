@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from vua.connector.cache_spec import UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.vllm.versions import can_fail_requests, knows_current_blocks
 
-__all__ = ["check_engine", "check_groups", "check_latent", "check_states"]
+__all__ = ["DRAFTS", "check_drafts", "check_engine", "check_groups", "check_latent", "check_states"]
+
+DRAFTS: Final = ("eagle", "eagle3", "mtp")
+"""Ways of speculative decoding whose layers go on from the model's own hidden states."""
+_WITHOUT_LAYERS: Final = ("medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix")
+"""Those that keep no K and V."""
 
 
 def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: ANN401
@@ -36,16 +41,35 @@ def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: AN
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         msg = "sleep mode takes away GPU memory that transfers go on using"
         raise UncachedError(msg)
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "suffix"):
-        msg = f"speculative decoding by {speculative.method!r} adds layers of another model"
-        raise UncachedError(msg)
+    check_drafts(vllm_config)
     if hasattr(vllm_config.model_config.hf_text_config, "index_topk"):
         # their layers have two caches each, which the scheduler's configuration does not show
         msg = "a model with sparse attention chosen by an indexer (DeepSeek-V3.2 and others)"
         raise UncachedError(msg)
     if vllm_config.model_config.runner_type != "generate":
         msg = f"a {vllm_config.model_config.runner_type} model has no prompts to continue"
+        raise UncachedError(msg)
+
+
+def check_drafts(vllm_config: Any) -> None:  # noqa: ANN401
+    """Refuse speculative decoding whose own layers are not known well enough to be stored."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_LAYERS:
+        return
+    named = f"speculative decoding by {speculative.method!r}"
+    if speculative.method not in DRAFTS:
+        msg = f"{named}: how its draft's K and V depend on the prompt is not known"
+        raise UncachedError(msg)
+    check_groups(named)
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        msg = f"{named} together with pipeline parallelism"
+        raise UncachedError(msg)
+    if speculative.draft_parallel_config.tensor_parallel_size != parallel.tensor_parallel_size:
+        msg = f"{named} by a draft that is divided among fewer ranks than the model"
+        raise UncachedError(msg)
+    if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
+        msg = f"{named} for some steps only: in the others the draft has no K and V"
         raise UncachedError(msg)
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from vua.connector.cache_spec import UncachedError
+from vua.connector.model_files import local_directory
 from vua.errors import ConfigError
+from vua.vllm.support import DRAFTS
 from vua.weights import Weights, checkpoint_files, identify_weights, process_began_s
 
-__all__ = ["find_weights", "local_directory"]
+__all__ = ["find_weights"]
 
 _READS_ALL: Final = frozenset(
     ("bitsandbytes", "gguf", "runai_streamer", "runai_streamer_sharded", "sharded_state")
@@ -37,6 +39,10 @@ def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:  # noqa: A
         return Weights(f"dummy:{model_config.seed}", (), 0, 0, 0.0, 0.0)
     try:
         weights = identify_weights(_engine_files(model_config, load), stop=stop)
+        speculative = vllm_config.speculative_config
+        if speculative is not None and speculative.method in DRAFTS:
+            files = _engine_files(speculative.draft_model_config, load)
+            weights = weights.joined(identify_weights(files, stop=stop))
     except (ConfigError, OSError) as problem:
         msg = f"the weights cannot be identified: {problem}"
         raise UncachedError(msg) from problem
@@ -144,24 +150,3 @@ def _quantisation_files(model_config: Any, root: Path) -> list[Path]:  # noqa: A
 
     names = get_quantization_config(model_config.quantization).get_config_filenames()
     return [file for name in sorted(set(names)) if (file := root / name).is_file()]
-
-
-def local_directory(model: str, revision: str | None, download_dir: str | None) -> Path:
-    """Return where a model's files lie on this machine. Raises UncachedError."""
-    if Path(model).exists():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        found = snapshot_download(  # of any file, for engines leave some out
-            model,
-            revision=revision,
-            cache_dir=download_dir,
-            local_files_only=True,
-            ignore_patterns="*",
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError) as problem:
-        msg = f"no local files of {model!r} to fingerprint: {problem}"
-        raise UncachedError(msg) from problem
-    return Path(found)

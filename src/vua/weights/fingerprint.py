@@ -50,6 +50,18 @@ class Weights:
     """When one of the files, or a link to it, was changed last (seconds since the epoch; renaming
     and `chmod` count). Blobs of the hub's cache, which are named by their content, do not."""
 
+    def joined(self, other: Weights) -> Weights:
+        """Return what stands for both, of two models that compute together."""
+        both = f"{self.fingerprint} {other.fingerprint}"
+        return Weights(
+            hashlib.sha256(both.encode()).hexdigest(),
+            (*self.files, *other.files),
+            self.nbytes + other.nbytes,
+            self.read_nbytes + other.read_nbytes,
+            self.seconds + other.seconds,
+            max(self.changed_s, other.changed_s),
+        )
+
 
 def weights_fingerprint(path: str | os.PathLike[str], *, cache: bool = True) -> str:
     """Return 64 hex digits that stand for the weights at ``path``; see `identify_weights`.

@@ -1,8 +1,9 @@
 """What SGLang lacks on a machine without a GPU; Python imports this at its start.
 
-Put this folder on PYTHONPATH. Three things: a stand-in for torchvision, which SGLang imports at its
+Put this folder on PYTHONPATH. Four things: a stand-in for torchvision, which SGLang imports at its
 start and uses for images only; copies between the device's KV cache and the host's, by PyTorch in
-place of CUDA kernels; and host memory that is neither pinned nor kept back for others.
+place of CUDA kernels; host memory that is neither pinned nor kept back for others; and memory for
+LoRA adapters that is not pinned either.
 """
 
 from __future__ import annotations
@@ -138,7 +139,23 @@ def unpinned(module: Any) -> None:
     module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
+def without_pinning(_: Any) -> None:
+    """LoRA adapters: take any memory where SGLang asks for pinned memory, which needs a GPU."""
+    import torch
+
+    def anywhere(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
+            return make(*arguments, **named)
+
+        return made
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, anywhere(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+
+
 PATCHES: dict[str, Callable[[Any], None]] = {
+    "sglang.srt.lora.lora": without_pinning,
     "sglang.srt.mem_cache.pool_host.mha": in_pool,
     "sglang.srt.mem_cache.pool_host.mla": in_pool,
     "sglang.srt.mem_cache.pool_host.base": without_reserve,

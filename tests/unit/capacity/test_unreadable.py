@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
+from buckets import memory_url
 from commands import run, run_json
 from helpers import flip
 from seals import ALICE, BOB, CHUNKS, WIDE, KeysTest
@@ -18,6 +21,7 @@ from vua.capacity.unreadable import evict_unreadable
 from vua.format.entry import parse_entry
 from vua.security.keyring import KnownKeys, write_key
 from vua.security.settings import Security
+from vua.storage.bucket import Bucket
 
 
 class TestLost(KeysTest):
@@ -55,6 +59,21 @@ class TestLost(KeysTest):
         self.assertEqual({"chunks": CHUNKS, "nbytes": nbytes}, report["deleted"]["lost_keys"])
         self.assertEqual(self.kept, self.entries())
         self.assertEqual(0, self.deleted())
+
+    def test_in_a_bucket(self) -> None:
+        """A cache that was copied there loses the same chunks, and keeps the rest."""
+        pytest.importorskip("obstore")
+        url = memory_url()
+        bucket = Bucket.at(url)
+        for path in filter(Path.is_file, self.cache.rglob("*")):
+            bucket.put(str(path.relative_to(self.cache)), path.read_bytes())
+        self.assertEqual(0, run_json("gc", url)[1]["deleted"]["chunks"])
+        self.assertEqual(2, run("gc", url, "--lost-keys")[0])
+        code, report = run_json("gc", url, "--lost-keys", *self.given)
+        self.assertEqual((0, CHUNKS), (code, report["deleted"]["chunks"]))
+        left = {one.key for one in bucket.walk() if one.key.endswith(".safetensors")}
+        self.assertEqual({str(path.relative_to(self.cache)) for path in self.kept}, left)
+        self.assertEqual(0, run_json("gc", url, "--lost-keys", *self.given)[1]["deleted"]["chunks"])
 
     def test_only_when_asked(self) -> None:
         """Without --lost-keys they stay; `--quick` leaves it out of nothing; people see a line."""

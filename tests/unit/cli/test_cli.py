@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from commands import CliTest, run, run_json
+from commands import TOKENS, CliTest, run, run_json, verbs
 from helpers import caches_of, flip, read_only, swap
 from vua import __version__
 from vua.cli import text
@@ -28,7 +29,7 @@ class TestLs(CliTest):
     def test_rows(self) -> None:
         """Each namespace has a row."""
         code, out, err = run("ls", self.root)
-        rows = {line.split()[1]: line.split() for line in out.splitlines()[1:]}
+        rows = {line.split()[1]: line.split() for line in out.splitlines()[2:]}
 
         self.assertEqual((0, ""), (code, err))
         self.assertEqual(["F32", "4", "3", "3", "16.5", "KiB"], rows["llama"][2:8])
@@ -69,6 +70,19 @@ class TestLs(CliTest):
 
         self.assertEqual(0, code)
         self.assertIn("(missing description)", out)
+
+    def test_total(self) -> None:
+        """Several namespaces are added up."""
+        self.assertIn("namespaces, 4 chunks, ", run("ls", self.root)[1].splitlines()[0])
+
+    def test_something_else(self) -> None:
+        """A directory of other things is no cache; neither is it empty."""
+        other = self.root / "other"
+        other.mkdir()
+        (other / "passwd").touch()
+        code, out, err = run("ls", other)
+        self.assertEqual((2, ""), (code, out))
+        self.assertIn("no cache of VUA", err)
 
     def test_control_characters(self) -> None:
         """A label cannot make the terminal do anything."""
@@ -113,6 +127,17 @@ class TestInspect(CliTest):
         self.assertEqual(path.stat().st_size, report["nbytes"])
         self.assertEqual(4, len(report["checksums"]))
 
+    def test_names(self) -> None:
+        """A directory and first digits of a chunk's name mean its files."""
+        with VUA(VUAConfig(split_factor=4, model="one"), self.root / "one") as vua:
+            vua.put(TOKENS[:4], caches_of(layers=3, heads=2, tokens=4, dim=8))
+        (file,) = (self.root / "one").rglob("*.safetensors")
+        _, named, _ = run("inspect", self.root / "one", file.parent.name[:20])
+        self.assertEqual(run("inspect", file)[1], named)
+        for words in ([], ["ab" * 9], ["nonsense"], [file.parts[-4][:12]]):
+            code, out, err = run("inspect", self.root / "one", *words)
+            self.assertEqual((2, ""), (code, out), err)
+
     def test_copied(self) -> None:
         """A file is sound elsewhere too, under any name that claims nothing else."""
         for name in ("copy", "l0-3.h0-2.safetensors"):
@@ -150,9 +175,9 @@ class TestInspect(CliTest):
         self.assertIn("its header says chunk", out)
 
     def test_no_file(self) -> None:
-        """A directory, a FIFO or a device is refused at once."""
+        """A FIFO or a device is refused at once."""
         os.mkfifo(self.root / "fifo")
-        for path in (self.root, self.root / "fifo", "/dev/zero"):
+        for path in (self.root / "fifo", "/dev/zero"):
             code, out, _ = run("inspect", path)
 
             self.assertEqual(2, code)
@@ -410,12 +435,20 @@ class TestCommand(CliTest):
 
     def test_usage(self) -> None:
         """Unusable questions exit with 2 and say why."""
-        for arguments in ((), ("nonsense",), ("ls",), ("inspect",), ("verify", "--fix", "x"),
+        for arguments in (("nonsense",), ("ls",), ("inspect",), ("verify", "--fix", "x"),
                           ("ls", self.root / "none"), ("verify", self.files()[0])):  # fmt: skip
             with self.subTest(arguments):
                 code, out, err = run(*arguments)
                 self.assertEqual((2, ""), (code, out))
                 self.assertIn("vua", err)
+
+    def test_bare(self) -> None:
+        """Without a word it shows its help, in which every command has its group."""
+        code, out, err = run()
+        self.assertEqual((0, ""), (code, err))
+        groups = re.sub(r"\s+", " ", out[out.index("Look: ") :])
+        for verb in verbs():
+            self.assertRegex(groups, rf"[:,] {verb}[,.]")
 
     def test_unreadable_root(self) -> None:
         """A directory that may not be read exits with 2."""

@@ -15,7 +15,7 @@ import tempfile
 import unittest
 from unittest import mock
 
-from commands import TOKENS, CliTest, run
+from commands import TOKENS, CliTest, run, verbs
 from helpers import flip, keys_of
 from vua.cli.archive import Writer
 
@@ -51,10 +51,13 @@ class TestBorder(CliTest):
             ["import", root, file], ["import", root, self.EVIL], ["ls", root, self.EVIL],
             ["bench", "replay", self.EVIL], ["key", f"{root}/{self.EVIL}.key"],
             ["gc", root, "--ttl", self.EVIL], ["doctor", root], [self.EVIL],
+            ["adopt", root, "--yes"], ["adopt", self.EVIL], ["bench", "report", self.EVIL],
+            ["completion", self.EVIL],
         ]  # fmt: skip
 
     def test_every_verb(self) -> None:
         """No verb, error or line of usage passes a control character on."""
+        self.assertEqual(set(), verbs() - {words[0] for words in self.commands()})
         for words in self.commands():
             with self.subTest(words=words):
                 _, out, err = run(*words)

@@ -19,6 +19,7 @@ from helpers import keys_of, until
 from scheduling import LAYOUT, answer, request_of, step
 from vua.capacity.ttl import settle, ttl_s_of
 from vua.connector.config import ConnectorConfig, Timeouts
+from vua.connector.step import ScheduledRequest, ScheduledStep
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
@@ -48,14 +49,21 @@ class SchedulerTest(unittest.TestCase):
     """A clock that stands still until a test moves it."""
 
     def side(
-        self, *, loads: bool = True, layout: KVLayout = LAYOUT, block: int = 16, **settings: Any
+        self,
+        *,
+        loads: bool = True,
+        layout: KVLayout = LAYOUT,
+        block: int = 16,
+        draft_tokens: int | None = None,
+        **settings: Any,
     ) -> Any:
         """The scheduler's half on an empty directory."""
         from vua.connector.cache_spec import Group, Model
         from vua.connector.scheduler import SchedulerSide
 
         group = Group(layout, (0,), ((layout.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (block,), latent=False)
+        identity = Identity(model="m", chunk_tokens=16)
+        model = Model(identity, (group,), (block,), latent=False, draft_tokens=draft_tokens)
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         settings = {"witness_every": 0} | settings
@@ -87,6 +95,26 @@ class SchedulerTest(unittest.TestCase):
         self.assertEqual((0, False), answer(side, asked))
         other = request_of("other", skip_reading_prefix_cache=False)
         self.assertEqual((48, True), answer(side, other))
+
+    def test_steps_without_the_draft(self) -> None:
+        """Where a request is too long for the draft nothing of its step is stored, or atop of it.
+
+        Negative control: one token less, and all of it is.
+        """
+        from vua.connector.metadata import ConnectorMetadata
+
+        for limit, first, later in ((63, [], []), (64, ["a", "b"], ["c"])):
+            side, found = self.side(draft_tokens=limit), []
+            for name in ("a", "b"):
+                answer(side, request_of(name))
+            answer(side, request_of("c", num_tokens=48))
+            side._states["c"].local_tokens = 16
+            begins = ScheduledRequest("c", 16, 32, [[1, 5, 6]], begins=True)
+            for now in (step({"a": 0, "b": 0}), ScheduledStep([begins], lambda _: [[1, 5, 6]])):
+                orders = ConnectorMetadata()
+                side.add_saves(orders, now)
+                found.append([save.request_id for save in orders.saves])
+            self.assertEqual([first, later], found)
 
     def test_tenants(self) -> None:
         """A salt with a key finds and stores what is its own; one without a key is not cached."""

@@ -101,6 +101,13 @@ class TestGroups(unittest.TestCase):
             with self.assertRaisesRegex(LayoutError, "group"):
                 KVLayout(3, 4, 8, 4, "BF16", 4, group)
 
+    def test_draft(self) -> None:
+        """A draft's layers attend to everything, under a name of their own."""
+        draft = KVLayout(1, 4, 8, 4, "BF16", 4, "d1")
+        self.assertEqual((None, True, False), (draft.window, draft.drafts, SMALL.drafts))
+        self.assertEqual("d1.l0-1.h0-4", draft.full.name)
+        self.assertEqual(draft.full, Shard.parse(draft.full.name))
+
     def test_shard(self) -> None:
         """A group's shards never stand for another group's."""
         shard = self.WINDOWED.full

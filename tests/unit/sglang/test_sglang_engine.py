@@ -23,7 +23,7 @@ from vua.sglang.page_keys import chunk_keys
 from vua.sglang.transfers import Transfers
 from vua.store.namespace import Namespace
 
-pytest.importorskip("sglang", reason="SGLang has an environment of its own: `dev.py sglang`")
+pytest.importorskip("sglang.srt", reason="SGLang has an environment of its own: `dev.py sglang`")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # SGLang's, about missing GPUs
 
 PAGE, LAYERS, HEADS, DIM, TOKENS = 16, 4, 4, 16, 64
@@ -55,19 +55,7 @@ def mha(layout: str, heads: int = HEADS, first_layer: int = 0, layers: int = LAY
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    made = MHATokenToKVPoolHost(
-        info,
-        2.0,
-        0,
-        PAGE,
-        layout,
-        pin_memory=False,
-        device_capacity_tokens=TOKENS,
-        start_layer=first_layer,
-        end_layer=first_layer + layers,
-    )
-    made.kv_buffer.copy_(torch.arange(made.kv_buffer.numel()).view(made.kv_buffer.shape))
-    return made
+    return filled(MHATokenToKVPoolHost, info, layout, range(first_layer, first_layer + layers))
 
 
 def mla(layout: str) -> Any:
@@ -88,7 +76,12 @@ def mla(layout: str) -> Any:
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    made = MLATokenToKVPoolHost(
+    return filled(MLATokenToKVPoolHost, info, layout, range(LAYERS), target_layer_num=LAYERS)
+
+
+def filled(kind: Any, info: Any, layout: str, layers: range, **more: Any) -> Any:
+    """A host pool of some layers in CPU memory, all elements different."""
+    made = kind(
         info,
         2.0,
         0,
@@ -96,9 +89,9 @@ def mla(layout: str) -> Any:
         layout,
         pin_memory=False,
         device_capacity_tokens=TOKENS,
-        start_layer=0,
-        end_layer=LAYERS,
-        target_layer_num=LAYERS,
+        start_layer=layers.start,
+        end_layer=layers.stop,
+        **more,
     )
     made.kv_buffer.copy_(torch.arange(made.kv_buffer.numel()).view(made.kv_buffer.shape))
     return made
@@ -314,7 +307,9 @@ class BackendTest(unittest.TestCase):
                     update_weights_from_ipc=lambda *_: (True, ""),
                 )
                 self.model = torch.nn.Linear(64, 64)
-                runner = SimpleNamespace(model=self.model, weight_updater=updater)
+                runner = SimpleNamespace(
+                    model=self.model, weight_updater=updater, lora_manager=None
+                )
                 self.tp_worker = SimpleNamespace(model_runner=runner)
                 self.engine = Engine.find()
 

@@ -201,10 +201,11 @@ class TransfersTest(DirectoryTest):
         for head in range(HEADS):
             expected = element(halves[head // 2], 1, 1, 33, head % 2)
             self.assertTrue(torch.equal(expected, element(whole, 1, 1, 33, head)))
-            quarter = pool("page_head", 1)
-            loads = self.transfers(quarter, Shard(0, LAYERS, head, head + 1))
-            self.assertEqual(PAGES, loads.load(self.keys, range(PAGES), always))
-            self.assertTrue(torch.equal(expected, element(quarter, 1, 1, 33, 0)))
+            for layout in ("page_head", "page_first_direct"):
+                quarter = pool(layout, 1)
+                loads = self.transfers(quarter, Shard(0, LAYERS, head, head + 1))
+                self.assertEqual(PAGES, loads.load(self.keys, range(PAGES), always))
+                self.assertTrue(torch.equal(expected, element(quarter, 1, 1, 33, 0)))
 
     def test_damage(self) -> None:
         """A damaged chunk ends the load before it, and it and what else is damaged goes away."""

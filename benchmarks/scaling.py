@@ -1,0 +1,169 @@
+"""How one load scales with its threads, over a storage that answers each request in its own time.
+
+    python benchmarks/scaling.py [--mib 256] [--mb-per-s 100] [--latency-ms 0] [--json FILE]
+
+A prompt is loaded with 1, 2, 4 and 8 threads of the native loop. Each of its reads takes as long as
+one stream of so many MB/s takes, and the latency: a library that is loaded before all others makes
+`pread`, `preadv` and `preadv2` last so long. So the storage takes as many streams as ask, the bytes
+are those of real files in the page cache, and all that is verified and copied is verified and
+copied. Sleeping threads need no core: two cores show how many streams a load keeps busy, as far as
+they can verify what arrives (`--mb-per-s 1000`, for eight streams of 1 GB/s, needs eight of them).
+*of streams* is the rate over that of as many streams that never wait. Needs a C compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from vua import native
+from vua.device.slab import Slab
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout
+from vua.store.namespace import Namespace
+
+THREADS = (1, 2, 4, 8)
+LAYOUT = KVLayout(32, 8, 128, 128, "BF16", 64)
+"""Llama 3.1 8B's: chunks of 8 MiB."""
+SLOW = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Let a read that began at `start` last as long as a stream would take. Small ones pass. */
+static ssize_t pay(double start, ssize_t got)
+{
+    static double latency_s = -1, bytes_per_s;
+    if (latency_s < 0) {
+        bytes_per_s = atof(getenv("SLOW_BYTES_PER_S"));
+        latency_s = atof(getenv("SLOW_LATENCY_S"));
+    }
+    if (got < 1 << 14)
+        return got;
+    double left = start + latency_s + (double)got / bytes_per_s - now();
+    if (left > 0) {
+        struct timespec t = {(time_t)left, (long)(1e9 * (left - (double)(time_t)left))};
+        nanosleep(&t, NULL);
+    }
+    return got;
+}
+
+ssize_t preadv(int fd, const struct iovec *rows, int count, off_t offset)
+{
+    ssize_t (*real)(int, const struct iovec *, int, off_t) = dlsym(RTLD_NEXT, "preadv");
+    double start = now();
+    return pay(start, real(fd, rows, count, offset));
+}
+
+ssize_t pread(int fd, void *to, size_t nbytes, off_t offset)
+{
+    ssize_t (*real)(int, void *, size_t, off_t) = dlsym(RTLD_NEXT, "pread");
+    double start = now();
+    return pay(start, real(fd, to, nbytes, offset));
+}
+
+long syscall(long number, ...)
+{
+    long (*real)(long, ...) = dlsym(RTLD_NEXT, "syscall"), a[6];
+    va_list given;
+    va_start(given, number);
+    for (int n = 0; n < 6; n++)
+        a[n] = va_arg(given, long);
+    va_end(given);
+    double start = now();
+    if (number == SYS_preadv2) /* without flags: a cold file would get more threads */
+        return pay(start, real(number, a[0], a[1], a[2], a[3], a[4], 0L));
+    return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
+"""
+
+
+def measure(mib: int, rounds: int, place: str | None) -> list[dict[str, float]]:
+    """Load with each number of threads, in turns; the medians."""
+    stream = float(os.environ["SLOW_BYTES_PER_S"])
+    payload = LAYOUT.full.payload_nbytes(LAYOUT)
+    count = max(1, (mib << 20) // payload)
+    with tempfile.TemporaryDirectory(prefix="vua-scaling-", dir=place) as directory:
+        identity = Identity(model="scaling", kv_dtype="BF16", chunk_tokens=64)
+        store = Namespace.create(Path(directory), identity, [LAYOUT]).stores[0]
+        keys = KeyChain(token_ids(list(range(64 * count))), 64).first(count)
+        slab, into = Slab(LAYOUT, LAYOUT.full, 1), Slab(LAYOUT, LAYOUT.full, count)
+        slab.bytes[:] = np.random.default_rng(1).integers(0, 256, slab.bytes.size, np.uint8)
+        for key in keys:
+            store.save(key, slab.memory)
+        loader = store.loader(into.memory)
+        took: dict[int, list[float]] = {threads: [] for threads in THREADS}
+        for turn in range(rounds + 1):
+            for threads in THREADS:
+                into.bytes[:] = 0
+                with native.crew.fixed(threads):
+                    start = time.perf_counter()
+                    loaded = loader.load(keys)
+                    took[threads] += [time.perf_counter() - start] if turn else []
+                same = (into.bytes.reshape(count, -1) == slab.bytes).all()
+                if loaded.chunks != count or not same:
+                    sys.exit(f"{loaded} of {count} chunks were loaded, or not what was stored")
+    rows = []
+    for threads, seconds in took.items():
+        rate = count * payload / statistics.median(seconds)
+        row = {"threads": threads, "MB/s": round(rate / 1e6, 1)}
+        rows.append(row | {"of streams": round(rate / threads / stream, 3)})
+    return rows
+
+
+def main() -> None:
+    """Build the slow library, and measure in a process that has it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--mb-per-s", type=float, default=100.0, help="of one stream")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="of each request")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dir", help="where the files lie for a while")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    if "SLOW_BYTES_PER_S" in os.environ:
+        rows = measure(asked.mib, asked.rounds, asked.dir)
+        for row in rows:
+            print(*(f"{name}: {value}" for name, value in row.items()), sep=", ")
+        if asked.json:
+            asked.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        return
+    with tempfile.TemporaryDirectory(prefix="vua-slow-") as directory:
+        source, library = Path(directory, "slow.c"), Path(directory, "slow.so")
+        source.write_text(SLOW, encoding="utf-8")
+        compiler = os.environ.get("CC", "cc")
+        subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
+        slow = {
+            "LD_PRELOAD": str(library),
+            "SLOW_BYTES_PER_S": str(1e6 * asked.mb_per_s),
+            "SLOW_LATENCY_S": str(1e-3 * asked.latency_ms),
+        }
+        done = subprocess.run([sys.executable, *sys.argv], env=os.environ | slow, check=False)
+    sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()

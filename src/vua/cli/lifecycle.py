@@ -1,0 +1,115 @@
+"""Lifecycle rules of S3: the one that fits a cache, and whether those that are there do.
+
+The rules are asked for with `boto3` where that is installed; the package that VUA itself speaks to
+buckets with cannot ask for them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from vua.cli.probes import Finding
+from vua.errors import ConfigError, StorageError
+from vua.storage.bucket import Bucket
+from vua.storage.bucket_path import BucketPath
+
+__all__ = ["days_of", "judged", "prefix_of", "rule_for", "rules_of"]
+
+_DESCRIPTION_NBYTES: Final = 16384
+"""Descriptions and marks are smaller, and are to stay; entries are larger."""
+_DAY_S: Final = 86400
+
+
+def days_of(ttl_s: float | None) -> int | None:
+    """Return a time to live in days, at least one; None for none."""
+    return None if ttl_s is None else max(1, math.ceil(ttl_s / _DAY_S))
+
+
+def prefix_of(place: BucketPath) -> str:
+    """Return what the keys of a cache's objects begin with in its bucket."""
+    path = urlsplit(str(place)).path.strip("/")
+    return f"{path}/" if path else ""
+
+
+def rule_for(place: BucketPath, days: int) -> dict[str, object]:
+    """Return a rule for `aws s3api put-bucket-lifecycle-configuration`.
+
+    It leaves out the descriptions (``namespace.json``, ``vua.json``) by their size.
+    """
+    rule = {
+        "ID": "vua-unused",
+        "Status": "Enabled",
+        "Filter": {
+            "And": {
+                "Prefix": prefix_of(place),
+                "ObjectSizeGreaterThan": _DESCRIPTION_NBYTES,
+            }
+        },
+        "Expiration": {"Days": days},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
+    }
+    return {"Rules": [rule]}
+
+
+def rules_of(bucket: Bucket) -> Sequence[Mapping[str, Any]]:
+    """Ask for a bucket's rules; none where it has none.
+
+    Raises ConfigError without boto3, StorageError for any other answer, without secrets.
+    """
+    try:
+        boto3, errors = map(importlib.import_module, ("boto3", "botocore.exceptions"))
+    except ImportError as problem:
+        msg = "that needs the package boto3"
+        raise ConfigError(msg) from problem
+    try:
+        answer = boto3.client("s3").get_bucket_lifecycle_configuration(
+            Bucket=urlsplit(bucket.url).netloc
+        )
+    except errors.ClientError as problem:
+        code = str(problem.response.get("Error", {}).get("Code", "no code"))[:60]
+        if code == "NoSuchLifecycleConfiguration":
+            return []
+        raise StorageError(5, f"the server says {code}") from None
+    except errors.BotoCoreError as problem:
+        raise StorageError(5, type(problem).__name__) from None
+    rules: Sequence[Mapping[str, Any]] = answer.get("Rules", [])
+    return rules
+
+
+def judged(rules: Sequence[Mapping[str, Any]], prefix: str, ttl_s: float | None) -> Finding:
+    """Say whether a bucket's rules fit a cache below ``prefix`` whose objects live so long."""
+    wanted = days_of(ttl_s)
+    found = [
+        days
+        for rule in rules
+        if rule.get("Status") == "Enabled" and prefix.startswith(_prefix(rule))
+        if isinstance(days := rule.get("Expiration", {}).get("Days"), int)
+    ]
+    if not found:
+        text = "no rule deletes what nobody uses: the cache grows until `vua gc`"
+        return Finding("lifecycle", "note", text)
+    days = min(found)
+    if wanted is None:
+        text = (
+            f"a rule deletes objects {days} days after the last write, used or not: "
+            f"`vua ttl URL {days}d` has uses renew them"
+        )
+        return Finding("lifecycle", "note", text)
+    if days < wanted:
+        text = f"a rule deletes objects after {days} days, and `vua ttl` says {wanted}: too early"
+        return Finding("lifecycle", "bad", text)
+    text = f"a rule deletes objects after {days} days, and uses renew them ({wanted} days)"
+    return Finding("lifecycle", "ok", text)
+
+
+def _prefix(rule: Mapping[str, Any]) -> str:
+    """Return the prefix of a rule, in any of the forms that it may stand in."""
+    chosen = rule.get("Filter") or {}
+    for one in (rule, chosen, chosen.get("And") or {}):
+        if one.get("Prefix"):
+            return str(one["Prefix"])
+    return ""

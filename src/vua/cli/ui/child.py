@@ -1,0 +1,96 @@
+"""Work in processes of its own: a directory of any size is looked at, and the page stays smooth.
+
+They are forked before the server has any threads: a fork while another thread holds a lock hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+__all__ = ["Child", "Talk"]
+
+_SHOWN_S: Final = 0.2
+"""Between two words on how far something is."""
+_LOOKED_S: Final = 1.0
+"""Between two looks whether the server is still there."""
+
+
+class Talk:
+    """The child's end of the line."""
+
+    def __init__(self, line: Connection) -> None:
+        self._line, self._server, self._shown_s = line, os.getppid(), 0.0
+
+    def tell(self, what: str, value: object) -> None:
+        """Say something to the server."""
+        self._line.send((what, value))
+
+    def show(
+        self, text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B"
+    ) -> None:
+        """Say how far something is, now and then; see :class:`vua.capacity.scan.Show`."""
+        now_s = time.monotonic()
+        if now_s - self._shown_s > _SHOWN_S or done == total:
+            self._shown_s = now_s
+            said = {"text": text, "done": done, "total": total, "amount": amount, "unit": unit}
+            self.tell("progress", said)
+
+    def wait(self, seconds: float = float("inf")) -> bool:
+        """Return whether the server asks for something within so long; end without a server."""
+        until_s = time.monotonic() + seconds
+        while not self._line.poll(max(0.0, min(_LOOKED_S, until_s - time.monotonic()))):
+            if os.getppid() != self._server:
+                sys.exit()
+            if time.monotonic() >= until_s:
+                return False
+        self._line.recv()
+        return True
+
+
+class Child:
+    """A process that does some work, and tells ``hear`` (what, value) of it in a thread here."""
+
+    def __init__(self, work: Callable[[Talk], None], hear: Callable[[str, Any], None]) -> None:
+        self._hear = hear
+        self._line, there = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_work, args=(work, there)
+        )
+        self._process.start()
+        there.close()
+
+    def listen(self) -> None:
+        """Begin to hear it, once all processes are forked."""
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._hear(*self._line.recv())
+        except (EOFError, OSError):
+            self._hear("ended", None)
+
+    def ask(self) -> None:
+        """Let it begin."""
+        self._line.send(None)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.join()
+
+
+def _work(work: Callable[[Talk], None], line: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # and with it what it has started
+    with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+        work(Talk(line))

@@ -1,0 +1,314 @@
+// The page of `vua ui`. Text from the directory goes into the page as text alone (textContent).
+const $ = (id) => document.getElementById(id);
+const from = new URLSearchParams(location.hash.slice(1)).get("token");
+if (from) sessionStorage.setItem("token", from);
+history.replaceState(null, "", location.pathname);
+
+const AGES = [["in the last minute", 60], ["hour", 3600], ["day", 86400], ["week", 604800], ["older", Infinity]];
+const COLOURS = ["#ff9d5c", "#ffcf70", "#a8dba8", "#8ec5e8", "#b9bfd0"];
+const ROW_PX = 24;
+const view = { overview: null, namespace: "", focus: "", boxes: [], version: -1, trees: 0 };
+
+async function ask(path, body) {
+  const said = { headers: { Authorization: `Bearer ${sessionStorage.getItem("token") || ""}` } };
+  if (body) Object.assign(said, { method: "POST", body: JSON.stringify(body) });
+  const answer = await fetch(`api/${path}`, said);
+  const value = await answer.json();
+  if (!answer.ok) throw new Error(value.error);
+  return value;
+}
+
+function make(tag, text, className) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+function row(...cells) {
+  const made = make("tr");
+  for (const [value, className] of cells) {
+    const cell = make("td", value instanceof Node ? undefined : value, className);
+    if (value instanceof Node) cell.append(value);
+    made.append(cell);
+  }
+  return made;
+}
+
+function button(text, work) {
+  const made = make("button", text);
+  made.type = "button";
+  made.onclick = work;
+  return made;
+}
+
+function size(nbytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let at = 0;
+  for (; nbytes >= 1024 && at < 5; at += 1) nbytes /= 1024;
+  return `${at ? nbytes.toFixed(1) : nbytes} ${units[at]}`;
+}
+
+const count = (number) => (number === null || number === undefined ? "-" : number.toLocaleString("en"));
+
+function ago(seconds) {
+  if (!seconds) return "-";
+  const age = Math.max(0, view.overview.now_s - seconds);
+  const [unit, length] = [["s", 1], ["min", 60], ["h", 3600], ["days", 86400]].findLast((one) => age >= one[1]) || ["s", 1];
+  return `${Math.round(age / length)} ${unit} ago`;
+}
+
+function complain(problem) {
+  $("problem").textContent = problem;
+  $("problem").hidden = !problem;
+}
+
+// -- what is known of the whole directory -----------------------------------------------------
+
+function chosen() {
+  return view.overview.namespaces.find((one) => one.namespace === view.namespace);
+}
+
+function told(progress) {
+  const { text, done, total, amount, unit } = progress;
+  const share = total ? `${Math.floor((100 * done) / total)} %, ` : "";
+  return `${share}${text}, ${unit === "B" ? size(amount) : `${count(amount)} ${unit}`}`;
+}
+
+function showOverview() {
+  const { overview } = view;
+  const { usage, progress, namespaces } = overview;
+  document.querySelector("main").hidden = false;
+  $("directory").textContent = overview.directory;
+  complain(overview.problem);
+  const first = overview.looked_s === null;
+  $("progress").hidden = !first && !progress;
+  $("progress").lastElementChild.textContent = progress
+    ? `reading names: ${told(progress)}; until then sizes are estimates` : "looking ...";
+  const bar = $("progress").firstElementChild;
+  if (progress && progress.total) bar.value = progress.done / progress.total;
+  const about = !usage || usage.exact || !first ? "" : "about ";
+  const sum = (name) => namespaces.reduce((all, one) => all + one[name], 0);
+  const nbytes = usage && first ? usage.nbytes : sum("nbytes");
+  const known = usage || !first;
+  const facts = [["stored", known ? about + size(nbytes) : "..."],
+    ["chunks", known ? about + count(usage && first ? usage.chunks : sum("chunks")) : "..."]];
+  if (usage) facts.push(["at most", size(usage.limits.max_bytes)], ["free on the disk", size(usage.free_nbytes)]);
+  facts.push(["last look", first ? "-" : ago(overview.looked_s)]);
+  $("facts").replaceChildren(...facts.map(([name, value]) => {
+    const made = make("div");
+    made.append(make("dt", name), make("dd", value));
+    return made;
+  }));
+  $("full").hidden = !usage;
+  if (usage) $("full").firstElementChild.style.width = `${Math.min(100, (100 * nbytes) / usage.limits.max_bytes)}%`;
+  if (!chosen() && namespaces.length) {
+    view.namespace = namespaces.reduce((one, other) => (other.nbytes > one.nbytes ? other : one)).namespace;
+    view.focus = "";
+  }
+  $("namespaces").tBodies[0].replaceChildren(...namespaces.map((one) => {
+    const name = button(one.namespace.slice(0, 12), () => { view.namespace = one.namespace; choose(""); });
+    const model = one.description === "ok" ? one.model || "-" : `(${one.description} description)`;
+    const made = row([name], [model, "long"], [count(one.chunk_tokens), "n"], [count(one.chunks), "n"],
+      [size(one.nbytes), "n"], [count(one.prompts), "n"], [ago(one.newest_s)]);
+    made.ariaSelected = one.namespace === view.namespace;
+    return made;
+  }));
+  showAges();
+  showLooks();
+  showVerified();
+  $("textual").hidden = !overview.tokenizer;
+  $("traffic").hidden = $("prefixes").hidden = overview.bucket;
+}
+
+function showAges() {
+  const { ages, chunks } = chosen() || {};
+  const parts = (ages || []).map((number, at) => {
+    const made = make("div", `${AGES[at][0]}: ${count(number)}`);
+    made.style.cssText = `flex: ${number / chunks} 0 0; background: ${COLOURS[at]}; display: ${number ? "block" : "none"}`;
+    made.title = `${count(number)} chunks, last used ${made.textContent}`;
+    return made;
+  });
+  $("ages").replaceChildren(...parts);
+  $("ages").ariaLabel = `Chunks by last use: ${parts.map((one) => one.textContent).join(", ")}`;
+}
+
+function showLooks() {
+  const looks = view.overview.looks.slice(-120);
+  const most = Math.max(1, ...looks.map((one) => one.new + one.used + one.gone));
+  const bars = looks.flatMap((one, at) => {
+    let top = 120;
+    return ["new", "used", "gone"].map((what) => {
+      const bar = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+      const height = (118 * one[what]) / most;
+      top -= height;
+      Object.entries({ x: 5 * at, y: top, width: 4, height }).forEach(([name, value]) => bar.setAttribute(name, value));
+      bar.setAttribute("class", what);
+      return bar;
+    });
+  });
+  $("timeline").replaceChildren(...bars);
+  const last = looks.at(-1);
+  $("rates").textContent = last ? `last look: ${last.new} new, ${last.used} used, ${last.gone} gone; highest bar: ${count(most)}` : "no second look yet";
+  $("timeline").ariaLabel = $("rates").textContent;
+}
+
+// -- the tree ---------------------------------------------------------------------------------
+
+async function showTree() {
+  if (!view.namespace || view.overview.bucket) return;
+  const number = (view.trees += 1);
+  const query = new URLSearchParams({ namespace: view.namespace, focus: view.focus, by: $("by").value });
+  const tree = await ask(`tree?${query}`);
+  if (number !== view.trees) return; // a later one was asked for
+  const held = $("tree").contains(document.activeElement) && document.activeElement.dataset.key;
+  view.boxes = tree.boxes;
+  if (!tree.path.length) view.focus = "";
+  const hottest = Math.max(1, ...tree.boxes.map((box) => box.uses));
+  $("tree").replaceChildren(...tree.boxes.map((box, at) => drawn(box, at, hottest)));
+  $("tree").style.height = `${Math.min(512, 4 + ROW_PX * (1 + Math.max(2, ...tree.boxes.map((box) => box.row))))}px`;
+  const focused = [...$("tree").children].find((one) => one.dataset.key === held);
+  if (focused) focused.focus();
+  else if ($("tree").firstChild) $("tree").firstChild.tabIndex = 0;
+  const steps = [button("all prompts", () => choose("")), ...tree.path.map((one) => button(one.name.slice(0, 8), () => choose(one.name)))];
+  $("path").replaceChildren(...steps.slice(0, 1), ...steps.slice(1).slice(-8).flatMap((one) => [" › ", one]));
+  for (const name of ["largest", "hottest"]) list(name, tree[name]);
+}
+
+function drawn(box, at, hottest) {
+  const made = make("div", box.name ? box.name.slice(0, 8) : "", box.name ? "" : "rest");
+  const heat = `color-mix(in srgb, #ff8a3d ${(100 * box.uses) / hottest}%, #b9bfd0)`;
+  const age = COLOURS[AGES.findIndex((one) => view.overview.now_s - box.last_used_s <= one[1])];
+  Object.assign(made.style, {
+    left: `${100 * box.x}%`, width: `${100 * box.width}%`, top: `${ROW_PX * box.row}px`,
+    background: $("colour").value === "uses" ? heat : age,
+  });
+  made.setAttribute("role", "treeitem");
+  made.ariaLevel = box.row + 1;
+  made.ariaLabel = words(box);
+  made.tabIndex = -1;
+  made.dataset.at = at;
+  made.dataset.key = `${box.name}/${box.name ? "" : box.above}`;
+  made.onfocus = made.onmouseenter = () => { $("detail").textContent = words(box); };
+  made.onclick = () => box.name && choose(box.name);
+  return made;
+}
+
+function words(box) {
+  const tokens = (chosen() || {}).chunk_tokens || 0;
+  const rest = `${count(box.chunks)} chunks, ${size(box.nbytes)}, last used ${ago(box.last_used_s)}, ${count(box.uses)} uses seen`;
+  if (!box.name) return `${count(box.runs)} smaller ones: ${rest}`;
+  const [start, stop] = [box.place * tokens, (box.place + box.own_chunks) * tokens];
+  return `${box.name.slice(0, 16)}: tokens ${count(start)} to ${count(stop)}, ${count(box.branches)} branches; with what follows ${rest}`;
+}
+
+function list(id, boxes) {
+  const tokens = (chosen() || {}).chunk_tokens || 0;
+  const head = row(["prefix"], ["tokens to", "n"], ["chunks", "n"], ["size", "n"], ["uses seen", "n"], ["last used"]);
+  $(id).tBodies[0].replaceChildren(head, ...boxes.map((box) => row([button(box.name.slice(0, 12), () => choose(box.name))],
+    [count((box.place + box.own_chunks) * tokens), "n"], [count(box.chunks), "n"], [size(box.nbytes), "n"], [count(box.uses), "n"], [ago(box.last_used_s)])));
+}
+
+async function choose(name) {
+  view.focus = name;
+  showOverview();
+  await guarded(showTree);
+}
+
+function walk(event) {
+  const at = Number(event.target.dataset.at);
+  const box = view.boxes[at];
+  if (!box) return;
+  const beside = view.boxes.map((one, place) => [one, place]).filter(([one]) => one.row === box.row).sort((one, other) => one[0].x - other[0].x).map((one) => one[1]);
+  const moves = {
+    ArrowDown: () => view.boxes.findIndex((one) => one.above === at),
+    ArrowUp: () => box.above,
+    ArrowLeft: () => beside[beside.indexOf(at) - 1],
+    ArrowRight: () => beside[beside.indexOf(at) + 1],
+    Home: () => 0,
+    End: () => beside.at(-1),
+  };
+  if (event.key === "Enter" && box.name) choose(box.name).then(() => $("tree").firstChild?.focus());
+  else if (event.key === "Backspace") $("path").querySelectorAll("button").item(Math.max(0, $("path").querySelectorAll("button").length - 2))?.click();
+  else if (moves[event.key]) {
+    const next = $("tree").children[moves[event.key]()];
+    if (next) {
+      event.target.tabIndex = -1;
+      next.tabIndex = 0;
+      next.focus();
+    }
+  } else return;
+  event.preventDefault();
+}
+
+// -- explain, health --------------------------------------------------------------------------
+
+async function explain() {
+  const said = { tokens: $("tokens").value, text: $("text").value, salt: $("salt").value };
+  const answer = await ask("explain", said);
+  $("answers").replaceChildren(make("p", `${count(answer.tokens)} tokens`), ...answer.namespaces.flatMap((one) => [
+    make("h3", `${one.namespace.slice(0, 12)} ${one.identity ? one.identity.name || one.identity.model : ""}`),
+    make("p", one.verdict, one.usable_chunks ? "good" : "mild"),
+  ]));
+}
+
+async function showHealth() {
+  const found = await ask("health");
+  $("health").tBodies[0].replaceChildren(...found.map((one) => row([one.level, { ok: "good", note: "mild", bad: "bad" }[one.level]], [one.name], [one.text, "long"])));
+}
+
+function showVerified() {
+  const { running, progress, problem, finished_s, report } = view.overview.verify;
+  $("verify").disabled = running;
+  let text = "not verified since this page's server was started";
+  const rows = (report ? report.namespaces : []).filter((one) => one.damaged);
+  if (report) text = `${ago(finished_s)}: ${report.sound ? "everything is sound" : "damage was found; `vua verify --repair` takes it out of sight"}, ${size(report.namespaces.reduce((all, one) => all + one.nbytes, 0))} read`;
+  if (problem) text = problem;
+  if (running) text = progress ? told(progress) : "begins ...";
+  $("verified").textContent = text;
+  $("verified").className = running || !report ? "" : report.sound ? "good" : "bad";
+  $("damage").tBodies[0].replaceChildren(...rows.flatMap((one) => one.problems.map((bad) => row([bad.outcome, "bad"], [`${one.namespace.slice(0, 12)}/${bad.path}: ${bad.reason}`, "long"]))));
+}
+
+// -- the page ---------------------------------------------------------------------------------
+
+async function guarded(work) {
+  try {
+    await work();
+    return true;
+  } catch (problem) {
+    complain(problem instanceof TypeError ? `no answer: is \`vua ui\` still running? (${problem.message})` : problem.message);
+    return false;
+  }
+}
+
+async function poll() {
+  const well = document.hidden || await guarded(async () => {
+    view.overview = await ask("overview");
+    showOverview();
+    if (view.overview.version !== view.version && chosen()) {
+      view.version = view.overview.version;
+      await showTree();
+    }
+  });
+  setTimeout(poll, well ? 1000 : 5000);
+}
+
+function theme(dark) {
+  document.documentElement.classList.toggle("dark", dark);
+}
+
+const system = matchMedia("(prefers-color-scheme: dark)");
+const kept = () => localStorage.getItem("theme");
+theme(kept() ? kept() === "dark" : system.matches);
+system.onchange = () => kept() || theme(system.matches);
+$("theme").onclick = () => {
+  localStorage.setItem("theme", document.documentElement.classList.contains("dark") ? "light" : "dark");
+  theme(kept() === "dark");
+};
+$("tree").onkeydown = walk;
+$("by").onchange = $("colour").onchange = () => guarded(showTree);
+$("explain").onsubmit = (event) => { event.preventDefault(); guarded(explain); };
+$("verify").onclick = () => guarded(() => ask("verify", {}));
+guarded(showHealth);
+poll();

@@ -1,0 +1,146 @@
+"""The HTTP server of `vua ui`: one page, and what it asks, for whoever has the token.
+
+Any page that a browser shows may send requests to this port, under any name that leads here. So a
+request is answered only under a loopback name (DNS can be made to lead any other one here), and
+what it tells of the directory only to who names the token. The page loads nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+from vua.cli.text import plain
+from vua.cli.ui.state import State
+from vua.errors import VUAError
+
+__all__ = ["Server"]
+
+_PAGE: Final = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/ui.css": ("ui.css", "text/css; charset=utf-8"),
+    "/ui.js": ("ui.js", "text/javascript; charset=utf-8"),
+}
+"""They tell nothing of the directory, so they need no token."""
+_ASKED: Final[dict[str, tuple[str, Callable[[State, dict[str, Any]], object]]]] = {
+    "/api/overview": ("GET", lambda state, _: state.overview()),
+    "/api/tree": ("GET", lambda state, asked: state.tree(
+        asked.get("namespace", ""), asked.get("focus", ""), asked.get("by", "")
+    )),
+    "/api/health": ("GET", lambda state, _: state.health()),
+    "/api/explain": ("POST", State.explain),
+    "/api/verify": ("POST", lambda state, _: state.verify()),
+}  # fmt: skip
+_HOSTS: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_MOST_BODY_NBYTES: Final = 16 << 20
+_PATIENCE_S: Final = 60.0
+"""For a request to come in."""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves on loopback, each connection in a thread."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, state: State) -> None:
+        """Take ``port``, 0 for any that is free. Raises OSError where it is taken."""
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.state, self.token = state, secrets.token_urlsafe(24)
+
+    @property
+    def url(self) -> str:
+        """Where the page is. Browsers do not send what stands behind the #, nor log it."""
+        return f"http://127.0.0.1:{self.server_port}/#token={self.token}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "vua", ""
+    timeout = _PATIENCE_S
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing: stderr is for what is wrong."""
+
+    def do_GET(self) -> None:
+        """Send the page, or what it asks; with POST what takes a prompt, or takes long."""
+        where = urlsplit(self.path)
+        method, work = _ASKED.get(where.path, ("GET", None))
+        if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in _HOSTS:
+            self._send(HTTPStatus.FORBIDDEN, {"error": "this host name is not served"})
+        elif self.command == method and where.path in _PAGE:
+            name, kind = _PAGE[where.path]
+            content = files("vua.cli.ui").joinpath("page", name).read_bytes()
+            self._send_bytes(HTTPStatus.OK, content, kind)
+        elif not hmac.compare_digest(
+            self.headers.get("Authorization", "").encode(), f"Bearer {self.server.token}".encode()
+        ):
+            self._send(HTTPStatus.FORBIDDEN, {"error": "open the link that `vua ui` has printed"})
+        elif self.command != method:
+            self.do_PUT()
+        elif work is None:
+            self._send(HTTPStatus.NOT_FOUND, {"error": "no such page"})
+        else:
+            self._run(work, {name: said[0] for name, said in parse_qs(where.query).items()})
+
+    do_POST = do_GET  # noqa: N815 - the name that http.server calls
+
+    def do_PUT(self) -> None:
+        """Refuse every other method: nothing here changes the directory."""
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET, and POST for some paths"})
+
+    do_DELETE = do_HEAD = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_PUT  # noqa: N815
+
+    def _run(self, work: Callable[[State, dict[str, Any]], object], asked: dict[str, Any]) -> None:
+        try:
+            if self.command == "POST":
+                asked = self._body()
+            self._send(HTTPStatus.OK, work(self.server.state, asked))
+        except (VUAError, OSError, ValueError) as problem:
+            self._send(HTTPStatus.BAD_REQUEST, {"error": plain(str(problem))})
+
+    def _body(self) -> dict[str, Any]:
+        """What was sent, a JSON object. Raises ValueError."""
+        nbytes = int(self.headers.get("Content-Length", ""))
+        if not 0 <= nbytes <= _MOST_BODY_NBYTES:
+            self.close_connection = True
+            raise ValueError(f"at most {_MOST_BODY_NBYTES >> 20} MiB can be sent")
+        said = json.loads(self.rfile.read(nbytes))
+        if not isinstance(said, dict):
+            raise ValueError("expected a JSON object")  # noqa: TRY004 - of values, as json raises
+        return said
+
+    def _send(self, status: HTTPStatus, value: object) -> None:
+        self._send_bytes(status, json.dumps(value).encode(), "application/json")
+
+    def _send_bytes(self, status: HTTPStatus, content: bytes, kind: str) -> None:
+        if status != HTTPStatus.OK:
+            self.close_connection = True  # a body that was not read is no further request
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, POST")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)

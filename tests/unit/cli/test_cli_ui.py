@@ -1,0 +1,274 @@
+"""Mirrors `vua.cli.ui`: who is answered, what is told, and that nothing is changed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import tempfile
+import unittest
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from commands import TOKENS, CliTest, run
+from forest import plant
+from helpers import DirectoryTest, caches_of, contents, flip, until
+from ui import Served, served
+from vua.capacity.lru import touch
+from vua.capacity.prefix_tree import PrefixTree, read_node, read_prefix_tree
+from vua.capacity.scan import spaces
+from vua.cli.ui.runs import runs_of
+from vua.core import VUA, VUAConfig
+
+
+class UiTest(CliTest):
+    """A directory that was made by two models, as the page sees it."""
+
+    def test_what_it_tells(self) -> None:
+        """Namespaces, boxes, health and an answer about a prompt; nothing is changed by that."""
+        before = contents(self.root)
+        with served(self.root) as page:
+            known = {one["model"]: one for one in page.looked()["namespaces"]}
+            name = known["llama"]["namespace"]
+            tree = page.json(f"tree?namespace={name}&by=chunks")
+            levels = {one["name"]: one["level"] for one in page.json("health")}
+            answer = page.json("explain", {"tokens": json.dumps(TOKENS.tolist())})
+            status, _, content = page.ask("POST", "/api/explain", {"text": "a text"})
+        self.assertEqual([3, 1], [known[one]["chunks"] for one in ("llama", "qwen")])
+        self.assertEqual([1, 3, 1.0], [tree["boxes"][0][k] for k in ("width", "chunks", "width")])
+        self.assertEqual(1, len(tree["boxes"]))
+        self.assertEqual({"owner", "space", "native loop", "GDS"}, levels.keys())
+        self.assertIn("a hit", answer["namespaces"][0]["verdict"])
+        self.assertEqual(400, status)
+        self.assertIn(b"--tokenizer", content)
+        self.assertEqual(before, contents(self.root))
+
+    @pytest.mark.thorough
+    def test_live(self) -> None:
+        """What is stored, used and deleted while it runs is counted."""
+        with served(self.root) as page:
+            page.looked()
+            entries = sorted(self.entries(), key=lambda path: -path.parent.stat().st_mtime_ns)
+            fd = os.open(entries[0].parents[2], os.O_RDONLY)
+            touch(fd, [entries[0].parent.name])
+            os.close(fd)
+            entries[2].unlink()
+            entries[2].parent.rmdir()
+            with VUA(VUAConfig(split_factor=4, model="new"), self.root) as vua:
+                vua.put(TOKENS[:8], caches_of(layers=3, heads=2, tokens=8, dim=8))
+            found = page.looked(new=2, used=1, gone=1)
+            llama = next(one for one in found["namespaces"] if one["model"] == "llama")
+            tree = page.json(f"tree?namespace={llama['namespace']}")
+        self.assertEqual(3, len(found["namespaces"]))
+        self.assertEqual(1, sum(box["uses"] for box in tree["boxes"] if box["row"] == 0))
+
+    @pytest.mark.thorough
+    def test_verify(self) -> None:
+        """A damaged file is found on demand, and stays where it is."""
+        damaged = self.entries()[0]
+        flip(damaged, damaged.stat().st_size - 1)
+        before = contents(self.root)
+        with served(self.root) as page:
+            self.assertIsNone(page.json("overview")["verify"]["report"])
+            page.json("verify", {})
+            found = until(lambda: page.json("overview")["verify"]["report"])
+        self.assertFalse(found["sound"])
+        self.assertEqual([0, 1], sorted(one["damaged"] for one in found["namespaces"]))
+        self.assertEqual(before, contents(self.root))
+
+    @pytest.mark.thorough
+    def test_hostile_names(self) -> None:
+        """Names come as text in JSON, without control characters."""
+        self.put("<img src=x onerror=alert(1)>\x1b[2J\u202e", 1)
+        with served(self.root) as page:
+            names = [one["model"] for one in page.looked()["namespaces"]]
+            _, headers, content = page.ask("GET", "/api/overview")
+        self.assertIn("<img src=x onerror=alert(1)>\\x1b[2J\\u202e", names)
+        self.assertEqual("application/json", headers["Content-Type"])
+        self.assertNotIn(b"\x1b", content)
+
+
+class AccessTest(unittest.TestCase):
+    """Who is answered; one server for all tests."""
+
+    page: Served
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Serve a directory with one namespace."""
+        stack = contextlib.ExitStack()
+        cls.addClassCleanup(stack.close)
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        plant(root, 5)
+        cls.page = stack.enter_context(served(root))
+
+    def test_token(self) -> None:
+        """Without the token, or with another one, nothing is told."""
+        page = self.page
+        for path in ("/api/overview", "/api/tree?namespace=a", "/api/health", "/nothing"):
+            for said in ("", "Bearer ", "Bearer wrong", page.token, "Bearer \xe9"):
+                self.assertEqual(403, page.ask("GET", path, Authorization=said)[0], said)
+        self.assertEqual(403, page.ask("POST", "/api/verify", {}, Authorization="")[0])
+        self.assertFalse(page.json("overview")["verify"]["running"])
+        self.assertEqual(404, page.ask("GET", "/nothing")[0])
+        self.assertEqual(404, page.ask("GET", "/../../etc/passwd")[0])
+
+    def test_host(self) -> None:
+        """Names that DNS may lead here are not served, whatever the path."""
+        page = self.page
+        for host in ("evil.example", f"evil.example:{page.port}", "127.0.0.1.evil.example", ""):
+            for path in ("/", "/api/overview"):
+                self.assertEqual(403, page.ask("GET", path, Host=host)[0], host)
+        for host in ("localhost", "127.0.0.1:1", f"[::1]:{page.port}"):
+            self.assertEqual(200, page.ask("GET", "/api/overview", Host=host)[0], host)
+
+    def test_methods(self) -> None:
+        """Nothing but GET, and POST for what takes a prompt or takes long."""
+        page = self.page
+        for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "HEAD"):
+            self.assertEqual(405, page.ask(method, "/api/overview")[0], method)
+        self.assertEqual(405, page.ask("POST", "/api/overview", {})[0])
+        self.assertEqual(405, page.ask("GET", "/api/verify")[0])
+
+    def test_bodies(self) -> None:
+        """What is no JSON object, or too long, is refused; the server goes on."""
+        page = self.page
+        for body in ([], "x", {"tokens": "a b"}, {"tokens": "[1, -1]"}):
+            self.assertEqual(400, page.ask("POST", "/api/explain", body)[0], body)
+        long = {"Content-Length": str(1 << 40)}
+        self.assertEqual(400, page.ask("POST", "/api/explain", **long)[0])
+        self.assertEqual(400, page.ask("GET", "/api/tree?namespace=%00")[0])
+        self.assertEqual(200, page.ask("GET", "/api/overview")[0])
+
+    def test_nothing_from_elsewhere(self) -> None:
+        """The page's policy forbids everything from outside, and its files name no other host."""
+        page = self.page
+        for path in ("/", "/ui.css", "/ui.js"):
+            status, headers, content = page.ask("GET", path, Authorization="")
+            self.assertEqual(200, status)
+            self.assertIn("default-src 'none'", headers["Content-Security-Policy"])
+            self.assertNotIn("unsafe", headers["Content-Security-Policy"])
+            self.assertEqual("nosniff", headers["X-Content-Type-Options"])
+            outside = content.replace(b"http://www.w3.org/2000/svg", b"")
+            self.assertNotIn(b"://", outside)
+
+    def test_many_at_once(self) -> None:
+        """Requests of several threads are answered, also while one says nothing."""
+        page = self.page
+        idle = http.client.HTTPConnection("127.0.0.1", page.port)
+        idle.connect()
+        name = page.looked()["namespaces"][0]["namespace"]
+        paths = ["overview", f"tree?namespace={name}", "health"] * 8
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(page.json, paths))
+        idle.close()
+        self.assertTrue(all(answers))
+
+
+class EndTest(CliTest):
+    """How it begins and ends."""
+
+    @pytest.mark.thorough
+    def test_end(self) -> None:
+        """Ctrl-C ends it and its processes, with exit status 0; so does the end of the server."""
+        for signal_, status in ((signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)):
+            with served(self.root) as page:
+                pid = page.process.pid
+                children = Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()
+                self.assertEqual(2, len(children))
+                page.process.send_signal(signal_)
+                self.assertEqual(status, page.process.wait(120))
+                until(lambda: not any(map(is_running, children)))  # noqa: B023 - at once
+
+    def test_usage(self) -> None:
+        """What cannot be served is said before anything is started."""
+        code, _, err = run("ui", self.root / "none")
+        self.assertEqual((2, True), (code, "none" in err))
+        code, _, err = run("ui", self.root, "--tokenizer", self.root)
+        self.assertEqual((2, True), (code, "tokenizer.json" in err))
+        with served(self.root) as page:
+            code, _, err = run("ui", self.root, "--port", str(page.port))
+        self.assertEqual((2, True), (code, "leave out --port" in err))
+
+
+def is_running(pid: str) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class RunsTest(DirectoryTest):
+    """`vua.cli.ui.runs` against the chunks one by one."""
+
+    def tree(self) -> PrefixTree:
+        """Read the tree of the one namespace."""
+        with spaces(self.root) as found:
+            return read_prefix_tree(found[0])
+
+    def test_sums(self) -> None:
+        """Totals of a prompt's beginning are those of all that follows it; boxes do not overlap."""
+        plant(self.root, 150, seed=3)
+        tree = self.tree()
+        uses = torch.arange(len(tree.names)).numpy()
+        runs = runs_of(tree, uses)
+        index = {tree.name(at): at for at in range(len(tree.names))}
+        self.assertEqual(0, runs.unreachable)
+        self.assertEqual(len(tree.names), int(runs.chunks.sum()))
+        for run_, name in enumerate(runs.names):
+            below = [index[one] for one in tree.descendants(name)]
+            self.assertEqual(len(below), runs.total_chunks[run_])
+            self.assertEqual(int(tree.nbytes[below].sum()), runs.total_nbytes[run_])
+            self.assertEqual(int(uses[below].sum()), runs.total_uses[run_])
+            self.assertEqual(int(tree.mtimes_ns[below].max()), runs.last_used_ns[run_])
+            length = sum(one["own_chunks"] for one in runs.path(name)[:-1])
+            self.assertEqual(length, runs.place[run_])
+        boxes = runs.boxes("", "chunks")
+        for row in range(3):
+            ends = sorted((box["x"], box["x"] + box["width"]) for box in boxes if box["row"] == row)
+            self.assertTrue(all(one[1] <= other[0] + 1e-9 for one, other in pairwise(ends)))
+        self.assertAlmostEqual(1, sum(float(str(box["width"])) for box in boxes if not box["row"]))
+
+    def test_broken(self) -> None:
+        """Chunks whose beginning is gone are counted, and not drawn."""
+        plant(self.root, 60, seed=1)
+        tree = self.tree()
+        first = tree.name(
+            int((tree.parent == torch.arange(len(tree.names)).numpy()).nonzero()[0][0])
+        )
+        lost = tree.descendants(first)
+        (path,) = self.root.glob(f"*/{first[:2]}/{first}")
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+        now = self.tree()
+        runs = runs_of(now, torch.zeros(len(now.names), dtype=torch.int64).numpy())
+        self.assertEqual(len(lost) - 1, runs.unreachable)
+        self.assertEqual(len(now.names) - len(lost) + 1, int(runs.chunks.sum()))
+
+    def test_read_again(self) -> None:
+        """Only what has changed is read again, and the tree is the one that is read anew."""
+        plant(self.root, 80, seed=2)
+        with spaces(self.root) as found:
+            space = found[0]
+            old = read_prefix_tree(space)
+            touch(space.fd, [old.name(5)])
+            with mock.patch("vua.capacity.prefix_tree.read_node", side_effect=read_node) as read:
+                new = read_prefix_tree(space, known=old)
+            self.assertEqual([old.name(5)], [call.args[1] for call in read.call_args_list])
+            anew = read_prefix_tree(space)
+        for one in ("names", "mtimes_ns", "nbytes", "pinned", "parent"):
+            self.assertEqual(getattr(anew, one).tolist(), getattr(new, one).tolist(), one)
+        self.assertEqual(anew.salts, new.salts)
+
+
+if __name__ == "__main__":
+    unittest.main()
