@@ -47,6 +47,7 @@ PEER_SUBJECTS = (
     "lmcache_subject.py:lmcache_fs",
     "lmcache_subject.py:lmcache_fs_native",
 )
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 AZURITE_VERSION = "3.37.0"
 AZURITE = CACHE / f"azurite-{AZURITE_VERSION}"
 LLAMA_CPP = "0.3.36"  # as tests/llama.py has it
@@ -340,6 +341,20 @@ def sglang(*arguments: str) -> int:
     return pools or served
 
 
+def browser() -> int:
+    """Installs the browser that the tests of `vua ui` need, where this user may (apt-get)."""
+    if any(map(shutil.which, BROWSERS)):
+        return 0
+    if os.geteuid() or not shutil.which("apt-get"):
+        print("browser: none is installed, so the tests of the page are skipped", flush=True)
+        return 0
+    environment = {"DEBIAN_FRONTEND": "noninteractive"}
+    step("lists of packages, by apt-get", ["apt-get", "update"], needed=False, **environment)
+    install = ["apt-get", "install", "-y", "--no-install-recommends", "chromium"]
+    step("Chromium, by apt-get", install, needed=False, **environment)
+    return 0
+
+
 def azurite(*arguments: str) -> int:
     """Runs the tests that need a server of Azure's protocol; installs it first, once, by npm."""
     program = AZURITE / "node_modules" / ".bin" / "azurite-blob"
@@ -352,7 +367,7 @@ def azurite(*arguments: str) -> int:
             needed=False,
         )
     if not program.exists():
-        print("azurite: skipped, since npm or azurite is not to be had here", flush=True)
+        print("azurite: skipped, since npm cannot install it", flush=True)
         return 0
     os.environ["VUA_AZURITE"] = str(program)
     chosen = arguments or ("tests/conformance/test_storages.py", "-k", "Azurite")
@@ -454,8 +469,8 @@ def mutate(*arguments: str) -> int:
 
 
 def ci() -> int:
-    """Runs lint, test, thorough, azurite, test-oldest, sglang and a short demo."""
-    steps = (lint, test, thorough, azurite, test_oldest, sglang)
+    """Runs lint, test, browser, thorough, azurite, test-oldest, sglang and a short demo."""
+    steps = (lint, test, browser, thorough, azurite, test_oldest, sglang)
     return next(filter(None, (one() for one in steps)), 0) or demo("--quick")
 
 
@@ -464,7 +479,19 @@ TARGETS = {
     for f in (
         *(setup, build, wheels, demo, test, thorough, test_oldest, llama_cpp, lmcache),
         *(lint, format_, docs, bench),
-        *(azurite, sglang, peers, scorecard, identity_campaign, soak, fuzz, house, mutate, ci),
+        *(
+            browser,
+            azurite,
+            sglang,
+            peers,
+            scorecard,
+            identity_campaign,
+            soak,
+            fuzz,
+            house,
+            mutate,
+            ci,
+        ),
     )
 }
 

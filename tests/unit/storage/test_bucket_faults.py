@@ -8,22 +8,17 @@ import time
 import unittest
 
 import pytest
-import torch
 
-from buckets import seaweedfs, speaking_to
-from helpers import DirectoryTest, caches_of, kv_bits
-from vua.core import VUA, VUAConfig
+from buckets import seaweedfs
+from proxied import CHUNKS, CONFIG, KV, TOKENS, ProxiedTest
+from vua.core import VUA
 from vua.errors import StorageError
 from vua.storage.bucket import Bucket
-from vua.testing.proxy import HARMS, REFUSALS, FaultyProxy
+from vua.testing.proxy import HARMS, REFUSALS
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.thorough
 
-TOKENS = torch.arange(128)
-KV = caches_of(layers=2, heads=2, tokens=128, dim=64, seed=1)
-CHUNKS = 8
-CONFIG = VUAConfig(split_factor=16, model="tiny")
 SAID = {
     **dict.fromkeys(("wrong region", "redirected", "expired", "clock"), "check the cred.*region"),
     "no bucket": "no such bucket",
@@ -33,26 +28,14 @@ BOUND_S = 60.0
 """Far more than the 4 s of trying again, since a test may run on a slow machine."""
 
 
-class FaultTest(DirectoryTest):
+class FaultTest(ProxiedTest):
     """A bucket of a real server behind a proxy, with a prompt in it."""
 
-    def setUp(self) -> None:
-        """Store the prompt without harm."""
-        super().setUp()
-        self.proxy = FaultyProxy(seaweedfs().endpoint)
-        self.addCleanup(self.proxy.close)
-        self.enterContext(speaking_to(self.proxy.endpoint))
-        self.url = seaweedfs().place()
-        with VUA(CONFIG, self.url) as vua:
-            self.assertEqual(CHUNKS, vua.put(TOKENS, KV))
-
     def found(self, vua: VUA) -> int:
-        """How many tokens of the prompt are found; they are right."""
+        """How many tokens of the prompt are found in bounded time; they are right."""
         began_s = time.monotonic()
-        found = vua.get_closest(TOKENS)
+        tokens = self.found_by(vua)
         self.assertLess(time.monotonic() - began_s, BOUND_S)
-        tokens = found.num_tokens
-        self.assertEqual(kv_bits(KV, tokens) if tokens else [], kv_bits(found.data))
         return tokens
 
     def go_on(self) -> None:

@@ -8,43 +8,25 @@ import unittest
 from collections.abc import Callable
 
 import pytest
-import torch
 
-from buckets import seaweedfs, speaking_to
-from helpers import DirectoryTest, caches_of, kv_bits
-from vua.core import VUA, VUAConfig
+from helpers import kv_bits
+from proxied import CONFIG, KV, TOKENS, ProxiedTest
+from vua.core import VUA
 from vua.errors import StorageError
 from vua.storage.bucket import Bucket
-from vua.testing.proxy import HARMS, FaultyProxy
+from vua.testing.proxy import HARMS
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.thorough
 
-TOKENS = torch.arange(128)
-KV = caches_of(layers=2, heads=2, tokens=128, dim=8, seed=1)
-CONFIG = VUAConfig(split_factor=16, model="tiny")
 
-
-class ProxyTest(DirectoryTest):
+class ProxyTest(ProxiedTest):
     """A bucket behind a proxy that does harm."""
-
-    def setUp(self) -> None:
-        """Store a prompt without harm."""
-        super().setUp()
-        self.proxy = FaultyProxy(seaweedfs().endpoint)
-        self.addCleanup(self.proxy.close)
-        self.enterContext(speaking_to(self.proxy.endpoint))
-        self.url = seaweedfs().place()
-        with VUA(CONFIG, self.url) as vua:
-            self.assertEqual(8, vua.put(TOKENS, KV))
 
     def get(self) -> int:
         """How many tokens are found; they are right."""
         with VUA(CONFIG, self.url) as vua:
-            found = vua.get_closest(TOKENS)
-        tokens = found.num_tokens
-        self.assertEqual(kv_bits(KV, tokens) if tokens else [], kv_bits(found.data))
-        return tokens
+            return self.found_by(vua)
 
     def harm(self, harm: str, which: Callable[[int], bool], methods: str = "GET") -> None:
         """Harm those answers with entries, of all that come from now on, whose numbers fit."""
