@@ -91,7 +91,10 @@ class Renewal:
         return self._life_s
 
     def _look(self, chunk: str, before_s: float) -> None:
-        """Renew what was written before then of a chunk. Raises StorageError."""
+        """Renew what was written before then of a chunk. Raises StorageError.
+
+        This host's clock is good enough: a bucket refuses requests of one that is minutes off.
+        """
         self.counts["looked"] += 1
         bucket, folder = self._place.bucket, self._place / chunk_path(chunk)
         if self._file:

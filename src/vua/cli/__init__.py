@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = Parser(
         prog="vua",
         description="Look into a VUA cache directory.",
-        epilog="Look: ls, du, top, inspect, explain. Check: verify, doctor. "
+        epilog="Look: ls, du, top, ui, inspect, explain. Check: verify, doctor. "
         "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. Measure: bench. "
         "Set up: key, completion. "
         f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "

@@ -378,6 +378,7 @@ class HangingTest(DirectoryTest):
         """It ends although everything hangs."""
         self.load("late", [5, 6, 7])
         self.save(keys_of(range(100, 148), 16))
+        until(lambda: self.storage.calls >= 2)  # both hang
         self.tick_s = IO_S
         with self.assertLogs("vllm.vua.worker", "WARNING"):
             self.side.shutdown()

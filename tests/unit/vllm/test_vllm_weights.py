@@ -65,7 +65,9 @@ class FilesTest(unittest.TestCase):
         for name, value in {"model": str(self.model), **fields}.items():
             setattr(model_config, name, value)
         load_config.load_format = load_format
-        given = SimpleNamespace(model_config=model_config, load_config=load_config)
+        given = SimpleNamespace(
+            model_config=model_config, load_config=load_config, speculative_config=None
+        )
         return find_weights(given, threading.Event())
 
     def names(self, *given: Any, **fields: Any) -> list[str]:
