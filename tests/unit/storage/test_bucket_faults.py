@@ -6,6 +6,7 @@ import logging
 import resource
 import time
 import unittest
+from collections.abc import Callable
 
 import pytest
 
@@ -43,6 +44,18 @@ class FaultTest(ProxiedTest):
         self.proxy.plan = lambda *_: ""
         Bucket.at(self.url).breaker.succeeded()
 
+    def write(self, harm: str, write: Callable[[], object]) -> str:
+        """Try a write that has to be refused, unless it has happened; return what the error says.
+
+        Of an answer that is cut a client may have heard enough: nothing follows its headers.
+        """
+        try:
+            write()
+        except StorageError as problem:
+            return str(problem)
+        self.assertIn(harm, ("reset", "truncated"))
+        return ""
+
     def check(self, harm: str) -> None:
         """Harm every answer: a miss, a refused write, and afterwards everything as before."""
         other = TOKENS + 1000
@@ -53,13 +66,12 @@ class FaultTest(ProxiedTest):
             self.go_on()
             self.proxy.plan = lambda *_: harm
             began_s = time.monotonic()
-            with self.assertRaises(StorageError):
-                vua.put(other, KV)
+            self.write(harm, lambda: vua.put(other, KV))
             self.assertLess(time.monotonic() - began_s, BOUND_S)
             Bucket.at(self.url).breaker.succeeded()
-            with self.assertRaisesRegex(StorageError, SAID.get(harm, "")) as refused:
-                Bucket.at(self.url).put("x", b"x")
-            said.output.append(str(refused.exception))
+            refused = self.write(harm, lambda: Bucket.at(self.url).put("x", b"x"))
+            self.assertRegex(refused, SAID.get(harm, ".*"))
+            said.output.append(refused)
             self.go_on()
             vua.put(other, KV)
         self.assertNotIn("vuatestsecret", "".join(said.output))
