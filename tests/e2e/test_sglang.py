@@ -255,6 +255,7 @@ class SGLangTest(unittest.TestCase):
         self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens)
 
     def _update(self, model: Path) -> None:
+        self.server.forget()  # which waits until nothing runs: it would refuse to drop its cache
         self.server.call("POST", "/update_weights_from_disk", {"model_path": str(model)})
 
     def test_metrics(self) -> None:
