@@ -82,8 +82,9 @@ class Namespace:
                 upload_mib_s=upload_mib_s,
             )
         places = storage.far if isinstance(storage, TieredStorage) else (storage,)
+        seen = None if self.travel is None else self.travel.seen_behind
         self.renewals = [
-            Renewal(one.directory, bounds) for one in places if isinstance(one, ObjectStorage)
+            Renewal(one.directory, bounds, seen) for one in places if isinstance(one, ObjectStorage)
         ]
         """What keeps objects young that are used, one for each bucket."""
         self.keyring = Keyring(self.name, security)

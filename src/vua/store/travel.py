@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -131,6 +131,18 @@ class Travel:
             self._looked = self._looked and room >= len(names)
             self._wake()
 
+    def seen_behind(self, chunk: str, names: Collection[str]) -> None:
+        """Send those entries of a chunk again that have a mark and are not among ``names``.
+
+        ``names`` is what a place behind holds of it now: a lifecycle rule, or somebody, may have
+        deleted the rest.
+        """
+        gone = [one.name for one in self._near.list(f"{chunk}/") if one.name not in names]
+        gone = [name for name in gone if self._is_sent(name)]
+        for name in gone:
+            self._change_mark(name, sent=False)
+        self.wrote(gone)
+
     def _wake(self) -> None:
         with self._lock:
             if self._sending or self._closing.is_set():
@@ -208,7 +220,7 @@ class Travel:
                 if written.statuses[0] == FAILED:
                     raise written.problem or StorageError(5, f"{name} could not be written")
                 sent += len(data)
-        self._mark(name)
+        self._change_mark(name, sent=True)
         self.counts["sent"] += 1
         self.counts["sent_nbytes"] += sent
         return sent
@@ -226,18 +238,24 @@ class Travel:
         return SENT + hashlib.sha256(f"{self._where}\n{shard}".encode()).hexdigest()
 
     def _is_sent(self, name: str) -> bool:
-        path = f"{chunk_path(name.partition('/')[0])}/{self._sent_mark(name)}"
         try:
-            os.stat(path, dir_fd=self._near.fileno(), follow_symlinks=False)
+            os.stat(self._mark_path(name), dir_fd=self._near.fileno(), follow_symlinks=False)
         except OSError:
             return False
         return True
 
-    def _mark(self, name: str) -> None:
-        """Note that an entry was sent, without making its chunk look used."""
+    def _mark_path(self, name: str) -> str:
+        return f"{chunk_path(name.partition('/')[0])}/{self._sent_mark(name)}"
+
+    def _change_mark(self, name: str, *, sent: bool) -> None:
+        """Note whether an entry was sent, without making its chunk look used."""
         fd, chunk = self._near.fileno(), name.partition("/")[0]
         mtime_ns = mtime_ns_of(fd, chunk)
-        mark(fd, chunk, self._sent_mark(name))
+        if sent:
+            mark(fd, chunk, self._sent_mark(name))
+        else:
+            with suppress(OSError):
+                os.unlink(self._mark_path(name), dir_fd=fd)
         if mtime_ns is not None:
             with suppress(OSError):
                 set_mtime(fd, chunk, mtime_ns)
@@ -285,7 +303,7 @@ class Travel:
             room.commit(written.statuses)
         if written.problem is not None:
             raise written.problem
-        self._mark(name)
+        self._change_mark(name, sent=True)
         self.counts["brought"] += 1
         self.counts["brought_nbytes"] += len(data)
 
