@@ -241,6 +241,8 @@ class TestCommands(DirectoryTest):
         _, done = run_json("gc", self.root, *limits)
         self.assertEqual(planned["deleted"], done["deleted"])
         self.assertGreater(done["deleted"]["evicted"]["chunks"], 0)
+        for name in ("chunks", "nbytes", "within"):
+            self.assertEqual(planned[name], done[name], name)
         before = foreign.digest(self.root)
         _, planned = run_json("rm", self.root, "--all", "--dry-run")
         self.assertEqual(before, foreign.digest(self.root))
