@@ -28,6 +28,7 @@ from vua.cli.bucket_keep import pins_bucket, ttl_bucket
 from vua.cli.capacity import du, gc, ttl
 from vua.cli.completion import SHELLS, answer_shell, completion
 from vua.cli.doctor import doctor
+from vua.cli.events import add_events, events
 from vua.cli.explain import Question, explain
 from vua.cli.exporting import Choice, export
 from vua.cli.importing import import_
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = Parser(
         prog="vua",
         description="Look into a VUA cache directory.",
-        epilog="Look: ls, du, top, ui, inspect, explain. Check: verify, doctor. "
+        epilog="Look: ls, du, top, ui, inspect, explain, events. Check: verify, doctor. "
         "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. Measure: bench. "
         "Set up: key, completion. "
         f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
@@ -126,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--tokenizer", metavar="MODELDIR", help="whose tokenizer.json takes texts to explain"
     )
+    add_events(commands)
     _add_explain(commands, common, keys)
     _add_upkeep(commands, common, keys)
     _add_transfer(commands, common, keys)
@@ -299,6 +301,7 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "doctor": lambda said, write: doctor(
         said.directory, trusted_uids=said.trusted_uids, write=write
     ),
+    "events": lambda said, _: events(said),
     "top": lambda said, write: top(said.directory, said.interval, once=said.once, write=write),
     "ui": lambda said, write: ui(
         said.directory,

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -24,6 +25,7 @@ import numpy as np
 from vua.capacity.lru import mtime_ns_of, set_mtime
 from vua.capacity.reservation import Reservation
 from vua.capacity.scan import SENT, mark
+from vua.capacity.touches import Recent
 from vua.errors import EntryError, ForeignEntryError, StorageError
 from vua.format.entry import codec_of, parse_entry
 from vua.format.header import MAX_HEADER_NBYTES, EntryInfo
@@ -35,6 +37,7 @@ from vua.io.threads import Call, Threads
 from vua.native import Transfer, digests_of
 from vua.storage.base import FAILED, Batch, Storage, entry_name
 from vua.storage.local import LocalStorage, chunk_path
+from vua.store.tier_rules import DailyBudget, TierRules
 
 __all__ = ["Travel"]
 
@@ -74,7 +77,7 @@ class Travel:
         capacity: _Capacity,
         *,
         where: str,
-        upload_mib_s: float | None = None,
+        rules: TierRules | None = None,
     ) -> None:
         """Begin to look for what was not sent yet.
 
@@ -84,11 +87,14 @@ class Travel:
             namespace: 64 hex.
             capacity: of the directory.
             where: names the places behind, for the marks: others are sent to anew.
-            upload_mib_s: bandwidth for what is sent; by default what there is.
+            rules: what may be copied when; by default everything.
         """
         self._near, self._far, self._namespace = near, tuple(far), namespace
         self._capacity, self._where = capacity, where
-        self._upload_nbytes_s = None if upload_mib_s is None else upload_mib_s * 2**20
+        self._rules = rules = rules or TierRules()
+        day_gib = rules.write_back_gib_per_day
+        self._budget = day_gib and DailyBudget(near.directory.parent, int(day_gib * 2**30))
+        self._read_before = Recent(math.inf)
         self.counts: Counter[str] = Counter()
         """So far: sent, sent_nbytes, brought, brought_nbytes, not_brought, send_failed."""
         self._closing = threading.Event()
@@ -131,6 +137,18 @@ class Travel:
             self._looked = self._looked and room >= len(names)
             self._wake()
 
+    def seen_behind(self, chunk: str, names: Collection[str]) -> None:
+        """Send those entries of a chunk again that have a mark and are not among ``names``.
+
+        ``names`` is what a place behind holds of it now: a lifecycle rule, or somebody, may have
+        deleted the rest.
+        """
+        gone = [one.name for one in self._near.list(f"{chunk}/") if one.name not in names]
+        gone = [name for name in gone if self._is_sent(name)]
+        for name in gone:
+            self._change_mark(name, sent=False)
+        self.wrote(gone)
+
     def _wake(self) -> None:
         with self._lock:
             if self._sending or self._closing.is_set():
@@ -168,8 +186,9 @@ class Travel:
                 continue
             pause_s = _RETRY_S[0]
             self._note(failing=False)
-            if self._upload_nbytes_s is not None:
-                self._closing.wait(nbytes / self._upload_nbytes_s + began_s - time.monotonic())
+            if self._rules.upload_mib_s is not None:
+                took_s = time.monotonic() - began_s
+                self._closing.wait(nbytes / 2**20 / self._rules.upload_mib_s - took_s)
 
     def _note(self, *, failing: bool) -> None:
         """Note whether the places behind take anything: who closes does not wait for them."""
@@ -208,7 +227,7 @@ class Travel:
                 if written.statuses[0] == FAILED:
                     raise written.problem or StorageError(5, f"{name} could not be written")
                 sent += len(data)
-        self._mark(name)
+        self._change_mark(name, sent=True)
         self.counts["sent"] += 1
         self.counts["sent_nbytes"] += sent
         return sent
@@ -226,18 +245,24 @@ class Travel:
         return SENT + hashlib.sha256(f"{self._where}\n{shard}".encode()).hexdigest()
 
     def _is_sent(self, name: str) -> bool:
-        path = f"{chunk_path(name.partition('/')[0])}/{self._sent_mark(name)}"
         try:
-            os.stat(path, dir_fd=self._near.fileno(), follow_symlinks=False)
+            os.stat(self._mark_path(name), dir_fd=self._near.fileno(), follow_symlinks=False)
         except OSError:
             return False
         return True
 
-    def _mark(self, name: str) -> None:
-        """Note that an entry was sent, without making its chunk look used."""
+    def _mark_path(self, name: str) -> str:
+        return f"{chunk_path(name.partition('/')[0])}/{self._sent_mark(name)}"
+
+    def _change_mark(self, name: str, *, sent: bool) -> None:
+        """Note whether an entry was sent, without making its chunk look used."""
         fd, chunk = self._near.fileno(), name.partition("/")[0]
         mtime_ns = mtime_ns_of(fd, chunk)
-        mark(fd, chunk, self._sent_mark(name))
+        if sent:
+            mark(fd, chunk, self._sent_mark(name))
+        else:
+            with suppress(OSError):
+                os.unlink(self._mark_path(name), dir_fd=fd)
         if mtime_ns is not None:
             with suppress(OSError):
                 set_mtime(fd, chunk, mtime_ns)
@@ -245,7 +270,9 @@ class Travel:
     # -- back to the directory ------------------------------------------------------------------
 
     def came(self, name: str, data: memoryview | None, before: str) -> None:
-        """Write an entry back that was read from behind, soon, if there is memory for it."""
+        """Write an entry back that was read from behind, soon, if rules and memory allow it."""
+        if self._rules.at_second_use and self._read_before.passes(name):
+            return
         nbytes = 0 if data is None else len(data)
         with self._lock:
             if self._closing.is_set() or self._back_nbytes + nbytes > _BACK_NBYTES:
@@ -274,6 +301,9 @@ class Travel:
             return
         data = memoryview(self._fetched(name)) if data is None else data
         info = _verified(data, self._namespace, name)
+        if self._budget and not self._budget.take(len(data)):
+            self.counts["not_brought"] += 1
+            return
         key = info.key
         if info.start and before and before != info.parent:
             key = key._replace(previous=bytes.fromhex(before))
@@ -285,7 +315,7 @@ class Travel:
             room.commit(written.statuses)
         if written.problem is not None:
             raise written.problem
-        self._mark(name)
+        self._change_mark(name, sent=True)
         self.counts["brought"] += 1
         self.counts["brought_nbytes"] += len(data)
 

@@ -14,6 +14,7 @@ import pytest
 from travellers import CONFIG, KV, namespace_of, prompt, until, wait_for_travel
 
 from buckets import memory_url, seaweedfs, speaking_to
+from commands import run
 from helpers import DirectoryTest, kv_bits
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
@@ -176,6 +177,21 @@ class TierTest(DirectoryTest):
             until(lambda: namespace_of(vua).travel.counts["not_brought"] > 0)
         self.assertEqual(set(), self.local("b"))
 
+    def test_deleted_behind(self) -> None:
+        """What a lifecycle rule has deleted behind a directory is sent again when it is used."""
+        self.put("a")
+        self.assertEqual(0, run("ttl", self.url, "2d")[0])
+        keys = sorted(self.keys())
+        Bucket.at(self.url).delete(keys[1:])
+        with self.open("a") as vua:
+            self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+            until(lambda: self.keys() == set(keys))
+            wait_for_travel(vua)
+            self.assertEqual(3, namespace_of(vua).travel.counts["sent"])
+        with self.open("a") as vua:  # and not once more
+            self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+        self.assertEqual(0, namespace_of(vua).travel.counts["sent"])
+
     def test_bandwidth(self) -> None:
         """What is sent keeps within the limit, and a cache that closes does not wait for it."""
         slow = VUAConfig(split_factor=16, model="tiny", upload_mib_s=1e-6)
@@ -264,6 +280,7 @@ class DirectoryBehindTest(TierTest):
         """The entries in it."""
         return self.local("behind")
 
+    test_deleted_behind = None  # times to live are the other directory's own matter
     test_without_the_bucket = None
     test_damage_is_not_copied = None
 

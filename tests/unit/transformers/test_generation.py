@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 import unittest
 import warnings
@@ -13,6 +14,8 @@ from unittest import mock
 
 import torch
 
+from commands import run
+from helpers import keys_of
 from vua import InputError, StorageError
 from vua.testing.models import make_model
 
@@ -95,6 +98,15 @@ class GenerationTest(unittest.TestCase):
             out = self.model.generate(PROMPT, **call)  # what was generated is stored, too
             longer = torch.cat([out, PROMPT[:, :12]], dim=1)
             self.assertEqual(16, self.ask(input_ids=longer)[1])
+
+    def test_events(self) -> None:
+        """`vua events` tells of what was stored here, by the keys that follow from the tokens."""
+        with self.reusing():
+            self.ask(input_ids=PROMPT)
+        code, out, _ = run("events", self.store)
+        self.assertEqual(0, code)
+        found = [json.loads(line)["block_hashes"][0] for line in out.splitlines()]
+        self.assertEqual([key.name for key in keys_of(PROMPT[0].tolist(), CHUNK)], found)
 
     def test_left_padding(self) -> None:
         """Of a batch as many columns are loaded as all rows have; padding does not matter."""
