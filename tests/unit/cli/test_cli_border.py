@@ -65,6 +65,19 @@ class TestBorder(CliTest):
                 self.assertLessEqual(seen, {"\n"})
                 self.assertTrue(out + err)
 
+    def test_every_json(self) -> None:
+        """What a verb prints with `--json` is JSON, or nothing where it says what is wrong."""
+        printed = set()
+        for words in self.commands():
+            with self.subTest(words=words):
+                _, out, err = run(*words, "--json")
+                if words[0] == "events" and out:
+                    out = f"[{','.join(out.splitlines())}]"
+                self.assertTrue(json.loads(out) if out else err)
+                self.assertTrue(out.replace("\n", "").isascii())
+                printed |= {words[0]} if out else set()
+        self.assertLessEqual({"ls", "verify", "du", "top", "gc", "doctor", "key", "ttl"}, printed)
+
     def test_json_is_exact(self) -> None:
         """JSON has the names as they are, without a control character in its text."""
         code, out, _ = run("ls", self.evil, "--json")
