@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--tokenizer", metavar="MODELDIR", help="whose tokenizer.json takes texts to explain"
     )
-    add_events(commands)
+    add_events(commands, common)
     _add_explain(commands, common, keys)
     _add_upkeep(commands, common, keys)
     _add_transfer(commands, common, keys)

@@ -52,7 +52,7 @@ class TestBorder(CliTest):
             ["bench", "replay", self.EVIL], ["key", f"{root}/{self.EVIL}.key"],
             ["gc", root, "--ttl", self.EVIL], ["doctor", root], [self.EVIL],
             ["adopt", root, "--yes"], ["adopt", self.EVIL], ["bench", "report", self.EVIL],
-            ["completion", self.EVIL], ["ui", self.EVIL],
+            ["completion", self.EVIL], ["ui", self.EVIL], ["events", root], ["events", self.EVIL],
         ]  # fmt: skip
 
     def test_every_verb(self) -> None:

@@ -81,8 +81,8 @@ class JsonTest(CliTest):
             "export": [["export", root, beside / "tar", "--all"], ["import", root, beside / "tar"]],
             "verify": [["verify", root]],
             "gc": [["gc", root]],
-            "bench replay": [["bench", "replay", beside / "trace", "--out", beside / "replay.json"]],
-            "bench report": [["bench", "report", beside / "replay.json", "--out", beside / "page"]],
+            "bench replay": [["bench", "replay", beside / "trace", "--out", beside / "bench"]],
+            "bench report": [["bench", "report", beside / "bench", "--out", beside / "page"]],
             "bench path": [["bench", "path", root, "--tiny", "--model", "Llama-3.1-8B",
                             "--prefill", "1000"]],
             "completion": [["completion", "bash"]],
@@ -121,7 +121,7 @@ class ExitStatusTest(CliTest):
             0: [run("ls", self.root)[0], run("--help")[0], run("--version")[0], run()[0]],
             1: [run("verify", self.root)[0], run("inspect", self.entries()[0])[0]],
             2: [run("ls", missing)[0], run("unheard")[0], run("rm", self.root)[0],
-                run("gc", self.root, "--max-bytes", "much")[0], run("import", self.root, missing)[0]],
+                run("import", self.root, missing)[0], run("ttl", self.root, "soon")[0]],
             130: [self.interrupted()],
         }  # fmt: skip
         for status, codes in found.items():
