@@ -1,0 +1,55 @@
+"""The examples on a real model run as they stand, and load what they say they load."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import unittest
+
+import pytest
+
+from e2e.harness import SOURCE
+from helpers import DirectoryTest
+from vua.testing.real_model import wheel_file
+
+pytestmark = pytest.mark.thorough
+
+EXAMPLES = SOURCE.parent / "examples"
+CHUNK_TOKENS = 64
+PRINTED = re.compile(r"^(\d+) of (\d+) tokens loaded", re.MULTILINE)
+
+
+@unittest.skipUnless(EXAMPLES.exists(), "not in a checkout")
+@unittest.skipUnless(wheel_file(), "the wheel of the real model is not installed")
+class ExamplesTest(DirectoryTest):
+    def run_example(self, name: str) -> list[tuple[int, int]]:
+        """Run it on an empty directory; return of each prompt the tokens loaded, and all."""
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLES / name), "--path", str(self.root), "--new-tokens", "8"],
+            env=os.environ | {"PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        self.assertEqual(0, done.returncode, done.stderr[-3000:])
+        return [(int(loaded), int(length)) for loaded, length in PRINTED.findall(done.stdout)]
+
+    def test_chat(self) -> None:
+        """Each turn loads at least the whole chunks of the prompt before it."""
+        turns = self.run_example("chat.py")
+        self.assertEqual(3, len(turns))
+        self.assertEqual(0, turns[0][0])
+        for (_, before), (loaded, _) in itertools.pairwise(turns):
+            self.assertGreaterEqual(loaded, before // CHUNK_TOKENS * CHUNK_TOKENS)
+
+    def test_one_document_or_system_prompt(self) -> None:
+        """The first prompt is computed; the others load all but their last words."""
+        for name in ("rag.py", "agents.py"):
+            with self.subTest(name):
+                (nothing, _), *others = self.run_example(name)
+                self.assertEqual((0, 2), (nothing, len(others)))
+                for loaded, length in others:
+                    self.assertGreater(loaded, length - 2 * CHUNK_TOKENS)
