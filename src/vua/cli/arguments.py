@@ -12,7 +12,7 @@ from typing import Final, NoReturn
 
 from vua.cli.text import UNUSABLE, plain
 
-__all__ = ["VARIABLE", "Parser", "duration_s", "parsed", "share"]
+__all__ = ["VARIABLE", "Parser", "duration", "duration_s", "parsed", "share"]
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory where a command is given none; engines know it too."""
@@ -41,6 +41,17 @@ def duration_s(text: str) -> float:
     except ValueError:
         msg = f"{text!r:.40} is no time; give seconds, or 30m, 12h, 1d, 2w"
         raise argparse.ArgumentTypeError(msg) from None
+
+
+def duration(seconds: float) -> str:
+    """Return the text for which :func:`duration_s` returns these seconds, in the largest unit.
+
+    >>> duration(86400), duration(5400), duration(0.5)
+    ('1d', '90m', '0.5s')
+    """
+    units = [unit for unit, length_s in _UNITS_S.items() if seconds % length_s == 0 and unit != "w"]
+    unit = units[-1] if units else "s"
+    return f"{seconds / _UNITS_S[unit]:.15g}{unit}"
 
 
 def share(text: str) -> float:
