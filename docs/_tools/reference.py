@@ -28,7 +28,14 @@ from vua.security.settings import Security
 DOCS = Path(__file__).resolve().parent.parent
 OPEN, CLOSE = "<!-- generated: {} -->", "<!-- /generated -->"
 REGION = re.compile(r"<!-- generated: ([\w-]+) -->\n(.*?)<!-- /generated -->", re.DOTALL)
-UNITS = {"_mib_s": "MiB/s", "_s": "seconds", "_bytes": "size", "_mib": "MiB", "_tokens": "tokens"}
+UNITS = {
+    "_per_day": "GiB per day",
+    "_mib_s": "MiB/s",
+    "_s": "seconds",
+    "_bytes": "size",
+    "_mib": "MiB",
+    "_tokens": "tokens",
+}
 KINDS = {"bool": "true or false", "str": "text", "int": "number", "float": "number"}
 SPECIAL = {
     "shared_storage_path": "path",

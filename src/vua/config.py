@@ -14,6 +14,7 @@ from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.bucket_path import BucketPath
 from vua.storage.location import Location, Tiers
+from vua.store.tier_rules import TierRules
 
 __all__ = ["VUAConfig"]
 
@@ -61,12 +62,19 @@ class VUAConfig:
     """Seconds without use after which a chunk is deleted; by default none."""
     upload_mib_s: float | None = None
     """Of a directory with places behind it: bandwidth for what travels on to them."""
+    write_back: str = "always"
+    """What is written back to that directory: `"always"`: what was read from behind it;
+    `"second_use"`: what the same process has read from behind before."""
+    write_back_gib_per_day: float | None = None
+    """GiB that all processes together write back to it per day (UTC), for disks that wear out; by
+    default any number. What is put is not counted."""
     security: Security = Security()
     """Whose files are read, who may read what is stored, and the keys."""
 
     _FIELDS = (
         *("split_factor", "model", "epoch", "durable", "threads", "buffer_bytes"),
-        *("max_bytes", "min_free_bytes", "ttl_s", "upload_mib_s", "security"),
+        *("max_bytes", "min_free_bytes", "ttl_s"),
+        *("upload_mib_s", "write_back", "write_back_gib_per_day", "security"),
     )
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401
@@ -83,7 +91,7 @@ class VUAConfig:
                 msg = f"VUAConfig.{name} must be a positive int, found {value!r}"
                 raise ConfigError(msg)
 
-        _ = self.bounds  # raises for unusable ones
+        _ = self.bounds, TierRules.of(self)  # raise for unusable ones
 
     @property
     def bounds(self) -> Limits:

@@ -30,6 +30,7 @@ from vua.store.locate import locate
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.tensors import Cache, KVCache, allocate, memory_map, sequences, sequences_with_caches
+from vua.store.tier_rules import TierRules
 
 __all__ = ["VUA", "ClosestKV", "VUAConfig"]
 
@@ -197,7 +198,7 @@ class VUA:
                         durable=self.config.durable,
                         bounds=self.config.bounds,
                         security=self.config.security,
-                        upload_mib_s=self.config.upload_mib_s,
+                        rules=TierRules.of(self.config),
                     )
                 )
                 self._reading = self._writing
@@ -282,7 +283,7 @@ class VUA:
                         self.path / self._identity.namespace,
                         security=self.config.security,
                         bounds=self.config.bounds,
-                        upload_mib_s=self.config.upload_mib_s,
+                        rules=TierRules.of(self.config),
                     )
                 except OSError as problem:
                     log.warning("%s cannot be read, all misses: %s", self.path, problem)

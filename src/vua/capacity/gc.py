@@ -266,19 +266,19 @@ def _rehearse_eviction(
     report: Report,
     remover: Remover,
 ) -> None:
-    """Note what would be too old, or too much, when the rest has gone."""
+    """Note what would be too old, or too much, when the rest has gone, and what would be left."""
     evictor = Evictor(root, remover.evict_chunk)
     report.expired = _expire(evictor, now_ns, limits)
-    gone = sum(
-        freed.nbytes
-        for freed in (report.lost_keys, report.orphans, report.over_quota, report.expired)
-    )
-    need = _look(root, limits, report) - gone
+    gone = report.lost_keys + report.orphans + report.over_quota + report.expired
+    need = _look(root, limits, report) - gone.nbytes
     if need > 0:
         report.evicted = evictor.evict(need, now_ns, pins_nbytes=report.pins_most)
-    nbytes = max(0, report.usage.nbytes - gone - report.evicted.nbytes)
-    report.usage = report.usage._replace(nbytes=nbytes)
-    report.free_nbytes += gone + report.evicted.nbytes
+    gone += report.evicted
+    usage = report.usage
+    report.usage = usage._replace(
+        nbytes=max(0, usage.nbytes - gone.nbytes), chunks=max(0, usage.chunks - gone.chunks)
+    )
+    report.free_nbytes += gone.nbytes
 
 
 def _expire(

@@ -3,7 +3,8 @@
 A bucket counts from the last write. Where the cache's ``bounds.json`` says how long an object lives
 that nobody uses (``ttl_s``), a use renews what has passed half of that: it is copied at the server.
 A process looks at a chunk at most four times in such a life, by one request; a renewal takes two
-copies and a deletion per object. All of it happens on a thread of its own.
+copies and a deletion per object. All of it happens on a thread of its own. What a look does not
+find any more is told to whoever can send it again from a directory in front.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from vua.errors import ConfigError
 from vua.storage.local import chunk_path, entry_at
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from vua.format.keys import Keys
-    from vua.storage.bucket import Meta
     from vua.storage.bucket_path import BucketPath
 
 __all__ = ["Renewal"]
@@ -40,12 +40,18 @@ _CLOSE_S: Final = 5.0
 class Renewal:
     """Renews the chunks of one namespace. Safe for threads; each process looks by itself."""
 
-    def __init__(self, place: BucketPath, bounds: Limits | None = None) -> None:
+    def __init__(
+        self,
+        place: BucketPath,
+        bounds: Limits | None = None,
+        seen: Callable[[str, Collection[str]], None] | None = None,
+    ) -> None:
         """Renew objects of the namespace in ``place``; sends nothing.
 
-        Of the ``ttl_s`` in ``bounds`` and in ``bounds.json`` the shorter one holds.
+        Of the ``ttl_s`` in ``bounds`` and in ``bounds.json`` the shorter one holds. ``seen`` is
+        told, after each listing of a chunk, which of its entries are in the bucket.
         """
-        self._place, self._bounds = place, bounds or Limits()
+        self._place, self._bounds, self._seen = place, bounds or Limits(), seen
         self.counts: Counter[str] = Counter()
         """So far: looked (chunks), renewed (objects), failed."""
         self._touches = Touches(self._renew)
@@ -103,12 +109,15 @@ class Renewal:
                     return
             except FileNotFoundError:
                 pass  # stored in other shards, or gone
-        found = [one for one in bucket.walk(folder.key) if self._is_entry(one)]
-        for one in found:
+        names = set()
+        for one in list(bucket.walk(folder.key)):
+            name = entry_at(one.key.removeprefix(f"{self._place.key}/"))
+            if not name:
+                continue
+            names.add(name)
             self._file = one.key.rpartition("/")[2]
             if one.modified_s < before_s:
                 bucket.renew(one.key)
                 self.counts["renewed"] += 1
-
-    def _is_entry(self, one: Meta) -> bool:
-        return bool(entry_at(one.key.removeprefix(f"{self._place.key}/")))
+        if self._seen is not None:
+            self._seen(chunk, names)

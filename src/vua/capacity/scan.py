@@ -74,7 +74,7 @@ TRASH: Final = "trash-"
 TTL_FOLDER: Final = "ttl"
 """The folder of chunks' own times to live, in a namespace; see :mod:`vua.capacity.ttl`."""
 
-_NAMESPACE: Final = re.compile(r"[0-9a-f]{64}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _FAN: Final = re.compile(r"[0-9a-f]{2}")
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -176,7 +176,7 @@ def spaces(root: str | os.PathLike[str]) -> Iterator[list[Space]]:
         names = [
             one.name
             for one in entries
-            if _NAMESPACE.fullmatch(one.name) and one.is_dir(follow_symlinks=False)
+            if _DIGEST.fullmatch(one.name) and one.is_dir(follow_symlinks=False)
         ]
     pool = _Pool(root)
     try:
@@ -225,7 +225,7 @@ def chunks_of(space: Space, fan: str) -> Iterator[tuple[str, int]]:
     """Yield (name, mtime) of the chunks in one fan-out directory."""
     with listed(space.fd, fan) as entries:
         for entry in entries:
-            if len(entry.name) == 64:
+            if _DIGEST.fullmatch(entry.name):
                 try:
                     status = entry.stat(follow_symlinks=False)
                 except OSError:

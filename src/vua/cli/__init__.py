@@ -28,6 +28,7 @@ from vua.cli.bucket_keep import pins_bucket, ttl_bucket
 from vua.cli.capacity import du, gc, ttl
 from vua.cli.completion import SHELLS, answer_shell, completion
 from vua.cli.doctor import doctor
+from vua.cli.events import add_events, events
 from vua.cli.explain import Question, explain
 from vua.cli.exporting import Choice, export
 from vua.cli.importing import import_
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = Parser(
         prog="vua",
         description="Look into a VUA cache directory.",
-        epilog="Look: ls, du, top, ui, inspect, explain. Check: verify, doctor. "
+        epilog="Look: ls, du, top, ui, inspect, explain, events. Check: verify, doctor. "
         "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. Measure: bench. "
         "Set up: key, completion. "
         f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
@@ -126,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--tokenizer", metavar="MODELDIR", help="whose tokenizer.json takes texts to explain"
     )
+    add_events(commands, common)
     _add_explain(commands, common, keys)
     _add_upkeep(commands, common, keys)
     _add_transfer(commands, common, keys)
@@ -136,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
         "bench", parents=[common], help="measure a directory, or play a trace"
     )
     add_arguments(one)
-    one = commands.add_parser("completion", help="print what makes a shell complete these words")
+    one = commands.add_parser(
+        "completion", parents=[common], help="print what makes a shell complete these words"
+    )
     one.add_argument("shell", choices=SHELLS)
     return parser
 
@@ -292,13 +296,14 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "ls": lambda said, write: ls(said.directory, long=said.long, sort=said.sort, write=write),
     "inspect": lambda said, write: inspect(said.files, write=write),
     "bench": lambda said, write: bench(said, write=write),
-    "completion": lambda said, _: completion(said.shell),
+    "completion": lambda said, write: completion(said.shell, write=write),
     "verify": lambda said, write: verify(
         said.directory, repair=said.repair, part=said.sample, security=said.security, write=write
     ),
     "doctor": lambda said, write: doctor(
         said.directory, trusted_uids=said.trusted_uids, write=write
     ),
+    "events": lambda said, _: events(said),
     "top": lambda said, write: top(said.directory, said.interval, once=said.once, write=write),
     "ui": lambda said, write: ui(
         said.directory,
@@ -316,7 +321,7 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
 _ON_BUCKETS: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "du": lambda said, write: du_bucket(said.directory, write=write),
     "doctor": lambda said, write: doctor_bucket(said.directory, write=write),
-    "adopt": lambda said, _: adopt_bucket(said.directory),
+    "adopt": lambda said, write: adopt_bucket(said.directory, write=write),
     "rm": lambda said, write: rm_bucket(
         *(said.directory, said.names), everything=said.all, force=said.pinned,
         dry_run=said.dry_run, yes=said.yes, write=write,
@@ -354,7 +359,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             options.security = security_of(options)
         run, write = (
             _RUN.get(options.command, _run_upkeep),
-            as_json if "json" in options and options.json else None,
+            as_json if options.json else None,
         )
         if is_url(getattr(options, "directory", None)):
             run = _ON_BUCKETS.get(options.command, run)

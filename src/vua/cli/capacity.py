@@ -132,8 +132,9 @@ def _print(directory: str, report: Report, *, dry_run: bool) -> None:
     ]
     table(["would be deleted" if dry_run else "deleted", " chunks", " size"], rows)
     state = "within" if report.within else "BEYOND"
+    left = "would be left" if dry_run else "left"
     print(
-        f"{directory}: {usage.chunks} chunks, {size(usage.nbytes)}, {state} its bounds of "
+        f"{directory}: {usage.chunks} chunks, {size(usage.nbytes)} {left}, {state} its bounds of "
         f"{size(limits.max_bytes)} with {size(limits.min_free_bytes)} of the disk left free "
         f"({size(report.free_nbytes)} are); {report.seconds:.1f} s"
     )

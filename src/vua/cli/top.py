@@ -121,9 +121,7 @@ def _look_at_bucket(space: BucketSpace) -> _Look:
 
 def _chunks(space: Space) -> Iterator[tuple[str, int]]:
     for fan in fans_of(space):
-        for chunk, mtime_ns in chunks_of(space, fan):
-            if not chunk.strip("0123456789abcdef"):
-                yield chunk, mtime_ns
+        yield from chunks_of(space, fan)
 
 
 def _compared(

@@ -25,12 +25,12 @@ from vua.storage.description import (
     descriptions,
     is_namespace_name,
 )
-from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, entry_at
+from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, chunk_path, entry_at
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP
 from vua.storage.problems import explained
 from vua.store.namespace import check_root
 
-__all__ = ["Found", "Kind", "described", "open_root", "walk", "walk_bucket"]
+__all__ = ["Found", "Kind", "described", "open_root", "walk", "walk_bucket", "walk_chunk"]
 
 Kind = Literal["entry", "temporary", "quarantined", "mark", "stray", "unreadable"]
 
@@ -92,7 +92,7 @@ def walk(space: Space, fan: str) -> Iterator[Found]:
         name, is_directory = item.name, _is_directory(item)
         if fan:
             if is_directory and is_namespace_name(name) and name[:2] == fan:
-                yield from _all(space, f"{fan}/{name}", "stray", chunk=name)
+                yield from walk_chunk(space, name)
             else:
                 yield from _file(item, fan, "stray")
         elif is_directory and name == QUARANTINE:
@@ -101,6 +101,11 @@ def walk(space: Space, fan: str) -> Iterator[Found]:
             yield from _all(space, name, "temporary")
         elif name != DESCRIPTION and not (is_directory and is_fan(name)):
             yield from _file(item, "", "stray")
+
+
+def walk_chunk(space: Space, chunk: str) -> Iterator[Found]:
+    """Yield what lies in one chunk's directory, in order of name."""
+    return _all(space, chunk_path(chunk), "stray", chunk=chunk)
 
 
 def walk_bucket(namespace: Description) -> Iterator[Found]:

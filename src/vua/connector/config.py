@@ -20,6 +20,7 @@ from vua.connector.log import logger
 from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.bucket_path import is_url
+from vua.store.tier_rules import TierRules
 
 __all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults"]
 
@@ -86,10 +87,21 @@ class WorkerResources:
     the share "no" of `vua_prompt_chunk_tokens_total` grows."""
     upload_mib_s: int = 1000
     """Bandwidth for what travels on from a directory to the places behind it, in MiB per second."""
+    write_back: str = "always"
+    """What is written back to a directory with places behind it: `"always"`: what was read from
+    behind; `"second_use"`: what the same worker has read from behind before."""
+    write_back_gib_per_day: float | None = None
+    """GiB that all workers together write back to that directory per day (UTC), for disks that wear
+    out; by default any number. What an engine saves is not counted."""
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type or out of range. Raises ConfigError."""
         _check(self, "worker.")
+        try:
+            TierRules.of(self)
+        except ConfigError as problem:
+            msg = f"{_WHERE}: worker.{problem}"
+            raise ConfigError(msg) from problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,6 +310,7 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "int": (int,),
     "bool": (bool,),
     "float": (int, float),
+    "float | None": (int, float, type(None)),
     "str | float": (str, int, float),
     "tuple[str, ...]": (tuple,),
     "str | tuple[str, ...]": (str, tuple),
@@ -306,6 +319,7 @@ _KIND_NAMES: Final = {
     "str | tuple[str, ...]": "text or a list",
     "tuple[str, ...]": "a list",
     "str | float": "text or a number",
+    "float | None": "a number",
 }
 
 

@@ -17,6 +17,7 @@ from vua.format.identity import Identity
 from vua.store.locate import locate
 from vua.store.namespace import Namespace
 from vua.store.place import look_at
+from vua.store.tier_rules import TierRules
 from vua.weights import Identification, Weights
 
 __all__ = ["Opened", "Opening", "open_namespace"]
@@ -44,7 +45,7 @@ def open_namespace(config: ConnectorConfig, model: Model, identity: Identity) ->
         durable=config.durable,
         bounds=config.limits,
         security=config.security,
-        upload_mib_s=config.worker.upload_mib_s,
+        rules=TierRules.of(config.worker),
     )
 
 

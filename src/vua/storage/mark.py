@@ -26,6 +26,7 @@ __all__ = [
     "MARK",
     "MAX_MARK_NBYTES",
     "UPKEEP",
+    "WRITTEN_BACK",
     "claim",
     "is_marked",
     "judge_mark",
@@ -38,6 +39,8 @@ MARK: Final = "vua.json"
 LIMITS_FILE: Final = "bounds.json"
 UPKEEP: Final = ".upkeep"
 """The directory of the lease, see :mod:`vua.capacity.lease`."""
+WRITTEN_BACK: Final = "written-back"
+"""A file in it, see :class:`vua.store.tier_rules.DailyBudget`."""
 
 _FORMAT: Final = "vua.root.v1"
 _FORMATS: Final = "vua.root."
@@ -120,7 +123,8 @@ def _describes_itself(root: str | os.PathLike[str], name: str) -> bool:
 def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:
     if name == UPKEEP:
         with contextlib.suppress(OSError):
-            return all(re.match("lease|clock", one) for one in os.listdir(Path(root) / UPKEEP))
+            ours = re.compile(f"lease|clock|{WRITTEN_BACK}")
+            return all(ours.match(one) for one in os.listdir(Path(root) / UPKEEP))
         return False
     return name in (MARK, LIMITS_FILE) or _NO_CONTENT.fullmatch(name) is not None
 

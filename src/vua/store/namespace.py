@@ -39,6 +39,7 @@ from vua.storage.object import ObjectStorage
 from vua.storage.problems import explained
 from vua.storage.tiered import TieredStorage
 from vua.store.store import Store
+from vua.store.tier_rules import TierRules
 from vua.store.travel import Travel
 
 __all__ = ["Namespace", "check_root"]
@@ -58,7 +59,7 @@ class Namespace:
         layouts: Sequence[KVLayout],
         security: Security,
         bounds: Limits | None = None,
-        upload_mib_s: float | None = None,
+        rules: TierRules | None = None,
     ) -> None:
         """Use an open storage; :meth:`open` and :meth:`create` call this."""
         path = storage.directory
@@ -79,11 +80,12 @@ class Namespace:
             self.travel = storage.travels = Travel(
                 *(near, storage.far, self.name, self.capacity),
                 where=storage.where,
-                upload_mib_s=upload_mib_s,
+                rules=rules,
             )
         places = storage.far if isinstance(storage, TieredStorage) else (storage,)
+        seen = None if self.travel is None else self.travel.seen_behind
         self.renewals = [
-            Renewal(one.directory, bounds) for one in places if isinstance(one, ObjectStorage)
+            Renewal(one.directory, bounds, seen) for one in places if isinstance(one, ObjectStorage)
         ]
         """What keeps objects young that are used, one for each bucket."""
         self.keyring = Keyring(self.name, security)
@@ -100,7 +102,7 @@ class Namespace:
         *,
         security: Security | None = None,
         bounds: Limits | None = None,
-        upload_mib_s: float | None = None,
+        rules: TierRules | None = None,
     ) -> Namespace | None:
         """Open what is stored in ``path``, or return None when nothing describes it.
 
@@ -117,7 +119,7 @@ class Namespace:
                 *(path.parent, found.identity, found.layouts),
                 bounds=bounds,
                 security=security,
-                upload_mib_s=upload_mib_s,
+                rules=rules,
             )
         layouts = read_description(path).layouts
         if not layouts:
@@ -139,7 +141,7 @@ class Namespace:
         durable: bool = False,
         bounds: Limits | None = None,
         security: Security | None = None,
-        upload_mib_s: float | None = None,
+        rules: TierRules | None = None,
     ) -> Namespace:
         """Open the namespace of ``identity`` for reading and writing, made where it is missing.
 
@@ -151,7 +153,7 @@ class Namespace:
             bounds: what this process says of the cache's size; ``bounds.json`` and the defaults of
                 :mod:`vua.capacity.limits` hold, too.
             security: whose files are read, the modes of what is written, and the keys.
-            upload_mib_s: of several places, the bandwidth for what travels on to those behind.
+            rules: of several places, what is copied between them when.
 
         Raises:
             LayoutError: the namespace holds other layouts; nothing stored is touched.
@@ -186,7 +188,7 @@ class Namespace:
             far = _open_behind(root.far, identity, wanted, security)
             where = ", ".join(str(one.directory.parent) for one in far)
             tiered = TieredStorage(storage, far, where)
-            return cls(tiered, wanted, security, bounds, upload_mib_s)
+            return cls(tiered, wanted, security, bounds, rules)
         return cls(storage, wanted, security, bounds)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from helpers import DirectoryTest, caches_of, contents, flip, until
 from ui import Served, served
 from vua.capacity.lru import touch
 from vua.capacity.prefix_tree import PrefixTree, read_node, read_prefix_tree
+from vua.capacity.sample import sample_prefix_tree
 from vua.capacity.scan import spaces
 from vua.cli.ui.runs import runs_of
 from vua.core import VUA, VUAConfig
@@ -253,6 +254,38 @@ class RunsTest(DirectoryTest):
         runs = runs_of(now, torch.zeros(len(now.names), dtype=torch.int64).numpy())
         self.assertEqual(len(lost) - 1, runs.unreachable)
         self.assertEqual(len(now.names) - len(lost) + 1, int(runs.chunks.sum()))
+
+    def test_sample(self) -> None:
+        """Each prefix counts in a sample, on average over all parts, with all that it has."""
+        plant(self.root, 400, seed=4)
+        whole = self.tree()
+        wanted = runs_of(whole, torch.zeros(len(whole.names), dtype=torch.int64).numpy())
+        parts = sorted({name.hex()[:2] for name in map(bytes, whole.names)})
+        roots = dict.fromkeys((wanted.names[one] for one in wanted.beginnings), 0.0)
+        nbytes = 0.0
+        with spaces(self.root) as found:
+            for part in parts:
+                with mock.patch("random.choice", return_value=part):
+                    tree, stands_for = sample_prefix_tree(found[0])
+                runs = runs_of(tree, torch.zeros(len(tree.names)).numpy(), stands_for)
+                self.assertEqual(0, runs.unreachable)
+                nbytes += runs.total_nbytes[runs.beginnings].sum() / len(parts)
+                for one in runs.beginnings:
+                    roots[runs.names[one]] += runs.total_chunks[one] / len(parts)
+        for one in wanted.beginnings:
+            self.assertAlmostEqual(wanted.total_chunks[one], roots[wanted.names[one]])
+        self.assertAlmostEqual(int(whole.nbytes.sum()), nbytes)
+
+    def test_sample_ends(self) -> None:
+        """A sample ends in time with one chunk and what is before it, also in a circle."""
+        plant(self.root, 40, seed=5)
+        with spaces(self.root) as found:
+            tree, stands_for = sample_prefix_tree(found[0], longest_s=0.0)
+            self.assertEqual(1, (stands_for > 0).sum())
+            node = read_node(found[0], tree.name(0))._replace(before=tree.name(0))
+            with mock.patch("vua.capacity.sample.read_node", return_value=node):
+                again, _ = sample_prefix_tree(found[0])
+        self.assertGreaterEqual(len(again.names), 1)
 
     def test_read_again(self) -> None:
         """Only what has changed is read again, and the tree is the one that is read anew."""

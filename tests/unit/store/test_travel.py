@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 import time
 import unittest
 from unittest import mock
@@ -14,11 +15,13 @@ import pytest
 from travellers import CONFIG, KV, namespace_of, prompt, until, wait_for_travel
 
 from buckets import memory_url, seaweedfs, speaking_to
+from commands import run
 from helpers import DirectoryTest, kv_bits
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.storage.bucket import Bucket
 from vua.store.namespace import Namespace
+from vua.store.write_back import WriteBack
 
 pytest.importorskip("obstore")
 
@@ -75,6 +78,29 @@ class TierTest(DirectoryTest):
         found = alone.get_closest(TOKENS)
         self.assertEqual((64, kv_bits(KV)), (found.num_tokens, kv_bits(found.data)))
         alone.close()
+
+    def test_nothing_is_written_back_meanwhile(self) -> None:
+        """What came from behind is written back once nothing is read any more."""
+        self.put("a")
+        waits = threading.Event()
+        wait = WriteBack.wait_for_quiet
+
+        def waiting(back: WriteBack) -> bool:
+            waits.set()
+            return wait(back)
+
+        with (
+            self.open("b") as vua,
+            mock.patch.object(WriteBack, "wait_for_quiet", waiting),
+            mock.patch("vua.store.write_back._LONGEST_WAIT_S", 300.0),
+        ):
+            self.assertEqual(0, vua.get_closest(TOKENS + 1).num_tokens)  # opens it
+            travel = namespace_of(vua).travel
+            with travel.reading():
+                self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+                self.assertTrue(waits.wait(300))
+                self.assertEqual((0, set()), (travel.counts["brought"], self.local("b")))
+            until(lambda: travel.counts["brought"] == 4)
 
     def test_what_was_not_sent_is_found_again(self) -> None:
         """Chunks stored without the bucket, or left by a crash, are sent by the next who opens."""
@@ -176,6 +202,21 @@ class TierTest(DirectoryTest):
             until(lambda: namespace_of(vua).travel.counts["not_brought"] > 0)
         self.assertEqual(set(), self.local("b"))
 
+    def test_deleted_behind(self) -> None:
+        """What a lifecycle rule has deleted behind a directory is sent again when it is used."""
+        self.put("a")
+        self.assertEqual(0, run("ttl", self.url, "2d")[0])
+        keys = sorted(self.keys())
+        Bucket.at(self.url).delete(keys[1:])
+        with self.open("a") as vua:
+            self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+            until(lambda: self.keys() == set(keys))
+            wait_for_travel(vua)
+            self.assertEqual(3, namespace_of(vua).travel.counts["sent"])
+        with self.open("a") as vua:  # and not once more
+            self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+        self.assertEqual(0, namespace_of(vua).travel.counts["sent"])
+
     def test_bandwidth(self) -> None:
         """What is sent keeps within the limit, and a cache that closes does not wait for it."""
         slow = VUAConfig(split_factor=16, model="tiny", upload_mib_s=1e-6)
@@ -264,6 +305,7 @@ class DirectoryBehindTest(TierTest):
         """The entries in it."""
         return self.local("behind")
 
+    test_deleted_behind = None  # times to live are the other directory's own matter
     test_without_the_bucket = None
     test_damage_is_not_copied = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 import unittest
 import warnings
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
+from commands import run
+from helpers import keys_of
 from vua import InputError, StorageError
 from vua.testing.models import make_model
 
@@ -96,6 +100,15 @@ class GenerationTest(unittest.TestCase):
             longer = torch.cat([out, PROMPT[:, :12]], dim=1)
             self.assertEqual(16, self.ask(input_ids=longer)[1])
 
+    def test_events(self) -> None:
+        """`vua events` tells of what was stored here, by the keys that follow from the tokens."""
+        with self.reusing():
+            self.ask(input_ids=PROMPT)
+        code, out, _ = run("events", self.store)
+        self.assertEqual(0, code)
+        found = [json.loads(line)["block_hashes"][0] for line in out.splitlines()]
+        self.assertEqual([key.name for key in keys_of(PROMPT[0].tolist(), CHUNK)], found)
+
     def test_left_padding(self) -> None:
         """Of a batch as many columns are loaded as all rows have; padding does not matter."""
         rows = PROMPT[0], PROMPT[0, :70].flip(0), PROMPT[0, :83]
@@ -131,6 +144,7 @@ class GenerationTest(unittest.TestCase):
         self.assertEqual(6, columns)
         self.assertTrue(all(one != other for one, other in zip(wrong, expected, strict=True)))
 
+    @pytest.mark.thorough
     def test_ways_of_generating(self) -> None:
         """Beams, sampling, several sequences, penalties, results as objects, stopping criteria."""
         batch = padded(PROMPT[0], PROMPT[0, :90].flip(0))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import unittest
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -14,6 +15,9 @@ from unittest import mock
 
 import pytest
 
+from commands import TOKENS
+from helpers import keys_of
+from routers import SocketTest
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
@@ -21,7 +25,15 @@ from vua.format.layout import KVLayout, Shard
 pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
+    import msgspec
     import torch
+    import zmq
+    from vllm.distributed.kv_events import (
+        MEDIUM_STORAGE,
+        BlockRemoved,
+        BlockStored,
+        KVEventBatch,
+    )
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from vua.connector import events
@@ -189,3 +201,33 @@ class AnnouncerTest(unittest.TestCase):
             for on in said
         ]
         self.assertEqual([False, False, True], [enabled(config) for config in made])
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class DirectoryTest(SocketTest):
+    """`vua events`, as a router of vLLM's events reads it."""
+
+    def test_decoded(self) -> None:
+        """What is stored, parents first, and what is removed is what vLLM's own decoder reads."""
+        keys = [key.prefix_hash for key in keys_of(TOKENS.tolist(), 4)]
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        with self.running("--follow", "--interval", "0.01"):
+            subscriber = self.socket(zmq.SUB, self.out)
+            subscriber.subscribe(b"")
+            batch = decoder.decode(subscriber.recv_multipart()[2])
+            shutil.rmtree(self.entries()[0].parents[2])
+            removed = decoder.decode(subscriber.recv_multipart()[2]).events[0]
+            shutil.rmtree(self.root)
+        chains: dict[str, list[bytes]] = {}
+        for event in batch.events:
+            self.assertIsInstance(event, BlockStored)
+            self.assertEqual((MEDIUM_STORAGE, "LOCAL"), (event.medium, event.locality))
+            self.assertEqual((4, []), (event.block_size, event.token_ids))
+            chain = chains.setdefault(event.ownership, [])
+            self.assertEqual(chain[-1] if chain else None, event.parent_block_hash)
+            chain += event.block_hashes
+        self.assertEqual([keys[:1], keys], sorted(chains.values(), key=len))
+        self.assertEqual(0, batch.data_parallel_rank)
+        self.assertIsInstance(removed, BlockRemoved)
+        self.assertEqual(keys, chains[removed.ownership])
+        self.assertIn(removed.block_hashes[0], keys)

@@ -17,6 +17,7 @@ from vua.capacity.prefix_tree import PrefixTree
 __all__ = ["Runs", "runs_of"]
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
+_Floats: TypeAlias = npt.NDArray[np.float64]
 _NARROWEST: Final = 1 / 500
 """Share of the whole below which a box is not drawn by itself: less than two pixels or so."""
 _MOST_BOXES: Final = 1200
@@ -120,8 +121,11 @@ class Runs:
         }
 
 
-def runs_of(tree: PrefixTree, uses: _Ints) -> Runs:
-    """Draw a tree together; ``uses`` are how often each of its chunks was seen to be used."""
+def runs_of(tree: PrefixTree, uses: _Ints, stands_for: _Floats | None = None) -> Runs:
+    """Draw a tree together; ``uses`` are how often each of its chunks was seen to be used.
+
+    ``stands_for``: for how many chunks each one counts, where the tree is a sample.
+    """
     count = len(tree.names)
     reached = tree.first < count
     at = np.flatnonzero(reached)
@@ -152,13 +156,24 @@ def runs_of(tree: PrefixTree, uses: _Ints) -> Runs:
     return _linked(
         [tree.name(int(one)) for one in heads],
         parent,
-        [chunks, summed(tree.nbytes), summed(uses), newest],
+        chunks,
+        [
+            chunks if stands_for is None else summed(stands_for.astype(np.int64)),
+            summed(tree.nbytes),
+            summed(uses),
+            newest,
+        ],
         unreachable=int(count - len(at)),
     )
 
 
-def _linked(names: list[str], parent: _Ints, own: list[_Ints], *, unreachable: int) -> Runs:
-    """Add up the totals; ``own`` are each run's chunks, bytes, uses and latest mtime."""
+def _linked(
+    names: list[str], parent: _Ints, length: _Ints, own: list[_Ints], *, unreachable: int
+) -> Runs:
+    """Add up the totals; ``own``: what each run adds of chunks, bytes, uses, and its latest mtime.
+
+    ``length`` is a run's number of chunks: what it adds, too, but in a sample.
+    """
     children: list[list[int]] = [[] for _ in names]
     beginnings: list[int] = []
     for run, before in enumerate(parent.tolist()):
@@ -166,7 +181,7 @@ def _linked(names: list[str], parent: _Ints, own: list[_Ints], *, unreachable: i
     order = list(beginnings)
     for run in order:  # grows meanwhile
         order += children[run]
-    lengths = own[0].tolist()
+    lengths = length.tolist()
     place = [0] * len(names)
     chunks, nbytes, uses, newest = (one.tolist() for one in own)
     above = parent.tolist()
@@ -185,7 +200,7 @@ def _linked(names: list[str], parent: _Ints, own: list[_Ints], *, unreachable: i
     return Runs(
         names=names,
         parent=parent,
-        chunks=own[0],
+        chunks=length,
         place=at,
         total_chunks=all_chunks,
         total_nbytes=all_nbytes,

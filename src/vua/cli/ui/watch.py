@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.prefix_tree import PrefixTree, read_prefix_tree
+from vua.capacity.sample import sample_prefix_tree
 from vua.capacity.scan import Space, spaces
 from vua.capacity.usage import measure
 from vua.cli.listing import content_of
-from vua.cli.spread import over_fans
+from vua.cli.spread import is_large, over_fans
 from vua.cli.text import plain
 from vua.cli.ui.child import Talk
 from vua.cli.ui.runs import Runs, runs_of
@@ -45,8 +46,9 @@ class View:
     summary: dict[str, object]
     """Plain values for the page."""
     tree: PrefixTree | None = None
-    """None in a bucket: its names do not say which chunk follows which."""
+    """None until it is read whole."""
     runs: Runs | None = None
+    """None in a bucket: its names do not say which chunk follows which."""
 
 
 @dataclass(slots=True)
@@ -83,8 +85,10 @@ def _look(directory: str, seen: dict[str, _Seen], talk: Talk, *, first: bool) ->
         talk.tell("views", (views, list(views)))
         talk.tell("look", None)
         return
-    talk.tell("usage", _usage(Path(directory)))
     known = {one.name: one for one in found}
+    if first:
+        _sample(directory, known, talk)
+    talk.tell("usage", _usage(Path(directory)))
     total = dict.fromkeys(("new", "used", "gone"), 0)
     for name in seen.keys() - known.keys():
         total["gone"] += len(seen.pop(name).tree.names)
@@ -127,6 +131,22 @@ def _seen(space: Space, before: _Seen | None, talk: Talk, *, is_first: bool) -> 
     stayed = int((~is_new).sum())
     counts = {"new": int(is_new.sum()), "used": int(is_used.sum())}
     return _Seen(tree, uses, {**counts, "gone": len(old.names) - stayed})
+
+
+def _sample(directory: str, known: dict[str, Description], talk: Talk) -> None:
+    """Tell what random chunks say of large namespaces, before all are read."""
+    with spaces(directory) as there:
+        for space in there:
+            if space.name in known and is_large(space):
+                tree, stands_for = sample_prefix_tree(space)
+                runs = runs_of(tree, np.zeros(len(tree.names), dtype=np.int64), stands_for)
+                summary = {
+                    **_described(known[space.name]),
+                    "chunks": round(stands_for.sum()),
+                    "nbytes": int(tree.nbytes.sum()),
+                    "newest_s": int(tree.mtimes_ns.max(initial=0)) / 1e9,
+                }
+                talk.tell("views", ({space.name: View(summary, runs=runs)}, list(known)))
 
 
 def _view(description: Description, now: _Seen) -> View:

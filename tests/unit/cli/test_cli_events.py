@@ -1,0 +1,285 @@
+"""Mirrors `vua.cli.events` and `vua.cli.event_socket`: what routers are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from buckets import memory_url
+from commands import TOKENS, CliTest, run
+from helpers import DirectoryTest, Memory, caches_of, keys_of, model_arrays, rectangle
+from routers import SocketTest
+from vua.core import VUA, VUAConfig
+from vua.format.identity import Identity
+from vua.format.keys import KeyChain, token_ids
+from vua.format.layout import KVLayout, Shard
+from vua.store.namespace import Namespace
+
+KEYS = [key.name for key in keys_of(TOKENS.tolist(), 4)]
+PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    """The events that were printed."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def told(text: str) -> list[tuple[str, str]]:
+    """Their kinds and hashes."""
+    return [(one["type"], *one["block_hashes"]) for one in lines(text)]
+
+
+def delete(root: Path, chunk: str) -> None:
+    """Remove a chunk of every namespace, as an eviction does."""
+    for path in root.glob(f"*/{chunk[:2]}/{chunk}"):
+        shutil.rmtree(path)
+
+
+class TestEvents(CliTest):
+    """What is printed of a directory with two namespaces."""
+
+    def follow(self, *steps: Callable[[], object]) -> list[tuple[str, str]]:
+        """What is told while these things happen, one between two looks; at last all is deleted."""
+        ways = iter([*steps, lambda: shutil.rmtree(self.root)])
+        with mock.patch("time.sleep", side_effect=lambda _: next(ways)()):
+            code, out, err = run("events", self.root, "--follow", "--interval", "1")
+        self.assertEqual(2, code, err)
+        return told(out)
+
+    def test_what_is_there(self) -> None:
+        """One event per chunk and namespace, parents before children, as the page describes it."""
+        code, out, _ = run("events", self.root)
+        found = lines(out)
+        self.assertEqual(0, code)
+        self.assertEqual(sorted([*KEYS, KEYS[0]]), sorted(one["block_hashes"][0] for one in found))
+        (long,) = {one["ownership"] for one in found if one["block_hashes"] == [KEYS[2]]}
+        mine = [one for one in found if one["ownership"] == long]
+        self.assertEqual(KEYS, [one["block_hashes"][0] for one in mine])
+        self.assertEqual([None, *KEYS[:2]], [one["parent_block_hash"] for one in mine])
+        self.assertEqual({"STORAGE"}, {one["medium"] for one in found})
+        self.assertEqual({4}, {one["block_size"] for one in found})
+        section = PAGE.read_text("utf-8").split("### events", 1)[1].split("###", 1)[0]
+        self.assertEqual(set(found[0]), set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)))
+
+    def test_locality(self) -> None:
+        """By the file system's kind, or as it is said; a kind that is not known may be shared."""
+        for words, expected in (((), {"LOCAL"}), (("--locality", "remote"), {"REMOTE"})):
+            _, out, _ = run("events", self.root, *words)
+            self.assertEqual(expected, {one["locality"] for one in lines(out)})
+        with mock.patch("vua.io.posix._LOCAL", frozenset()):
+            _, out, _ = run("events", self.root)
+        self.assertEqual({"REMOTE"}, {one["locality"] for one in lines(out)})
+
+    def test_follow(self) -> None:
+        """What is stored and removed between two looks is told; what was only used is not."""
+        first = told(run("events", self.root)[1])
+
+        def use() -> None:
+            for path in self.entries():
+                os.utime(path.parent)
+
+        seen = self.follow(
+            use, lambda: self.put("qwen", 2, torch.bfloat16), lambda: delete(self.root, KEYS[2])
+        )
+        self.assertEqual(first, seen[:4])
+        self.assertEqual([("BlockStored", KEYS[1]), ("BlockRemoved", KEYS[2])], seen[4:])
+
+    def test_gap(self) -> None:
+        """Without the chunk before it no lookup finds a chunk: it is gone until that is back."""
+        seen = self.follow(
+            lambda: delete(self.root, KEYS[1]), lambda: self.put("llama", 3, torch.float32)
+        )
+        gone = [("BlockRemoved", KEYS[2]), ("BlockRemoved", KEYS[1])]
+        self.assertEqual([*gone, ("BlockStored", KEYS[1]), ("BlockStored", KEYS[2])], seen[4:])
+
+    def test_new_namespace(self) -> None:
+        """A model that comes later is told of; one that is deleted is gone with all its chunks."""
+        path = self.entries()[0].parents[2]
+        seen = self.follow(lambda: self.put("mistral", 1), lambda: shutil.rmtree(path))
+        gone = [("BlockRemoved", key) for key in reversed(KEYS)]
+        self.assertEqual([("BlockStored", KEYS[0]), *gone], seen[4:])
+
+    def test_hostile_names(self) -> None:
+        """Names that are not of chunks, and files that are none, neither stop it nor are told."""
+        before = run("events", self.root)[1]
+        fan = self.entries()[0].parents[1]
+        for name in (" " * 64, "ab" * 20 + " " * 24, "AB" * 32, "\n" * 64, "g" * 64, "a" * 63):
+            (fan / name).mkdir()
+        (fan / ("a" * 63 + "\x1b")).mkdir()
+        fake = fan / (fan.name + "0" * 62)
+        fake.mkdir()
+        os.mkfifo(fake / self.entries()[0].name)
+        (self.root / ("0" * 64)).mkdir()
+        (self.root / ("1" * 64)).symlink_to("/")
+        code, out, err = run("events", self.root)
+        self.assertEqual((0, ""), (code, err))
+        self.assertEqual(told(before), told(out))
+
+    def test_circle(self) -> None:
+        """Chunks that claim to follow each other are not reached from a first one."""
+        namespace = self.entries()[0].parents[2]
+        for one, other in ((0, 2), (2, 0)):
+            chunk = namespace / KEYS[one][:2] / KEYS[one]
+            (chunk / f"after-{KEYS[other]}").touch()
+        self.assertEqual([("BlockStored", KEYS[0])], told(run("events", self.root)[1]))
+
+    def test_words(self) -> None:
+        """Words without sense are refused with a sentence."""
+        for words in (["--interval", "0"], ["--topic", "t"], ["--connect"]):
+            code, _, err = run("events", self.root, *words)
+            self.assertEqual((2, 1), (code, len(err.splitlines())), err)
+        self.assertEqual(2, run("events", self.root / "absent")[0])
+
+
+class TestShards(DirectoryTest):
+    """Chunks in several files, and behind extras."""
+
+    layout = KVLayout(2, 2, 8, 8, "BF16", 4)
+
+    def save(self, shards: list[Shard], extras: dict[int, list[tuple[str, bytes]]]) -> list[str]:
+        """Store a prompt as an engine with these shards does; return its chunks."""
+        identity = Identity(model="m", chunk_tokens=4)
+        namespace = Namespace.create(self.root, identity, [self.layout])
+        self.addCleanup(namespace.close)
+        keys = namespace.keys(token_ids(TOKENS), extras).first(3)
+        for shard in shards:
+            arrays = rectangle(model_arrays(self.layout, 3), shard)
+            memory = Memory(self.layout, shard, 3).fill(arrays).map()
+            for place, key in enumerate(keys):
+                self.assertTrue(namespace.stores[0].save(key, memory, shard=shard, place=place))
+        return [key.name for key in keys]
+
+    def test_all_shards(self) -> None:
+        """A chunk is stored once the files of all ranks are there, and gone without one."""
+        left, right = Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)
+        names = self.save([left], {})
+        self.assertEqual("", run("events", self.root)[1])
+        steps = iter([
+            lambda: self.save([right], {}),
+            lambda: next(self.root.glob(f"*/*/{names[2]}/{left.name}.*")).unlink(),
+            lambda: shutil.rmtree(self.root),
+        ])  # fmt: skip
+        with mock.patch("time.sleep", side_effect=lambda _: next(steps)()):
+            seen = told(run("events", self.root, "--follow")[1])
+        stored = [("BlockStored", name) for name in names]
+        self.assertEqual([*stored, ("BlockRemoved", names[2])], seen)
+
+    def test_extras(self) -> None:
+        """Behind a salt and an image the parent is the chunk before, not the digest of extras."""
+        names = self.save([self.layout.full], {0: [("salt", b"s")], 1: [("image", b"i")]})
+        chain = KeyChain(token_ids(TOKENS), 4, {0: [("salt", b"s")], 1: [("image", b"i")]})
+        self.assertNotEqual(names[0], chain[1].parent.hex())
+        found = [(*one["block_hashes"], one["parent_block_hash"])
+                 for one in lines(run("events", self.root)[1])]  # fmt: skip
+        self.assertEqual(list(zip(names, [None, *names[:2]], strict=True)), found)
+
+
+class TestBucket(unittest.TestCase):
+    """A cache in a bucket."""
+
+    def test_follow(self) -> None:
+        """It is told as a directory is; headers are read once, whatever number of looks."""
+        pytest.importorskip("obstore")
+        from vua.storage.bucket import Bucket
+
+        url = memory_url()
+
+        def put(tokens: int) -> None:
+            with VUA(VUAConfig(split_factor=4, model="m"), url) as vua:
+                vua.put(TOKENS[:tokens], caches_of(layers=1, heads=1, tokens=tokens, dim=8))
+
+        def remove() -> None:
+            bucket = Bucket.at(url)
+            bucket.delete([one.key for one in bucket.walk() if f"/{KEYS[2]}/" in one.key])
+
+        put(8)
+        steps = iter([lambda: put(12), remove])
+        reads: list[str] = []
+
+        def step(_: float) -> None:
+            before = len(reads)
+            try:
+                next(steps)()
+            except StopIteration:
+                raise KeyboardInterrupt from None
+            del reads[before:]  # not the command's
+
+        real = Bucket.get
+
+        def get(self: Bucket, key: str, *rest: int) -> Any:
+            reads.append(key)
+            return real(self, key, *rest)
+
+        with mock.patch("time.sleep", side_effect=step), mock.patch.object(Bucket, "get", get):
+            code, out, _ = run("events", url, "--follow")
+        self.assertEqual(130, code)
+        stored = [("BlockStored", key) for key in KEYS]
+        self.assertEqual([*stored, ("BlockRemoved", KEYS[2])], told(out))
+        self.assertEqual({"REMOTE"}, {one["locality"] for one in lines(out)})
+        headers = [key for key in reads if key.endswith(".safetensors")]
+        self.assertEqual((3, 3), (len(set(headers)), len(headers)))
+
+
+class TestSocket(SocketTest):
+    """What comes over ZeroMQ."""
+
+    def test_everything(self) -> None:
+        """Whoever subscribes before it begins gets all, with the topic; then it ends."""
+        for bind in (False, True):
+            with (
+                self.subTest(bind=bind),
+                self.running("--topic", "kv@d", *["--connect"] * bind) as codes,
+            ):
+                subscriber = self.socket(self.zmq.SUB, self.out, bind=bind)
+                subscriber.subscribe(b"kv")
+                events = self.received(subscriber, 0, b"kv@d")
+                subscriber.close(linger=0)
+            self.assertEqual([0], codes)
+            hashes = [event["block_hashes"][0].hex() for event in events]
+            self.assertEqual(sorted([*KEYS, KEYS[0]]), sorted(hashes))
+
+    def test_follow_and_replay(self) -> None:
+        """Changes are numbered on; who asks the replay endpoint gets what he missed."""
+        words = ("--follow", "--interval", "0.01", "--replay-endpoint", self.replay)
+        with self.running(*words) as codes:
+            subscriber = self.socket(self.zmq.SUB, self.out)
+            subscriber.subscribe(b"")
+            self.assertEqual(4, len(self.received(subscriber, 0)))
+            self.put("qwen", 2, torch.bfloat16)
+            (event,) = self.received(subscriber, 1)
+            names = [event["parent_block_hash"], *event["block_hashes"]]
+            self.assertEqual(KEYS[:2], [name.hex() for name in names])
+            asker = self.socket(self.zmq.DEALER, self.replay)
+            asker.send_multipart((b"", b"nonsense", b"more"))
+            for first in (1, 0, 7):
+                asker.send_multipart((b"", first.to_bytes(8, "big")))
+                for number in range(first, 2):
+                    self.assertEqual(b"", asker.recv())
+                    self.received(asker, number)
+                self.assertEqual([b"", b"", b"\xff" * 8, b""], asker.recv_multipart())
+            shutil.rmtree(self.root)
+        self.assertEqual([2], codes)
+
+    def test_endpoints(self) -> None:
+        """One that cannot be used, and a package that is missing, are told in a sentence."""
+        for endpoint in ("nonsense", "tcp://127.0.0.1:port", f"ipc://{self.folder}/no/such"):
+            code, _, err = run("events", self.root, "--zmq", endpoint)
+            self.assertEqual((2, 1), (code, len(err.splitlines())), err)
+        with mock.patch.dict("sys.modules", {"zmq": None}):
+            code, _, err = run("events", self.root, "--zmq", self.out)
+        self.assertEqual(2, code)
+        self.assertIn("vua[events]", err)
+
+
+if __name__ == "__main__":
+    unittest.main()
