@@ -466,7 +466,7 @@ def install_lmcache() -> bool:
     step("what LMCache needs, by uv", [*into, *needed], needed=False)
     itself = [*into, "--no-deps", f"lmcache=={LMCACHE_VERSION}"]
     step(f"LMCache {LMCACHE_VERSION}, by uv", itself, needed=False)
-    if not any(LMCACHE.glob("lmcache-*.dist-info")):
+    if not all(any(LMCACHE.glob(f"{one}-*.dist-info")) for one in ("lmcache", "xxhash")):
         return False
     done.touch()
     return True
@@ -551,10 +551,7 @@ def mutate(*arguments: str) -> int:
 
 
 def ci() -> int:
-    """Runs lint, test, pythons, browser, thorough, azurite, test-oldest and what follows.
-
-    That is sglang, lmcache and a short demo.
-    """
+    """Runs what CI runs: lint, test, pythons, ..., sglang and lmcache (all of it), a short demo."""
     steps = (lint, test, pythons, browser, thorough, azurite, test_oldest, sglang, lmcache)
     return next(filter(None, (one() for one in steps)), 0) or demo("--quick")
 
