@@ -16,7 +16,7 @@ __all__ = ["VARIABLE", "Parser", "duration_s", "parsed", "share"]
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory where a command is given none; engines know it too."""
-_WITHOUT: Final = ("bench", "completion", "inspect", "key")
+_WITHOUT: Final = ("bench", "completion", "inspect", "key", "warm")
 """Commands whose words do not begin with a directory."""
 _NAME: Final = re.compile("[0-9a-f]{6,64}")
 _NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)

@@ -38,7 +38,7 @@ from vua.storage.local import entry_at
 from vua.storage.problems import explained
 from vua.store.namespace import check_root
 
-__all__ = ["add_events", "events"]
+__all__ = ["Seen", "add_events", "events", "look"]
 
 _INTERVAL_S: Final = 5.0
 _BUCKET_INTERVAL_S: Final = 60.0
@@ -59,7 +59,7 @@ class _Outlet(Protocol):
 
 
 @dataclass(slots=True)
-class _Seen:
+class Seen:
     """A namespace as the last look found it."""
 
     layouts: tuple[KVLayout, ...]
@@ -116,9 +116,9 @@ def events(options: argparse.Namespace) -> int:
     try:
         locality = options.locality or _locality(where)
         with _outlet(options) as outlet:
-            seen: dict[str, _Seen] = {}
+            seen: dict[str, Seen] = {}
             while True:
-                now = _look(where, seen)
+                now = look(where, seen)
                 found = _changes(seen, now, locality)
                 while batch := list(itertools.islice(found, _BATCH)):
                     outlet.publish(batch)
@@ -172,8 +172,12 @@ def _locality(where: str) -> str:
         os.close(fd)
 
 
-def _look(where: str, past: Mapping[str, _Seen]) -> dict[str, _Seen]:
-    """Look at everything once; what a namespace without a description holds cannot be judged."""
+def look(where: str, past: Mapping[str, Seen]) -> dict[str, Seen]:
+    """Look at everything once, given what the last look found ({} for the first).
+
+    What a namespace without a description holds cannot be judged, and is left out. Raises
+    ConfigError, StorageError, OSError.
+    """
     with progress() as show:
         if is_url(where):
             found = listed_spaces(opened_bucket(where), show)
@@ -185,7 +189,7 @@ def _look(where: str, past: Mapping[str, _Seen]) -> dict[str, _Seen]:
             return {name: one for name, one in seen if one is not None}
 
 
-def _look_at(root: Path, space: Space, past: _Seen | None, show: Show) -> _Seen | None:
+def _look_at(root: Path, space: Space, past: Seen | None, show: Show) -> Seen | None:
     """Look at a namespace in a directory, after the first time only at what has changed."""
     layouts = past.layouts if past else read_description(root / space.name).layouts
     if not layouts:
@@ -207,10 +211,10 @@ def _look_at(root: Path, space: Space, past: _Seen | None, show: Show) -> _Seen 
         if known.get(name) == mtime_ns or _is_whole(layouts, _shards(space, name))
     }
     stored = _reached(tree.in_order(), befores, whole)
-    return _Seen(layouts, stored, tree, whole, {})
+    return Seen(layouts, stored, tree, whole, {})
 
 
-def _look_at_bucket(space: BucketSpace, past: _Seen | None, show: Show) -> _Seen | None:
+def _look_at_bucket(space: BucketSpace, past: Seen | None, show: Show) -> Seen | None:
     """Look at a namespace in a bucket."""
     layouts = space.description.layouts
     if not layouts:
@@ -225,7 +229,7 @@ def _look_at_bucket(space: BucketSpace, past: _Seen | None, show: Show) -> _Seen
         for name, chunk in space.chunks.items()
         if _is_whole(layouts, [parse_name(entry_at(path))[1] for path in chunk.paths])
     }
-    return _Seen(layouts, _reached(order, befores, whole), None, whole, befores)
+    return Seen(layouts, _reached(order, befores, whole), None, whole, befores)
 
 
 def _shards(space: Space, name: str) -> list[Shard | None]:
@@ -256,7 +260,7 @@ def _reached(
 
 
 def _changes(
-    past: Mapping[str, _Seen], now: Mapping[str, _Seen], locality: str
+    past: Mapping[str, Seen], now: Mapping[str, Seen], locality: str
 ) -> Iterator[dict[str, Any]]:
     """Yield what is gone, children before parents, and what is new, parents before children."""
     for namespace in sorted({*past, *now}):
