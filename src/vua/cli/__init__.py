@@ -1,9 +1,9 @@
-"""The command `vua`: looks into a cache directory. Needs no engine, no GPU and no server.
+"""The command `vua`: looks into a cache directory. Only `warm` needs an engine.
 
-All of it may run while others read and write there; `gc`, `rm`, `pin`, `ttl`, `import`, `adopt` and
-`verify --repair` alone change anything (`doctor` makes a directory for a while); `key` makes keys,
-elsewhere. `docs/cli.md` has the exit codes and what `--json` prints. Where the environment has
-VUA_PATH the directory may be left out.
+All of it may run while others read and write there; `gc`, `rm`, `pin`, `ttl`, `import`, `adopt`,
+`warm` and `verify --repair` alone change anything (`doctor` makes a directory for a while); `key`
+makes keys, elsewhere. `docs/cli.md` has the exit codes and what `--json` prints. Where the
+environment has VUA_PATH the directory may be left out.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 from vua.capacity.prefix_tree import PrefixTree, read_prefix_tree
 from vua.capacity.scan import Show, Space, spaces
-from vua.cli.arguments import duration_s
+from vua.cli.arguments import between_looks_s, duration_s
 from vua.cli.bucket_chunks import BucketSpace, listed_spaces, opened_bucket
 from vua.cli.event_socket import EventSocket
 from vua.cli.spread import over_fans
@@ -41,7 +41,6 @@ from vua.store.namespace import check_root
 __all__ = ["Seen", "add_events", "events", "look"]
 
 _INTERVAL_S: Final = 5.0
-_BUCKET_INTERVAL_S: Final = 60.0
 _BATCH: Final = 1024
 """Events in a batch: routers ask again for batches, of which some thousands are kept."""
 
@@ -104,12 +103,8 @@ def add_events(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def events(options: argparse.Namespace) -> int:
     """Tell what is stored, and with ``--follow`` what changes. Raises ConfigError, StorageError."""
-    where, interval_s = options.directory, options.interval
-    if interval_s is None:
-        interval_s = _BUCKET_INTERVAL_S if is_url(where) else _INTERVAL_S
-    if not interval_s > 0:
-        msg = f"--interval must be a positive number of seconds, found {interval_s!r}"
-        raise ConfigError(msg)
+    where = options.directory
+    interval_s = between_looks_s(options.interval, where, _INTERVAL_S)
     if options.zmq is None and (options.connect or options.topic or options.replay_endpoint):
         msg = "--connect, --topic and --replay-endpoint say how to publish: give --zmq ENDPOINT"
         raise ConfigError(msg)

@@ -67,9 +67,10 @@ def add_warm(
     one.add_argument(
         "prompts", metavar="FILE", help='a prompt a line; .jsonl: {"prompt"} or {"messages"}'
     )
-    how = one.add_mutually_exclusive_group(required=True)
-    how.add_argument("--engine", choices=tuple(_ENGINES), help="computes them in this process")
-    how.add_argument("--server", metavar="URL", help="a running vLLM or SGLang with VUA does it")
+    one.add_argument(
+        "--engine", choices=(*_ENGINES, "sglang"), help="computes them in this process"
+    )
+    one.add_argument("--server", metavar="URL", help="a running vLLM or SGLang with VUA does it")
     one.add_argument("--model", help="directory or name; of a server by default its only one")
     one.add_argument(
         "--path",
@@ -78,19 +79,36 @@ def add_warm(
         help=f"directory of the cache; default {VARIABLE}",
     )
     one.add_argument(
-        "--engine-args", metavar="JSON", type=json.loads, default={}, help="for the engine's start"
+        "--engine-args", metavar="JSON", type=_settings, default={}, help="for the engine's start"
     )
     one.add_argument("--limit", metavar="N", type=int, help="only the first prompts")
 
 
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError):
+        settings = None
+    if not isinstance(settings, dict):
+        msg = f"{text!r:.40} is no JSON object"
+        raise argparse.ArgumentTypeError(msg)
+    return settings
+
+
 def warm(options: argparse.Namespace, *, write: Write | None) -> int:
     """Compute the prompts. Raises ConfigError, InputError, StorageError, OSError."""
-    prompts = _read(options.prompts)[: options.limit]
-    if options.engine and not (options.model and options.path):
+    run = _server if options.server else _ENGINES.get(options.engine)
+    if run is None:
+        msg = "give --engine transformers or vllm, or the --server of a vLLM or SGLang that runs"
+        raise ConfigError(msg)
+    if not options.server and not (options.model and options.path):
         msg = "--engine needs --model and --path"
         raise ConfigError(msg)
+    if options.limit is not None and options.limit < 1:
+        msg = f"--limit must be at least 1, found {options.limit}"
+        raise ConfigError(msg)
+    prompts = _read(options.prompts)[: options.limit]
     before = _held(options.path)
-    run = _ENGINES[options.engine] if options.engine else _server
     with progress() as show, redirect_stdout(sys.stderr):  # engines print
         for done, _ in enumerate(run(options, prompts), 1):
             amount = sum(one.tokens or 0 for one in prompts)

@@ -68,9 +68,15 @@ class WarmTest(DirectoryTest):
     def test_words(self) -> None:
         """What is missing is said, and what cannot be reached."""
         file = self.file("prompts.txt", "t4 t5")
-        for words in ([], ["--engine", "transformers"], ["--engine", "sglang"],
-                      ["--server", "file:///etc/passwd"], ["--server", "http://127.0.0.1:1"],
-                      ["--server", "http://127.0.0.1:1", "--limit", "-1"]):  # fmt: skip
+        for words in (
+            [],
+            ["--engine", "transformers"],
+            ["--engine", "sglang", "--model", "m", "--path", self.root],
+            ["--engine", "vllm", "--model", "m", "--path", self.root, "--engine-args", "[]"],
+            ["--server", "file:///etc/passwd"],
+            ["--server", "http://127.0.0.1:1"],
+            ["--server", "http://127.0.0.1:1", "--limit", "0"],
+        ):
             code, _, err = run("warm", file, *words)
             self.assertEqual(2, code, err)
             self.assertIn("vua warm", err)
