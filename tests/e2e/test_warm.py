@@ -27,7 +27,7 @@ class WarmTest(EngineTest):
         done = subprocess.run(
             [sys.executable, "-m", "vua.cli", "warm", str(prompts), *words,
              "--engine-args", json.dumps(ENGINE)],
-            check=False, env=environment(), capture_output=True, text=True, timeout=600,
+            check=False, env=environment(), capture_output=True, text=True, timeout=1800,
         )  # fmt: skip
         self.assertEqual(1, done.returncode, done.stderr[-4000:])
         first, long = json.loads(done.stdout)["prompts"]
