@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import venv
@@ -53,6 +54,8 @@ AZURITE = CACHE / f"azurite-{AZURITE_VERSION}"
 LLAMA_CPP = "0.3.36"  # as tests/llama.py has it
 TAIL_LINES = 40
 TICK_S = 20.0
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS_WITH_TORCH = {"3.10", "3.13", "{}.{}".format(*sys.version_info)}
 WHEELS = ("pure", "manylinux_2_17_x86_64", "manylinux_2_17_aarch64")
 SHARED = ("-n", "2", "--dist", "loadscope")  # two processes, a class's tests in one of them
 QUICK = "not thorough and not soak and not gpu"
@@ -258,6 +261,62 @@ def wheels() -> int:
         ],
     )
     return 0
+
+
+def find_python(version: str) -> str:
+    """This machine's interpreter of a version, in PATH, of pyenv or of uv; empty without one."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    folders = [*map(str, pyenv.glob(f"versions/{version}.*/bin")), os.environ.get("PATH", "")]
+    environment = {**os.environ, "PATH": os.pathsep.join(folders), "UV_PYTHON_DOWNLOADS": "never"}
+    find = [str(VENV / "bin" / "uv"), "python", "find", "--system", "--no-project", version]
+    found = subprocess.run(find, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else ""
+
+
+def installed_with(version: str, interpreter: str, wheel: Path) -> tuple[Path, bool]:
+    """An environment of this interpreter with the wheel; returns it, and whether torch is in it.
+
+    torch comes only in a build for CPUs, and with few versions: each takes 200 MB.
+    """
+    place = CACHE / f"python-{version}"
+    uv, settings = str(VENV / "bin" / "uv"), pip_settings_for_uv()
+    make = [uv, "venv", "-q", "--allow-existing", "--python", interpreter, str(place)]
+    step(f"Python {version}", make)
+    into = [uv, "pip", "install", "--python", str(place / "bin" / "python")]
+    pin = (REQUIREMENTS / "constraints.txt").read_text(encoding="utf-8").split()[-1]
+    torch = subprocess.run(
+        [*into, *settings, "--dry-run", f"{pin}+cpu"], cwd=ROOT, stdout=DEVNULL, stderr=DEVNULL
+    )
+    with_torch = version in PYTHONS_WITH_TORCH and torch.returncode == 0
+    needs = (REQUIREMENTS / "wheel.txt").read_text(encoding="utf-8").splitlines()
+    needs = [line for line in needs if not line.startswith(("#", "torch"))]
+    more = [f"{pin}+cpu", "pytest", "hypothesis"] if with_torch else []
+    step(f"Python {version}: what VUA needs", [*into, *settings, *needs, *more])
+    step(f"Python {version}: VUA", [*into, "--no-deps", "--reinstall", str(wheel)])
+    return place / "bin" / "python", with_torch
+
+
+def pythons() -> int:
+    """Installs the wheel with each Python from 3.10 to 3.13 that is here, and tries it out."""
+    found = {version: find_python(version) for version in PYTHONS}
+    status, bare = 0, []
+    with tempfile.TemporaryDirectory() as place:
+        build = [str(VENV / "bin" / "uv"), "build", "--wheel", "--out-dir", place]
+        step("wheel", [*build, "--python", str(PYTHON), *pip_settings_for_uv()])
+        (wheel,) = Path(place).glob("*.whl")
+        for version, interpreter in found.items():
+            if interpreter:
+                python, with_torch = installed_with(version, interpreter, wheel)
+                status = run("tests/installed.py", python=python) or status
+                if with_torch:
+                    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", QUICK)
+                    status = run(*tests, "tests/unit/test_core.py", python=python) or status
+                else:
+                    bare.append(version)
+    missing = [version for version, interpreter in found.items() if not interpreter]
+    print(f"pythons: without torch {', '.join(bare) or '-'}; ", end="")
+    print(f"not on this machine, so not tried: {', '.join(missing) or '-'}", flush=True)
+    return status
 
 
 def demo(*arguments: str) -> int:
@@ -469,15 +528,15 @@ def mutate(*arguments: str) -> int:
 
 
 def ci() -> int:
-    """Runs lint, test, browser, thorough, azurite, test-oldest, sglang and a short demo."""
-    steps = (lint, test, browser, thorough, azurite, test_oldest, sglang)
+    """Runs lint, test, pythons, browser, thorough, azurite, test-oldest, sglang, a short demo."""
+    steps = (lint, test, pythons, browser, thorough, azurite, test_oldest, sglang)
     return next(filter(None, (one() for one in steps)), 0) or demo("--quick")
 
 
 TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
-        *(setup, build, wheels, demo, test, thorough, test_oldest, llama_cpp, lmcache),
+        *(setup, build, wheels, pythons, demo, test, thorough, test_oldest, llama_cpp, lmcache),
         *(lint, format_, docs, bench),
         *(
             browser,

@@ -128,6 +128,7 @@ class Liar(MemoryStorage):
         return Filled(len(batch.names), None, lambda _: None)
 
 
+@pytest.mark.thorough
 class TestLiar(unittest.TestCase):
     """The suite can fail, and no reader believes a storage."""
 

@@ -16,6 +16,7 @@ TP2: dict[str, Any] = {"engine": {"tensor_parallel_size": 2}}
 
 
 class TensorParallelTest(EngineTest):
+    @pytest.mark.thorough
     def test_two_workers(self) -> None:
         """Two workers write two files for each chunk; later they, or one worker, load them."""
         expected = self.fill(BATCH, **TP2)

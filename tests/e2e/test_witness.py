@@ -92,6 +92,7 @@ class WitnessTest(EngineTest):
         self.assertIsNone(served.problem)
         return served
 
+    @pytest.mark.thorough
     def test_restart_and_another_setup(self) -> None:
         """An engine that is only started again loads at once, another one after its first prompt.
 

@@ -35,6 +35,8 @@ _TOGETHER: Final = 32
 _PATIENCE_S: Final = 20.0
 """A server stores behind its answers: how long it is waited for when nothing new appears."""
 _LOOK_S: Final = 0.2
+_TELL_IDS: Final = ("return_token_ids", "return_prompt_token_ids")
+"""Let vLLM (both ways) and SGLang (completions; chats) tell a prompt's token ids."""
 _ANSWER_S: Final = 3600.0
 
 _Held: TypeAlias = dict[tuple[str, int], set[str]]
@@ -226,7 +228,7 @@ def _server(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator
         way, name = ("chat/completions", "messages") if one.is_chat else ("completions", "prompt")
         body = {"model": model, name: one.content, "max_tokens": 1, "temperature": 0}
         try:
-            answer = _call(f"{address}/v1/{way}", {**body, "return_token_ids": True})
+            answer = _call(f"{address}/v1/{way}", {**body, **dict.fromkeys(_TELL_IDS, True)})
         except InputError as problem:
             one.problem = str(problem)
         else:

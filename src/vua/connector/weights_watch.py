@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from itertools import compress
-from operator import attrgetter, call, is_not
+from operator import attrgetter, is_not
 from typing import Any, Final, Protocol
 
 import torch
@@ -126,7 +126,7 @@ class Snapshot:
 
     def _tensors_differ(self) -> str | None:
         tensors: list[Any] = [place.get(name) for place, name in self._places]
-        if any(map(is_not, tensors, map(call, self._tensors))):
+        if any(map(is_not, tensors, (one() for one in self._tensors))):
             return "parameters that were replaced"
         if list(map(_VERSION, compress(tensors, self._counting))) != self._versions:
             return "parameters that were written to"

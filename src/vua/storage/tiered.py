@@ -9,6 +9,7 @@ back to the directory when it was read from behind it, is told to :attr:`TieredS
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from vua.storage.base import WRITTEN, Batch, Capabilities, Entry, Filled, Storage, Written
@@ -26,6 +27,10 @@ class Travels(Protocol):
 
     def close(self) -> None:
         """Copy what waits, for some seconds at most."""
+        ...
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return what is entered while entries are read: copies wait meanwhile."""
         ...
 
     def came(self, name: str, data: memoryview | None, before: str) -> None:
@@ -69,6 +74,10 @@ class TieredStorage:
 
     def read(self, batch: Batch) -> Filled:
         """Read each run of entries from the nearest place that has its first."""
+        with nullcontext() if self.travels is None else self.travels.reading():
+            return self._read(batch)
+
+    def _read(self, batch: Batch) -> Filled:
         done, count = 0, len(batch.names)
         versions: dict[int, bytes] = {}
         problem: Exception | None = None

@@ -7,12 +7,12 @@ import fcntl
 import math
 import os
 import stat
-import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
 from vua.capacity.lease import upkeep_directory
+from vua.capacity.lru import server_now_ns
 from vua.errors import ConfigError
 from vua.storage.mark import WRITTEN_BACK
 
@@ -20,7 +20,7 @@ __all__ = ["DailyBudget", "TierRules"]
 
 _ALWAYS: Final = "always"
 _SECOND_USE: Final = "second_use"
-_DAY_S: Final = 86400
+_DAY_NS: Final = 86400 * 10**9
 _FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -63,7 +63,8 @@ class DailyBudget:
     """Bytes per day that all processes together may write for one purpose, against wear of a disk.
 
     ``<root>/.upkeep/written-back`` holds the day and what was taken of it; a lock on that file
-    makes the count exact. Days are of UTC by this host's clock. Safe for threads and processes.
+    makes the count exact. Days are of UTC, by the clock of the file system. Safe for threads and
+    processes.
     """
 
     def __init__(self, root: Path, day_nbytes: int) -> None:
@@ -74,6 +75,7 @@ class DailyBudget:
         """Whether ``nbytes`` are left of today; they are taken then. Raises OSError."""
         directory = upkeep_directory(self._root)
         try:
+            today = server_now_ns(directory) // _DAY_NS
             fd = os.open(WRITTEN_BACK, _FLAGS, 0o600, dir_fd=directory)
         finally:
             os.close(directory)
@@ -82,7 +84,6 @@ class DailyBudget:
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
                 raise FileExistsError(errno.EEXIST, "something else has its name", WRITTEN_BACK)
             fcntl.flock(fd, fcntl.LOCK_EX)
-            today = int(time.time()) // _DAY_S
             taken = _taken(os.pread(fd, 64, 0), today) + nbytes
             if taken > self._day_nbytes:
                 return False

@@ -11,56 +11,35 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import Final, Protocol
-
-import numpy as np
+from functools import partial
+from typing import Final
 
 from vua.capacity.lru import mtime_ns_of, set_mtime
-from vua.capacity.reservation import Reservation
 from vua.capacity.scan import SENT, mark
-from vua.capacity.touches import Recent
-from vua.errors import EntryError, ForeignEntryError, StorageError
-from vua.format.entry import codec_of, parse_entry
-from vua.format.header import MAX_HEADER_NBYTES, EntryInfo
-from vua.format.keys import ChunkKey
-from vua.format.verify import check_payload
+from vua.errors import EntryError, StorageError
 from vua.io.forks import watch
-from vua.io.plan import whole_plan
 from vua.io.threads import Call, Threads
-from vua.native import Transfer, digests_of
-from vua.storage.base import FAILED, Batch, Storage, entry_name
+from vua.storage.base import FAILED, Storage
 from vua.storage.local import LocalStorage, chunk_path
-from vua.store.tier_rules import DailyBudget, TierRules
+from vua.store.tier_rules import TierRules
+from vua.store.write_back import Bounds, WriteBack, verified, whole_batch
 
 __all__ = ["Travel"]
 
 log = logging.getLogger(__name__)
 
-_BACK_NBYTES: Final = 128 << 20
-"""Memory for what waits to be written back; what does not fit is read from behind again."""
 _WAITING: Final = 1 << 16
 """Names that wait to be sent. What does not fit is found by the next look at the directory."""
 _RETRY_S: Final = (1.0, 60.0)
 """Pause after a failure, the first and the longest."""
 _CLOSE_S: Final = 5.0
 """How long the end of a cache waits for what is under way."""
-
-
-class _Capacity(Protocol):
-    """What bounds the near directory."""
-
-    def reserve(
-        self, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None = None
-    ) -> Reservation:
-        """Return space, to be entered."""
-        ...
 
 
 class Travel:
@@ -74,7 +53,7 @@ class Travel:
         near: LocalStorage,
         far: Sequence[Storage],
         namespace: str,
-        capacity: _Capacity,
+        capacity: Bounds,
         *,
         where: str,
         rules: TierRules | None = None,
@@ -92,13 +71,15 @@ class Travel:
         self._near, self._far, self._namespace = near, tuple(far), namespace
         self._capacity, self._where = capacity, where
         self._rules = rules = rules or TierRules()
-        day_gib = rules.write_back_gib_per_day
-        self._budget = day_gib and DailyBudget(near.directory.parent, int(day_gib * 2**30))
-        self._read_before = Recent(math.inf)
         self.counts: Counter[str] = Counter()
         """So far: sent, sent_nbytes, brought, brought_nbytes, not_brought, send_failed."""
         self._closing = threading.Event()
-        self._up, self._down = Threads(1, "vua-send"), Threads(1, "vua-write-back")
+        self._up = Threads(1, "vua-send")
+        self._back = WriteBack(
+            near, far, namespace, capacity,
+            rules=rules, counts=self.counts, brought=partial(self._change_mark, sent=True),
+        )  # fmt: skip
+        self.came, self.reading = self._back.came, self._back.reading
         self._waiting: deque[str] = deque()
         self._looked = False
         self.after_fork()
@@ -110,7 +91,6 @@ class Travel:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._sending = self._failing = False
-        self._back_nbytes = 0
 
     def close(self) -> None:
         """Send what waits, for some seconds at most; the rest is found the next time."""
@@ -119,8 +99,8 @@ class Travel:
             if not self._closing.is_set():
                 self._idle.wait_for(lambda: not self._sending or self._failing, _CLOSE_S)
         self._closing.set()
-        for threads in (self._up, self._down):
-            threads.close(max(0.0, stop_s - time.monotonic()))
+        self._up.close(max(0.0, stop_s - time.monotonic()))
+        self._back.close(max(0.0, stop_s - time.monotonic()))
 
     @property
     def waiting(self) -> int:
@@ -219,11 +199,11 @@ class Travel:
             data = self._content(name)
         except FileNotFoundError:  # evicted
             return 0
-        _verified(data, self._namespace, name)
+        verified(data, self._namespace, name)
         sent = 0
         for tier in self._far:
             if not tier.exists([name], len(data))[0]:
-                written = tier.write(_batch(name, data))
+                written = tier.write(whole_batch(name, data))
                 if written.statuses[0] == FAILED:
                     raise written.problem or StorageError(5, f"{name} could not be written")
                 sent += len(data)
@@ -266,89 +246,3 @@ class Travel:
         if mtime_ns is not None:
             with suppress(OSError):
                 set_mtime(fd, chunk, mtime_ns)
-
-    # -- back to the directory ------------------------------------------------------------------
-
-    def came(self, name: str, data: memoryview | None, before: str) -> None:
-        """Write an entry back that was read from behind, soon, if rules and memory allow it."""
-        if self._rules.at_second_use and self._read_before.passes(name):
-            return
-        nbytes = 0 if data is None else len(data)
-        with self._lock:
-            if self._closing.is_set() or self._back_nbytes + nbytes > _BACK_NBYTES:
-                self.counts["not_brought"] += 1
-                return
-            self._back_nbytes += nbytes
-
-        def bring(call: Call[None]) -> None:
-            del call
-            try:
-                if not self._closing.is_set():
-                    self._bring(name, data, before)
-            except (OSError, EntryError) as problem:
-                log.debug("entry %s is not written back: %s", name, problem)
-                self.counts["not_brought"] += 1
-            finally:
-                with self._lock:
-                    self._back_nbytes -= nbytes
-
-        with suppress(RuntimeError):
-            self._down.submit(bring)
-
-    def _bring(self, name: str, data: memoryview | None, before: str) -> None:
-        """Write one entry to the directory. Raises OSError, EntryError."""
-        if self._near.exists([name])[0]:
-            return
-        data = memoryview(self._fetched(name)) if data is None else data
-        info = _verified(data, self._namespace, name)
-        if self._budget and not self._budget.take(len(data)):
-            self.counts["not_brought"] += 1
-            return
-        key = info.key
-        if info.start and before and before != info.parent:
-            key = key._replace(previous=bytes.fromhex(before))
-        with self._capacity.reserve([key], len(data)) as room:
-            if not room.granted:
-                self.counts["not_brought"] += 1
-                return
-            written = self._near.write(_batch(name, data))
-            room.commit(written.statuses)
-        if written.problem is not None:
-            raise written.problem
-        self._change_mark(name, sent=True)
-        self.counts["brought"] += 1
-        self.counts["brought_nbytes"] += len(data)
-
-    def _fetched(self, name: str) -> bytes:
-        """Read all of an entry from behind. Raises OSError, EntryError."""
-        for tier in self._far:
-            for entry in tier.list(f"{name.partition('/')[0]}/"):
-                if entry.name == name:
-                    batch = _batch(name, bytes(entry.nbytes))
-                    filled = tier.read(batch)
-                    if filled.problem is None:
-                        return bytes(batch.headers[0])
-        raise FileNotFoundError(name)
-
-
-def _batch(name: str, data: bytes | memoryview) -> Batch:
-    """Return a batch of one entry as it is: all of it counts as a header."""
-    batch = Batch.of([name], Transfer(whole_plan(len(data)), (), (), ()))
-    batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
-    return batch
-
-
-def _verified(data: bytes | memoryview, namespace: str, name: str) -> EntryInfo:
-    """Return what an entry says, if it is sound and is ``name``. Raises EntryError."""
-    info = parse_entry(bytes(data[:MAX_HEADER_NBYTES]))
-    info.check_length(len(data))
-    if (info.namespace, entry_name(info.prefix_hash, info.shard)) != (namespace, name):
-        msg = f"it says that it is {info.prefix_hash}/{info.shard.name} of {info.namespace}"
-        raise ForeignEntryError(msg)
-    codec, view = codec_of(info), memoryview(data)[info.header_nbytes :]
-    blocks, start = [], 0
-    for nbytes in codec.unit_nbytes():
-        blocks.append([view[start : start + nbytes]])
-        start += nbytes
-    check_payload(info.layout, info.shard, info.checksums, digests_of(iter(blocks)))
-    return info

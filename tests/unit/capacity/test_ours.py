@@ -10,6 +10,7 @@ import threading
 import unittest
 from pathlib import Path
 
+import pytest
 import torch
 
 import foreign
@@ -75,6 +76,7 @@ class TestForeign(DirectoryTest):
                 self.assertEqual(before, foreign.digest(root.parent))
             subprocess.run(["rm", "-rf", root.parent], check=True)
 
+    @pytest.mark.thorough
     def test_within_a_cache(self) -> None:
         """The same things beside a cache's own, and in its namespaces, stay as they are."""
         for kind in foreign.FOREIGN:

@@ -19,6 +19,7 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from helpers import (
     PACKED,
@@ -362,6 +363,7 @@ class TestChecksums(DirectoryTest):
                     self.assertFalse((sums[0] == sums[1]).any())
 
 
+@pytest.mark.thorough
 class TestDirectLoad(TestLoad):
     """The same with cold files that are read past the page cache, and in smaller parts."""
 

@@ -11,6 +11,7 @@ import sys
 import time
 import unittest
 
+import pytest
 import writers
 from writers import CONFIG, LENGTH, PROMPTS, cache, prompt
 
@@ -77,6 +78,7 @@ class TestKill(DirectoryTest):
                 vua.put(prompt(number), self.caches[number])
         self.assertEqual(PROMPTS * LENGTH, self.check())
 
+    @pytest.mark.thorough
     def test_kill(self) -> None:
         """After each of 50 kills every answer is right or shorter, and a put heals the rest."""
         self.kill_and_check(50)

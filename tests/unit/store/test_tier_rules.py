@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 def at_day(day: int) -> object:
     """Let budgets believe that it is noon of this day since 1970."""
-    return mock.patch("vua.store.tier_rules.time.time", return_value=86400.0 * (day + 0.5))
+    return mock.patch("vua.store.tier_rules.server_now_ns", return_value=int(86400e9 * (day + 0.5)))
 
 
 class BudgetTest(DirectoryTest):

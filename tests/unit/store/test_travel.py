@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 import time
 import unittest
 from unittest import mock
@@ -20,6 +21,7 @@ from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.storage.bucket import Bucket
 from vua.store.namespace import Namespace
+from vua.store.write_back import WriteBack
 
 pytest.importorskip("obstore")
 
@@ -76,6 +78,29 @@ class TierTest(DirectoryTest):
         found = alone.get_closest(TOKENS)
         self.assertEqual((64, kv_bits(KV)), (found.num_tokens, kv_bits(found.data)))
         alone.close()
+
+    def test_nothing_is_written_back_meanwhile(self) -> None:
+        """What came from behind is written back once nothing is read any more."""
+        self.put("a")
+        waits = threading.Event()
+        wait = WriteBack.wait_for_quiet
+
+        def waiting(back: WriteBack) -> bool:
+            waits.set()
+            return wait(back)
+
+        with (
+            self.open("b") as vua,
+            mock.patch.object(WriteBack, "wait_for_quiet", waiting),
+            mock.patch("vua.store.write_back._LONGEST_WAIT_S", 300.0),
+        ):
+            self.assertEqual(0, vua.get_closest(TOKENS + 1).num_tokens)  # opens it
+            travel = namespace_of(vua).travel
+            with travel.reading():
+                self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+                self.assertTrue(waits.wait(300))
+                self.assertEqual((0, set()), (travel.counts["brought"], self.local("b")))
+            until(lambda: travel.counts["brought"] == 4)
 
     def test_what_was_not_sent_is_found_again(self) -> None:
         """Chunks stored without the bucket, or left by a crash, are sent by the next who opens."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from commands import run
@@ -143,6 +144,7 @@ class GenerationTest(unittest.TestCase):
         self.assertEqual(6, columns)
         self.assertTrue(all(one != other for one, other in zip(wrong, expected, strict=True)))
 
+    @pytest.mark.thorough
     def test_ways_of_generating(self) -> None:
         """Beams, sampling, several sequences, penalties, results as objects, stopping criteria."""
         batch = padded(PROMPT[0], PROMPT[0, :90].flip(0))

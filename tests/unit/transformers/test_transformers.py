@@ -177,6 +177,7 @@ class TestTransformers(unittest.TestCase):
                     self.assertTrue(torch.equal(one.keys[:, :, :144], other.keys))
                     self.assertTrue(torch.equal(one.values[:, :, :144], other.values))
 
+    @pytest.mark.thorough
     def test_second_process(self) -> None:
         """Another process finds the prefix and generates the same tokens."""
         path = self.model_path()
