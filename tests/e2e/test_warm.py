@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-from e2e.harness import PROMPT, Batch, EngineTest, llama
-from e2e.serving import environment
+from e2e.engine import ENVIRONMENT
+from e2e.harness import PROMPT, SOURCE, Batch, EngineTest, llama
 
 pytestmark = pytest.mark.vllm
 
@@ -27,7 +28,7 @@ class WarmTest(EngineTest):
         done = subprocess.run(
             [sys.executable, "-m", "vua.cli", "warm", str(prompts), *words,
              "--engine-args", json.dumps(ENGINE)],
-            check=False, env=environment(), capture_output=True, text=True, timeout=1800,
+            check=False, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, timeout=1800,
         )  # fmt: skip
         self.assertEqual(1, done.returncode, done.stderr[-4000:])
         first, long = json.loads(done.stdout)["prompts"]
