@@ -28,7 +28,8 @@ class WarmTest(EngineTest):
         done = subprocess.run(
             [sys.executable, "-m", "vua.cli", "warm", str(prompts), *words,
              "--engine-args", json.dumps(ENGINE)],
-            check=False, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, timeout=1800,
+            check=False, capture_output=True, text=True, timeout=1800,
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(SOURCE)},
         )  # fmt: skip
         self.assertEqual(1, done.returncode, done.stderr[-4000:])
         first, long = json.loads(done.stdout)["prompts"]
