@@ -12,16 +12,13 @@ import unittest
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest import mock
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from commands import run_json
 from e2e.damage import CHUNK, chunk_files, flip, stored, vanish
 from e2e.harness import Batch, Phase, Served, run
 from e2e.sglang_server import Answer, Server, extra_config, needs_sglang, wait_until
-from helpers import SOON_S
 from vua.testing.real_model import real_model, wheel_file
 
 pytestmark = [pytest.mark.vllm]
@@ -275,19 +272,8 @@ class SGLangTest(unittest.TestCase):
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
     def test_verify(self) -> None:
-        """What SGLang stored for `vua warm` is told, found again, and sound to `vua verify`."""
-        ids = prompt(12)
-        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
-            file.write(json.dumps({"prompt": ids}))
-            file.flush()
-            words = ("--server", self.server.url, "--path", self.root)
-            with mock.patch("vua.cli.warm._PATIENCE_S", SOON_S):
-                code, report = run_json("warm", file.name, *words)
-        (warmed,) = report["prompts"]
-        expected = (0, len(ids), CHUNKS * CHUNK)
-        self.assertEqual(expected, (code, warmed["tokens"], warmed["stored"]), warmed)
-        self.server.forget()
-        self.assertEqual(CHUNKS * CHUNK, self.server.ask(ids, new=NEW).stored)
+        """What SGLang stored is sound to `vua verify`."""
+        self.fill(prompt(12))
         done = subprocess.run(
             [sys.executable, "-m", "vua.cli", "verify", str(self.root)],
             check=False,
