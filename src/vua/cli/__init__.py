@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--tokenizer", metavar="MODELDIR", help="whose tokenizer.json takes texts to explain"
     )
-    add_events(commands)
+    add_events(commands, common)
     _add_explain(commands, common, keys)
     _add_upkeep(commands, common, keys)
     _add_transfer(commands, common, keys)
@@ -140,7 +140,9 @@ def _parser() -> argparse.ArgumentParser:
         "bench", parents=[common], help="measure a directory, or play a trace"
     )
     add_arguments(one)
-    one = commands.add_parser("completion", help="print what makes a shell complete these words")
+    one = commands.add_parser(
+        "completion", parents=[common], help="print what makes a shell complete these words"
+    )
     one.add_argument("shell", choices=SHELLS)
     return parser
 
@@ -296,7 +298,7 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "ls": lambda said, write: ls(said.directory, long=said.long, sort=said.sort, write=write),
     "inspect": lambda said, write: inspect(said.files, write=write),
     "bench": lambda said, write: bench(said, write=write),
-    "completion": lambda said, _: completion(said.shell),
+    "completion": lambda said, write: completion(said.shell, write=write),
     "verify": lambda said, write: verify(
         said.directory, repair=said.repair, part=said.sample, security=said.security, write=write
     ),
@@ -322,7 +324,7 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
 _ON_BUCKETS: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "du": lambda said, write: du_bucket(said.directory, write=write),
     "doctor": lambda said, write: doctor_bucket(said.directory, write=write),
-    "adopt": lambda said, _: adopt_bucket(said.directory),
+    "adopt": lambda said, write: adopt_bucket(said.directory, write=write),
     "rm": lambda said, write: rm_bucket(
         *(said.directory, said.names), everything=said.all, force=said.pinned,
         dry_run=said.dry_run, yes=said.yes, write=write,
@@ -360,7 +362,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             options.security = security_of(options)
         run, write = (
             _RUN.get(options.command, _run_upkeep),
-            as_json if "json" in options and options.json else None,
+            as_json if options.json else None,
         )
         if is_url(getattr(options, "directory", None)):
             run = _ON_BUCKETS.get(options.command, run)

@@ -250,13 +250,18 @@ def rm_bucket(
     return DAMAGED if kept else SOUND
 
 
-def adopt_bucket(url: str) -> int:
+def adopt_bucket(url: str, *, write: Write | None) -> int:
     """Make a place with namespaces a cache whose objects VUA may delete."""
     place = opened_bucket(url)
-    if not bucket_descriptions(place):
+    mine = [one.name for one in bucket_descriptions(place)]
+    if not mine:
         msg = f"{place} holds no namespace of VUA"
         raise ConfigError(msg)
-    if not is_marked_bucket(place):
+    there = is_marked_bucket(place)
+    if not there:
         place.bucket.put((place / MARK).key, mark_text())
-    print(plain(f"{place}: VUA may delete its own objects here"))
+    if write is not None:
+        write({"directory": url, "was_marked": there, "namespaces": mine})
+    else:
+        print(plain(f"{place}: VUA may delete its own objects here"))
     return SOUND

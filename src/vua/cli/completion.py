@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Final
 
-from vua.cli.text import SOUND
+from vua.cli.text import SOUND, Write
 from vua.errors import ConfigError
 
 __all__ = ["SHELLS", "answer_shell", "completion"]
@@ -19,9 +19,13 @@ __all__ = ["SHELLS", "answer_shell", "completion"]
 SHELLS: Final = ("bash", "zsh", "fish")
 
 
-def completion(shell: str) -> int:
+def completion(shell: str, *, write: Write | None) -> int:
     """Print the lines that one of SHELLS has to read; raises ConfigError without the package."""
-    print(_argcomplete().shellcode(["vua"], shell=shell))
+    code = _argcomplete().shellcode(["vua"], shell=shell)
+    if write is not None:
+        write({"shell": shell, "code": code})
+    else:
+        print(code)
     return SOUND
 
 

@@ -72,9 +72,14 @@ class Seen:
     """In a bucket what follows what: it costs a request for each chunk, and never changes."""
 
 
-def add_events(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_events(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    common: argparse.ArgumentParser,
+) -> None:
     """Add the command's arguments."""
-    one = commands.add_parser("events", help="tell routers which chunks a cache holds")
+    one = commands.add_parser(
+        "events", parents=[common], help="tell routers which chunks a cache holds"
+    )
     one.add_argument("directory", metavar="DIR", help="directory of the cache")
     one.add_argument("--follow", action="store_true", help="go on with what is stored and removed")
     one.add_argument(

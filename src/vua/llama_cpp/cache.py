@@ -7,6 +7,7 @@ number of processes may use the directory.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -19,15 +20,15 @@ import numpy as np
 import torch
 from llama_cpp import BaseLlamaCache, LlamaState
 
-from vua.capacity.usage import measure
 from vua.core import VUA, ClosestKV, VUAConfig
-from vua.errors import ConfigError, VUAError
+from vua.errors import ConfigError, StorageError, VUAError
 from vua.format.identity import Identity
 from vua.io.forks import watch
 from vua.llama_cpp.model import described_model, refusal, try_form
 from vua.llama_cpp.state import parse
 from vua.serdes import DTYPES
-from vua.store.namespace import check_root
+from vua.store.locate import locate
+from vua.store.place import look_at
 from vua.weights import Identification, identify_weights
 
 __all__ = ["VUALlamaCache"]
@@ -47,7 +48,7 @@ class VUALlamaCache(BaseLlamaCache):
     def __init__(
         self,
         llm: Any,  # noqa: ANN401
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Sequence[str],
         *,
         chunk_tokens: int = 64,
         capacity_bytes: int | str | None = None,
@@ -63,7 +64,8 @@ class VUALlamaCache(BaseLlamaCache):
 
         Args:
             llm: a `llama_cpp.Llama`; the cache does not keep it alive.
-            path: the directory; other models and engines may use it too.
+            path: the directory, the URL of a place in a bucket (``s3://bucket/prefix``), or a list:
+                a directory and the places behind it. Other models and engines may use it too.
             chunk_tokens: tokens per chunk, the granularity of reuse.
             capacity_bytes: as `VUAConfig.max_bytes`: of the whole directory. By default 80 % of the
                 file system, less where it is fuller.
@@ -81,7 +83,8 @@ class VUALlamaCache(BaseLlamaCache):
         )
         self._form = try_form(llm)
         self._described = described_model(llm, self._form, chunk_tokens=chunk_tokens, epoch=epoch)
-        self._llm, self._path = weakref.ref(llm), check_root(path)
+        self._llm, self._path = weakref.ref(llm), path
+        locate(path)  # raises where nothing can be kept there
         self._vua: VUA | None = None
         self._warned = False
         self.after_fork()
@@ -119,8 +122,15 @@ class VUALlamaCache(BaseLlamaCache):
 
     @property
     def cache_size(self) -> int:
-        """Bytes in the directory, of all models; estimated where it is large. Raises OSError."""
-        return measure(self._path).nbytes
+        """Bytes in the directory, of all models; estimated where it is large. Raises OSError.
+
+        In a bucket nothing is counted here: StorageError says so.
+        """
+        usage = look_at(self._path).usage
+        if usage is None:
+            msg = f"{self._path}: counting costs requests; `vua du` does it"
+            raise StorageError(errno.ENOTSUP, msg)
+        return usage.nbytes
 
     # -- what Llama calls ---------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class PrefixCache:
     def __init__(
         self,
         model: Any,  # noqa: ANN401
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Sequence[str],
         *,
         chunk_tokens: int = 64,
         epoch: str = "",
@@ -76,7 +76,8 @@ class PrefixCache:
 
         Args:
             model: a causal language model that `from_pretrained` made.
-            path: the directory; other models and engines may use it too.
+            path: the directory, the URL of a place in a bucket (``s3://bucket/prefix``), or a list:
+                a directory and the places behind it. Other models and engines may use it too.
             chunk_tokens: tokens per chunk, the granularity of reuse.
             epoch: change it to leave everything stored so far unused.
             durable: fsync each file. Without it a power cut may cost recent chunks.

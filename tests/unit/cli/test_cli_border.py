@@ -52,7 +52,7 @@ class TestBorder(CliTest):
             ["bench", "replay", self.EVIL], ["key", f"{root}/{self.EVIL}.key"],
             ["gc", root, "--ttl", self.EVIL], ["doctor", root], [self.EVIL],
             ["adopt", root, "--yes"], ["adopt", self.EVIL], ["bench", "report", self.EVIL],
-            ["completion", self.EVIL], ["ui", self.EVIL],
+            ["completion", self.EVIL], ["ui", self.EVIL], ["events", root], ["events", self.EVIL],
         ]  # fmt: skip
 
     def test_every_verb(self) -> None:
@@ -64,6 +64,19 @@ class TestBorder(CliTest):
                 seen = {one for one in out + err if not one.isprintable()}
                 self.assertLessEqual(seen, {"\n"})
                 self.assertTrue(out + err)
+
+    def test_every_json(self) -> None:
+        """What a verb prints with `--json` is JSON, or nothing where it says what is wrong."""
+        printed = set()
+        for words in self.commands():
+            with self.subTest(words=words):
+                _, out, err = run(*words, "--json")
+                if words[0] == "events" and out:
+                    out = f"[{','.join(out.splitlines())}]"
+                self.assertTrue(json.loads(out) if out else err)
+                self.assertTrue(out.replace("\n", "").isascii())
+                printed |= {words[0]} if out else set()
+        self.assertLessEqual({"ls", "verify", "du", "top", "gc", "doctor", "key", "ttl"}, printed)
 
     def test_json_is_exact(self) -> None:
         """JSON has the names as they are, without a control character in its text."""

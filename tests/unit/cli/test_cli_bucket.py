@@ -153,7 +153,9 @@ class BucketCliTest(DirectoryTest):
             self.assertEqual(2, code)
             self.assertIn("vua adopt", err)
         self.assertEqual(4, len(self.entries()))
-        self.assertEqual(0, run("adopt", self.url)[0])
+        for was_marked in (False, True):
+            code, report = run_json("adopt", self.url)
+            self.assertEqual((0, was_marked), (code, report["was_marked"]))
         self.assertEqual(0, run("rm", self.url, "--all")[0])
 
     def chunks(self, model: str) -> list[str]:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from commands import TOKENS, CliTest, run_json
+from commands import TOKENS, CliTest, run, run_json, verbs
 from helpers import flip
 
 PAGE: Final = (Path(__file__).parents[3] / "docs" / "cli.md").read_text("utf-8")
 WHOLE: Final = {"identity", "layout", "first_missing", "damaged", "others", "loads", "salts"}
 WHOLE_TOO: Final = {"used_within", "sealed", "authentic", "temporary", "quarantined", "model"}
+WHOLE_OF_BENCH: Final = {
+    "machine",
+    "write_cpu_ms_per_mib",
+    "metadata_us",
+    "unmeasured",
+    "by_length",
+}
 """Fields that are described as one."""
 
 
@@ -28,10 +38,11 @@ def documented(verb: str) -> set[str]:
 
 def fields(value: object, at: str = "") -> Iterator[str]:
     """The fields of a report, as the page writes them."""
-    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+    whole = at.rsplit(".", 1)[-1] in WHOLE | WHOLE_TOO | WHOLE_OF_BENCH
+    if not whole and isinstance(value, list) and any(isinstance(one, dict) for one in value):
         for one in value:
             yield from fields(one, f"{at}[]")
-    elif isinstance(value, dict) and at.rsplit(".", 1)[-1] not in WHOLE | WHOLE_TOO:
+    elif not whole and isinstance(value, dict):
         for name, one in value.items():
             yield from fields(one, f"{at}.{'*' if at == 'deleted' else name}".lstrip("."))
     else:
@@ -70,13 +81,19 @@ class JsonTest(CliTest):
             "export": [["export", root, beside / "tar", "--all"], ["import", root, beside / "tar"]],
             "verify": [["verify", root]],
             "gc": [["gc", root]],
-            "bench": [["bench", "replay", beside / "trace", "--simulated"]],
+            "bench replay": [["bench", "replay", beside / "trace", "--out", beside / "bench"]],
+            "bench report": [["bench", "report", beside / "bench", "--out", beside / "page"]],
+            "bench path": [["bench", "path", root, "--tiny", "--model", "Llama-3.1-8B",
+                            "--prefill", "1000"]],
+            "completion": [["completion", "bash"]],
             "rm": [["pin", root, chunk], ["ttl", root], ["adopt", root], ["key", beside / "key"],
                    ["rm", root, chunk, "--pinned"]],
         }  # fmt: skip
 
     def test_every_verb(self) -> None:
-        """What a verb prints is what the page says."""
+        """What a verb prints is what the page says; only what runs on is tried elsewhere."""
+        tried = {words[0] for commands in self.commands().values() for words in commands}
+        self.assertEqual({"ui", "events"}, verbs() - tried)
         for verb, commands in self.commands().items():
             if verb == "verify":
                 flip(self.entries()[0], 4200)
@@ -91,6 +108,36 @@ class JsonTest(CliTest):
                 lacking = {one for one in known if not any(below(two, one) for two in seen)}
                 self.assertEqual(set(), extra, "printed, and not described")
                 self.assertEqual(set(), lacking, "described, and not printed")
+
+
+class ExitStatusTest(CliTest):
+    """The table of exit status, which is the only one."""
+
+    def test_table(self) -> None:
+        """It has each status that commands end with."""
+        flip(self.entries()[0], 4200)
+        missing = str(self.root / "missing")
+        found = {
+            0: [run("ls", self.root)[0], run("--help")[0], run("--version")[0], run()[0]],
+            1: [run("verify", self.root)[0], run("inspect", self.entries()[0])[0]],
+            2: [run("ls", missing)[0], run("unheard")[0], run("rm", self.root)[0],
+                run("import", self.root, missing)[0], run("ttl", self.root, "soon")[0]],
+            130: [self.interrupted()],
+        }  # fmt: skip
+        for status, codes in found.items():
+            self.assertEqual({status}, set(codes))
+        listed = re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)
+        self.assertEqual(list(found), list(map(int, listed)))
+
+    def interrupted(self) -> int:
+        """The status of a command that Ctrl-C ends after its first lines."""
+        command = [sys.executable, "-m", "vua.cli", "top", str(self.root), "--interval", "0.01"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as running:
+            assert running.stdout is not None
+            self.assertTrue(running.stdout.readline())
+            running.send_signal(signal.SIGINT)
+            running.stdout.read()
+            return running.wait(120)
 
 
 if __name__ == "__main__":
