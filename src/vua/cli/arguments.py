@@ -14,7 +14,7 @@ from vua.cli.text import UNUSABLE, plain
 from vua.errors import ConfigError
 from vua.storage.bucket_path import is_url
 
-__all__ = ["VARIABLE", "Parser", "between_looks_s", "duration_s", "parsed", "share"]
+__all__ = ["VARIABLE", "Parser", "between_looks_s", "duration", "duration_s", "parsed", "share"]
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory where a command is given none; engines know it too."""
@@ -56,6 +56,17 @@ def between_looks_s(said: float | None, where: str, usual_s: float) -> float:
         msg = f"--interval must be a positive number of seconds, found {interval_s!r}"
         raise ConfigError(msg)
     return interval_s
+
+
+def duration(seconds: float) -> str:
+    """Return the text for which :func:`duration_s` returns these seconds, in the largest unit.
+
+    >>> duration(86400), duration(5400), duration(0.5)
+    ('1d', '90m', '0.5s')
+    """
+    units = [unit for unit, length_s in _UNITS_S.items() if seconds % length_s == 0 and unit != "w"]
+    unit = units[-1] if units else "s"
+    return f"{seconds / _UNITS_S[unit]:.15g}{unit}"
 
 
 def share(text: str) -> float:
