@@ -7,28 +7,26 @@ number of processes may use the directory.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
 import torch
 from llama_cpp import BaseLlamaCache, LlamaState
 
-from vua.capacity.usage import measure
 from vua.core import VUA, ClosestKV, VUAConfig
-from vua.errors import ConfigError, VUAError
+from vua.errors import ConfigError, StorageError, VUAError
 from vua.format.identity import Identity
-from vua.io.forks import watch
 from vua.llama_cpp.model import described_model, refusal, try_form
 from vua.llama_cpp.state import parse
 from vua.serdes import DTYPES
-from vua.store.namespace import check_root
-from vua.weights import Identification, identify_weights
+from vua.store.identified import Identified
+from vua.store.locate import locate
+from vua.store.place import look_at
 
 __all__ = ["VUALlamaCache"]
 
@@ -47,7 +45,7 @@ class VUALlamaCache(BaseLlamaCache):
     def __init__(
         self,
         llm: Any,  # noqa: ANN401
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Sequence[str],
         *,
         chunk_tokens: int = 64,
         capacity_bytes: int | str | None = None,
@@ -63,7 +61,8 @@ class VUALlamaCache(BaseLlamaCache):
 
         Args:
             llm: a `llama_cpp.Llama`; the cache does not keep it alive.
-            path: the directory; other models and engines may use it too.
+            path: the directory, the URL of a place in a bucket (``s3://bucket/prefix``), or a list:
+                a directory and the places behind it. Other models and engines may use it too.
             chunk_tokens: tokens per chunk, the granularity of reuse.
             capacity_bytes: as `VUAConfig.max_bytes`: of the whole directory. By default 80 % of the
                 file system, less where it is fuller.
@@ -81,25 +80,17 @@ class VUALlamaCache(BaseLlamaCache):
         )
         self._form = try_form(llm)
         self._described = described_model(llm, self._form, chunk_tokens=chunk_tokens, epoch=epoch)
-        self._llm, self._path = weakref.ref(llm), check_root(path)
-        self._vua: VUA | None = None
+        self._llm, self._path = weakref.ref(llm), path
+        locate(path)  # raises where nothing can be kept there
         self._warned = False
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """Begin with a free lock, and to identify the model unless it is; see `vua.io.forks`."""
-        self._lock = threading.Lock()
-        if self._vua is None:
-            files = self._described.files
-            self._identification = Identification(lambda stop: identify_weights(files, stop=stop))
+        config, place = self._config, self._path
+        self._stored = Identified(
+            self._described, lambda identity: VUA(config, place, identity=identity), log
+        )
 
     def close(self) -> None:
         """Wait for running work and release the threads. Then nothing is loaded or saved."""
-        self._identification.close()
-        with self._lock:
-            if self._vua is not None:
-                self._vua.close()
+        self._stored.close()
 
     def ready(self, timeout_s: float | None = None) -> bool:
         """Wait until the model is identified; return whether it is. None: for as long as it takes.
@@ -107,20 +98,24 @@ class VUALlamaCache(BaseLlamaCache):
         Raises:
             ConfigError, StorageError, OSError: it cannot be, so nothing is ever loaded or saved.
         """
-        if not self._identification.wait(timeout_s):
-            return False
-        self._opened()
-        return True
+        return self._stored.ready(timeout_s)
 
     @property
     def identity(self) -> Identity:
         """Whose states these are; waits and raises as `ready` without a limit."""
-        return self._described.identity(self._identification.answer.result())
+        return self._stored.identity
 
     @property
     def cache_size(self) -> int:
-        """Bytes in the directory, of all models; estimated where it is large. Raises OSError."""
-        return measure(self._path).nbytes
+        """Bytes in the directory, of all models; estimated where it is large. Raises OSError.
+
+        In a bucket nothing is counted here: StorageError says so.
+        """
+        usage = look_at(self._path).usage
+        if usage is None:
+            msg = f"{self._path}: counting costs requests; `vua du` does it"
+            raise StorageError(errno.ENOTSUP, msg)
+        return usage.nbytes
 
     # -- what Llama calls ---------------------------------------------------------------------
 
@@ -194,25 +189,15 @@ class VUALlamaCache(BaseLlamaCache):
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _opened(self) -> VUA:
-        with self._lock:
-            if self._vua is None:
-                self._vua = VUA(self._config, self._path, identity=self.identity)
-            return self._vua
-
     def _usable(self) -> VUA | None:
         """Return the open namespace; None where there is none (yet), or nothing may be stored."""
         llm = self._llm()
-        if llm is None or not self._identification.wait(0):
+        if llm is None or (stored := self._stored.usable()) is None:
             return None
         if reason := refusal(llm):
             self._warn("nothing is loaded or saved: %s", reason)
             return None
-        try:
-            return self._opened()
-        except (VUAError, OSError, CancelledError) as problem:
-            self._warn("nothing is loaded or saved: %s", problem)
-            return None
+        return stored
 
     def _warn(self, text: str, problem: object) -> None:
         log.log(logging.DEBUG if self._warned else logging.WARNING, text, problem)

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -31,7 +32,8 @@ from vua.format.identity import Identity, config_digest
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, MemoryMap
 from vua.storage.base import entry_name
-from vua.store.namespace import Namespace, check_root
+from vua.store.locate import locate
+from vua.store.namespace import Namespace
 
 __all__ = ["VUAL2Adapter"]
 
@@ -113,8 +115,9 @@ class VUAL2Adapter(L2AdapterInterface):
         """Use the directory ``params["path"]``, which is created (mode 0700) when missing.
 
         Args:
-            params: ``path``; and as in `VUAConfig` ``max_bytes``, ``min_free_bytes``, ``ttl_s``,
-                ``durable``, ``epoch``, ``threads`` (at work at the same time; 4).
+            params: ``path``: the directory, the URL of a place in a bucket, or a list: a directory
+                and the places behind it; and as in `VUAConfig` ``max_bytes``, ``min_free_bytes``,
+                ``ttl_s``, ``durable``, ``epoch``, ``threads`` (at work at the same time; 4).
             l1_memory_desc: LMCache's memory, of which nothing needs to be known.
 
         Raises:
@@ -129,7 +132,7 @@ class VUAL2Adapter(L2AdapterInterface):
                 f"adapter_params has {', '.join(unknown) or 'no path'}; known are {_SETTINGS}"
             )
         given = dict(params)
-        self._root = check_root(given.pop("path"))
+        self._root = locate(given.pop("path"))
         self._durable, self._epoch = bool(given.pop("durable", False)), given.pop("epoch", "")
         self._threads = int(given.pop("threads", _THREADS))
         self._bounds = Limits(**given)
@@ -310,8 +313,9 @@ class VUAL2Adapter(L2AdapterInterface):
             known = self._namespaces.get(form)
             if known is None:
                 identity = form.identity(self._epoch)
-                if not create and not (self._root / identity.namespace).is_dir():
-                    return None
+                place = self._root / identity.namespace
+                if not create and isinstance(place, Path) and not place.is_dir():
+                    return None  # a bucket is not asked: to describe it costs as much
                 known = self._namespaces[form] = Namespace.create(
                     self._root, identity, [form.layout], durable=self._durable, bounds=self._bounds
                 )

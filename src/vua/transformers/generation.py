@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -39,7 +39,7 @@ _NO_MODEL_INPUTS: Final = frozenset(
 @contextmanager
 def reuse_prefixes(
     model: Any,  # noqa: ANN401
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str],
     **settings: Any,  # noqa: ANN401
 ) -> Iterator[PrefixCache]:
     """Within the block `model.generate` loads stored prefixes and stores what it computes.
