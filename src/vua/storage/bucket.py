@@ -41,9 +41,9 @@ _REQUESTS: Final = 16
 """Requests under way at a time, of all buckets of this process."""
 _SMALL_REQUESTS: Final = 64
 """Likewise of those that carry no body."""
-_IN_FLIGHT_NBYTES: Final = 256 << 20
+_IN_FLIGHT_NBYTES: Final = 128 << 20
 """Bytes of bodies under way at a time, of all buckets of this process; a larger one goes alone."""
-_KEPT_NBYTES: Final = 64 << 20
+_KEPT_NBYTES: Final = _IN_FLIGHT_NBYTES
 """Memory of bodies that is kept to be used again: fresh memory costs as much as to receive them."""
 _PIECE_NBYTES: Final = 256 << 10
 """Of a body, at least: what came is copied so often, and stays in the processor's cache."""
