@@ -20,7 +20,11 @@ from statistics import median
 from typing import Any
 
 OBJECTS, OBJECT_KIB, ROUNDS = 16, 8192, 5
-QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"}
+QUIET = {
+    "LMCACHE_TRACK_USAGE": "false",
+    "LMCACHE_LOG_LEVEL": "ERROR",
+    "LMCACHE_DISABLE_BANNER": "1",
+}
 
 
 def adapter(kind: str, folder: Path) -> dict[str, Any]:
