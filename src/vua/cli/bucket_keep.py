@@ -17,6 +17,7 @@ from vua.capacity.bucket import (
 )
 from vua.capacity.limits import Limits
 from vua.capacity.scan import TTL_FOLDER
+from vua.cli.arguments import duration
 from vua.cli.bucket_chunks import BucketSpace, listed_spaces, opened_bucket, resolve
 from vua.cli.removal import print_pins
 from vua.cli.text import SOUND, Write, plain, progress
@@ -85,7 +86,9 @@ def ttl_bucket(url: str, seconds: float | None, *, off: bool, write: Write | Non
         write({"directory": url, "ttl_s": bounds.ttl_s, "chunks_with_their_own": own})
     else:
         now = bounds.ttl_s
-        text = "no time to live" if now is None else f"unused chunks are deleted after {now:g} s"
+        text = (
+            "no time to live" if now is None else f"unused chunks are deleted after {duration(now)}"
+        )
         print(plain(f"{url}: {text}, by `vua gc` and the bucket's lifecycle rule"))
         if own:
             print(f"{own} chunks came with a time to live of their own, which is not kept here")
