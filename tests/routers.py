@@ -50,6 +50,9 @@ class SocketTest(CliTest):
         thread.start()
         try:
             yield codes
+        except BaseException:
+            shutil.rmtree(self.root, ignore_errors=True)  # ends it
+            raise
         finally:
             thread.join(PATIENCE_MS / 1000)
             self.assertFalse(thread.is_alive())

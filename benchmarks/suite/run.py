@@ -77,7 +77,7 @@ def run(settings: Settings, show: Callable[[str], None]) -> dict[str, object]:
             for name, reason in bench.peers.missing.items():
                 bench.skip("C1-C3", f"peer {name}", reason)
         else:
-            bench.skip("C1-C3", "all peers", "no --peers; benchmarks/peers/setup.py installs them")
+            bench.skip("C1-C3", "all peers", "no --peers; `dev.py peers` installs them")
         try:
             for number, part in PARTS.items():
                 if number in wanted:

@@ -21,10 +21,10 @@ from vua.errors import ConfigError, LayoutError
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
+from vua.io.buffers import BufferPool
 from vua.io.forks import watch
 from vua.io.threads import Call, Threads
 from vua.security.keyring import NoKeyError, check_keys
-from vua.store.buffers import BufferPool
 from vua.store.label import Label
 from vua.store.locate import locate
 from vua.store.namespace import Namespace

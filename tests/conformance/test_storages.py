@@ -31,8 +31,8 @@ class TestDirectory(conformance.StorageConformance, unittest.TestCase):
         return storage
 
 
-class TestDirectoryInPython(TestDirectory):
-    """Files in a directory, without native code."""
+class InPython(unittest.TestCase):
+    """Without native code."""
 
     def setUp(self) -> None:
         """Switch it off."""
@@ -40,6 +40,10 @@ class TestDirectoryInPython(TestDirectory):
             self.skipTest("it is off for all tests")
         self.enterContext(native_code("off"))
         super().setUp()
+
+
+class TestDirectoryInPython(InPython, TestDirectory):
+    """Files in a directory, without native code."""
 
 
 class TestMemory(conformance.StorageConformance, unittest.TestCase):
@@ -51,6 +55,10 @@ class TestMemory(conformance.StorageConformance, unittest.TestCase):
         """Make one."""
         del directory
         return MemoryStorage()
+
+
+class TestMemoryInPython(InPython, TestMemory):
+    """A dictionary, without native code."""
 
 
 class TestSQLite(conformance.StorageConformance, unittest.TestCase):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
+from unittest import mock
 
 import pytest
 
+from commands import run_json
 from e2e.damage import stored
 from e2e.harness import PROMPT, Batch, llama
 from e2e.serving import (
@@ -20,7 +22,7 @@ from e2e.serving import (
     starting,
     transfer,
 )
-from helpers import soak
+from helpers import SOON_S, soak
 
 pytestmark = pytest.mark.vllm
 
@@ -42,6 +44,18 @@ class ServeTest(ServerTest):
             hits = metric(address, HITS)
             self.assertEqual(expected, complete(address, **not_loaded))
             self.assertEqual(hits, metric(address, HITS))
+            self.warm(address)
+
+    def warm(self, address: str) -> None:
+        """Have `vua warm` ask the server: what is new is stored, and told; a refusal is, too."""
+        prompts = self.root.with_name("prompts.jsonl")
+        asked = [PROMPT[100:], PROMPT, [*PROMPT] * 3]
+        prompts.write_text("\n".join(json.dumps({"prompt": one}) for one in asked))
+        with mock.patch("vua.cli.warm._PATIENCE_S", SOON_S):
+            code, report = run_json("warm", prompts, "--server", address, "--path", self.root)
+        rows = [(one["tokens"], one["stored"]) for one in report["prompts"]]
+        self.assertEqual((1, [(600, 576), (700, 0), (None, None)]), (code, rows))
+        self.assertIn("400", report["prompts"][2]["problem"])
 
     def metrics(self, address: str) -> None:
         """Check VUA's metrics after ten chunks of a prompt of 700 tokens were loaded."""

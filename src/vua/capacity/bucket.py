@@ -13,22 +13,37 @@ from collections.abc import Callable, Sequence
 
 from vua.capacity.limits import MAX_BOUNDS_NBYTES, Limits, bounds_text, parse_bounds
 from vua.capacity.reservation import Unlimited
+from vua.capacity.scan import PIN
 from vua.format.keys import ChunkKey, Keys
+from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath
+from vua.storage.local import chunk_path
 from vua.storage.mark import LIMITS_FILE
 
-__all__ = ["BucketCapacity", "read_bucket_bounds", "write_bucket_bounds"]
+__all__ = [
+    "BucketCapacity",
+    "pin_in_bucket",
+    "read_bucket_bounds",
+    "unpin_in_bucket",
+    "write_bucket_bounds",
+]
 
 log = logging.getLogger(__name__)
 
 
 class BucketCapacity:
-    """What :class:`vua.capacity.reservation.Capacity` is for a directory. Safe for threads."""
+    """What :class:`vua.capacity.reservation.Capacity` is for a directory. Safe for threads.
+
+    Pins are the same marks as in a directory. Times to live of single chunks, and pins that a
+    request of an engine asks for, are not kept here: the log says so once.
+    """
 
     batch_bytes = 1 << 40
 
-    def __init__(self, where: str, bounds: Limits | None = None) -> None:
-        """Bound nothing of ``where``; says so where ``bounds`` ask for it."""
+    def __init__(self, place: BucketPath, bounds: Limits | None = None) -> None:
+        """Bound nothing of the namespace in ``place``; says so where ``bounds`` ask for it."""
+        self._place, where = place, str(place.parent)
+        self._warned: set[str] = set()
         self.counts: Counter[str] = Counter()
         if bounds is not None and bounds.max_bytes is not None:
             log.warning(
@@ -44,32 +59,91 @@ class BucketCapacity:
         self, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None = None
     ) -> Unlimited:
         """Return all the space there is."""
-        del keys, nbytes, ttl_s
+        del keys, nbytes
+        if ttl_s is not None:
+            self._warn_of_ttls()
         return Unlimited()
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
         """Do nothing."""
 
     def pin(self, chunk: str) -> bool:
-        """Hold nothing: no rule of a bucket knows pins."""
+        """Hold nothing: the prefix is not known here, and to read it takes a request per chunk."""
         del chunk
+        self._warn("pin", "requests' pins are not kept in a bucket; `vua pin` and VUA.pin are")
         return False
 
     def pin_prefix(self, chunks: Sequence[str]) -> int:
-        """Hold nothing."""
-        del chunks
-        return 0
+        """Keep stored chunks, a prefix from the first one on; return how many are held.
+
+        `vua gc` and `vua rm` keep to it, a lifecycle rule does not. Raises nothing.
+        """
+        if not chunks:
+            return 0
+        try:
+            pin_in_bucket(self._place, chunks[-1], chunks)
+        except OSError as problem:
+            self._warn("pins", f"nothing can be pinned: {problem}")
+            return 0
+        return len(chunks)
 
     def unpin_prefix(self, chunks: Sequence[str]) -> int:
-        """Release nothing."""
-        del chunks
-        return 0
+        """Undo :meth:`pin_prefix` of these chunks and of prefixes of them; how many that frees."""
+        if not chunks:
+            return 0
+        try:
+            folder = self._place / chunk_path(chunks[0])
+            marks = {one.key.rpartition("/")[2] for one in self._place.bucket.walk(folder.key)}
+            pins = [place for place, name in enumerate(chunks) if PIN + name in marks]
+            for place in pins:
+                unpin_in_bucket(self._place, chunks[place], chunks[: place + 1])
+        except OSError as problem:
+            self._warn("pins", f"nothing can be unpinned: {problem}")
+            return 0
+        return max(pins, default=-1) + 1
 
     def raise_ttls(self, chunk: str, ttl_s: float) -> None:
         """Do nothing."""
+        del chunk, ttl_s
+        self._warn_of_ttls()
 
     def on_evicted(self, tell: Callable[[str], None]) -> None:
         """Do nothing: nothing is evicted here."""
+
+    def _warn_of_ttls(self) -> None:
+        self._warn("ttl", "times to live of single chunks are not kept in a bucket; `vua ttl` is")
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning("%s: %s", self._place.parent, text)
+
+
+def pin_in_bucket(space: BucketPath, pinned: str, held: Sequence[str]) -> None:
+    """Write the mark of a pin beside each chunk of a namespace that it holds.
+
+    Raises StorageError; then some of the marks may be there.
+    """
+    problems: list[OSError] = []
+
+    def put(key: str) -> None:
+        try:
+            space.bucket.put(key, b"")
+        except OSError as problem:
+            problems.append(problem)
+
+    Bucket.each(put, _marks(space, pinned, held), small=True)
+    if problems:
+        raise problems[0]
+
+
+def unpin_in_bucket(space: BucketPath, pinned: str, held: Sequence[str]) -> None:
+    """Delete what :func:`pin_in_bucket` has written. Raises StorageError."""
+    space.bucket.delete(_marks(space, pinned, held))
+
+
+def _marks(space: BucketPath, pinned: str, held: Sequence[str]) -> list[str]:
+    return [(space / f"{chunk_path(name)}/{PIN}{pinned}").key for name in held]
 
 
 def read_bucket_bounds(place: BucketPath) -> Limits:

@@ -1,9 +1,9 @@
-"""The command `vua`: looks into a cache directory. Needs no engine, no GPU and no server.
+"""The command `vua`: looks into a cache directory. Only `warm` needs an engine.
 
-All of it may run while others read and write there; `gc`, `rm`, `pin`, `ttl`, `import`, `adopt` and
-`verify --repair` alone change anything (`doctor` makes a directory for a while); `key` makes keys,
-elsewhere. `docs/cli.md` has the exit codes and what `--json` prints. Where the environment has
-VUA_PATH the directory may be left out.
+All of it may run while others read and write there; `gc`, `rm`, `pin`, `ttl`, `import`, `adopt`,
+`warm` and `verify --repair` alone change anything (`doctor` makes a directory for a while); `key`
+makes keys, elsewhere. `docs/cli.md` has the exit codes and what `--json` prints. Where the
+environment has VUA_PATH the directory may be left out.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from vua.cli.text import UNUSABLE, Write, as_json, guarded, plain
 from vua.cli.top import top
 from vua.cli.ui import ui
 from vua.cli.verification import verify
+from vua.cli.warm import add_warm, warm
 from vua.errors import StorageError, VUAError
 from vua.storage.bucket_path import is_url
 
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Look into a VUA cache directory.",
         epilog="Look: ls, du, top, ui, inspect, explain, events. Check: verify, doctor. "
         "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. Measure: bench. "
-        "Set up: key, completion. "
+        "Fill: warm. Set up: key, completion. "
         f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
         "all is well, 1 damage or not all done, 2 no sense or no such directory.",
     )
@@ -132,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_upkeep(commands, common, keys)
     _add_transfer(commands, common, keys)
 
+    add_warm(commands, common)
     add_key(commands, common)
 
     one = commands.add_parser(
@@ -304,6 +306,7 @@ _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
         said.directory, trusted_uids=said.trusted_uids, write=write
     ),
     "events": lambda said, _: events(said),
+    "warm": lambda said, write: warm(said, write=write),
     "top": lambda said, write: top(said.directory, said.interval, once=said.once, write=write),
     "ui": lambda said, write: ui(
         said.directory,

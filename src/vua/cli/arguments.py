@@ -11,15 +11,18 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from vua.cli.text import UNUSABLE, plain
+from vua.errors import ConfigError
+from vua.storage.bucket_path import is_url
 
-__all__ = ["VARIABLE", "Parser", "duration_s", "parsed", "share"]
+__all__ = ["VARIABLE", "Parser", "between_looks_s", "duration", "duration_s", "parsed", "share"]
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory where a command is given none; engines know it too."""
-_WITHOUT: Final = ("bench", "completion", "inspect", "key")
+_WITHOUT: Final = ("bench", "completion", "inspect", "key", "warm")
 """Commands whose words do not begin with a directory."""
 _NAME: Final = re.compile("[0-9a-f]{6,64}")
 _NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
+_BUCKET_LOOKS_S: Final = 60.0
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
@@ -41,6 +44,29 @@ def duration_s(text: str) -> float:
     except ValueError:
         msg = f"{text!r:.40} is no time; give seconds, or 30m, 12h, 1d, 2w"
         raise argparse.ArgumentTypeError(msg) from None
+
+
+def between_looks_s(said: float | None, where: str, usual_s: float) -> float:
+    """Return the seconds between two looks at a directory, or a bucket: its listings cost money.
+
+    Raises ConfigError where ``said`` is no time to wait.
+    """
+    interval_s = said if said is not None else _BUCKET_LOOKS_S if is_url(where) else usual_s
+    if not interval_s > 0:
+        msg = f"--interval must be a positive number of seconds, found {interval_s!r}"
+        raise ConfigError(msg)
+    return interval_s
+
+
+def duration(seconds: float) -> str:
+    """Return the text for which :func:`duration_s` returns these seconds, in the largest unit.
+
+    >>> duration(86400), duration(5400), duration(0.5)
+    ('1d', '90m', '0.5s')
+    """
+    units = [unit for unit, length_s in _UNITS_S.items() if seconds % length_s == 0 and unit != "w"]
+    unit = units[-1] if units else "s"
+    return f"{seconds / _UNITS_S[unit]:.15g}{unit}"
 
 
 def share(text: str) -> float:

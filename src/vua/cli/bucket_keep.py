@@ -9,16 +9,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vua.capacity.bucket import read_bucket_bounds, write_bucket_bounds
+from vua.capacity.bucket import (
+    pin_in_bucket,
+    read_bucket_bounds,
+    unpin_in_bucket,
+    write_bucket_bounds,
+)
 from vua.capacity.limits import Limits
-from vua.capacity.scan import PIN, TTL_FOLDER
+from vua.capacity.scan import TTL_FOLDER
+from vua.cli.arguments import duration
 from vua.cli.bucket_chunks import BucketSpace, listed_spaces, opened_bucket, resolve
 from vua.cli.removal import print_pins
 from vua.cli.text import SOUND, Write, plain, progress
 from vua.errors import ConfigError
-from vua.storage.bucket import Bucket
 from vua.storage.bucket_mark import bucket_descriptions, claim_bucket
-from vua.storage.local import chunk_path
 
 __all__ = ["pins_bucket", "ttl_bucket"]
 
@@ -41,7 +45,7 @@ def pins_bucket(url: str, names: Sequence[str], *, remove: bool, write: Write | 
                 raise ConfigError(msg)
             held = list(space.ancestors(chunk))
             show("writing marks", amount=len(held), unit="chunks")
-            _mark(space, chunk, held, remove=remove)
+            (unpin_in_bucket if remove else pin_in_bucket)(space.place, chunk, held)
             report.append({"namespace": space.name, "chunk": chunk, "chunks": len(held)})
     if not names:
         report = [one for space in spaces for one in _pinned(space)]
@@ -50,26 +54,6 @@ def pins_bucket(url: str, names: Sequence[str], *, remove: bool, write: Write | 
     else:
         print_pins(url, report, "released" if remove else "held")
     return SOUND
-
-
-def _mark(space: BucketSpace, pinned: str, held: Sequence[str], *, remove: bool) -> None:
-    """Write or delete the mark of a pin beside each chunk that it holds. Raises StorageError."""
-    bucket = space.place.bucket
-    keys = [(space.place / f"{chunk_path(name)}/{PIN}{pinned}").key for name in held]
-    if remove:
-        bucket.delete(keys)
-        return
-    problems: list[OSError] = []
-
-    def put(key: str) -> None:
-        try:
-            bucket.put(key, b"")
-        except OSError as problem:
-            problems.append(problem)
-
-    Bucket.each(put, keys)
-    if problems:
-        raise problems[0]
 
 
 def _pinned(space: BucketSpace) -> list[dict[str, object]]:
@@ -102,7 +86,9 @@ def ttl_bucket(url: str, seconds: float | None, *, off: bool, write: Write | Non
         write({"directory": url, "ttl_s": bounds.ttl_s, "chunks_with_their_own": own})
     else:
         now = bounds.ttl_s
-        text = "no time to live" if now is None else f"unused chunks are deleted after {now:g} s"
+        text = (
+            "no time to live" if now is None else f"unused chunks are deleted after {duration(now)}"
+        )
         print(plain(f"{url}: {text}, by `vua gc` and the bucket's lifecycle rule"))
         if own:
             print(f"{own} chunks came with a time to live of their own, which is not kept here")

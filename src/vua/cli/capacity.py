@@ -25,6 +25,7 @@ from vua.capacity.scan import (
 )
 from vua.capacity.ttl import count
 from vua.capacity.usage import measure
+from vua.cli.arguments import duration
 from vua.cli.keys import NO_KEYS, key_ids
 from vua.cli.owner import confirm, to_change
 from vua.cli.spread import over_fans
@@ -167,7 +168,9 @@ def ttl(directory: str, seconds: float | None, *, off: bool, write: Write | None
     if write is not None:
         write({"directory": directory, "ttl_s": now, "chunks_with_their_own": own})
     else:
-        text = "no time to live" if now is None else f"unused chunks are deleted after {now:g} s"
+        text = (
+            "no time to live" if now is None else f"unused chunks are deleted after {duration(now)}"
+        )
         print(f"{directory}: {text}; {own} chunks have a time to live of their own")
     return SOUND
 

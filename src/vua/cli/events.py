@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 from vua.capacity.prefix_tree import PrefixTree, read_prefix_tree
 from vua.capacity.scan import Show, Space, spaces
-from vua.cli.arguments import duration_s
+from vua.cli.arguments import between_looks_s, duration_s
 from vua.cli.bucket_chunks import BucketSpace, listed_spaces, opened_bucket
 from vua.cli.event_socket import EventSocket
 from vua.cli.spread import over_fans
@@ -38,10 +38,9 @@ from vua.storage.local import entry_at
 from vua.storage.problems import explained
 from vua.store.namespace import check_root
 
-__all__ = ["add_events", "events"]
+__all__ = ["Seen", "add_events", "events", "look"]
 
 _INTERVAL_S: Final = 5.0
-_BUCKET_INTERVAL_S: Final = 60.0
 _BATCH: Final = 1024
 """Events in a batch: routers ask again for batches, of which some thousands are kept."""
 
@@ -59,7 +58,7 @@ class _Outlet(Protocol):
 
 
 @dataclass(slots=True)
-class _Seen:
+class Seen:
     """A namespace as the last look found it."""
 
     layouts: tuple[KVLayout, ...]
@@ -109,21 +108,17 @@ def add_events(
 
 def events(options: argparse.Namespace) -> int:
     """Tell what is stored, and with ``--follow`` what changes. Raises ConfigError, StorageError."""
-    where, interval_s = options.directory, options.interval
-    if interval_s is None:
-        interval_s = _BUCKET_INTERVAL_S if is_url(where) else _INTERVAL_S
-    if not interval_s > 0:
-        msg = f"--interval must be a positive number of seconds, found {interval_s!r}"
-        raise ConfigError(msg)
+    where = options.directory
+    interval_s = between_looks_s(options.interval, where, _INTERVAL_S)
     if options.zmq is None and (options.connect or options.topic or options.replay_endpoint):
         msg = "--connect, --topic and --replay-endpoint say how to publish: give --zmq ENDPOINT"
         raise ConfigError(msg)
     try:
         locality = options.locality or _locality(where)
         with _outlet(options) as outlet:
-            seen: dict[str, _Seen] = {}
+            seen: dict[str, Seen] = {}
             while True:
-                now = _look(where, seen)
+                now = look(where, seen)
                 found = _changes(seen, now, locality)
                 while batch := list(itertools.islice(found, _BATCH)):
                     outlet.publish(batch)
@@ -177,8 +172,12 @@ def _locality(where: str) -> str:
         os.close(fd)
 
 
-def _look(where: str, past: Mapping[str, _Seen]) -> dict[str, _Seen]:
-    """Look at everything once; what a namespace without a description holds cannot be judged."""
+def look(where: str, past: Mapping[str, Seen]) -> dict[str, Seen]:
+    """Look at everything once, given what the last look found ({} for the first).
+
+    What a namespace without a description holds cannot be judged, and is left out. Raises
+    ConfigError, StorageError, OSError.
+    """
     with progress() as show:
         if is_url(where):
             found = listed_spaces(opened_bucket(where), show)
@@ -190,7 +189,7 @@ def _look(where: str, past: Mapping[str, _Seen]) -> dict[str, _Seen]:
             return {name: one for name, one in seen if one is not None}
 
 
-def _look_at(root: Path, space: Space, past: _Seen | None, show: Show) -> _Seen | None:
+def _look_at(root: Path, space: Space, past: Seen | None, show: Show) -> Seen | None:
     """Look at a namespace in a directory, after the first time only at what has changed."""
     layouts = past.layouts if past else read_description(root / space.name).layouts
     if not layouts:
@@ -212,10 +211,10 @@ def _look_at(root: Path, space: Space, past: _Seen | None, show: Show) -> _Seen 
         if known.get(name) == mtime_ns or _is_whole(layouts, _shards(space, name))
     }
     stored = _reached(tree.in_order(), befores, whole)
-    return _Seen(layouts, stored, tree, whole, {})
+    return Seen(layouts, stored, tree, whole, {})
 
 
-def _look_at_bucket(space: BucketSpace, past: _Seen | None, show: Show) -> _Seen | None:
+def _look_at_bucket(space: BucketSpace, past: Seen | None, show: Show) -> Seen | None:
     """Look at a namespace in a bucket."""
     layouts = space.description.layouts
     if not layouts:
@@ -230,7 +229,7 @@ def _look_at_bucket(space: BucketSpace, past: _Seen | None, show: Show) -> _Seen
         for name, chunk in space.chunks.items()
         if _is_whole(layouts, [parse_name(entry_at(path))[1] for path in chunk.paths])
     }
-    return _Seen(layouts, _reached(order, befores, whole), None, whole, befores)
+    return Seen(layouts, _reached(order, befores, whole), None, whole, befores)
 
 
 def _shards(space: Space, name: str) -> list[Shard | None]:
@@ -261,7 +260,7 @@ def _reached(
 
 
 def _changes(
-    past: Mapping[str, _Seen], now: Mapping[str, _Seen], locality: str
+    past: Mapping[str, Seen], now: Mapping[str, Seen], locality: str
 ) -> Iterator[dict[str, Any]]:
     """Yield what is gone, children before parents, and what is new, parents before children."""
     for namespace in sorted({*past, *now}):

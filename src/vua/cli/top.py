@@ -25,9 +25,10 @@ from vua.capacity.limits import Limits, ResolvedLimits, nbytes_of
 from vua.capacity.prefix_tree import read_node
 from vua.capacity.scan import Space, chunk_nbytes, chunks_of, fans_of, spaces
 from vua.capacity.usage import measure
+from vua.cli.arguments import between_looks_s
 from vua.cli.bucket_chunks import BucketSpace, cost, listed_spaces, opened_bucket
 from vua.cli.text import SHORT, SOUND, Write, clear_screen, progress, size, table
-from vua.errors import ConfigError, StorageError
+from vua.errors import StorageError
 from vua.storage.bucket_cost import KINDS, cost_dollars
 from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.description import read_description
@@ -37,7 +38,6 @@ from vua.store.namespace import check_root
 __all__ = ["top"]
 
 _INTERVAL_S: Final = 2.0
-_BUCKET_INTERVAL_S: Final = 60.0
 _WINDOWS_S: Final = (60, 3600, 86_400)
 _SALTS_FROM: Final = 4096
 """Namespaces with more chunks than these are not asked for salts: it needs a header per chunk."""
@@ -62,11 +62,7 @@ def top(directory: str, interval_s: float | None, *, once: bool, write: Write | 
     Raises ConfigError, StorageError.
     """
     root = opened_bucket(directory) if is_url(directory) else check_root(directory, create=False)
-    if interval_s is None:
-        interval_s = _BUCKET_INTERVAL_S if isinstance(root, BucketPath) else _INTERVAL_S
-    if not interval_s > 0:
-        msg = f"--interval must be a positive number of seconds, found {interval_s!r}"
-        raise ConfigError(msg)
+    interval_s = between_looks_s(interval_s, directory, _INTERVAL_S)
     try:
         before, began_s = _look(root), time.monotonic()
         while True:

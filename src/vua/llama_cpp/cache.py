@@ -10,10 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
@@ -23,13 +21,12 @@ from llama_cpp import BaseLlamaCache, LlamaState
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, StorageError, VUAError
 from vua.format.identity import Identity
-from vua.io.forks import watch
 from vua.llama_cpp.model import described_model, refusal, try_form
 from vua.llama_cpp.state import parse
 from vua.serdes import DTYPES
+from vua.store.identified import Identified
 from vua.store.locate import locate
 from vua.store.place import look_at
-from vua.weights import Identification, identify_weights
 
 __all__ = ["VUALlamaCache"]
 
@@ -85,24 +82,15 @@ class VUALlamaCache(BaseLlamaCache):
         self._described = described_model(llm, self._form, chunk_tokens=chunk_tokens, epoch=epoch)
         self._llm, self._path = weakref.ref(llm), path
         locate(path)  # raises where nothing can be kept there
-        self._vua: VUA | None = None
         self._warned = False
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """Begin with a free lock, and to identify the model unless it is; see `vua.io.forks`."""
-        self._lock = threading.Lock()
-        if self._vua is None:
-            files = self._described.files
-            self._identification = Identification(lambda stop: identify_weights(files, stop=stop))
+        config, place = self._config, self._path
+        self._stored = Identified(
+            self._described, lambda identity: VUA(config, place, identity=identity), log
+        )
 
     def close(self) -> None:
         """Wait for running work and release the threads. Then nothing is loaded or saved."""
-        self._identification.close()
-        with self._lock:
-            if self._vua is not None:
-                self._vua.close()
+        self._stored.close()
 
     def ready(self, timeout_s: float | None = None) -> bool:
         """Wait until the model is identified; return whether it is. None: for as long as it takes.
@@ -110,15 +98,12 @@ class VUALlamaCache(BaseLlamaCache):
         Raises:
             ConfigError, StorageError, OSError: it cannot be, so nothing is ever loaded or saved.
         """
-        if not self._identification.wait(timeout_s):
-            return False
-        self._opened()
-        return True
+        return self._stored.ready(timeout_s)
 
     @property
     def identity(self) -> Identity:
         """Whose states these are; waits and raises as `ready` without a limit."""
-        return self._described.identity(self._identification.answer.result())
+        return self._stored.identity
 
     @property
     def cache_size(self) -> int:
@@ -204,25 +189,15 @@ class VUALlamaCache(BaseLlamaCache):
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _opened(self) -> VUA:
-        with self._lock:
-            if self._vua is None:
-                self._vua = VUA(self._config, self._path, identity=self.identity)
-            return self._vua
-
     def _usable(self) -> VUA | None:
         """Return the open namespace; None where there is none (yet), or nothing may be stored."""
         llm = self._llm()
-        if llm is None or not self._identification.wait(0):
+        if llm is None or (stored := self._stored.usable()) is None:
             return None
         if reason := refusal(llm):
             self._warn("nothing is loaded or saved: %s", reason)
             return None
-        try:
-            return self._opened()
-        except (VUAError, OSError, CancelledError) as problem:
-            self._warn("nothing is loaded or saved: %s", problem)
-            return None
+        return stored
 
     def _warn(self, text: str, problem: object) -> None:
         log.log(logging.DEBUG if self._warned else logging.WARNING, text, problem)

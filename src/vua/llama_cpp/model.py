@@ -9,7 +9,6 @@ llama-cpp-python (which llama.cpp computes may change with it). An adapter that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,9 +17,10 @@ import llama_cpp
 from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest
 from vua.llama_cpp.state import StateForm, parse
-from vua.weights import Weights, checkpoint_files, identify_weights
+from vua.store.identified import Described
+from vua.weights import checkpoint_files, identify_weights
 
-__all__ = ["Described", "described_model", "identity_of", "refusal", "try_form"]
+__all__ = ["described_model", "identity_of", "refusal", "try_form"]
 
 _FREE_SETTINGS: Final = frozenset(
     # how much is computed at once, and by what; how it is stored while it is computed
@@ -31,20 +31,6 @@ _FREE_SETTINGS: Final = frozenset(
     "type_k type_v pooling_type embeddings n_samplers".split()
 )
 """Fields of llama.cpp's context parameters that K and V do not depend on. All others count."""
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A model's identity but for its weights, which take longer."""
-
-    files: list[Path]
-    """The GGUF files, and the adapter's."""
-    others: Identity
-    """The other fields."""
-
-    def identity(self, weights: Weights) -> Identity:
-        """Return the whole."""
-        return replace(self.others, weights=weights.fingerprint)
 
 
 def identity_of(llm: Any, *, chunk_tokens: int = 64, epoch: str = "") -> Identity:  # noqa: ANN401

@@ -1,8 +1,9 @@
-"""What VUA has in C: four functions, each with a fallback in Python that does the same.
+"""What VUA has in C: five functions, each with a fallback in Python that does the same.
 
 =================== ======================== =====================================================
 :func:`read_entries` ``load.c``, ``direct.c`` reads and hashes a batch of entry files by one call
 :func:`write_entries` ``save.c``             hashes and writes a batch
+:func:`fill_entry`   ``rows.c``              takes an entry from memory instead, as buckets have it
 :func:`hash_chain`   ``chain.c``             hashes the chunks of a prompt
 :func:`copy_strided` ``move.c``              copies between chunks and an engine's pages
 =================== ======================== =====================================================
@@ -18,7 +19,7 @@ then. The environment variable ``VUA_NATIVE`` says whether the library is used: 
 default), ``off``, or ``require`` (fail without it). :func:`status` says whether it is.
 """
 
-from vua.native.batches import THREADS, crew, hash_entry, read_entries
+from vua.native.batches import THREADS, crew, fill_entry, hash_entry, read_entries
 from vua.native.bindings import Status, library, status
 from vua.native.fallback import read_entry
 from vua.native.moves import ITEMS, Boxes, copy_strided
@@ -42,6 +43,7 @@ __all__ = [
     "crew",
     "digests_of",
     "fill_check",
+    "fill_entry",
     "hash_chain",
     "hash_entry",
     "library",

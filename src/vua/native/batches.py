@@ -19,7 +19,7 @@ from vua.native import fallback
 from vua.native.bindings import library
 from vua.native.transfer import Headers, Transfer
 
-__all__ = ["THREADS", "crew", "hash_entry", "read_entries"]
+__all__ = ["THREADS", "crew", "fill_entry", "hash_entry", "read_entries"]
 
 _NOWAIT, _DIRECT = 1, 2
 _HELD_NBYTES: Final = 2 << 20
@@ -147,6 +147,30 @@ def hash_entry(transfer: Transfer, place: int) -> npt.NDArray[np.uint64]:
     if bound is not None and bound.hash(ctypes.byref(transfer), place, digests.ctypes.data):
         return digests
     return fallback.hash_entry(transfer, place)
+
+
+def fill_entry(
+    transfer: Transfer, place: int, into: Headers, file: int, data: memoryview, offset: int
+) -> None:
+    """Put bytes of an entry, which some storage has in memory, where they belong, and hash them.
+
+    Gives up the GIL.
+
+    Args:
+        transfer: how an entry lies in memory.
+        place: the chunk place in memory.
+        into: memory for the header and the digests.
+        file: the row of them.
+        data: the entry's bytes from ``offset`` on. Reads that lie within as a whole are taken.
+        offset: where in the entry they begin.
+    """
+    bound = library()
+    if bound is not None:
+        source = np.frombuffer(data, dtype=np.uint8)
+        where = (ctypes.byref(transfer), ctypes.byref(into), file, place)
+        if bound.fill(*where, source.ctypes.data, offset, len(data)):
+            return
+    fallback.fill_entry(transfer, place, into, file, data, offset)
 
 
 _spare_bounces: Final[list[npt.NDArray[np.uint8]]] = []

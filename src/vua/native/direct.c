@@ -88,28 +88,6 @@ static int read_pages(int fd, char *bounce, struct part part, uint64_t file_nbyt
     return 1;
 }
 
-/* Hash a slice that lies at `from`, and copy it to its place. */
-static int take(const struct batch *batch, const struct slice *slice, const char *from,
-                char *header, char *sink, uint64_t place, uint64_t *digests)
-{
-    struct iovec rows[ROWS_MAX];
-    uint64_t count = vua_aim(rows, batch, slice, header, sink, place);
-    if (slice->header) {
-        memcpy(header, from, batch->header_nbytes);
-        from += batch->header_nbytes;
-    }
-    struct iovec bytes = {(char *)from, slice->nbytes};
-    struct cursor at = {&bytes, 0};
-    if (count == 0)
-        return 0;
-    vua_hash_units(batch, at, slice->unit, slice->unit_stop, digests);
-    for (uint64_t row = slice->header != 0; row < count; row++) {
-        memcpy(rows[row].iov_base, from, rows[row].iov_len);
-        from += rows[row].iov_len;
-    }
-    return 1;
-}
-
 int vua_load_direct(struct work *work, int fd, uint64_t file, const struct slice *first,
                     const struct slice *stop, char *sink, char *bounce)
 {
@@ -132,7 +110,7 @@ int vua_load_direct(struct work *work, int fd, uint64_t file, const struct slice
         if (!read_pages(fd, bounce, part, batch->file_nbytes))
             return 0;
         for (; s < part.stop; s++)
-            if (!take(batch, s, bounce + (s->offset - part.begin), header, sink, place,
+            if (!vua_take(batch, s, bounce + (s->offset - part.begin), header, sink, place,
                       digests))
                 return 0;
     }

@@ -6,11 +6,12 @@ What C does not find in order it only stops at. :func:`read_entry` then says wha
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -35,6 +36,7 @@ from vua.native.transfer import (
 __all__ = [
     "Strided",
     "copy_strided",
+    "fill_entry",
     "hash_chain",
     "hash_entry",
     "read_entries",
@@ -105,6 +107,34 @@ def _read(fd: int, rows: Iovecs, nbytes: int, offset: int, *, cached: bool) -> t
 def hash_entry(transfer: Transfer, place: int) -> npt.NDArray[np.uint64]:
     """Hash a chunk in memory; see :func:`vua.native.batches.hash_entry`."""
     return np.array(digests_of(transfer.blocks(transfer.rows(place))), dtype=np.uint64)
+
+
+def fill_entry(
+    transfer: Transfer, place: int, into: Headers, file: int, data: memoryview, offset: int
+) -> None:
+    """Put bytes where they belong; see :func:`vua.native.batches.fill_entry`."""
+    plan, discard = transfer.plan, into.discard
+    room = np.empty(plan.discard_nbytes, np.uint8) if discard is None else discard[file]
+    rows = transfer.rows(place, room.ctypes.data)
+    for extent, extent_stop, header, nbytes, start, block, stop in plan.reads.tolist():
+        if not offset <= start <= start + nbytes <= offset + len(data):
+            continue
+        part = data[start - offset : start - offset + nbytes]
+        if header:
+            into.headers[file] = np.frombuffer(part[: plan.header_nbytes], dtype=np.uint8)
+            part = part[plan.header_nbytes :]
+        sizes = plan.block_nbytes[block:stop].tolist()
+        into.digests[file, block:stop] = digests_of([cut] for cut in _cut(part, sizes))
+        source = np.frombuffer(part, dtype=np.uint8).ctypes.data
+        for address, size in rows[extent * plan.segments : extent_stop * plan.segments].tolist():
+            ctypes.memmove(address, source, size)  # without the GIL
+            source += size
+
+
+def _cut(view: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
+    for size in sizes:
+        yield view[:size]
+        view = view[size:]
 
 
 def hash_chain(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:

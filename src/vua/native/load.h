@@ -121,6 +121,10 @@ uint64_t vua_aim(struct iovec *rows, const struct batch *batch, const struct sli
 void vua_hash_units(const struct batch *batch, struct cursor at, uint64_t unit, uint64_t stop,
                     uint64_t *digests);
 
+/* Hash a slice that lies at `from`, and copy it to its place. Returns whether it could be. */
+int vua_take(const struct batch *batch, const struct slice *slice, const char *from, char *header,
+             char *sink, uint64_t place, uint64_t *digests);
+
 /* Whether this is a regular file with one name, of a user who is trusted. */
 int vua_is_plain(const struct stat *status, const struct users *trusted);
 

@@ -5,6 +5,7 @@
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <stdlib.h>
 
 #include "load.h"
 
@@ -114,6 +115,45 @@ int vua_hash(const struct batch *batch, uint64_t place, uint64_t *digests)
         vua_hash_units(batch, at, s->unit, s->unit_stop, digests);
     }
     return 1;
+}
+
+int vua_take(const struct batch *batch, const struct slice *slice, const char *from,
+             char *header, char *sink, uint64_t place, uint64_t *digests)
+{
+    struct iovec rows[ROWS_MAX];
+    uint64_t count = vua_aim(rows, batch, slice, header, sink, place);
+    if (slice->header) {
+        memcpy(header, from, batch->header_nbytes);
+        from += batch->header_nbytes;
+    }
+    struct iovec bytes = {(char *)from, slice->nbytes};
+    struct cursor at = {&bytes, 0};
+    if (count == 0)
+        return 0;
+    vua_hash_units(batch, at, slice->unit, slice->unit_stop, digests);
+    for (uint64_t row = slice->header != 0; row < count; row++) {
+        memcpy(rows[row].iov_base, from, rows[row].iov_len);
+        from += rows[row].iov_len;
+    }
+    return 1;
+}
+
+/* Put bytes [offset, offset + nbytes) of an entry, which lie at `from`, where they belong: those
+ * slices that are whole. Returns whether it could be. */
+int vua_fill(const struct batch *batch, const struct tables *into, uint64_t file, uint64_t place,
+             const char *from, uint64_t offset, uint64_t nbytes)
+{
+    const struct slice *s = batch->slices, *stop = s + batch->slice_count;
+    char *own = into->discard || !batch->sink_nbytes ? NULL : malloc(batch->sink_nbytes);
+    char *sink = into->discard ? into->discard + file * batch->sink_nbytes : own;
+    int good = sink != NULL || !batch->sink_nbytes;
+    for (; good && s < stop; s++)
+        if (offset <= s->offset && s->offset + s->nbytes <= offset + nbytes)
+            good = vua_take(batch, s, from + (s->offset - offset),
+                            into->headers + file * batch->header_nbytes, sink, place,
+                            into->digests + file * batch->unit_count);
+    free(own);
+    return good;
 }
 
 int vua_is_plain(const struct stat *status, const struct users *trusted)

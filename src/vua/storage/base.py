@@ -13,8 +13,7 @@ Whoever asks for bytes names the memory that they are to be in. How a file's byt
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -24,7 +23,7 @@ import numpy.typing as npt
 from vua import native
 from vua.errors import CorruptEntryError, StorageError
 from vua.format.layout import Shard
-from vua.native import FAILED, PRESENT, WRITTEN, Headers, Transfer, digests_of
+from vua.native import FAILED, PRESENT, WRITTEN, Headers, Transfer
 
 __all__ = [
     "FAILED",
@@ -137,28 +136,11 @@ class Batch:
 
         Raises CorruptEntryError where an entry of another length is given as a whole.
         """
-        plan, view = self.transfer.plan, memoryview(data)
+        view = memoryview(data)
         if (offset, len(view)) != (0, self.nbytes) and (offset, len(view)) not in self.ranges:
             msg = f"{len(view)} bytes from {offset} on, expected {self.nbytes} or one of the ranges"
             raise CorruptEntryError(msg)
-        rows, segments = self.rows(index), plan.segments
-        if self.discard is None:
-            outside = np.repeat(plan.extents["array"] >= len(self.transfer.base), segments)
-            rows[outside, 0] = 0
-        for extent, extent_stop, header, nbytes, start, block, stop in plan.reads.tolist():
-            if not offset <= start <= start + nbytes <= offset + len(view):
-                continue
-            part = view[start - offset : start - offset + nbytes]
-            if header:
-                self.headers[index] = np.frombuffer(part[: plan.header_nbytes], dtype=np.uint8)
-                part = part[plan.header_nbytes :]
-            sizes = plan.block_nbytes[block:stop].tolist()
-            self.digests[index, block:stop] = digests_of([cut] for cut in _cut(part, sizes))
-            source = np.frombuffer(part, dtype=np.uint8).ctypes.data
-            for address, size in rows[extent * segments : extent_stop * segments].tolist():
-                if address:
-                    ctypes.memmove(address, source, size)  # without the GIL
-                source += size
+        native.fill_entry(self.transfer, self.place + index, self.into, index, view, offset)
 
     def parts(self, index: int) -> list[memoryview]:
         """Complete an entry's header, and return the parts of memory that are the entry in turn."""
@@ -168,12 +150,6 @@ class Batch:
             header[plan.table_offset : plan.table_offset + len(table)] = table
             native.fill_check(header, self.check_offset)
         return [memoryview(header.data), *(part for block in self.blocks(index) for part in block)]
-
-
-def _cut(view: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
-    for size in sizes:
-        yield view[:size]
-        view = view[size:]
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from vua.errors import ConfigError, NotWritableError, StorageError, StorageFullError
 from vua.io.breaker import Breaker
+from vua.io.buffers import BufferPool
 from vua.io.byte_gate import ByteGate
 from vua.io.forks import watch
 from vua.io.threads import Threads
@@ -40,8 +41,12 @@ _REQUESTS: Final = 16
 """Requests under way at a time, of all buckets of this process."""
 _SMALL_REQUESTS: Final = 64
 """Likewise of those that carry no body."""
-_IN_FLIGHT_NBYTES: Final = 256 << 20
+_IN_FLIGHT_NBYTES: Final = 128 << 20
 """Bytes of bodies under way at a time, of all buckets of this process; a larger one goes alone."""
+_KEPT_NBYTES: Final = _IN_FLIGHT_NBYTES
+"""Memory of bodies that is kept to be used again: fresh memory costs as much as to receive them."""
+_PIECE_NBYTES: Final = 256 << 10
+"""Of a body, at least: what came is copied so often, and stays in the processor's cache."""
 _RETRY: Final = {
     "max_retries": 5,
     "retry_timeout": timedelta(seconds=4),
@@ -169,12 +174,21 @@ class Bucket:
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> tuple[Meta, memoryview]:
         """Return an object's description, and its bytes or ``nbytes`` of them from ``offset`` on.
 
-        Of a shorter object what there is. Raises FileNotFoundError, StorageError.
+        Of a shorter object what there is. The bytes are the caller's for as long as it holds them.
+        Raises FileNotFoundError, StorageError.
         """
         options: Any = {} if nbytes is None else {"range": (offset, offset + nbytes)}
         with self._request("get", key):
             answer = self._library.get(self._reads, key, options=options)
-            data = memoryview(answer.bytes())
+            start, stop = answer.range
+            data, place = _runtime.buffers.take(stop - start).data, 0
+            for piece in answer.stream(min_chunk_size=_PIECE_NBYTES):
+                part = data[place : place + len(piece)]
+                if len(part) < len(piece):
+                    raise OSError(errno.EIO, "more was sent than announced")
+                part[:] = memoryview(piece)
+                place += len(piece)
+            data = data[:place]
         self.counts["read_nbytes"] += len(data)
         return _meta(answer.meta), data
 
@@ -309,6 +323,7 @@ class _Runtime:
         self.threads = Threads(_REQUESTS, "vua-bucket")
         self.small = Threads(_SMALL_REQUESTS, "vua-bucket-small")
         self.gate = ByteGate(_IN_FLIGHT_NBYTES)
+        self.buffers = BufferPool(_KEPT_NBYTES)
         self.is_used = self.is_forked = False
         watch(self)
 

@@ -25,12 +25,20 @@ __all__ = ["bucket_descriptions", "claim_bucket", "describe_in_bucket", "is_mark
 
 
 def is_marked_bucket(place: BucketPath) -> bool:
-    """Whether a place has the mark. Raises StorageError; ConfigError for a newer VUA's."""
-    try:
-        data = (place / MARK).read(MAX_MARK_NBYTES)
-    except FileNotFoundError:
-        return False
-    return judge_mark(data, str(place))
+    """Whether a place has the mark. Raises StorageError; ConfigError for a newer VUA's.
+
+    What is not the mark is read once more: an answer may have been harmed on its way.
+    """
+    for is_last in (False, True):
+        try:
+            if judge_mark((place / MARK).read(MAX_MARK_NBYTES), str(place)):
+                return True
+        except FileNotFoundError:
+            return False
+        except ConfigError:
+            if is_last:
+                raise
+    return False
 
 
 def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:

@@ -70,7 +70,7 @@ class Namespace:
         self.travel: Travel | None = None
         """What copies entries between the places of a tiered cache."""
         if isinstance(storage, ObjectStorage):
-            self.capacity = BucketCapacity(str(path.parent), bounds)
+            self.capacity = BucketCapacity(storage.directory, bounds)
         elif isinstance(storage, LocalStorage):
             self.capacity = Capacity(storage.directory.parent, storage, bounds)
         else:

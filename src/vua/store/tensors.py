@@ -12,8 +12,8 @@ import torch
 from vua.errors import InputError
 from vua.format.keys import ChunkKey, token_ids
 from vua.format.layout import KVLayout, MemoryMap, Shard
+from vua.io.buffers import BufferPool
 from vua.serdes import DTYPES
-from vua.store.buffers import BufferPool
 from vua.store.store import Store
 
 __all__ = [
@@ -198,7 +198,7 @@ def allocate(
         whole = [torch.empty((*shape, dim), dtype=dtype, pin_memory=True) for dim in layout.dims]
         return [list(array) for array in whole]
     sizes = [math.prod((*shape, dim)) * dtype.itemsize for dim in layout.dims]
-    memory, start, arrays = buffers.take(sum(sizes)), 0, []
+    memory, start, arrays = torch.from_numpy(buffers.take(sum(sizes))), 0, []
     for dim, nbytes in zip(layout.dims, sizes, strict=True):
         array = memory[start : start + nbytes].view(dtype).view(*shape, dim)
         arrays.append(list(array))

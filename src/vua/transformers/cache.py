@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -19,16 +17,15 @@ import torch
 from transformers import DynamicCache
 
 from vua.core import VUAConfig
-from vua.errors import ConfigError, InputError, VUAError
+from vua.errors import ConfigError, InputError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.io.forks import watch
 from vua.serdes import DTYPES
+from vua.store.identified import Identified
 from vua.store.locate import locate
 from vua.transformers.batch import Row, rows_of
 from vua.transformers.layers import LayerCache, StoredLayers, groups_of
 from vua.transformers.model import DTYPE_NAMES, LAYERS, described_model, layout_of, windows_of
-from vua.weights import Identification, identify_weights
 
 __all__ = ["Prefix", "PrefixCache"]
 
@@ -90,21 +87,14 @@ class PrefixCache:
         self.layout = _tried(model, layout_of(model, chunk_tokens=chunk_tokens))
         self._groups = groups_of(self.layout, windows_of(model))
         self._described = described_model(model, chunk_tokens=chunk_tokens, epoch=epoch)
-        self._model, self._durable, self._path = model, durable, locate(path)
-        self._stored: StoredLayers | None = None
-        self._warned = False
-        self.after_fork()
-        watch(self)
-        if self._identification.wait(_START_WAIT_S):
-            self._opened()
-
-    def after_fork(self) -> None:
-        """Begin with a free lock, and to identify the model unless it is; see `vua.io.forks`."""
-        self._lock = threading.Lock()
-        if self._stored is None:
-            self._identification = Identification(
-                lambda stop: identify_weights(self._described.files, stop=stop)
-            )
+        self._model = model
+        place, groups = locate(path), self._groups
+        self._stored = Identified(
+            self._described,
+            lambda identity: StoredLayers(place, identity, groups, durable=durable),
+            log,
+        )
+        self._stored.ready(_START_WAIT_S)
 
     def __enter__(self) -> PrefixCache:  # noqa: PYI034 - Python 3.10 has no Self
         """Return the object itself."""
@@ -116,10 +106,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Wait for running work and release the threads."""
-        self._identification.close()
-        with self._lock:
-            if self._stored is not None:
-                self._stored.close()
+        self._stored.close()
 
     def ready(self, timeout_s: float | None = None) -> bool:
         """Wait until the model is identified; return whether it is. None: for as long as it takes.
@@ -127,36 +114,12 @@ class PrefixCache:
         Raises:
             ConfigError, StorageError, OSError: it cannot be, so nothing is ever loaded or saved.
         """
-        if not self._identification.wait(timeout_s):
-            return False
-        self._opened()
-        return True
+        return self._stored.ready(timeout_s)
 
     @property
     def identity(self) -> Identity:
         """Whose caches these are; waits and raises as `ready` without a limit."""
-        return self._described.identity(self._identification.answer.result())
-
-    def _opened(self) -> StoredLayers:
-        """Return the caches of a model that is identified. Raises as `ready`."""
-        with self._lock:
-            if self._stored is None:
-                self._stored = StoredLayers(
-                    self._path, self.identity, self._groups, durable=self._durable
-                )
-            return self._stored
-
-    def _usable(self) -> StoredLayers | None:
-        """Return the stored caches; None, with one line in the log, where there are none yet."""
-        if not self._identification.wait(0):
-            return None
-        try:
-            return self._opened()
-        except (VUAError, OSError, CancelledError) as problem:
-            if not self._warned:
-                self._warned = True
-                log.warning("nothing is loaded or saved: %s", problem)
-            return None
+        return self._stored.identity
 
     def load(
         self,
@@ -190,7 +153,7 @@ class PrefixCache:
             raise InputError(
                 f"{type(filled).__name__} given to fill; expected an empty DynamicCache"
             )
-        if (stored := self._usable()) is None:
+        if (stored := self._stored.usable()) is None:
             return Prefix(filled, 0)
         found, columns = self._read(stored, rows)
         if not columns:
@@ -268,7 +231,7 @@ class PrefixCache:
         """
         rows = rows_of(input_ids, attention_mask)
         layers = self._layers(cache, len(rows))
-        if not layers or (stored := self._usable()) is None:
+        if not layers or (stored := self._stored.usable()) is None:
             return 0
         written, held = 0, min(layer.start + layer.k.shape[2] for layer in layers)
         for number, row in enumerate(rows):

@@ -22,9 +22,9 @@ from vua.errors import InputError
 from vua.format.identity import Identity
 from vua.format.keys import token_ids
 from vua.format.layout import KVLayout
+from vua.io.buffers import BufferPool
 from vua.io.forks import watch
 from vua.storage.location import Location
-from vua.store.buffers import BufferPool
 from vua.store.namespace import Namespace
 from vua.store.tensors import Cache, allocate, memory_map
 

@@ -7,9 +7,7 @@ is compared with these only in samples, and what changes there afterwards goes u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,14 +23,14 @@ from vua.format.identity import Identity, config_digest
 from vua.format.layout import KVLayout
 from vua.format.rope import rope_order, varies_with_length
 from vua.serdes import DTYPES
+from vua.store.identified import Described
 from vua.transformers.layers import groups_of
-from vua.weights import Weights, checkpoint_files, identify_weights
+from vua.weights import checkpoint_files, identify_weights
 from vua.weights.model_files import code_digest
 
 __all__ = [
     "DTYPE_NAMES",
     "LAYERS",
-    "Described",
     "described_model",
     "identity_of",
     "layout_of",
@@ -67,20 +65,6 @@ def identity_of(
     """
     described = described_model(model, chunk_tokens=chunk_tokens, epoch=epoch)
     return described.identity(identify_weights(described.files))
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A model's identity but for its weights, which take longer."""
-
-    files: Sequence[Path]
-    """Those that hold the weights."""
-    others: Identity
-    """The other fields."""
-
-    def identity(self, weights: Weights) -> Identity:
-        """Return the whole."""
-        return replace(self.others, weights=weights.fingerprint)
 
 
 def described_model(model: Any, *, chunk_tokens: int, epoch: str) -> Described:  # noqa: ANN401

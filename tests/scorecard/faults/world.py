@@ -21,8 +21,8 @@ from vua.capacity.scan import TRASH
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.io.buffers import BufferPool
 from vua.storage.local import SUFFIX, TEMPORARY
-from vua.store.buffers import BufferPool
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.tensors import allocate, memory_map

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import unittest
 from unittest import mock
@@ -192,6 +193,28 @@ class BucketCliTest(DirectoryTest):
         self.assertEqual([], run_json("pin", self.url)[1]["pinned"])
         self.assertEqual(0, run("rm", self.url, "--all")[0])
         self.assertEqual(0, self.stored("llama"))
+
+    def test_pin_of_the_library(self) -> None:
+        """`VUA.pin` writes the same marks, which `gc` keeps to; `VUA.unpin` lifts them."""
+        tokens = torch.arange(64)
+        config = VUAConfig(split_factor=16, model="pins")
+        with VUA(config, self.url) as vua:
+            vua.put(tokens, caches_of(layers=1, heads=1, tokens=64, dim=8))
+            self.assertEqual([32, 48, 0], vua.pin([tokens[:40], tokens[:48], tokens + 500]))
+            pinned = run_json("pin", self.url)[1]["pinned"]
+            self.assertEqual([2, 3], sorted(one["chunks"] for one in pinned))
+            self.assertEqual(1, run("gc", self.url, "--max-bytes", "0")[0])
+        with VUA(config, self.url) as vua:
+            self.assertEqual([48], vua.lookup(tokens))
+            self.assertEqual([32], vua.unpin(tokens[:32]))
+            self.assertEqual([48, 0], vua.unpin([tokens, tokens]))
+        self.assertEqual([], run_json("pin", self.url)[1]["pinned"])
+        with self.assertLogs("vua", logging.WARNING) as said, VUA(config, self.url) as vua:
+            vua.lookup(tokens)
+            (store,) = vua._reading.stores  # noqa: SLF001 - what an engine's request asks for
+            store.capacity.raise_ttls("0" * 64, 60)
+            self.assertFalse(store.capacity.pin("0" * 64))
+        self.assertRegex(" ".join(said.output), "(?s)vua ttl.*vua pin")
 
     def test_rm_pinned(self) -> None:
         """With --pinned they go, too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import unittest
 
-from vua.cli.arguments import duration_s
+from vua.cli.arguments import duration, duration_s
 
 
 class DurationTest(unittest.TestCase):
@@ -16,6 +16,17 @@ class DurationTest(unittest.TestCase):
         for text in ("", "d", "1y", "1 d x"):
             with self.subTest(text=text), self.assertRaises(argparse.ArgumentTypeError):
                 duration_s(text)
+
+    def test_text(self) -> None:
+        """A number of seconds is shown in the largest unit in which it is whole."""
+        for seconds, text in (
+            (2592000.0, "30d"),
+            (5400, "90m"),
+            (86401, "86401s"),
+            (0.25, "0.25s"),
+        ):
+            self.assertEqual(text, duration(seconds))
+            self.assertEqual(seconds, duration_s(text))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import pytest
 
 from helpers import ROOT, DirectoryTest
 from llama import BYTES_FROM, CONTEXT_TOKENS, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
+from vua.core import VUA
 from vua.errors import ConfigError, NotWritableError
 
 CHUNK = 16
@@ -214,10 +215,10 @@ class TestLlamaCpp(DirectoryTest):
 
     def test_directory_refuses(self) -> None:
         """A directory that cannot be written costs hits; the log says so once."""
-        llm, cache = self.cached()
+        llm, _ = self.cached()
         problem = NotWritableError(30, "read-only")
         with (
-            mock.patch.object(type(cache._vua), "put", side_effect=problem),  # noqa: SLF001
+            mock.patch.object(VUA, "put", side_effect=problem),
             self.assertLogs("vua.llama_cpp", "WARNING") as logs,
         ):
             cold = completed(self.llm(), PROMPT)
@@ -270,10 +271,9 @@ class TestLlamaCpp(DirectoryTest):
     def test_not_identified_yet(self) -> None:
         """Until the model's files are read nothing is loaded or saved, and nobody waits."""
         from vua.llama_cpp import VUALlamaCache
-        from vua.llama_cpp import cache as module
 
         llm = self.llm()
-        with mock.patch.object(module.Identification, "wait", return_value=False):
+        with mock.patch("vua.store.identified.Identification.wait", return_value=False):
             cache = VUALlamaCache(llm, self.store, chunk_tokens=CHUNK)
             self.assertFalse(cache.ready(0))
             llm.set_cache(cache)

@@ -18,7 +18,9 @@ from vua import VUA, VUAConfig
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.security.settings import Security
 from vua.storage.bucket import Bucket
+from vua.storage.bucket_mark import claim_bucket
 from vua.storage.bucket_path import BucketPath
+from vua.storage.mark import MARK, mark_text
 from vua.store.place import prepare
 
 pytest.importorskip("obstore")
@@ -54,6 +56,21 @@ class BucketTest(DirectoryTest):
         self.assertEqual(4, self.put(self.url))
         self.assertEqual((64, kv_bits(KV)), get(self.url))
         self.assertEqual(0, self.put(self.url))
+
+    def test_mark_harmed(self) -> None:
+        """One harmed answer about the mark is no reason to refuse a cache."""
+        self.put(self.url)
+        place = BucketPath(Bucket.at(self.url))
+        newer = mark_text().replace(b".v1", b".v3")
+        for harmed in (b"{", newer):
+            answers = [harmed, mark_text()]
+            with mock.patch.object(BucketPath, "read", side_effect=answers):
+                self.assertTrue(claim_bucket(place))
+            with (
+                mock.patch.object(BucketPath, "read", return_value=harmed),
+                self.assertRaisesRegex(ConfigError, MARK),
+            ):
+                claim_bucket(place)
 
     def test_another_layout(self) -> None:
         """Another shape under the same label is refused, as in a directory."""

@@ -271,7 +271,7 @@ class TestTransformers(unittest.TestCase):
             return identify_weights(*args, **settings)
 
         with (
-            mock.patch("vua.transformers.cache.identify_weights", later),
+            mock.patch("vua.store.identified.identify_weights", later),
             mock.patch("vua.transformers.cache._START_WAIT_S", 0.01),
         ):
             prefixes = self.prefixes(model)
@@ -306,7 +306,7 @@ class TestTransformers(unittest.TestCase):
         held, free = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with prefixes._lock:
+            with prefixes._stored._lock:
                 held.set()
                 free.wait(60)
 
@@ -332,7 +332,7 @@ class TestTransformers(unittest.TestCase):
             return identify_weights(*args, **settings)
 
         with (
-            mock.patch("vua.transformers.cache.identify_weights", later),
+            mock.patch("vua.store.identified.identify_weights", later),
             mock.patch("vua.transformers.cache._START_WAIT_S", 0.01),
         ):
             prefixes = self.prefixes(model)
@@ -353,13 +353,13 @@ class TestTransformers(unittest.TestCase):
         """Known at once: an error; later: one line in the log, misses, and `ready` says why."""
         model = load(self.model_path())
         problem = mock.patch(
-            "vua.transformers.cache.identify_weights", side_effect=ConfigError("no way")
+            "vua.store.identified.identify_weights", side_effect=ConfigError("no way")
         )
         with problem, self.assertRaisesRegex(ConfigError, "no way"):
             self.prefixes(model)
-        with problem, mock.patch("vua.transformers.cache.Identification.wait", return_value=False):
+        with problem, mock.patch("vua.store.identified.Identification.wait", return_value=False):
             prefixes = self.prefixes(model)
-        self.assertTrue(prefixes._identification.wait(60))
+        self.assertTrue(prefixes._stored._identification.wait(60))
         with self.assertLogs("vua.transformers", "WARNING") as logs:
             for _ in range(2):
                 self.assertEqual(0, prefixes.load(PROMPT).num_tokens)

@@ -1,4 +1,4 @@
-"""Host memory for tensors that users keep: used again once nobody holds them any more.
+"""Host memory for what is read: used again once nobody holds it any more.
 
 A load into memory that the system has yet to find runs at the speed of page faults, a fraction of
 that of the load itself (C1 of `dev.py bench`, case *answers*). So what an answer lay in is kept for
@@ -13,7 +13,6 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from vua.io.forks import watch
 
@@ -26,10 +25,10 @@ _STEPS: Final = 8
 
 
 class BufferPool:
-    """Lends memory as tensors. Safe for threads; forked processes have a pool each.
+    """Lends memory as arrays. Safe for threads; forked processes have a pool each.
 
-    A buffer comes back when the last tensor, view or array made of it is gone, and not earlier: it
-    is the storage of these tensors, whose end Python reports. Until then it is the user's own.
+    A buffer comes back when nobody holds the array any more, and not earlier: `torch.from_numpy`
+    and `memoryview` of it hold it, and so do their views. A slice of the array itself does not.
     """
 
     def __init__(self, limit_nbytes: int) -> None:
@@ -48,19 +47,17 @@ class BufferPool:
         """Bytes that wait to be used again."""
         return sum(buffer.nbytes for buffer in self._idle)
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return a uint8 tensor of shape (nbytes,); what is in it is undefined."""
+    def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return uint8 ``[nbytes]``; what is in it is undefined."""
         if nbytes < _LEAST_NBYTES or self._limit <= 0:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return np.empty(nbytes, dtype=np.uint8)
         buffer = self._kept(nbytes)
         if buffer is None:
             step = (1 << (nbytes - 1).bit_length()) // (2 * _STEPS)
             buffer = np.empty(-(-nbytes // step) * step, dtype=np.uint8)
         lent = buffer[:nbytes]
-        # The tensor's storage holds this very array. A slice of it would hold only `buffer`.
-        tensor = torch.from_numpy(lent)
         weakref.finalize(lent, self._give_back, buffer).atexit = False
-        return tensor
+        return lent
 
     def _kept(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
         """Take the smallest that fits without wasting more than half."""

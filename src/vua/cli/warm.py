@@ -1,0 +1,317 @@
+"""`vua warm`: computes prompts once, so that their prefixes are stored before somebody asks.
+
+An engine in this process does it (vLLM, transformers), or a server that runs already and has VUA
+(vLLM, SGLang), through the API of OpenAI. What is newly stored is what the directory holds
+afterwards and did not before (:mod:`vua.cli.events`), whatever the engine says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+from urllib import error, request
+
+from vua.cli.arguments import VARIABLE
+from vua.cli.events import look
+from vua.cli.text import DAMAGED, SOUND, Write, progress, table
+from vua.errors import ConfigError, InputError
+from vua.format.keys import KeyChain, token_ids
+from vua.storage.bucket_path import is_url
+from vua.weights import weights_fingerprint
+
+__all__ = ["add_warm", "warm"]
+
+_TOGETHER: Final = 32
+"""Prompts that vLLM is given at a time."""
+_PATIENCE_S: Final = 20.0
+"""A server stores behind its answers: how long it is waited for when nothing new appears."""
+_LOOK_S: Final = 0.2
+_TELL_IDS: Final = ("return_token_ids", "return_prompt_token_ids")
+"""Let vLLM (both ways) and SGLang (completions; chats) tell a prompt's token ids."""
+_ANSWER_S: Final = 3600.0
+
+_Held: TypeAlias = dict[tuple[str, int], set[str]]
+"""The chunks that a lookup can find, by namespace and its tokens per chunk."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt, and what came of it."""
+
+    line: int
+    content: Any
+    """A text, token ids, or the messages of a chat."""
+    is_chat: bool
+    ids: list[int] | None = None
+    """Not known of a server that does not tell them."""
+    tokens: int | None = None
+    found: int | None = None
+    """Tokens that were not computed; not known of a server that does not tell it."""
+    stored: int | None = None
+    """Tokens that are stored now and were not before, counted for the first prompt with them."""
+    problem: str = ""
+
+
+def add_warm(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Add the command's arguments."""
+    one = commands.add_parser("warm", parents=[common], help="compute prompts and store them")
+    one.add_argument(
+        "prompts", metavar="FILE", help='a prompt a line; .jsonl: {"prompt"} or {"messages"}'
+    )
+    one.add_argument(
+        "--engine", choices=(*_ENGINES, "sglang"), help="computes them in this process"
+    )
+    one.add_argument("--server", metavar="URL", help="a running vLLM or SGLang with VUA does it")
+    one.add_argument("--model", help="directory or name; of a server by default its only one")
+    one.add_argument(
+        "--path",
+        metavar="DIR",
+        default=os.environ.get(VARIABLE),
+        help=f"directory of the cache; default {VARIABLE}",
+    )
+    one.add_argument(
+        "--engine-args", metavar="JSON", type=_settings, default={}, help="for the engine's start"
+    )
+    one.add_argument("--limit", metavar="N", type=int, help="only the first prompts")
+
+
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError):
+        settings = None
+    if not isinstance(settings, dict):
+        msg = f"{text!r:.40} is no JSON object"
+        raise argparse.ArgumentTypeError(msg)
+    return settings
+
+
+def warm(options: argparse.Namespace, *, write: Write | None) -> int:
+    """Compute the prompts. Raises ConfigError, InputError, StorageError, OSError."""
+    run = _server if options.server else _ENGINES.get(options.engine)
+    if run is None:
+        msg = "give --engine transformers or vllm, or the --server of a vLLM or SGLang that runs"
+        raise ConfigError(msg)
+    if not options.server and not (options.model and options.path):
+        msg = "--engine needs --model and --path"
+        raise ConfigError(msg)
+    if options.limit is not None and options.limit < 1:
+        msg = f"--limit must be at least 1, found {options.limit}"
+        raise ConfigError(msg)
+    prompts = _read(options.prompts)[: options.limit]
+    before = _held(options.path)
+    with progress() as show, redirect_stdout(sys.stderr):  # engines print
+        for done, _ in enumerate(run(options, prompts), 1):
+            amount = sum(one.tokens or 0 for one in prompts)
+            show("warm", done, len(prompts), amount=amount, unit="tokens")
+    if options.path:
+        after = _held_at_last(options.path, prompts) if options.server else _held(options.path)
+        _count(prompts, before, after)
+    _report(prompts, write)
+    return DAMAGED if any(one.problem for one in prompts) else SOUND
+
+
+def _read(file: str) -> list[_Prompt]:
+    """Return the prompts of a file. Raises InputError, OSError."""
+    found = []
+    for number, line in enumerate(Path(file).read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            text = line.decode().rstrip("\r")
+            said = json.loads(text) if file.endswith(".jsonl") else {"prompt": text}
+            kind = next(name for name in ("prompt", "messages") if name in said)
+            if not isinstance(said[kind], (str, list) if kind == "prompt" else list):
+                raise TypeError(kind)  # noqa: TRY301 - one sentence for whatever is wrong
+            if not said[kind]:
+                raise ValueError(kind)  # noqa: TRY301 - likewise
+        except (ValueError, TypeError, StopIteration, RecursionError) as problem:
+            msg = f'{file}, line {number}: expected text, {{"prompt": ...}} or {{"messages": ...}}'
+            raise InputError(msg) from problem
+        found.append(_Prompt(number, said[kind], kind == "messages"))
+    return found
+
+
+# -- who computes them ----------------------------------------------------------------------------
+
+
+def _package(name: str) -> Any:  # noqa: ANN401
+    try:
+        return import_module(name)
+    except ImportError as problem:
+        msg = f"{name} cannot be imported: {problem}; is the engine installed here?"
+        raise ConfigError(msg) from problem
+
+
+def _tokenize(tokenizer: Any, prompt: _Prompt) -> list[int]:  # noqa: ANN401
+    """Return a prompt's token ids, as the engine makes them."""
+    if prompt.is_chat:
+        ids = tokenizer.apply_chat_template(
+            prompt.content, add_generation_prompt=True, return_dict=False
+        )
+    else:
+        is_text = isinstance(prompt.content, str)
+        ids = tokenizer(prompt.content).input_ids if is_text else prompt.content
+    prompt.ids, prompt.tokens = list(ids), len(ids)
+    return prompt.ids
+
+
+def _transformers(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
+    engine, torch = _package("transformers"), _package("torch")
+    tokenizer = engine.AutoTokenizer.from_pretrained(options.model)
+    model = engine.AutoModelForCausalLM.from_pretrained(options.model, **options.engine_args)
+    with _package("vua.transformers").PrefixCache(model, options.path) as prefixes:
+        prefixes.ready()
+        for one in prompts:
+            ids = torch.tensor([_tokenize(tokenizer, one)], device=model.device)
+            prefix = prefixes.load(ids)
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=prefix.cache,
+                max_new_tokens=1,
+                do_sample=False,
+            )
+            prefixes.save(ids, prefix.cache)
+            one.found = prefix.num_tokens
+            yield one
+
+
+def _vllm(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    engine = _package("vllm")
+    if Path(options.model).is_dir():
+        weights_fingerprint(options.model)  # an engine stores nothing until it knows its weights
+    words = ["serve", options.model, "--vua-path", options.path]
+    transfer = json.loads(_package("vua.vllm.serve").with_connector(words)[-1])
+    settings = {"kv_transfer_config": transfer, **options.engine_args}
+    model = engine.LLM(model=options.model, **settings)
+    longest = model.model_config.max_model_len
+    one_token = engine.SamplingParams(max_tokens=1, temperature=0)
+    try:
+        tokenizer = model.get_tokenizer()
+        for first in range(0, len(prompts), _TOGETHER):
+            some = prompts[first : first + _TOGETHER]
+            for one in some:
+                if len(_tokenize(tokenizer, one)) >= longest:
+                    one.problem = f"longer than the {longest} tokens that the engine takes"
+            fitting = [one for one in some if not one.problem]
+            asked = [{"prompt_token_ids": one.ids} for one in fitting]
+            answers = model.generate(asked, one_token, use_tqdm=False)
+            for one, answer in zip(fitting, answers, strict=True):
+                one.found = answer.num_cached_tokens or 0
+            yield from some
+    finally:
+        model.llm_engine.engine_core.shutdown()  # it stores what is waiting
+
+
+_ENGINES: Final[
+    Mapping[str, Callable[[argparse.Namespace, Sequence[_Prompt]], Iterator[_Prompt]]]
+] = {"transformers": _transformers, "vllm": _vllm}
+
+
+def _server(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
+    address = options.server.rstrip("/").removesuffix("/v1")
+    model = options.model or _call(f"{address}/v1/models")["data"][0]["id"]
+    for one in prompts:
+        way, name = ("chat/completions", "messages") if one.is_chat else ("completions", "prompt")
+        body = {"model": model, name: one.content, "max_tokens": 1, "temperature": 0}
+        try:
+            answer = _call(f"{address}/v1/{way}", {**body, **dict.fromkeys(_TELL_IDS, True)})
+        except InputError as problem:
+            one.problem = str(problem)
+        else:
+            usage, (choice, *_) = answer["usage"], answer["choices"]
+            details = usage.get("prompt_tokens_details") or {}
+            one.tokens, one.found = usage["prompt_tokens"], details.get("cached_tokens")
+            one.ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        yield one
+
+
+def _call(url: str, body: object = None) -> Any:  # noqa: ANN401
+    """Return a server's answer. Raises InputError where it refuses, ConfigError without one."""
+    if not url.startswith(("http://", "https://")):
+        msg = f"{url}: expected http:// or https://"
+        raise ConfigError(msg)
+    data = None if body is None else json.dumps(body).encode()
+    asked = request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310
+    try:
+        with request.urlopen(asked, timeout=_ANSWER_S) as answer:  # noqa: S310 - checked above
+            return json.load(answer)
+    except error.HTTPError as problem:
+        msg = f"{problem.code}: {problem.read(400).decode(errors='replace')}"
+        raise InputError(msg) from problem
+    except (OSError, ValueError) as problem:
+        msg = f"{url}: {problem}"
+        raise ConfigError(msg) from problem
+
+
+# -- what is stored of them -----------------------------------------------------------------------
+
+
+def _held(where: str | None) -> _Held:
+    """Return what a cache holds; nothing where there is none yet."""
+    if where is None or not (is_url(where) or Path(where).exists()):
+        return {}
+    return {
+        (name, seen.layouts[0].chunk_tokens): set(seen.stored)
+        for name, seen in look(where, {}).items()
+    }
+
+
+def _held_at_last(where: str, prompts: Sequence[_Prompt]) -> _Held:
+    """Wait until a cache holds the prompts, or nothing new has appeared for a while."""
+    held: _Held = {}
+    until_s = time.monotonic() + _PATIENCE_S
+    while True:
+        if (now := _held(where)) != held:
+            held, until_s = now, time.monotonic() + _PATIENCE_S
+        wanted = [{space: _chunks(one, space) for space in held} for one in prompts]
+        if all(any(each[space] <= held[space] for space in each) for each in wanted):
+            return held
+        if time.monotonic() > until_s:
+            return held
+        time.sleep(_LOOK_S)
+
+
+def _chunks(prompt: _Prompt, space: tuple[str, int]) -> set[str]:
+    """Return the chunks of a prompt, as a namespace names them."""
+    ids = token_ids(prompt.ids or ())
+    return {key.name for key in KeyChain(ids, space[1]).first(len(ids))}
+
+
+def _count(prompts: Sequence[_Prompt], before: _Held, after: _Held) -> None:
+    """Note what is stored of each prompt that was not before."""
+    new = {space: held - before.get(space, set()) for space, held in after.items()}
+    for one in prompts:
+        if one.ids is not None:
+            mine = {space: held & _chunks(one, space) for space, held in new.items()}
+            one.stored = max((len(mine[space]) * space[1] for space in mine), default=0)
+            for space, chunks in mine.items():
+                new[space] -= chunks
+
+
+def _report(prompts: Sequence[_Prompt], write: Write | None) -> None:
+    names = ("line", "tokens", "found", "stored", "problem")
+    rows = [[getattr(one, name) for name in names] for one in prompts]
+    sums = [sum(row[at] or 0 for row in rows) for at in (1, 2, 3)]
+    if write is not None:
+        each = [dict(zip(names, row, strict=True)) for row in rows]
+        write({**dict(zip(names[1:4], sums, strict=True)), "prompts": each})
+        return
+    head = ["line", " tokens", " found", " stored", "problem"]
+    table(
+        head,
+        [["-" if cell is None else cell for cell in row] for row in [*rows, ["all", *sums, ""]]],
+    )

@@ -1,0 +1,40 @@
+"""`vua warm` with a vLLM engine of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from e2e.engine import ENVIRONMENT
+from e2e.harness import PROMPT, SOURCE, Batch, EngineTest, llama
+
+pytestmark = pytest.mark.vllm
+
+ENGINE = {"dtype": "float32", "block_size": 32, "max_model_len": 2048, "enforce_eager": True,
+          "kv_cache_memory_bytes": 64 << 20}  # fmt: skip
+
+
+class WarmTest(EngineTest):
+    @pytest.mark.thorough
+    def test_vllm(self) -> None:
+        """What it stores another engine loads; a prompt that is too long is told, not fatal."""
+        prompts = self.root.with_name("prompts.jsonl")
+        prompts.write_text("\n".join(json.dumps({"prompt": one}) for one in (PROMPT, PROMPT * 3)))
+        words = ["--engine", "vllm", "--model", str(llama()), "--path", str(self.root), "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "vua.cli", "warm", str(prompts), *words,
+             "--engine-args", json.dumps(ENGINE)],
+            check=False, capture_output=True, text=True, timeout=1800,
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(SOURCE)},
+        )  # fmt: skip
+        self.assertEqual(1, done.returncode, done.stderr[-4000:])
+        first, long = json.loads(done.stdout)["prompts"]
+        expected = {"line": 1, "tokens": 700, "found": 0, "stored": 640, "problem": ""}
+        self.assertEqual(expected, first)
+        self.assertEqual((2100, None), (long["tokens"], long["found"]))
+        self.assertIn("2048", long["problem"])
+        self.assertEqual([640], self.serve(Batch([PROMPT])).cached)
