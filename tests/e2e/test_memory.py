@@ -66,10 +66,10 @@ class WeightsTest(EngineTest):
         self.assertEqual([None] * 3, [each.problem for each in served])
         return served
 
-    def check(self, how: str) -> None:
+    def check(self, how: str, **settings: Any) -> None:
         """New weights begin an epoch by themselves: no engine gives tokens of the other ones."""
         changed, *after = self.serve_both(
-            BATCH, Change(how, self.other), RESET, BATCH, RESET, BATCH, RESET, BATCH
+            BATCH, Change(how, self.other), RESET, BATCH, RESET, BATCH, RESET, BATCH, **settings
         )
         self.assertEqual(self.old + 3 * self.new, changed.tokens)
         self.assertEqual([self.old, self.new], [each.tokens for each in after])
@@ -83,6 +83,10 @@ class WeightsTest(EngineTest):
             with self.subTest(how):
                 super().setUp()
                 self.check(how)
+
+    def test_update(self) -> None:
+        """By vLLM's ``update_weights``, over a transport that tests bring along."""
+        self.check("update", weight_transfer_config="files")
 
     def test_behind(self) -> None:
         """By whoever holds a reference, without a call: nothing is stored for the wrong weights."""

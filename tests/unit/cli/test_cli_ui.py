@@ -85,6 +85,24 @@ class UiTest(CliTest):
         self.assertEqual(before, contents(self.root))
 
     @pytest.mark.thorough
+    def test_bucket(self) -> None:
+        """Of a bucket namespaces and sizes are told; explaining and verifying work."""
+        pytest.importorskip("obstore")
+        url = f"file://{self.root}/bucket"
+        with VUA(VUAConfig(split_factor=4, model="far"), url) as vua:
+            vua.put(TOKENS[:8], caches_of(layers=3, heads=2, tokens=8, dim=8))
+        with served(url) as page:
+            (one,) = page.looked()["namespaces"]
+            tree = page.json(f"tree?namespace={one['namespace']}")
+            answer = page.json("explain", {"tokens": json.dumps(TOKENS.tolist())})
+            page.json("verify", {})
+            found = until(lambda: page.json("overview")["verify"]["report"])
+        self.assertEqual(("far", 2), (one["model"], one["chunks"]))
+        self.assertEqual([], tree["boxes"])
+        self.assertIn("a hit", answer["namespaces"][0]["verdict"])
+        self.assertTrue(found["sound"])
+
+    @pytest.mark.thorough
     def test_hostile_names(self) -> None:
         """Names come as text in JSON, without control characters."""
         self.put("<img src=x onerror=alert(1)>\x1b[2J\u202e", 1)

@@ -28,9 +28,10 @@ def ui(
     Raises ConfigError where the port is taken or there is no tokenizer, StorageError where there is
     no such directory.
     """
-    open_root(directory)
+    # Forks: before this process speaks to a bucket, whose connections no child may have.
     state = State(directory, security, None if model is None else tokenizer(model))
     try:
+        open_root(directory)
         try:
             server = Server(port, state)
         except (OSError, OverflowError) as problem:
@@ -38,13 +39,12 @@ def ui(
                 f"port {port} of 127.0.0.1 cannot be taken: {problem}; leave out --port for another"
             )
             raise ConfigError(msg) from problem
-        with server:
+        with server, contextlib.suppress(KeyboardInterrupt):
             if write is not None:
                 write({"directory": directory, "url": server.url})
             else:
                 print(f"{directory}: open {server.url}\nCtrl-C ends it", flush=True)
-            with contextlib.suppress(KeyboardInterrupt):
-                server.serve_forever()
+            server.serve_forever()
     finally:
         state.close()
     return SOUND

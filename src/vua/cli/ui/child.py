@@ -27,8 +27,8 @@ _LOOKED_S: Final = 1.0
 class Talk:
     """The child's end of the line."""
 
-    def __init__(self, line: Connection) -> None:
-        self._line, self._server, self._shown_s = line, os.getppid(), 0.0
+    def __init__(self, line: Connection, server: int) -> None:
+        self._line, self._server, self._shown_s = line, server, 0.0
 
     def tell(self, what: str, value: object) -> None:
         """Say something to the server."""
@@ -63,7 +63,7 @@ class Child:
         self._hear = hear
         self._line, there = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("fork").Process(
-            target=_work, args=(work, there)
+            target=_work, args=(work, there, os.getpid())
         )
         self._process.start()
         there.close()
@@ -89,8 +89,8 @@ class Child:
         self._process.join()
 
 
-def _work(work: Callable[[Talk], None], line: Connection) -> None:
+def _work(work: Callable[[Talk], None], line: Connection, server: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # and with it what it has started
     with contextlib.suppress(BrokenPipeError):  # nobody listens any more
-        work(Talk(line))
+        work(Talk(line, server))
