@@ -28,7 +28,7 @@ class ExamplesTest(DirectoryTest):
     def run_example(self, name: str) -> list[tuple[int, int]]:
         """Run it on an empty directory; return of each prompt the tokens loaded, and all."""
         done = subprocess.run(
-            [sys.executable, str(EXAMPLES / name), "--path", str(self.root), "--new-tokens", "8"],
+            [sys.executable, str(EXAMPLES / name), "--path", str(self.root), "--new-tokens", "3"],
             env=os.environ | {"PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
