@@ -403,9 +403,10 @@ def sglang(*arguments: str) -> int:
 
 
 def tools() -> int:
-    """Installs Debian's programs that some tests need, where this user may: Chromium, promtool."""
+    """Installs Debian's programs that some tests need, where this user may: Chromium and others."""
     missing = [] if any(map(shutil.which, BROWSERS)) else ["chromium"]
     missing += [] if shutil.which("promtool") else ["prometheus"]
+    missing += [] if shutil.which("fusermount3") else ["fuse3"]
     if not missing:
         return 0
     if os.geteuid() or not shutil.which("apt-get"):

@@ -50,6 +50,9 @@ class SeaweedFS:
         self.folder = Path(tempfile.mkdtemp(prefix="vua-weed-"))
         self._ports = _free_ports(8)
         self.endpoint = f"http://127.0.0.1:{self._ports[0]}"
+        self.filer = f"127.0.0.1:{self._ports[6]}.{self._ports[7]}"
+        """What `weed mount` speaks to: host, port and the port of gRPC."""
+        self.credentials = (_KEY, _SECRET)
         identity = {
             "name": "tests",
             "credentials": [{"accessKey": _KEY, "secretKey": _SECRET}],
