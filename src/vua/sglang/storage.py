@@ -188,8 +188,9 @@ class VUAHiCacheStorage(PagesOnly):
         """Take note of a further pool: an engine that needs more than K and V is not cached."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != PoolName.KV:
+            name = getattr(host_pool_name, "value", host_pool_name)
             self._refuse(
-                f"beside K and V of all tokens the engine keeps {str(host_pool_name)!r} (a sliding "
+                f"beside K and V of all tokens the engine keeps the pool {name!r} (a sliding "
                 "window, a state, an index or a draft model), which is not stored"
             )
 
