@@ -22,6 +22,7 @@ from vua.errors import CorruptEntryError, EntryError, UntrustedError
 from vua.io import posix
 from vua.io.plain import Directory, Uids, close_plain, is_plain, make_directory, open_plain
 from vua.io.posix import FileStatus, Iovecs
+from vua.io.threads import Call, Threads
 from vua.native.transfer import (
     FAILED,
     PRESENT,
@@ -45,6 +46,8 @@ __all__ = [
 ]
 
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_syncing: Final = Threads(16, "vua-sync")
+"""For durable writes, which wait for the storage and not for a core."""
 
 
 def read_entries(
@@ -157,7 +160,12 @@ def write_entries(
     headers: npt.NDArray[np.uint8],
     options: WriteOptions,
 ) -> list[int]:
-    """Write files one after the other; see :func:`vua.native.saves.write_entries`."""
+    """Write files one after the other; see :func:`vua.native.saves.write_entries`.
+
+    What is to be durable is written by several threads: file systems sync for all who wait at once.
+    """
+    if options.durable:
+        return _write_durably(transfer, dir_fd, paths, place, headers, options)
     statuses = [FAILED] * len(paths)
     for file, path in enumerate(paths):
         try:
@@ -167,6 +175,41 @@ def write_entries(
         except OSError as problem:
             statuses[file] = -(problem.errno or errno.EIO)
             break
+    return statuses
+
+
+def _write_durably(
+    transfer: Transfer,
+    dir_fd: int,
+    paths: Sequence[str],
+    place: int,
+    headers: npt.NDArray[np.uint8],
+    options: WriteOptions,
+) -> list[int]:
+    """Write and sync files, then the directories that lead to them, each of these once."""
+
+    def write(_: Call[int], file: int) -> int:
+        try:
+            return _write_entry(transfer, dir_fd, paths[file], place + file, headers[file], options)
+        except OSError as problem:
+            return -(problem.errno or errno.EIO)
+
+    def sync(_: Call[int], folder: str) -> int:
+        fd = posix.open_beneath(dir_fd, folder)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return 0
+
+    statuses = _syncing.map(write, range(len(paths)))
+    written = [path for path, status in zip(paths, statuses, strict=True) if status == WRITTEN]
+    folders = {folder for path in written for folder in (path, path.partition("/")[0], ".")}
+    try:
+        _syncing.map(sync, sorted(folders))
+    except OSError as problem:
+        code = -(problem.errno or errno.EIO)
+        return [code if status == WRITTEN else status for status in statuses]
     return statuses
 
 
@@ -202,8 +245,6 @@ def _write_entry(
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
             raise
-        for changed in (directory, fan, dir_fd) if options.durable else ():
-            os.fsync(changed)
     return WRITTEN
 
 

@@ -66,13 +66,13 @@ def many(trial: Trial) -> None:
     trial.needs_vua("namespaces and the command line")
     root = trial.directory / "many"
     root.mkdir()
-    status, said = _python(_MANY, root, trial.scale, _NBYTES, timeout_s=20 + trial.scale / 10)
+    status, said = _python(_MANY, root, trial.scale, _NBYTES, timeout_s=120 + trial.scale / 10)
     trial.must("writers end well", status == 0, said)
     held = _held(root)
     trial.must("the limit holds", 0 < held <= 32 * 2 * _NBYTES, f"{held} bytes")
     _shift(root, -7200)  # empty for long enough that no writer is at work there
     for words in (("du", root), ("gc", root)):
-        status, said = _python(_CLI, *words, timeout_s=20 + trial.scale / 10)
+        status, said = _python(_CLI, *words, timeout_s=120 + trial.scale / 10)
         trial.must(f"{words[0]} works", status == 0, said)
     empty = sum(not list(space.glob("??/*")) for space in root.iterdir() if len(space.name) == 64)
     trial.should("empty namespaces are gone after gc", empty <= 1, empty)
@@ -200,9 +200,9 @@ def cycles(trial: Trial) -> None:
     os.close(here)
     os.utime(deep, (1e9, 1e9))
     for words in (("du", root), ("verify", root), ("gc", root)):
-        status, said = _python(_CLI, *words, timeout_s=30)
+        status, said = _python(_CLI, *words, timeout_s=120)
         trial.must(f"{words[0]} ends", status in (0, 1) and "Traceback" not in said, said)
     names = [folder.name[:12] for folder in folders[:1]]
-    status, said = _python(_CLI, "rm", root, *names, timeout_s=30)
+    status, said = _python(_CLI, "rm", root, *names, timeout_s=120)
     trial.must("rm ends", status in (0, 1, 2) and "Traceback" not in said, said)
     subprocess.run(["rm", "-rf", deep], check=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -23,7 +24,7 @@ from vua.format.layout import KVLayout
 from vua.native import batches
 from vua.security.settings import Security
 from vua.storage.base import WRITTEN
-from vua.storage.local import TEMPORARY, LocalStorage
+from vua.storage.local import SUFFIX, TEMPORARY, LocalStorage
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
@@ -220,18 +221,40 @@ class WriterTest(DirectoryTest):
     def test_durable(self) -> None:
         """Each file is synced before it has its name, and then the directories that lead to it."""
         store, keys, memory = self.open(durable=True), self.keys(), self.memory()
-        synced: list[str] = []
+        names = [key.name for key in keys[:2]]
+        files: list[str] = []
+        folders: list[str] = []
 
         def fsync(fd: int) -> None:
-            synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+            path = Path(f"/proc/self/fd/{fd}").readlink()
+            if path.is_dir():
+                if path.name in names:
+                    self.assertTrue(list(path.glob(f"*{SUFFIX}")), path)
+                folders.append(path.name)
+            else:
+                self.assertTrue(path.name.startswith(TEMPORARY), path)
+                files.append(path.parent.name)
 
         with mock.patch("os.fsync", fsync):
             self.assertEqual(2, store.writer(memory.map()).save_all(keys[:2]))
-        self.assertEqual(8, len(synced))
-        for at, key in enumerate(keys[:2]):
-            file, *folders = synced[4 * at : 4 * at + 4]
-            self.assertTrue(file.startswith(TEMPORARY), file)
-            self.assertEqual([key.name, key.name[:2], store.namespace], folders)
+        self.assertEqual(sorted(names), sorted(files))
+        self.assertEqual({*names, *(name[:2] for name in names), store.namespace}, set(folders))
+
+    def test_not_synced(self) -> None:
+        """With `durable` a file counts as stored only when it and its directories are synced."""
+        for what in ("file", "directory"):
+            with self.subTest(what):
+                store, keys, memory = self.open(what, durable=True), self.keys(), self.memory()
+
+                def fsync(fd: int, what: str = what) -> None:
+                    path = Path(f"/proc/self/fd/{fd}").readlink()
+                    if path.is_dir() == (what == "directory"):
+                        raise OSError(errno.EIO, "the disk says no")
+
+                writer = store.writer(memory.map())
+                with mock.patch("os.fsync", fsync), self.assertRaises(StorageError):
+                    writer.save_all(keys[:2])
+                self.assertEqual(what == "directory", bool(self.files(store)))
 
     def test_sealed(self) -> None:
         """Sealed entries, encrypted or not, are batches as any other; each has its own tags."""

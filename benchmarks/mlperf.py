@@ -1,0 +1,217 @@
+"""MLPerf Storage's KV cache workload, on VUA and on its own file backend, by turns.
+
+    git clone https://github.com/mlcommons/storage
+    python benchmarks/mlperf.py storage/kv_cache_benchmark [--rounds 3] [--json FILE]
+        [--arguments "--model tiny-1b --num-users 4 ..."]
+
+`kv_cache_benchmark` draws users, prompts and conversations from a seed, and keeps the K and V of
+each turn in a storage tier. Here that tier is the workload's own `NVMeBackend` in one arm (a .npy
+file per turn, synced, not verified), and `VUABackend` in the others: once synced like that
+(`durable`), once as VUA is by default. All drop what they read from the page cache before. Each arm
+runs in a process and a directory of its own, the order changes from round to round. Prints the
+workload's own figures, and as ratios over those of files: medians over the rounds. A read of VUA's
+that brings anything but the whole turn fails the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vua.core import VUA, VUAConfig
+from vua.format.keys import KeyChain, token_ids
+
+ARGUMENTS = (
+    "--model tiny-1b --num-users 4 --gpu-mem-gb 0 --cpu-mem-gb 0 --generation-mode none "
+    "--max-requests 30 --duration 300 --seed 7 --log-level ERROR"
+)
+FIGURES = {
+    "requests": ("requests_completed",),
+    "seconds of storage": ("total_storage_io_latency",),
+    "tokens per second of storage": ("storage_throughput_tokens_per_sec",),
+    **{
+        f"{way}, {part}, ms": ("cache_stats", f"storage_{way}_{part}_ms")
+        for way in ("read", "write")
+        for part in ("p50", "p95", "p99")
+    },
+}
+"""What is compared, and where it stands in the workload's summary."""
+CHUNK_TOKENS = 64
+FILE, SYNCED, DEFAULT = "file", "VUA, synced", "VUA"
+ARMS = (FILE, SYNCED, DEFAULT)
+
+
+class VUABackend:
+    """A storage tier of the workload: each turn is a prompt of its own, in chunks of 64 tokens.
+
+    What comes back is verified. The last chunk is filled up with zeros, so that all of a turn is
+    stored. The workload has tokens before heads; they are exchanged by one copy, which is quicker
+    than to store rows of a single head.
+    """
+
+    durable = False
+    """Whether it syncs what it writes."""
+    failed = 0
+    """Reads that did not bring the whole turn; the workload itself counts them as hits."""
+
+    def __init__(self, base_path: str) -> None:
+        """Keep turns below a directory."""
+        self.base_path = Path(base_path)
+        config = VUAConfig(model="mlperf", split_factor=CHUNK_TOKENS, durable=self.durable)
+        self._vua = VUA(config, self.base_path)
+
+    def write(self, key: str, data: npt.NDArray[Any]) -> Any:
+        """Store ``data``, [layers, 2, tokens, heads, dim]."""
+        whole = -(-data.shape[2] // CHUNK_TOKENS) * CHUNK_TOKENS
+        ids = self._ids(key, whole)
+        began = time.perf_counter()
+        layer_count, pair, tokens, heads, dim = data.shape
+        kv = np.zeros((layer_count, pair, 1, heads, whole, dim), dtype=data.dtype)
+        kv[:, :, 0, :, :tokens] = data.swapaxes(2, 3)
+        layers = torch.from_numpy(kv)
+        self._vua.put(ids, [[layer[0], layer[1]] for layer in layers])
+        (self.base_path / f"{key}.tokens").write_text(str(whole), encoding="utf-8")
+        return timing(began)
+
+    def read(self, key: str) -> tuple[Any, Any]:
+        """Return K and V per layer, as the library does; raises KeyError unless all is there."""
+        tokens = int((self.base_path / f"{key}.tokens").read_text(encoding="utf-8"))
+        ids, files = self._ids(key, tokens), self._files(key, tokens)
+        began = time.perf_counter()
+        for file in files:
+            fd = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+        found = self._vua.get_closest(ids)
+        if found.num_tokens != tokens:
+            VUABackend.failed += 1
+            raise KeyError(key)
+        return found.data, timing(began)
+
+    def delete(self, key: str) -> None:
+        """Delete a turn's chunks."""
+        record = self.base_path / f"{key}.tokens"
+        for file in self._files(key, int(record.read_text(encoding="utf-8"))):
+            shutil.rmtree(file.parent, ignore_errors=True)
+        record.unlink()
+
+    def _ids(self, key: str, tokens: int) -> torch.Tensor:
+        """Tokens for a key, which share no prefix with those of another one."""
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+        return torch.from_numpy(np.random.default_rng(seed).integers(0, 1 << 31, tokens))
+
+    def _files(self, key: str, tokens: int) -> list[Path]:
+        chain = KeyChain(token_ids(self._ids(key, tokens).tolist()), CHUNK_TOKENS)
+        names = [chain[at].name for at in range(len(chain))]
+        (space,) = (path for path in self.base_path.iterdir() if len(path.name) == 64)
+        return [file for name in names for file in (space / name[:2] / name).iterdir()]
+
+
+def timing(began: float) -> Any:
+    """What the workload wants to know of a read or a write."""
+    from kv_cache.backends import StorageBackend
+
+    total = time.perf_counter() - began
+    return StorageBackend.IOTiming(total=total, device=total, host=0.0)
+
+
+def be_arm(arm: str, checkout: str, arguments: list[str]) -> None:
+    """Run the workload in this process, with one of the two backends."""
+    sys.path.insert(0, checkout)
+    from kv_cache import cache, cli
+
+    if arm != FILE:
+        cache.NVMeBackend = VUABackend
+        VUABackend.durable = arm == SYNCED
+    sys.argv = ["kv-cache.py", *arguments]
+    cli.main()
+    if VUABackend.failed:
+        sys.exit(f"{VUABackend.failed} reads did not bring what was written")
+
+
+def measured(arm: str, checkout: Path, arguments: str, work: Path) -> dict[str, float]:
+    """Run one arm in a new process; its figures."""
+    report = work / "report.json"
+    with tempfile.TemporaryDirectory(dir=work) as place:
+        told = ["--cache-dir", place, "--output", str(report), *shlex.split(arguments)]
+        done = subprocess.run(
+            [sys.executable, __file__, "--arm", arm, str(checkout), "--", *told],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise RuntimeError(done.stdout[-4000:])
+    summary = json.loads(report.read_text(encoding="utf-8"))
+    summary = summary | summary["summary"]
+    found = {}
+    for name, path in FIGURES.items():
+        value: Any = summary
+        for part in path:
+            value = value[part]
+        found[name] = float(value)
+    return found
+
+
+def table(rounds: list[dict[str, dict[str, float]]]) -> str:
+    """Markdown: each arm's median, and the median of its ratio to files (least to greatest)."""
+    lines = [f"| | {' | '.join(ARMS)} |", f"|---|{'--:|' * len(ARMS)}"]
+    for figure in FIGURES:
+        cells = []
+        for arm in ARMS:
+            values = [found[arm][figure] for found in rounds]
+            ratios = [found[arm][figure] / found[FILE][figure] for found in rounds]
+            low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+            more = "" if arm == FILE else f"; {middle:.2f} ({low:.2f} to {high:.2f})"
+            cells.append(f"{statistics.median(values):.4g}{more}")
+        lines.append(f"| {figure} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, help="kv_cache_benchmark of mlcommons/storage")
+    parser.add_argument("--arguments", default=ARGUMENTS, help="of the workload")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dir", type=Path, help="work there: on the file system to measure")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.arm:
+        be_arm(asked.arm, str(asked.checkout), asked.rest)
+        return
+    rounds: list[dict[str, dict[str, float]]] = []
+    with tempfile.TemporaryDirectory(prefix="vua-mlperf-", dir=asked.dir) as name:
+        for turn in range(asked.rounds):
+            order = ARMS[turn % len(ARMS) :] + ARMS[: turn % len(ARMS)]
+            found = {
+                arm: measured(arm, asked.checkout, asked.arguments, Path(name)) for arm in order
+            }
+            rounds.append(found)
+            print(f"round {turn + 1} of {asked.rounds}", file=sys.stderr)
+    print(table(rounds))
+    if asked.json:
+        report = {"arguments": asked.arguments, "rounds": rounds}
+        asked.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
