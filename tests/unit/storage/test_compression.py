@@ -131,7 +131,7 @@ class RanksTest(CompressedTest):
         self.assertEqual(2, sum(store.save(key, memory, place=n) for n, key in enumerate(keys)))
         self.assertTrue(all(map(is_compressed, self.objects())))
         stored = sum(self.bucket.head(key).nbytes for key in self.objects())
-        for target in (layout.full, Shard(0, 20, 3, 4), Shard(2, 9, 0, 8), Shard(19, 20, 7, 8)):
+        for target in (layout.full, Shard(0, 20, 5, 6), Shard(2, 9, 0, 8), Shard(19, 20, 7, 8)):
             before = self.bucket.counts["read_nbytes"]
             into = Memory(layout, target, 2)
             self.assertEqual(2, store.load(keys, into.map(), target=target).chunks)
@@ -140,7 +140,7 @@ class RanksTest(CompressedTest):
                 np.testing.assert_array_equal(want, got)
             read = self.bucket.counts["read_nbytes"] - before
             if target.heads == 1:
-                self.assertLess(read, stored / 2)
+                self.assertLess(read, 0.6 * stored)
 
 
 class AutoTest(unittest.TestCase):
@@ -205,7 +205,7 @@ class ToolsTest(CompressedTest):
         self.put()
         archive, directory = self.root / "cache.tar", self.root / "directory"
         self.assertEqual(0, run("export", self.url, archive, "--all")[0])
-        self.assertEqual(0, run("import", archive, directory)[0])
+        self.assertEqual(0, run("import", directory, archive)[0])
         with VUA(config(OFF), str(directory)) as vua:
             self.assertEqual(kv_bits(KV), kv_bits(vua.get_closest(TOKENS).data))
 
