@@ -265,17 +265,25 @@ class ObjectStorage:
         self._bucket.each(put, range(len(batch.names)))
         return Written(statuses, problems.get(min(problems, default=0)))
 
+    def _is_other(self, name: str, nbytes: int, *, compressed: bool) -> bool:
+        """Whether an entry is there in the form that is not about to be written."""
+        sizes: list[int | None] = [None, None]
+        with suppress(OSError):
+            key = self._key(name, COMPRESSED_SUFFIX if compressed else SUFFIX)
+            sizes[compressed] = self._bucket.head(key).nbytes
+        return self._is_there(sizes, nbytes)
+
     def _put(self, batch: Batch, index: int) -> int:
         """Write one object; return what became of it. Raises OSError."""
         name = batch.names[index]
         with self._bucket.in_flight(batch.nbytes):
             data, key = b"".join(batch.parts(index)), self._key(name)
             if self._compression is not None:
-                packed, plain_nbytes = self._compression.packed(data), len(data)
+                packed = self._compression.packed(data)
+                if self._is_other(name, batch.nbytes, compressed=packed is None):
+                    return PRESENT
                 if packed is not None:
                     data, key = packed, self._key(name, COMPRESSED_SUFFIX)
-                if self.exists([name], plain_nbytes)[0]:
-                    return PRESENT
             began_s = time.monotonic()
             try:
                 self._bucket.put(key, data, create=True)
