@@ -15,7 +15,7 @@ import pytest
 from travellers import CONFIG, KV, namespace_of, prompt, until, wait_for_travel
 
 from buckets import memory_url, seaweedfs, speaking_to
-from commands import run
+from commands import run, run_json
 from helpers import DirectoryTest, kv_bits
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
@@ -180,6 +180,18 @@ class TierTest(DirectoryTest):
             self.assertEqual(kv_bits(KV), kv_bits(found.data))
         self.assertEqual(4, len(self.keys()))
 
+    @pytest.mark.thorough
+    def test_more_than_one_read_takes(self) -> None:
+        """Linux reads at most 2 GiB by one call; a larger file is read whole all the same."""
+        with self.open("a") as vua:
+            vua.put(TOKENS, KV)
+            wait_for_travel(vua)
+            path = next(iter(self.root.glob("a/*/??/*/*.safetensors")))
+            nbytes = (2 << 30) + 4096
+            os.truncate(path, nbytes)
+            name = f"{path.parent.name}/{path.stem}"
+            self.assertEqual(nbytes, len(namespace_of(vua).travel._content(name)))
+
     def test_damage_is_not_copied(self) -> None:
         """Damage travels in neither direction."""
         with VUA(CONFIG, self.root / "a") as vua:
@@ -288,10 +300,19 @@ class TierTest(DirectoryTest):
 class SeaweedFSTierTest(TierTest):
     """The same with a real server."""
 
+    def test_the_bucket_comes_later(self) -> None:
+        """A server makes the bucket with the first write: the mark is there all the same."""
+        self.url = f"s3://later-{self.url.rpartition('/')[2]}/qwen"
+        self.put("a")
+        code, report = run_json("gc", self.url, "--max-bytes", "1")
+        self.assertEqual((0, 4), (code, report["deleted"]["chunks"]))
+
     def place(self) -> str:
         """Return the URL of an empty place of its bucket."""
         self.enterContext(speaking_to(seaweedfs().endpoint))
         return seaweedfs().place()
+
+    test_more_than_one_read_takes = None  # of the directory alone
 
 
 class DirectoryBehindTest(TierTest):
@@ -308,6 +329,7 @@ class DirectoryBehindTest(TierTest):
     test_deleted_behind = None  # times to live are the other directory's own matter
     test_without_the_bucket = None
     test_damage_is_not_copied = None
+    test_more_than_one_read_takes = None  # of the directory alone
 
 
 if __name__ == "__main__":
