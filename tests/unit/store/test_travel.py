@@ -102,6 +102,23 @@ class TierTest(DirectoryTest):
                 self.assertEqual((0, set()), (travel.counts["brought"], self.local("b")))
             until(lambda: travel.counts["brought"] == 4)
 
+    def test_a_pause_comes_before_what_is_written_back(self) -> None:
+        """The next load often follows at once: it is not to meet a write."""
+        self.put("a")
+        pause_s = 0.3
+        with (
+            self.open("b") as vua,
+            mock.patch("vua.store.write_back._PAUSE_S", pause_s),
+            mock.patch("vua.store.write_back._LONGEST_WAIT_S", 300.0),
+        ):
+            vua.get_closest(TOKENS + 1)  # opens it
+            travel = namespace_of(vua).travel
+            with travel.reading():
+                self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+                end_s = time.monotonic()
+            until(lambda: travel.counts["brought"] > 0)
+            self.assertGreaterEqual(time.monotonic() - end_s, pause_s)
+
     def test_what_was_not_sent_is_found_again(self) -> None:
         """Chunks stored without the bucket, or left by a crash, are sent by the next who opens."""
         with VUA(CONFIG, self.root / "a") as vua:
