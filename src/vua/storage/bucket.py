@@ -362,6 +362,8 @@ def _explained(problem: Exception, where: str) -> StorageError:
     if refused or re.search("Expired|Authorization|[Rr]edirect|Skewed", text):
         advice = "check the credentials and their expiry, the clock, the region and the policy"
         return NotWritableError(errno.EACCES, f"{where}: refused ({text}); {advice}")
+    if "NoSuchBucket" in text:
+        return StorageError(errno.ENOENT, f"{where}: no such bucket ({text})")
     if re.search("507|Quota|Insufficient ?Storage", text):
         return StorageFullError(errno.ENOSPC, f"{where}: no room ({text})")
     return StorageError(errno.EIO, f"{where}: {text}")

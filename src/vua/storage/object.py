@@ -58,14 +58,16 @@ class ObjectStorage:
     ) -> None:
         """Use the objects below ``place``; sends nothing.
 
-        ``renew`` describes the namespace, if it has to be, before the first write and then once a
-        minute of writing: somebody may have deleted everything under a running process. ``codec``
-        says whether entries are compressed; with "off" those that are do not exist.
+        ``renew`` marks the cache and describes the namespace, where that is missing. It has to
+        succeed before the first write, for objects without a mark around them would never be
+        deleted. It is called again once a minute of writing: somebody may have deleted everything
+        under a running process. It raises StorageError. ``codec`` says whether entries are
+        compressed; with "off" those that are do not exist.
         """
         self.directory = place
         self._bucket = place.bucket
         self._renew = renew
-        self._renewed_s = -_RENEW_S
+        self._renewed_s: float | None = None
         self._compression = None if codec == OFF else Compression(codec, str(place))
 
     def close(self) -> None:
@@ -248,10 +250,10 @@ class ObjectStorage:
     def write(self, batch: Batch) -> Written:
         """Put objects that are not there, some at a time, each by one conditional request."""
         statuses = [FAILED] * len(batch.names)
-        if self._renew is not None and time.monotonic() - self._renewed_s > _RENEW_S:
-            with suppress(StorageError):
-                self._renew()
-                self._renewed_s = time.monotonic()
+        try:
+            self._describe()
+        except StorageError as problem:
+            return Written(statuses, problem)
         problems: dict[int, StorageError] = {}
 
         def put(index: int) -> None:
@@ -264,6 +266,22 @@ class ObjectStorage:
 
         self._bucket.each(put, range(len(batch.names)))
         return Written(statuses, problems.get(min(problems, default=0)))
+
+    def _describe(self) -> None:
+        """See to the mark and the description, from time to time.
+
+        Raises StorageError where that never succeeded.
+        """
+        before_s, now_s = self._renewed_s, time.monotonic()
+        if self._renew is None or (before_s is not None and now_s - before_s <= _RENEW_S):
+            return
+        try:
+            self._renew()
+        except StorageError:
+            if before_s is None:
+                raise
+        else:
+            self._renewed_s = now_s
 
     def _is_other(self, name: str, nbytes: int, *, compressed: bool) -> bool:
         """Whether an entry is there in the form that is not about to be written."""

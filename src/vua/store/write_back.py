@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,8 +34,11 @@ log = logging.getLogger(__name__)
 
 _MOST_NBYTES: Final = 128 << 20
 """Memory for what waits to be written back; what does not fit is read from behind again."""
+_PAUSE_S: Final = 0.02
+"""Each entry waits until nothing was read for so long, for it must not slow loads: one load often
+follows another at once."""
 _LONGEST_WAIT_S: Final = 1.0
-"""Each entry waits until nothing is read, for it must not slow loads; but no longer than this."""
+"""But no longer than this."""
 
 
 class Bounds(Protocol):
@@ -48,7 +52,7 @@ class Bounds(Protocol):
 
 
 class WriteBack:
-    """Writes back what was read from behind, while nothing is read. Safe for threads and forks."""
+    """Writes back what was read from behind, in pauses of reading. Safe for threads and forks."""
 
     def __init__(
         self,
@@ -88,6 +92,7 @@ class WriteBack:
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
         self._reads = 0
+        self._last_read_s = -math.inf
         self.waiting_nbytes = 0
 
     def close(self, timeout_s: float) -> None:
@@ -107,14 +112,20 @@ class WriteBack:
         finally:
             with self._quiet:
                 self._reads -= 1
+                self._last_read_s = time.monotonic()
                 self._quiet.notify_all()
 
     def wait_for_quiet(self) -> bool:
-        """Wait while entries are read, not for long; False when the cache is closed meanwhile."""
+        """Wait for a pause of reading, not for long; False when the cache is closed meanwhile."""
+        stop_s = time.monotonic() + _LONGEST_WAIT_S
         with self._quiet:
-            done = lambda: not self._reads or self._closing.is_set()  # noqa: E731
-            self._quiet.wait_for(done, _LONGEST_WAIT_S)
-        return not self._closing.is_set()
+            while not self._closing.is_set():
+                pause_s = math.inf if self._reads else self._last_read_s + _PAUSE_S
+                left_s = min(stop_s, pause_s) - time.monotonic()
+                if left_s <= 0:
+                    return True
+                self._quiet.wait(left_s)
+        return False
 
     def came(self, name: str, data: memoryview | int, before: str) -> None:
         """Write an entry back that was read from behind, soon, if rules and memory allow it."""
