@@ -81,6 +81,10 @@ class CompressedTest(DirectoryTest):
         self.assertEqual(kv_bits(KV, tokens) if tokens else [], kv_bits(found.data))
         return tokens
 
+    def is_first(self, key: str) -> bool:
+        """Whether an object is that of the prompt's first chunk."""
+        return KeyChain(token_ids(TOKENS.tolist()), 64)[0].name in key
+
     def objects(self) -> list[str]:
         """The keys of all entries, compressed ones first."""
         keys = [one.key for one in self.bucket.walk() if one.key.endswith(".safetensors")]

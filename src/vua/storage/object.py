@@ -32,7 +32,14 @@ from vua.storage.base import (
 from vua.storage.bucket import Meta
 from vua.storage.bucket_path import BucketPath
 from vua.storage.compression import OFF, Compression
-from vua.storage.local import COMPRESSED_SUFFIX, SUFFIX, chunk_path, entry_at, entry_path
+from vua.storage.local import (
+    COMPRESSED_SUFFIX,
+    SUFFIX,
+    chunk_path,
+    entry_at,
+    entry_path,
+    is_compressed,
+)
 
 __all__ = ["ObjectStorage"]
 
@@ -307,7 +314,9 @@ class ObjectStorage:
                 self._bucket.put(key, data, create=True)
             except FileExistsError:
                 with suppress(FileNotFoundError):  # deleted between the two requests
-                    if self._bucket.head(key).nbytes == len(data):
+                    found = self._bucket.head(key).nbytes
+                    sizes = [None, found] if is_compressed(key) else [found]
+                    if self._is_there(sizes, batch.nbytes):
                         return PRESENT
                 self._bucket.put(key, data)
             if self._compression is not None:

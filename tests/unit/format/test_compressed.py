@@ -130,7 +130,7 @@ class DamageTest(unittest.TestCase):
         bomb = zstandard.ZstdCompressor().compress(bytes(1 << 26))
         size = int(found.edges[1] - found.edges[0])
         harmed = stored[: found.edges[0]] + bomb[:size].ljust(size, b"\0")
-        with self.assertRaisesRegex(CorruptEntryError, "does not hold as many|decompressed"):
+        with self.assertRaisesRegex(CorruptEntryError, "does not hold as many"):
             decompressed(memoryview(harmed))
 
 

@@ -80,14 +80,20 @@ class BucketTest(CompressedTest):
     def test_damage(self) -> None:
         """A damaged one is a miss and is deleted; the next put stores it anew."""
         self.put()
-        for key in self.objects():
-            data = bytearray(self.bucket.get(key)[1])
-            data[-1] ^= 1
-            self.bucket.put(key, bytes(data))
-        with self.assertLogs("vua", logging.WARNING):
-            self.assertEqual(0, self.found())
-        self.assertEqual(1, len(self.objects()))
-        self.assertEqual(1, self.put())
+        harms = (
+            lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+            lambda data: data[: len(data) // 2],
+            lambda data: data[:100],
+            lambda _: b"",
+        )
+        for harm in harms:
+            first = next(key for key in self.objects() if self.is_first(key))
+            self.bucket.put(first, harm(bytes(self.bucket.get(first)[1])))
+            with self.assertLogs("vua", logging.WARNING):
+                self.assertEqual(0, self.found())
+            self.assertEqual(1, len(self.objects()))
+            self.assertEqual(1, self.put())
+        self.assertEqual(128, self.found())
 
     def test_plain_name(self) -> None:
         """A compressed file under a plain name is damaged, for readers and for `vua verify`."""
