@@ -311,6 +311,11 @@ class Bucket:
         return _runtime.threads.map(lambda _, item: work(item), items)
 
     @staticmethod
+    def memory(nbytes: int) -> memoryview:
+        """Return memory like that of bodies, which is used again when nobody holds it."""
+        return _runtime.buffers.take(nbytes).data
+
+    @staticmethod
     def in_flight(nbytes: int) -> AbstractContextManager[None]:
         """Return what to enter while a body of ``nbytes`` is under way: it waits for room."""
         return _runtime.gate.hold(nbytes)

@@ -127,11 +127,11 @@ class WriteBack:
                 self._quiet.wait(left_s)
         return False
 
-    def came(self, name: str, data: memoryview | None, before: str) -> None:
+    def came(self, name: str, data: memoryview | int, before: str) -> None:
         """Write an entry back that was read from behind, soon, if rules and memory allow it."""
         if self._rules.at_second_use and self._read_before.passes(name):
             return
-        nbytes = 0 if data is None else len(data)
+        nbytes = 0 if isinstance(data, int) else len(data)
         with self._lock:
             if self._closing.is_set() or self.waiting_nbytes + nbytes > _MOST_NBYTES:
                 self.counts["not_brought"] += 1
@@ -153,11 +153,11 @@ class WriteBack:
         with suppress(RuntimeError):
             self._threads.submit(bring)
 
-    def _bring(self, name: str, data: memoryview | None, before: str) -> None:
+    def _bring(self, name: str, data: memoryview | int, before: str) -> None:
         """Write one entry to the directory. Raises OSError, EntryError."""
         if self._near.exists([name])[0]:
             return
-        data = memoryview(self._fetched(name)) if data is None else data
+        data = memoryview(self._fetched(name, data)) if isinstance(data, int) else data
         info = verified(data, self._namespace, name)
         if self._budget and not self._budget.take(len(data)):
             self.counts["not_brought"] += 1
@@ -177,15 +177,12 @@ class WriteBack:
         self.counts["brought"] += 1
         self.counts["brought_nbytes"] += len(data)
 
-    def _fetched(self, name: str) -> bytes:
-        """Read all of an entry from behind. Raises OSError, EntryError."""
+    def _fetched(self, name: str, nbytes: int) -> bytes:
+        """Read all of an entry from behind. Raises FileNotFoundError."""
         for tier in self._far:
-            for entry in tier.list(f"{name.partition('/')[0]}/"):
-                if entry.name == name:
-                    batch = whole_batch(name, bytes(entry.nbytes))
-                    filled = tier.read(batch)
-                    if filled.problem is None:
-                        return bytes(batch.headers[0])
+            batch = whole_batch(name, bytes(nbytes))
+            if tier.read(batch).problem is None:
+                return bytes(batch.headers[0])
         raise FileNotFoundError(name)
 
 
