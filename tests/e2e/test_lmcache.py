@@ -112,6 +112,7 @@ class LMCacheServerTest(EngineTest):
             "kv_connector_extra_config": {
                 "lmcache.mp.host": "tcp://localhost",
                 "lmcache.mp.port": server.port,
+                "lmcache.mp.heartbeat_interval": 30.0,  # also the patience with its answer
             },
         }
         (served,) = run(self.phase(Batch([PROMPT]), transfer=transfer))
