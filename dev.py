@@ -487,7 +487,7 @@ def lmcache(*arguments: str) -> int:
     if not install_lmcache():
         print("lmcache: skipped, since LMCache could not be installed", flush=True)
         return 0
-    tests = arguments or ("tests/unit/lmcache",)
+    tests = arguments or ("tests/unit/lmcache", "tests/e2e/test_lmcache.py")
     return run("-m", "pytest", "-q", *tests, paths=("src", str(LMCACHE)))
 
 
