@@ -396,8 +396,12 @@ def sglang(*arguments: str) -> int:
         [str(python), *command, "tests/unit/sglang"], cwd=ROOT, env=environment
     ).returncode
     environment = {**os.environ, "VUA_SGLANG_PYTHON": str(python)}
-    tests = ("tests/e2e/test_sglang.py", "tests/e2e/test_sglang_adapters.py")
-    chosen = arguments or (*tests, "-m", "not soak")
+    tests = (
+        "test_sglang.py",
+        "test_sglang_adapters.py",
+        "test_examples.py::ExamplesTest::test_engines",
+    )
+    chosen = arguments or (*(f"tests/e2e/{test}" for test in tests), "-m", "not soak")
     served = subprocess.run([str(PYTHON), *command, *chosen], cwd=ROOT, env=environment).returncode
     return pools or served
 
@@ -483,7 +487,7 @@ def lmcache(*arguments: str) -> int:
     if not install_lmcache():
         print("lmcache: skipped, since LMCache could not be installed", flush=True)
         return 0
-    tests = arguments or ("tests/unit/lmcache",)
+    tests = arguments or ("tests/unit/lmcache", "tests/e2e/test_lmcache.py")
     return run("-m", "pytest", "-q", *tests, paths=("src", str(LMCACHE)))
 
 

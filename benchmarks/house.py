@@ -289,11 +289,11 @@ def table(columns: dict[str, Rows]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
 
 
-def replace_between(path: Path, text: str) -> None:
-    """Put a text between the marks of a page."""
-    before, rest = path.read_text().split("<!-- house -->", 1)
-    after = rest.split("<!-- /house -->", 1)[1]
-    path.write_text(f"{before}<!-- house -->\n{text}\n<!-- /house -->{after}")
+def replace_between(path: Path, mark: str, text: str) -> None:
+    """Put a text between the marks ``<!-- mark -->`` and ``<!-- /mark -->`` of a page."""
+    before, rest = path.read_text().split(f"<!-- {mark} -->", 1)
+    after = rest.split(f"<!-- /{mark} -->", 1)[1]
+    path.write_text(f"{before}<!-- {mark} -->\n{text}\n<!-- /{mark} -->{after}")
 
 
 def main() -> None:
@@ -320,7 +320,7 @@ def main() -> None:
     text = table(columns)
     print(text)
     if asked.markdown:
-        replace_between(asked.markdown, text)
+        replace_between(asked.markdown, "house", text)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import shutil
 import sys
 import tempfile
@@ -22,9 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from buckets import seaweedfs, speaking_to
 from vua import VUA, VUAConfig
+from vua.cli.bench_files import describe_machine
 
 CONFIG = VUAConfig(split_factor=64, model="bench", max_bytes=64 << 30)
-LAYERS, HEADS, DIM = 32, 8, 128  # 8 MiB in a chunk of 64 tokens
+LAYERS, HEADS, DIM = 32, 8, 128
+CHUNK_NBYTES = 8 << 20  # of 64 tokens
+HITS = 10
+"""Hits in the directory that are measured together: one takes milliseconds."""
 
 
 def prompt(number: int, chunks: int) -> torch.Tensor:
@@ -54,31 +59,28 @@ def settle(vua: VUA) -> None:
     wait_until(lambda: not travel.waiting and not travel._back.waiting_nbytes)
 
 
-def near_hits(root: Path, url: str, chunks: int, rounds: int) -> None:
+def near_hits(root: Path, url: str, chunks: int, rounds: int) -> dict[str, object]:
     """Compare hits in a directory with and without a bucket behind it."""
     tokens, arms = prompt(0, chunks), {}
     with contextlib.ExitStack() as stack:
-        for arm, place in (("alone", [str(root / "near")]), ("tiered", [str(root / "near"), url])):
+        for arm, place in (
+            ("alone", [str(root / "near")]),
+            ("with a bucket behind", [str(root / "near"), url]),
+        ):
             arms[arm] = stack.enter_context(VUA(CONFIG, place if len(place) > 1 else place[0]))
         shape = (1, HEADS, 64 * chunks, DIM)
         kv = [[torch.randn(shape).bfloat16() for _ in "KV"] for _ in range(LAYERS)]
-        arms["tiered"].put(tokens, kv)
-        settle(arms["tiered"])
+        arms["with a bucket behind"].put(tokens, kv)
+        settle(arms["with a bucket behind"])
         times: dict[str, list[float]] = {arm: [] for arm in arms}
-        for turn in range(rounds):
+        for turn in range(rounds + 2):  # two to warm up
             for arm in list(arms) if turn % 2 else list(arms)[::-1]:
-                times[arm].append(seconds(arms[arm], tokens))
-        alone, tiered = (median(times[arm][2:]) for arm in ("alone", "tiered"))
-        gb = chunks * (8 << 20) / 1e9
-        print(
-            f"near hit: alone {gb / alone:.2f} GB/s, with a bucket behind {gb / tiered:.2f} GB/s,"
-        )
-        print(
-            f"  {100 * (tiered / alone - 1):+.1f} % time (median of {rounds - 2} each)", flush=True
-        )
+                times[arm].append(sum(seconds(arms[arm], tokens) for _ in range(HITS)))
+    nbytes = HITS * chunks * CHUNK_NBYTES
+    return compared("near hit", {arm: one[2:] for arm, one in times.items()}, nbytes)
 
 
-def written_back(root: Path, url: str, chunks: int, prompts: int, rounds: int) -> None:
+def written_back(root: Path, url: str, chunks: int, prompts: int, rounds: int) -> dict[str, object]:
     """Compare loads from behind that are written back with loads that are not."""
     shape = (1, HEADS, 64 * chunks, DIM)
     kv = [[torch.randn(shape).bfloat16() for _ in "KV"] for _ in range(LAYERS)]
@@ -86,38 +88,53 @@ def written_back(root: Path, url: str, chunks: int, prompts: int, rounds: int) -
         for number in range(1, prompts + 1):
             vua.put(prompt(number, chunks), kv)
     del kv
-    times: dict[str, list[float]] = {"off": [], "on": []}
+    times: dict[str, list[float]] = {"not written back": [], "written back": []}
     brought = 0
     for turn in range(rounds):
-        for arm in ("off", "on") if turn % 2 else ("on", "off"):
-            near = root / f"back-{turn}-{arm}"
+        for arm in list(times) if turn % 2 else list(times)[::-1]:
+            near = root / f"back-{turn}-{arm[:3]}"
             with VUA(CONFIG, [str(near), url]) as vua:
                 vua.get_closest(prompt(0, 1))  # opens it
                 tiered = vua._reading.storage
-                if arm == "off":
+                if arm == "not written back":
                     tiered.travels = None
                 took_s = sum(seconds(vua, prompt(n, chunks)) for n in range(1, prompts + 1))
                 times[arm].append(took_s)
-                if arm == "on":
+                if arm == "written back":
                     settle(vua)
                     brought += vua._reading.travel.counts["brought"]
             shutil.rmtree(near)
-    off, on = median(times["off"]), median(times["on"])
-    gb = prompts * chunks * (8 << 20) / 1e9
-    print(f"loads from behind: {gb / off:.2f} GB/s, written back meanwhile {gb / on:.2f} GB/s,")
-    print(f"  {100 * (on / off - 1):+.1f} % time; {brought} of {rounds * prompts * chunks} brought")
+    nbytes = prompts * chunks * CHUNK_NBYTES
+    report = compared("load from behind", times, nbytes)
+    report["written_back_share"] = brought / (rounds * prompts * chunks)
+    print(f"  {report['written_back_share']:.0%} of the chunks were written back", flush=True)
+    return report
+
+
+def compared(what: str, times: dict[str, list[float]], nbytes: int) -> dict[str, object]:
+    """Print what the second arm costs beside the first, and return it for JSON.
+
+    Rounds are compared pair by pair, since a machine's speed drifts: the median of the ratios.
+    """
+    (one, before), (other, after) = times.items()
+    ratio = median(b / a for a, b in zip(before, after, strict=True))
+    rates = {arm: nbytes / median(took) / 1e9 for arm, took in times.items()}
     print(
-        "  ", [f"{100 * (b / a - 1):+.0f}" for a, b in zip(times["off"], times["on"], strict=True)]
+        f"{what}: {one} {rates[one]:.2f} GB/s, {other} {rates[other]:.2f} GB/s; "
+        f"{100 * (ratio - 1):+.1f} % time (median of {len(before)} pairs)",
+        flush=True,
     )
+    return {"nbytes": nbytes, "seconds": times, "gb_s": rates, "time_ratio": ratio}
 
 
 def main() -> None:
-    """Print both."""
+    """Print both comparisons, and write them down where that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url", nargs="?")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times there")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vua-bench-")))
@@ -125,8 +142,17 @@ def main() -> None:
         if url is None:
             stack.enter_context(speaking_to(seaweedfs().endpoint))
             url = seaweedfs().place()
-        near_hits(root, f"{url}/hits", options.chunks, 3 * options.rounds)
-        written_back(root, f"{url}/back", options.chunks, options.prompts, options.rounds)
+        report = {
+            "version": 1,
+            "machine": describe_machine(root),
+            "chunk_nbytes": CHUNK_NBYTES,
+            "near_hit": near_hits(root, f"{url}/hits", options.chunks, 3 * options.rounds),
+            "load_from_behind": written_back(
+                root, f"{url}/back", options.chunks, options.prompts, options.rounds
+            ),
+        }
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Writes `tests/golden` and `tests/golden_sealed`, byte for byte as they are.
+"""Writes `tests/golden`, `tests/golden_sealed` and `tests/golden_compressed`, as they are.
+
+Byte for byte, but for what zstd makes of the last one, which another version of it may change.
 
 Prints the worked example of docs/format.md.
 
@@ -16,7 +18,8 @@ from unittest import mock
 
 import numpy as np
 
-from vua.format.entry import parse_entry
+from vua.format.compressed import compress, is_available
+from vua.format.entry import EntryCodec, parse_entry
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, MemoryMap, Shard
@@ -25,6 +28,7 @@ from vua.store.namespace import Namespace
 
 GOLDEN = Path(__file__).parent / "golden"
 SEALED = Path(__file__).parent / "golden_sealed"
+COMPRESSED = Path(__file__).parent / "golden_compressed"
 KEY = bytes(range(32))  # of all files in there
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 CHUNK = 4
@@ -106,6 +110,20 @@ def make_sealed(root: Path, key_file: Path) -> None:
                 store.save(chain[place], memory_of(layout, layout.full), place=place)
 
 
+def compressed_plain() -> bytes:
+    """The plain form of the compressed file."""
+    layout = KVLayout(layers=1, kv_heads=1, k_dim=64, v_dim=64, dtype="BF16", chunk_tokens=64)
+    codec = EntryCodec("ab" * 32, layout, layout.full)
+    numbers = range(layout.full.payload_nbytes(layout) // 2)
+    low = b"".join(hashlib.sha256(bytes([n >> 8 & 255, n & 255])).digest() for n in numbers[::32])
+    high = bytes(0x3A + n.bit_count() // 3 for n in numbers)
+    payload = np.stack([np.frombuffer(one, dtype=np.uint8) for one in (low, high)], axis=1).ravel()
+    checksums = np.array(codec.checksums(payload), dtype=np.uint64)
+    (key,) = KeyChain(token_ids(range(64)), 64).first(1)
+    with mock.patch("vua.format.entry.time.time", return_value=CREATED):
+        return codec.encode_header(key, checksums, writer=WRITER) + payload.tobytes()
+
+
 def example(root: Path) -> list[str]:
     """The lines of the worked example in docs/format.md, from the files in ``root``."""
     model, layout, [shard], _ = CASES[0]
@@ -146,4 +164,9 @@ if __name__ == "__main__":
     SEALED.mkdir()
     with tempfile.TemporaryDirectory() as aside:
         make_sealed(SEALED, Path(aside) / "key")
+    if is_available():
+        COMPRESSED.mkdir(exist_ok=True)
+        (COMPRESSED / "l0-1.h0-1.compressed.safetensors").write_bytes(
+            compress(compressed_plain()) or b""
+        )
     sys.stdout.write("\n".join(example(GOLDEN)) + "\n")

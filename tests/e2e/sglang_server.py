@@ -145,6 +145,11 @@ class Server:
             return False
 
     @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
     def log(self) -> str:
         """What it has written so far."""
         self._log.seek(0)
@@ -154,7 +159,7 @@ class Server:
         """Call one of the server's ways; raises URLError, and AssertionError with what it says."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}",
+            f"{self.url}{path}",
             data,
             _HEADERS,
             method=method,
@@ -170,7 +175,7 @@ class Server:
         sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "stream": True, **more}
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}/generate",
+            f"{self.url}/generate",
             json.dumps(body).encode(),
             _HEADERS,
         )

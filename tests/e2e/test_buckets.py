@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import threading
 import time
+import unittest
 from typing import Any
 
 import pytest
 
 from buckets import seaweedfs, speaking_to
 from e2e.harness import PROMPT, Batch, Driver, EngineTest, Phase, Served, run, tokens
+from vua.format.compressed import CODEC, is_available
 from vua.storage.bucket import Bucket
+from vua.storage.local import is_compressed
 from vua.testing.proxy import HARMS, FaultyProxy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
@@ -58,6 +61,17 @@ class BucketTest(EngineTest):
         self.assertEqual(640, warm.counts["tokens_loaded"])
         control = self.on("c", BATCH, url=self.server.place())
         self.assertEqual(([expected], [0]), (control.tokens, control.cached))
+
+    @unittest.skipUnless(is_available(), "zstandard is not installed")
+    def test_compressed(self) -> None:
+        """What one host has compressed another one loads: no token differs."""
+        (expected,) = self.baseline(BATCH)
+        codec = {"worker": {"codec": CODEC}}
+        self.assertEqual([expected], self.on("a", BATCH, **codec).tokens)
+        keys = [one.key for one in Bucket.at(self.url).walk()]
+        self.assertEqual(10, sum(map(is_compressed, keys)))
+        warm = self.on("b", BATCH, **codec)
+        self.assertEqual(([expected], [640]), (warm.tokens, warm.cached))
 
     def test_on_the_bucket_alone(self) -> None:
         """Without a directory, too."""

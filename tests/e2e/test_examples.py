@@ -12,23 +12,25 @@ import unittest
 import pytest
 
 from e2e.harness import SOURCE
+from e2e.sglang_server import PYTHON, Server, extra_config
 from helpers import DirectoryTest
-from vua.testing.real_model import wheel_file
+from vua.testing.real_model import real_model, wheel_file
 
 pytestmark = pytest.mark.thorough
 
 EXAMPLES = SOURCE.parent / "examples"
 CHUNK_TOKENS = 64
-PRINTED = re.compile(r"^(\d+) of (\d+) tokens loaded", re.MULTILINE)
+PRINTED = re.compile(r"(\d+) of (\d+) tokens loaded", re.MULTILINE)
 
 
 @unittest.skipUnless(EXAMPLES.exists(), "not in a checkout")
 @unittest.skipUnless(wheel_file(), "the wheel of the real model is not installed")
 class ExamplesTest(DirectoryTest):
-    def run_example(self, name: str) -> list[tuple[int, int]]:
+    def run_example(self, name: str, *more: str) -> list[tuple[int, int]]:
         """Run it on an empty directory; return of each prompt the tokens loaded, and all."""
+        shared = ("--path", str(self.root), "--new-tokens", "3")
         done = subprocess.run(
-            [sys.executable, str(EXAMPLES / name), "--path", str(self.root), "--new-tokens", "3"],
+            [sys.executable, str(EXAMPLES / name), *shared, *more],
             env=os.environ | {"PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
@@ -53,3 +55,17 @@ class ExamplesTest(DirectoryTest):
                 self.assertEqual((0, 2), (nothing, len(others)))
                 for loaded, length in others:
                     self.assertGreater(loaded, length - 2 * CHUNK_TOKENS)
+
+    @pytest.mark.vllm
+    def test_engines(self) -> None:
+        """The first engine computes the prompt; the others load all of its whole chunks."""
+        more: list[str] = []
+        if PYTHON:
+            extra = extra_config(self.root)
+            server = Server(real_model(), "--dtype", "float32", backend="dynamic", extra=extra)
+            self.addCleanup(server.close)
+            more = ["--sglang", server.url]
+        (nothing, _), *others = self.run_example("engines.py", *more)
+        self.assertEqual((0, 2 if PYTHON else 1), (nothing, len(others)))
+        for loaded, length in others:
+            self.assertEqual(length // CHUNK_TOKENS * CHUNK_TOKENS, loaded)

@@ -9,15 +9,18 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vua.capacity.limits import nbytes_of
 from vua.capacity.scan import Show
 from vua.cli.arguments import VARIABLE
 from vua.cli.text import SOUND, Write, progress, table
 from vua.errors import InputError
+from vua.storage.bucket_path import is_url
 
 __all__ = ["add_arguments", "bench"]
+
+_HINT: Final = "--model and --prefill tell which prompt lengths are worth loading"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,11 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "targets",
         nargs="*",
-        type=Path,
+        type=_place,
         metavar="TARGET",
-        help="DIR, TRACE, or for plots JSON files",
+        help="DIR or URL, TRACE, or for plots JSON files",
     )
-    parser.add_argument("--path", type=Path, metavar="DIR", help="the same as: path DIR")
+    parser.add_argument(
+        "--path", type=_place, metavar="DIR", help="the same as: path DIR; or a URL"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the report there as JSON, plots as a page"
     )
@@ -58,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _place(word: str) -> Path | str:
+    """Return a URL as it is, and anything else as a path."""
+    return word if is_url(word) else Path(word)
+
+
 def bench(options: argparse.Namespace, *, write: Write | None) -> int:
     """Run what ``options`` (of :func:`add_arguments`) ask for; return the exit code.
 
@@ -68,7 +78,7 @@ def bench(options: argparse.Namespace, *, write: Write | None) -> int:
     if options.path is not None:
         options.what, options.targets = "path", [options.path]
     if options.what == "path" and not options.targets and VARIABLE in os.environ:
-        options.targets = [Path(os.environ[VARIABLE])]
+        options.targets = [_place(os.environ[VARIABLE])]
     if options.what == "report":
         return _plots(options, write=write)
     if len(options.targets) != 1:
@@ -81,6 +91,8 @@ def bench(options: argparse.Namespace, *, write: Write | None) -> int:
         report = run(options, show)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.what == "path" and is_url(options.target):
+        show_report = _print_bucket
     (write or show_report)(report)
     return SOUND
 
@@ -104,6 +116,7 @@ def _plots(options: argparse.Namespace, *, write: Write | None) -> int:
 
 
 def _path(options: argparse.Namespace, show: Show) -> dict[str, Any]:
+    from vua.cli.bench_bucket import probe_bucket
     from vua.cli.bench_path import Demand, probe
 
     if (options.model is None) != (options.prefill is None):
@@ -111,6 +124,8 @@ def _path(options: argparse.Namespace, show: Show) -> dict[str, Any]:
     demand = None
     if options.model is not None:
         demand = Demand.of(options.model, options.prefill, options.ranks)
+    if is_url(options.target):
+        return probe_bucket(options.target, demand, show, tiny=options.tiny)
     return probe(options.target, demand, show, tiny=options.tiny)
 
 
@@ -165,7 +180,7 @@ def _print_path(report: dict[str, Any]) -> None:
         print(f"\nunmeasured: {one['what']}: {one['reason']}")
     worth = report["worth_loading"]
     if worth is None:
-        print("\n--model and --prefill tell which prompt lengths are worth loading")
+        print(f"\n{_HINT}")
         return
     model = worth["model"]
     print(
@@ -178,6 +193,29 @@ def _print_path(report: dict[str, Any]) -> None:
         for case in worth["cases"]
     ]  # fmt: skip
     table(["files", " GB/s", " at most x faster", " worth from tokens"], rows)
+
+
+def _print_bucket(report: dict[str, Any]) -> None:
+    round_ms = report["lookup_round_s"] * 1e3
+    print(f"{report['directory']}: a round of a lookup takes {round_ms:.1f} ms\n")
+    rows = [
+        [f"{one['chunks']} x {report['chunk_nbytes'] >> 10} KiB",
+         f"{one['seconds'] * 1e3:,.1f}", f"{one['gb_s']:.3f}"]
+        for one in report["load_times"]
+    ]  # fmt: skip
+    table(["loads", " ms", " GB/s"], rows)
+    worth = report["worth_loading"]
+    if worth is None:
+        print(f"\n{_HINT}")
+        return
+    model, tokens = worth["model"], worth["worth_from_tokens"]
+    print(f"\n{model['name']}, {model['prefill_tokens_s']:g} tokens/s: ", end="")
+    print("never worth loading" if tokens is None else f"worth loading from {tokens:,} tokens on")
+    rows = [
+        [f"{int(length):,}", f"{one['compute_s']:,.2f}", f"{one['load_s']:,.2f}"]
+        for length, one in worth["by_length"].items()
+    ]
+    table(["tokens", " computed, s", " loaded, s"], rows)
 
 
 def _print_replay(report: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from vua.cli.bench_files import (
 from vua.errors import InputError
 from vua.format.layout import KVLayout
 
-__all__ = ["MODELS", "Demand", "layout_of", "probe", "token_nbytes"]
+__all__ = ["LENGTHS", "MODELS", "Demand", "layout_of", "probe", "token_nbytes"]
 
 MODELS: Final = {
     # layers, KV heads, K dim, V dim: from the models' published configs
@@ -48,7 +48,8 @@ _SIZES: Final = (256 << 10, 2 << 20, 8 << 20)
 _THREADS: Final = (1, 2, 4)
 _TOTAL_NBYTES: Final = 128 << 20
 _NAMES: Final = 256
-_LENGTHS: Final = (256, 1024, 4096, 16384, 65536, 131072)
+LENGTHS: Final = (256, 1024, 4096, 16384, 65536, 131072)
+"""Tokens of the prompts that a report speaks of."""
 
 
 def layout_of(model: str, chunk_tokens: int = 64) -> KVLayout:
@@ -283,7 +284,7 @@ def _states(
         if not found:
             continue
         best = max(found, key=lambda speed: speed.gb_s)
-        probes = 2 * np.log2(_LENGTHS[-1] / 64)
+        probes = 2 * np.log2(LENGTHS[-1] / 64)
         fixed = (probes * rates["lookup, found, p99"] + rates["open and close"]) / 1e6
         gain = 1 / demand.prefill_tokens_s - demand.token_nbytes / (best.gb_s * 1e9)
         seconds = {
@@ -291,7 +292,7 @@ def _states(
                 "compute_s": length / demand.prefill_tokens_s,
                 "load_s": fixed + length * demand.token_nbytes / (best.gb_s * 1e9),
             }
-            for length in _LENGTHS
+            for length in LENGTHS
         }
         yield {
             "files": what,

@@ -18,6 +18,7 @@ from vua.cli.names import only, wanted_name
 from vua.cli.text import SHORT
 from vua.cli.walk import Found, walk_bucket
 from vua.errors import ConfigError, CorruptEntryError
+from vua.format.compressed import Compressed
 from vua.format.entry import parse_entry
 from vua.format.header import MAX_HEADER_NBYTES, EntryInfo
 from vua.storage.bucket import Bucket
@@ -25,6 +26,7 @@ from vua.storage.bucket_cost import KINDS, cost_dollars
 from vua.storage.bucket_mark import bucket_descriptions
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
+from vua.storage.local import is_compressed
 from vua.store.locate import locate
 
 __all__ = [
@@ -166,10 +168,15 @@ def _header(chunk: BucketChunk, path: str) -> EntryInfo | None:
     with suppress(OSError, CorruptEntryError):
         data = bucket.get(key, 0, _HEADER_NBYTES)[1]
         try:
-            return parse_entry(bytes(data))
+            return _parsed(path, data)
         except CorruptEntryError:
-            return parse_entry(bytes(bucket.get(key, 0, MAX_HEADER_NBYTES)[1]))
+            return _parsed(path, bucket.get(key, 0, 2 * MAX_HEADER_NBYTES)[1])
     return None
+
+
+def _parsed(path: str, data: memoryview) -> EntryInfo:
+    """Read the header of an object of either form. Raises CorruptEntryError."""
+    return parse_entry(Compressed.parse(data).header if is_compressed(path) else bytes(data))
 
 
 def find_key_ids(chunks: Sequence[BucketChunk], show: Show) -> None:

@@ -6,11 +6,12 @@ import itertools
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from vua.cli.keys import NO_KEYS
 from vua.errors import CorruptEntryError
+from vua.format.compressed import CODEC, PACKAGE, decompressed
 from vua.format.entry import EntryInfo, codec_of, parse_entry
 from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
@@ -50,6 +51,8 @@ class Check:
     """What the file says about itself, where it says anything."""
     authentic: bool = False
     """Whether it was proved that somebody with the key wrote its bytes."""
+    codec: str = ""
+    """What it was compressed by, where it is."""
 
 
 class Checker:
@@ -71,10 +74,21 @@ class Checker:
         except OSError as problem:
             return Check("error", (problem.strerror or str(problem),), 0)
 
-    def check_bytes(self, data: memoryview, place: Place) -> Check:
-        """Say whether ``data``, all of a file, is what it has to be. What is encrypted stays."""
+    def check_bytes(self, data: memoryview, place: Place, *, compressed: bool = False) -> Check:
+        """Say whether ``data``, all of a file or object, is what it has to be.
+
+        What is encrypted stays so. ``compressed``: the object's name says that it is.
+        """
+        nbytes = len(data)
+        try:
+            data = decompressed(data) if compressed else data
+        except CorruptEntryError as problem:
+            return Check("corrupt", (str(problem),), nbytes)
+        except ImportError:
+            return Check("error", (f"compressed, which needs the package {PACKAGE}",), nbytes)
         first = data[:_BUFFER_NBYTES]
-        return self._check(len(data), first, iter([data[_BUFFER_NBYTES:]]), place)
+        check = self._check(len(data), first, iter([data[_BUFFER_NBYTES:]]), place)
+        return replace(check, nbytes=nbytes, codec=CODEC if compressed else "")
 
     def _check(
         self, nbytes: int, first: memoryview, more: Iterator[memoryview], place: Place

@@ -19,7 +19,7 @@ from vua.format.layout import Shard
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.description import Description, read_description
-from vua.storage.local import SUFFIX
+from vua.storage.local import SUFFIX, is_compressed, plain_path
 from vua.store.namespace import check_root
 
 __all__ = ["inspect"]
@@ -82,7 +82,8 @@ def _check(checker: Checker, file: Path | BucketPath, place: Place) -> Check:
             data = file.bucket.get(file.key)[1]
         except OSError as problem:
             return Check("error", (problem.strerror or str(problem),), 0)
-        return checker.check_bytes(memoryview(bytearray(data)), place)
+        compressed = is_compressed(file.name)
+        return checker.check_bytes(memoryview(bytearray(data)), place, compressed=compressed)
     try:
         # O_NONBLOCK: does not wait for the writer of a FIFO
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -96,7 +97,8 @@ def _check(checker: Checker, file: Path | BucketPath, place: Place) -> Check:
 
 def _place(path: Path | BucketPath) -> tuple[Description | None, Place]:
     """What follows from a path; only what it says when the file was copied elsewhere."""
-    shard = Shard.parse(path.name.removesuffix(SUFFIX)) if path.name.endswith(SUFFIX) else None
+    name = plain_path(path.name)
+    shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
     chunk, directory = path.parent, path.parent.parent.parent
     if shard is None or not _is_digest(chunk.name):
         return None, Place(shard=shard)
@@ -112,6 +114,8 @@ def _is_digest(name: str) -> bool:
 
 def _lines(check: Check, namespace: Description | None, place: Place) -> list[tuple[str, str]]:
     lines = _statements(check.info, namespace) if check.info else [("size", size(check.nbytes))]
+    if check.codec:
+        lines.append(("compressed", f"to {size(check.nbytes)} by {check.codec}"))
     known = [name for name in ("namespace", "chunk", "shard", "layout") if getattr(place, name)]
     against = f"the file itself, and its place's {', '.join(known)}" if known else "the file itself"
     lines.append(("checked", f"{against}: {'all agree' if check.outcome == 'sound' else 'not so'}"))
@@ -169,6 +173,7 @@ def _describe(file: str, check: Check) -> dict[str, object]:
             "writer": info.writer,
             "header_nbytes": info.header_nbytes,
             "file_nbytes": info.file_nbytes,
+            "codec": check.codec or None,
             "seal": info.kind or None,
             "key": info.mark.key_id or None,
             "checksums": [f"{value:016x}" for value in info.checksums.tolist()],

@@ -19,10 +19,11 @@ from vua.cli.archive import MAX_FILE_NBYTES
 from vua.cli.bucket_chunks import BucketSpace, listed_spaces, opened_bucket
 from vua.cli.check import Check, Checker, Place
 from vua.cli.spread import over_fans
+from vua.format.compressed import PACKAGE, decompressed
 from vua.io import posix
 from vua.storage.bucket_path import is_url
 from vua.storage.description import Description, read_description
-from vua.storage.local import chunk_path
+from vua.storage.local import chunk_path, is_compressed, plain_path
 from vua.store.namespace import check_root
 
 __all__ = ["Source", "SourceFile", "resolved", "sources"]
@@ -133,11 +134,20 @@ class _InBucket(Source):
 
     def listed(self, chunk: str) -> list[str]:
         one = self.space.chunks[chunk]
-        return sorted(path.rpartition("/")[2] for path in (*one.paths, *one.marks))
+        names = (path.rpartition("/")[2] for path in (*one.paths, *one.marks))
+        return sorted({plain_path(name) for name in names})
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[SourceFile]:
-        yield SourceFile(io.BytesIO((self.space.place / path).read(MAX_FILE_NBYTES)))
+        chunk = self.space.chunks.get(path[3:].partition("/")[0])
+        paths = [] if chunk is None else sorted(chunk.paths)
+        found = next((one for one in paths if plain_path(one) == path), path)
+        data = (self.space.place / found).read(MAX_FILE_NBYTES)
+        try:
+            plain = decompressed(memoryview(data)) if is_compressed(found) else data
+        except ImportError as problem:
+            raise OSError(errno.ENOPKG, f"{found}: compressed; pip install {PACKAGE}") from problem
+        yield SourceFile(io.BytesIO(plain))
 
 
 @contextlib.contextmanager

@@ -42,8 +42,9 @@ from vua.storage.base import entry_name
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_mark import claim_bucket
 from vua.storage.bucket_path import BucketPath, is_url
+from vua.storage.compression import AUTO
 from vua.storage.description import DESCRIPTION, Description, read_description
-from vua.storage.local import LocalStorage, version_of
+from vua.storage.local import LocalStorage, is_compressed, version_of
 from vua.storage.object import ObjectStorage
 
 __all__ = ["verify"]
@@ -139,7 +140,7 @@ def _verify_bucket(
     repair: bool,
 ) -> None:
     """Check the objects of a namespace, some at a time."""
-    storage, checker, namespace = ObjectStorage(place), Checker(keys), result.namespace
+    storage, checker, namespace = ObjectStorage(place, codec=AUTO), Checker(keys), result.namespace
 
     def check(found: Found) -> tuple[str, Check, bool]:
         try:
@@ -147,9 +148,10 @@ def _verify_bucket(
         except OSError as problem:
             return found.path, Check("error", (str(problem),), 0), False
         where = Place(namespace.name, found.chunk, found.shard, namespace.layout_of(found.shard))
-        done = checker.check_bytes(memoryview(bytearray(data)), where)
+        compressed = is_compressed(found.path)
+        done = checker.check_bytes(memoryview(bytearray(data)), where, compressed=compressed)
         removed = False
-        if repair and done.outcome != "sound" and found.shard is not None:
+        if repair and done.outcome in ("corrupt", "foreign") and found.shard is not None:
             removed = storage.delete(entry_name(found.chunk, found.shard), meta.tag or None)
         return found.path, done, removed
 

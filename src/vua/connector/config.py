@@ -93,6 +93,10 @@ class WorkerResources:
     write_back_gib_per_day: float | None = None
     """GiB that all workers together write back to that directory per day (UTC), for disks that wear
     out; by default any number. What an engine saves is not counted."""
+    codec: str = "off"
+    """Whether chunks are compressed in buckets, without loss: `"auto"`: where that makes reads
+    faster; `"planes-zstd"`: always; `"off"`: compressed ones are not found either. All hosts of a
+    bucket take the same."""
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type or out of range. Raises ConfigError."""

@@ -183,6 +183,7 @@ class Entry(NamedTuple):
 
     name: str
     nbytes: int
+    """Bytes that it takes: fewer than are read of it where it is compressed."""
     last_used_s: float
     """Seconds since 1970, of the last write or :meth:`Storage.touch`."""
 

@@ -311,6 +311,11 @@ class Bucket:
         return _runtime.threads.map(lambda _, item: work(item), items)
 
     @staticmethod
+    def memory(nbytes: int) -> memoryview:
+        """Return memory like that of bodies, which is used again when nobody holds it."""
+        return _runtime.buffers.take(nbytes).data
+
+    @staticmethod
     def in_flight(nbytes: int) -> AbstractContextManager[None]:
         """Return what to enter while a body of ``nbytes`` is under way: it waits for room."""
         return _runtime.gate.hold(nbytes)
@@ -357,6 +362,8 @@ def _explained(problem: Exception, where: str) -> StorageError:
     if refused or re.search("Expired|Authorization|[Rr]edirect|Skewed", text):
         advice = "check the credentials and their expiry, the clock, the region and the policy"
         return NotWritableError(errno.EACCES, f"{where}: refused ({text}); {advice}")
+    if "NoSuchBucket" in text:
+        return StorageError(errno.ENOENT, f"{where}: no such bucket ({text})")
     if re.search("507|Quota|Insufficient ?Storage", text):
         return StorageFullError(errno.ENOSPC, f"{where}: no room ({text})")
     return StorageError(errno.EIO, f"{where}: {text}")

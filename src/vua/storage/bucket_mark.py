@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from collections.abc import Sequence
 
 from vua.errors import ConfigError, StorageError
+from vua.storage.bucket import Meta
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import (
     DESCRIPTION,
@@ -44,13 +46,19 @@ def is_marked_bucket(place: BucketPath) -> bool:
 def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
     """See to the mark of a place before anything is written there: an empty one gets it.
 
-    As :func:`vua.storage.mark.claim` does with a directory. Sends a request or two. Raises
-    StorageError; ConfigError for a place that holds something else, and with ``tool`` for any
-    without the mark.
+    As :func:`vua.storage.mark.claim` does with a directory. A bucket that is not there counts as
+    empty: some servers make it with the first write. Sends a request or two. Raises StorageError;
+    ConfigError for a place that holds something else, and with ``tool`` for any without the mark.
     """
     if is_marked_bucket(place):
         return True
-    folders, objects = place.bucket.folders(place.key)
+    folders: Sequence[str] = ()
+    objects: Sequence[Meta] = ()
+    try:
+        folders, objects = place.bucket.folders(place.key)
+    except StorageError as problem:
+        if tool or problem.errno != errno.ENOENT:
+            raise
     names = [path.rpartition("/")[2] for path in folders]
     others = [name for name in names if not is_namespace_name(name)]
     others += [one.key.rpartition("/")[2] for one in objects]

@@ -37,9 +37,18 @@ from vua.storage.description import is_namespace_name
 from vua.storage.direct import FirstReads
 from vua.storage.problems import explained
 
-__all__ = ["LocalStorage", "chunk_path", "entry_at", "entry_path"]
+__all__ = [
+    "LocalStorage",
+    "chunk_path",
+    "entry_at",
+    "entry_path",
+    "is_compressed",
+    "plain_path",
+]
 
 SUFFIX: Final = ".safetensors"
+COMPRESSED_SUFFIX: Final = ".compressed.safetensors"
+"""Of an entry in the form of `vua.format.compressed`, which only buckets hold."""
 TEMPORARY: Final = ".tmp-"
 QUARANTINE: Final = "quarantine"
 MAX_QUARANTINED: Final = 16
@@ -58,17 +67,31 @@ def chunk_path(chunk: str) -> str:
     return f"{chunk[:2]}/{chunk}"
 
 
-def entry_path(name: str) -> str:
+def entry_path(name: str, suffix: str = SUFFIX) -> str:
     """Return the file of an entry below its namespace."""
-    return f"{name[:2]}/{name}{SUFFIX}"
+    return f"{name[:2]}/{name}{suffix}"
 
 
 def entry_at(path: str) -> str:
-    """Return the name of the entry whose file lies at ``path`` below its namespace, or nothing."""
+    """Return the name of the entry whose file, or object of either form, lies at ``path``.
+
+    Nothing where it is none; ``path`` is relative to the namespace.
+    """
+    path = plain_path(path)
     name = path[3:].removesuffix(SUFFIX)
     chunk, _, shard = name.partition("/")
     named = is_namespace_name(chunk) and Shard.parse(shard) is not None
     return name if named and entry_path(name) == path else ""
+
+
+def is_compressed(path: str) -> bool:
+    """Whether an object is a compressed entry, by its name."""
+    return path.endswith(COMPRESSED_SUFFIX)
+
+
+def plain_path(path: str) -> str:
+    """Return the path of the plain form of what lies at ``path``."""
+    return path.removesuffix(COMPRESSED_SUFFIX) + SUFFIX if is_compressed(path) else path
 
 
 def version_of(status: FileStatus) -> bytes:

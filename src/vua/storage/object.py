@@ -4,6 +4,10 @@ An object's key is the path that the entry has in a directory, so a directory th
 into a bucket is a cache there, and the reverse. An object is seen as a whole or not at all, and
 several writers of one name write the same. Nothing here trusts a server: what comes back is
 verified like a file (:class:`vua.store.entry_reader.EntryReader`).
+
+An entry may have an object of another form instead, by another name (:mod:`vua.format.compressed`):
+above this module nobody sees that. Where both are there, which two writers at the same time may
+bring about, each is whole, and either is read.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from contextlib import suppress
 from typing import Final
 
 from vua.errors import CorruptEntryError, StorageError
+from vua.format.compressed import Compressed, is_available
 from vua.storage.base import (
     FAILED,
     PRESENT,
@@ -24,8 +29,17 @@ from vua.storage.base import (
     Filled,
     Written,
 )
+from vua.storage.bucket import Meta
 from vua.storage.bucket_path import BucketPath
-from vua.storage.local import chunk_path, entry_at, entry_path
+from vua.storage.compression import OFF, Compression
+from vua.storage.local import (
+    COMPRESSED_SUFFIX,
+    SUFFIX,
+    chunk_path,
+    entry_at,
+    entry_path,
+    is_compressed,
+)
 
 __all__ = ["ObjectStorage"]
 
@@ -46,22 +60,33 @@ class ObjectStorage:
     capabilities = Capabilities(probes=_PROBES)
     gone = False
 
-    def __init__(self, place: BucketPath, renew: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, place: BucketPath, renew: Callable[[], None] | None = None, codec: str = OFF
+    ) -> None:
         """Use the objects below ``place``; sends nothing.
 
-        ``renew`` describes the namespace, if it has to be, before the first write and then once a
-        minute of writing: somebody may have deleted everything under a running process.
+        ``renew`` marks the cache and describes the namespace, where that is missing. It has to
+        succeed before the first write, for objects without a mark around them would never be
+        deleted. It is called again once a minute of writing: somebody may have deleted everything
+        under a running process. It raises StorageError. ``codec`` says whether entries are
+        compressed; with "off" those that are do not exist.
         """
         self.directory = place
         self._bucket = place.bucket
         self._renew = renew
-        self._renewed_s = -_RENEW_S
+        self._renewed_s: float | None = None
+        self._compression = None if codec == OFF else Compression(codec, str(place))
 
     def close(self) -> None:
         """Do nothing: the bucket stays open for others."""
 
-    def _key(self, name: str) -> str:
-        return f"{self.directory.key}/{entry_path(name)}"
+    def _key(self, name: str, suffix: str = SUFFIX) -> str:
+        return f"{self.directory.key}/{entry_path(name, suffix)}"
+
+    def _keys(self, name: str) -> list[str]:
+        """Return the keys of all forms of an entry that are looked for, the plain one first."""
+        looks = self._compression is not None and self._compression.looks
+        return [self._key(name, suffix) for suffix in (SUFFIX, COMPRESSED_SUFFIX)[: 1 + looks]]
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -86,24 +111,15 @@ class ObjectStorage:
     def _get(
         self, batch: Batch, index: int, offset: int, nbytes: int, tags: dict[int, bytes]
     ) -> None:
-        """Put one part of an object where it belongs. Raises OSError, CorruptEntryError."""
-        key, whole = self._key(batch.names[index]), nbytes == batch.nbytes
-        with self._bucket.in_flight(nbytes):
-            try:
-                meta, data = self._bucket.get(key, *(() if whole else (offset, nbytes)))
-            except FileNotFoundError:
-                raise
-            except StorageError:
-                if whole:
-                    raise
-                meta, data = self._bucket.head(key), memoryview(b"")
-                if meta.nbytes == batch.nbytes:  # or it ends before the range begins
-                    raise
+        """Put one part of an entry where it belongs. Raises OSError, CorruptEntryError."""
+        name, whole = batch.names[index], nbytes == batch.nbytes
+
+        def note(meta: Meta) -> None:
             if tags.setdefault(index, meta.tag) != meta.tag:
-                raise FileNotFoundError(batch.names[index])  # replaced between two requests
-            if meta.nbytes != batch.nbytes or len(data) != nbytes:
-                msg = f"{meta.nbytes} bytes, {len(data)} of them sent; expected {batch.nbytes}"
-                raise CorruptEntryError(msg)
+                raise FileNotFoundError(name)  # replaced between two requests
+
+        with self._bucket.in_flight(nbytes):
+            data = self._found(batch, name, offset, nbytes, note)
             wanted = [(offset, nbytes)] if whole else batch.ranges
             for start, size in wanted:
                 if offset <= start and start + size <= offset + nbytes:
@@ -111,16 +127,120 @@ class ObjectStorage:
         if whole and batch.offer is not None:
             batch.offer(index, data)
 
+    def _found(
+        self, batch: Batch, name: str, offset: int, nbytes: int, note: Callable[[Meta], None]
+    ) -> memoryview:
+        """Return a part of an entry, from the object of whichever form is there.
+
+        Raises OSError, CorruptEntryError.
+        """
+        compression = self._compression
+        if compression is None or not is_available():
+            return self._plain(batch, name, offset, nbytes, note)
+        first = compression.found_first
+        for compressed in (first, not first):
+            with suppress(FileNotFoundError):
+                if compressed:
+                    data = self._expanded(compression, batch, name, offset, nbytes, note)
+                else:
+                    data = self._plain(batch, name, offset, nbytes, note)
+                compression.found_first = compressed
+                return data
+        raise FileNotFoundError(name)
+
+    def _plain(
+        self, batch: Batch, name: str, offset: int, nbytes: int, note: Callable[[Meta], None]
+    ) -> memoryview:
+        return self._part(self._key(name), offset, nbytes, batch.nbytes, note)
+
+    def _expanded(
+        self,
+        compression: Compression,
+        batch: Batch,
+        name: str,
+        offset: int,
+        nbytes: int,
+        note: Callable[[Meta], None],
+    ) -> memoryview:
+        """Return a part of an entry, of whose compressed object as much is read as that needs."""
+        key, plain_nbytes = self._key(name, COMPRESSED_SUFFIX), batch.nbytes
+        if nbytes == plain_nbytes:
+            meta, data = self._timed(key)
+            note(meta)
+            found = Compressed.parse(data)
+            stored_nbytes, data = len(data), data[int(found.edges[0]) :]
+        else:
+            head = Compressed.head_nbytes(batch.transfer.plan.header_nbytes, plain_nbytes)
+            meta, data = self._timed(key, 0, head)
+            note(meta)
+            found, stored_nbytes = Compressed.parse(data), meta.nbytes
+        if (found.plain_nbytes, found.nbytes) != (plain_nbytes, stored_nbytes):
+            msg = f"{stored_nbytes} bytes of {found.plain_nbytes}; expected {plain_nbytes}"
+            raise CorruptEntryError(msg)
+        if nbytes < plain_nbytes:
+            start, size = found.span(*found.segments(offset, nbytes))
+            data = self._part(key, start, size, found.nbytes, note) if size else data[:0]
+        memory = self._bucket.memory(plain_nbytes)
+        return compression.expanded(found, data, offset, nbytes, memory)
+
+    def _part(
+        self, key: str, offset: int, nbytes: int, of_nbytes: int, note: Callable[[Meta], None]
+    ) -> memoryview:
+        """Get a part of an object that has so many bytes. Raises OSError, CorruptEntryError."""
+        whole = nbytes == of_nbytes
+        try:
+            meta, data = self._timed(key, *(() if whole else (offset, nbytes)))
+        except FileNotFoundError:
+            raise
+        except StorageError:
+            if whole:
+                raise
+            meta, data = self._bucket.head(key), memoryview(b"")
+            if meta.nbytes == of_nbytes:  # or it ends before the range begins
+                raise
+        note(meta)
+        if meta.nbytes != of_nbytes or len(data) != nbytes:
+            msg = f"{meta.nbytes} bytes, {len(data)} of them sent; expected {of_nbytes}"
+            raise CorruptEntryError(msg)
+        return data
+
+    def _timed(self, key: str, *part: int) -> tuple[Meta, memoryview]:
+        """Get an object or a part of it, and note how long that took. Raises OSError."""
+        began_s = time.monotonic()
+        meta, data = self._bucket.get(key, *part)
+        if self._compression is not None:
+            self._compression.moved(len(data), time.monotonic() - began_s)
+        return meta, data
+
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
-        """Ask for the objects' descriptions, some at a time."""
+        """Ask for the objects' descriptions, of each form, some at a time."""
 
-        def head(name: str) -> bool:
+        def head(key: str) -> int | None:
             with suppress(OSError):
-                found = self._bucket.head(self._key(name))
-                return nbytes in (None, found.nbytes)
-            return False
+                return self._bucket.head(key).nbytes
+            return None
 
-        return self._bucket.each(head, names, small=True)
+        keys = [self._keys(name) for name in names]
+        sizes = iter(self._bucket.each(head, [key for some in keys for key in some], small=True))
+        return [self._is_there([next(sizes) for _ in some], nbytes) for some in keys]
+
+    def _is_there(self, sizes: Sequence[int | None], nbytes: int | None) -> bool:
+        """Whether an entry is there, given the sizes of its forms' objects."""
+        plain, *others = sizes
+        if plain is not None and nbytes in (None, plain):
+            return True
+        found = any(size is not None and (nbytes is None or size < nbytes) for size in others)
+        return found and self._can_expand()
+
+    def _can_expand(self) -> bool:
+        """Whether compressed objects can be read; if they are only looked for, that is said."""
+        if self._compression is not None and not is_available():
+            self._compression.unreadable()
+        return self._compression is not None and is_available()
+
+    def _is_read(self, key: str, name: str) -> bool:
+        """Whether this object of an entry is of a form that is read here."""
+        return key == self._key(name) or self._can_expand()
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the objects of the namespace, or of one chunk; foreign names are ignored."""
@@ -129,7 +249,7 @@ class ObjectStorage:
         with suppress(OSError):
             for meta in self._bucket.walk(place.key):
                 name = entry_at(meta.key.removeprefix(f"{self.directory.key}/"))
-                if name:
+                if name and self._is_read(meta.key, name):
                     yield Entry(name, meta.nbytes, meta.modified_s)
 
     # -- writing ------------------------------------------------------------------------------
@@ -137,10 +257,10 @@ class ObjectStorage:
     def write(self, batch: Batch) -> Written:
         """Put objects that are not there, some at a time, each by one conditional request."""
         statuses = [FAILED] * len(batch.names)
-        if self._renew is not None and time.monotonic() - self._renewed_s > _RENEW_S:
-            with suppress(StorageError):
-                self._renew()
-                self._renewed_s = time.monotonic()
+        try:
+            self._describe()
+        except StorageError as problem:
+            return Written(statuses, problem)
         problems: dict[int, StorageError] = {}
 
         def put(index: int) -> None:
@@ -154,35 +274,73 @@ class ObjectStorage:
         self._bucket.each(put, range(len(batch.names)))
         return Written(statuses, problems.get(min(problems, default=0)))
 
+    def _describe(self) -> None:
+        """See to the mark and the description, from time to time.
+
+        Raises StorageError where that never succeeded.
+        """
+        before_s, now_s = self._renewed_s, time.monotonic()
+        if self._renew is None or (before_s is not None and now_s - before_s <= _RENEW_S):
+            return
+        try:
+            self._renew()
+        except StorageError:
+            if before_s is None:
+                raise
+        else:
+            self._renewed_s = now_s
+
+    def _is_other(self, name: str, nbytes: int, *, compressed: bool) -> bool:
+        """Whether an entry is there in the form that is not about to be written."""
+        sizes: list[int | None] = [None, None]
+        with suppress(OSError):
+            key = self._key(name, COMPRESSED_SUFFIX if compressed else SUFFIX)
+            sizes[compressed] = self._bucket.head(key).nbytes
+        return self._is_there(sizes, nbytes)
+
     def _put(self, batch: Batch, index: int) -> int:
         """Write one object; return what became of it. Raises OSError."""
-        key = self._key(batch.names[index])
+        name = batch.names[index]
         with self._bucket.in_flight(batch.nbytes):
-            data = b"".join(batch.parts(index))
+            data, key = b"".join(batch.parts(index)), self._key(name)
+            if self._compression is not None:
+                packed = self._compression.packed(data)
+                if self._is_other(name, batch.nbytes, compressed=packed is None):
+                    return PRESENT
+                if packed is not None:
+                    data, key = packed, self._key(name, COMPRESSED_SUFFIX)
+            began_s = time.monotonic()
             try:
                 self._bucket.put(key, data, create=True)
             except FileExistsError:
                 with suppress(FileNotFoundError):  # deleted between the two requests
-                    if self._bucket.head(key).nbytes == len(data):
+                    found = self._bucket.head(key).nbytes
+                    sizes = [None, found] if is_compressed(key) else [found]
+                    if self._is_there(sizes, batch.nbytes):
                         return PRESENT
                 self._bucket.put(key, data)
+            if self._compression is not None:
+                self._compression.moved(len(data), time.monotonic() - began_s)
         return WRITTEN
 
     def touch(self, names: Sequence[str]) -> None:
         """Write objects anew at the server, some at a time: there are no times to set."""
 
-        def renew(name: str) -> None:
+        def renew(key: str) -> None:
             with suppress(OSError):
-                self._bucket.renew(self._key(name))
+                self._bucket.renew(key)
 
-        self._bucket.each(renew, names)
+        self._bucket.each(renew, [key for name in names for key in self._keys(name)])
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Delete an object; with ``if_version`` after a look whether it is still that one.
 
         Somebody who replaces it between the look and the deletion loses the new one: a miss.
         """
-        key = self._key(name)
+        gone = [self._delete(key, if_version) for key in self._keys(name)]
+        return all(gone)
+
+    def _delete(self, key: str, if_version: bytes | None) -> bool:
         try:
             if if_version is not None and self._bucket.head(key).tag != if_version:
                 return True

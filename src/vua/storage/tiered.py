@@ -33,11 +33,11 @@ class Travels(Protocol):
         """Return what is entered while entries are read: copies wait meanwhile."""
         ...
 
-    def came(self, name: str, data: memoryview | None, before: str) -> None:
+    def came(self, name: str, data: memoryview | int, before: str) -> None:
         """Note that an entry was read from behind.
 
-        ``data`` are its bytes, which nobody has verified, where all of it was read; ``before`` is
-        the chunk that came before it, where that is known.
+        ``data`` are its bytes, which nobody has verified, or only their number where not all of
+        it was read; ``before`` is the chunk that came before it, where that is known.
         """
         ...
 
@@ -125,7 +125,7 @@ class TieredStorage:
         plan = batch.transfer.plan
         whole = batch.ranges == [(0, batch.nbytes)] and not plan.discard_nbytes
         for index in indices:
-            data = memoryview(b"".join(batch.parts(index))) if whole else None
+            data = memoryview(b"".join(batch.parts(index))) if whole else batch.nbytes
             self.travels.came(batch.names[index], data, _before(batch, index))
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:

@@ -31,6 +31,7 @@ from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner, open_directory
 from vua.storage.bucket_mark import describe_in_bucket
 from vua.storage.bucket_path import BucketPath
+from vua.storage.compression import AUTO
 from vua.storage.description import DESCRIPTION, FORMAT, read_description
 from vua.storage.local import LocalStorage
 from vua.storage.location import Location, Tiers
@@ -107,9 +108,10 @@ class Namespace:
         """Open what is stored in ``path``, or return None when nothing describes it.
 
         Of several places it is enough that one of them describes it; then the nearest does, too.
-        The rest as for :meth:`create`. Raises OSError; StorageError where it belongs to a user who
-        is not trusted.
+        Without ``rules`` compressed entries of a bucket are read, too. The rest as for
+        :meth:`create`. Raises OSError; StorageError where it belongs to a user who is not trusted.
         """
+        rules = rules or TierRules(codec=AUTO)
         if isinstance(path, Tiers):
             described = map(read_description, (path.near, *path.far))
             found = next((one for one in described if one.identity is not None), None)
@@ -126,7 +128,7 @@ class Namespace:
             return None
         storage: LocalStorage | ObjectStorage
         if isinstance(path, BucketPath):
-            storage = ObjectStorage(path)
+            storage = ObjectStorage(path, codec=rules.codec)
         else:
             storage = LocalStorage(path, security=security)
         return cls(storage, layouts, security or Security())
@@ -153,7 +155,7 @@ class Namespace:
             bounds: what this process says of the cache's size; ``bounds.json`` and the defaults of
                 :mod:`vua.capacity.limits` hold, too.
             security: whose files are read, the modes of what is written, and the keys.
-            rules: of several places, what is copied between them when.
+            rules: of several places, what is copied between them when; of buckets, the codec.
 
         Raises:
             LayoutError: the namespace holds other layouts; nothing stored is touched.
@@ -170,7 +172,7 @@ class Namespace:
                 found = read_description(path)
             storage: LocalStorage | ObjectStorage
             if isinstance(path, BucketPath):
-                storage = ObjectStorage(path, make)
+                storage = ObjectStorage(path, make, (rules or TierRules()).codec)
             else:
                 storage = LocalStorage(path, durable=durable, renew=make, security=security)
         except StorageError:
@@ -185,7 +187,7 @@ class Namespace:
             storage.close()
             raise LayoutError(_difference(path, found.layouts, wanted))
         if isinstance(root, Tiers) and root.far and isinstance(storage, LocalStorage):
-            far = _open_behind(root.far, identity, wanted, security)
+            far = _open_behind(root.far, identity, wanted, security, (rules or TierRules()).codec)
             where = ", ".join(str(one.directory.parent) for one in far)
             tiered = TieredStorage(storage, far, where)
             return cls(tiered, wanted, security, bounds, rules)
@@ -238,6 +240,7 @@ def _open_behind(
     identity: Identity,
     layouts: Sequence[KVLayout],
     security: Security,
+    codec: str,
 ) -> list[LocalStorage | ObjectStorage]:
     """Open the places behind a directory; one that is not there is left out, and said."""
     found: list[LocalStorage | ObjectStorage] = []
@@ -246,7 +249,7 @@ def _open_behind(
         make = functools.partial(_make, path, identity, layouts, security)
         try:
             if isinstance(path, BucketPath):
-                found.append(ObjectStorage(path, make))
+                found.append(ObjectStorage(path, make, codec))
             else:
                 make()
                 found.append(LocalStorage(path, renew=make, security=security))

@@ -14,6 +14,7 @@ from typing import Final
 from vua.capacity.lease import upkeep_directory
 from vua.capacity.lru import server_now_ns
 from vua.errors import ConfigError
+from vua.storage.compression import OFF, check_codec
 from vua.storage.mark import WRITTEN_BACK
 
 __all__ = ["DailyBudget", "TierRules"]
@@ -26,7 +27,7 @@ _FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRules:
-    """Settings of a directory with places behind it; each of them bounds one kind of copies."""
+    """Settings of buckets, and of a directory with places behind it."""
 
     upload_mib_s: float | None = None
     """Bandwidth for what travels on, in MiB per second; None: what there is."""
@@ -35,12 +36,16 @@ class TierRules:
     ``"second_use"``: what the same process has read from behind before."""
     write_back_gib_per_day: float | None = None
     """GiB that all processes together write back to the directory per day; None: any number."""
+    codec: str = OFF
+    """Whether entries are compressed in buckets: "off", "auto" (where that makes reads faster), or
+    the name of a codec; see :mod:`vua.storage.compression`."""
 
     def __post_init__(self) -> None:
         """Refuse what is no rule. Raises ConfigError."""
         if self.write_back not in (_ALWAYS, _SECOND_USE):
             msg = f'write_back must be "{_ALWAYS}" or "{_SECOND_USE}", found {self.write_back!r}'
             raise ConfigError(msg)
+        check_codec(self.codec)
         for name in ("upload_mib_s", "write_back_gib_per_day"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,8 +34,11 @@ log = logging.getLogger(__name__)
 
 _MOST_NBYTES: Final = 128 << 20
 """Memory for what waits to be written back; what does not fit is read from behind again."""
+_PAUSE_S: Final = 0.02
+"""Each entry waits until nothing was read for so long, for it must not slow loads: one load often
+follows another at once."""
 _LONGEST_WAIT_S: Final = 1.0
-"""Each entry waits until nothing is read, for it must not slow loads; but no longer than this."""
+"""But no longer than this."""
 
 
 class Bounds(Protocol):
@@ -48,7 +52,7 @@ class Bounds(Protocol):
 
 
 class WriteBack:
-    """Writes back what was read from behind, while nothing is read. Safe for threads and forks."""
+    """Writes back what was read from behind, in pauses of reading. Safe for threads and forks."""
 
     def __init__(
         self,
@@ -88,6 +92,7 @@ class WriteBack:
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
         self._reads = 0
+        self._last_read_s = -math.inf
         self.waiting_nbytes = 0
 
     def close(self, timeout_s: float) -> None:
@@ -107,20 +112,26 @@ class WriteBack:
         finally:
             with self._quiet:
                 self._reads -= 1
+                self._last_read_s = time.monotonic()
                 self._quiet.notify_all()
 
     def wait_for_quiet(self) -> bool:
-        """Wait while entries are read, not for long; False when the cache is closed meanwhile."""
+        """Wait for a pause of reading, not for long; False when the cache is closed meanwhile."""
+        stop_s = time.monotonic() + _LONGEST_WAIT_S
         with self._quiet:
-            done = lambda: not self._reads or self._closing.is_set()  # noqa: E731
-            self._quiet.wait_for(done, _LONGEST_WAIT_S)
-        return not self._closing.is_set()
+            while not self._closing.is_set():
+                pause_s = math.inf if self._reads else self._last_read_s + _PAUSE_S
+                left_s = min(stop_s, pause_s) - time.monotonic()
+                if left_s <= 0:
+                    return True
+                self._quiet.wait(left_s)
+        return False
 
-    def came(self, name: str, data: memoryview | None, before: str) -> None:
+    def came(self, name: str, data: memoryview | int, before: str) -> None:
         """Write an entry back that was read from behind, soon, if rules and memory allow it."""
         if self._rules.at_second_use and self._read_before.passes(name):
             return
-        nbytes = 0 if data is None else len(data)
+        nbytes = 0 if isinstance(data, int) else len(data)
         with self._lock:
             if self._closing.is_set() or self.waiting_nbytes + nbytes > _MOST_NBYTES:
                 self.counts["not_brought"] += 1
@@ -142,11 +153,11 @@ class WriteBack:
         with suppress(RuntimeError):
             self._threads.submit(bring)
 
-    def _bring(self, name: str, data: memoryview | None, before: str) -> None:
+    def _bring(self, name: str, data: memoryview | int, before: str) -> None:
         """Write one entry to the directory. Raises OSError, EntryError."""
         if self._near.exists([name])[0]:
             return
-        data = memoryview(self._fetched(name)) if data is None else data
+        data = memoryview(self._fetched(name, data)) if isinstance(data, int) else data
         info = verified(data, self._namespace, name)
         if self._budget and not self._budget.take(len(data)):
             self.counts["not_brought"] += 1
@@ -166,15 +177,12 @@ class WriteBack:
         self.counts["brought"] += 1
         self.counts["brought_nbytes"] += len(data)
 
-    def _fetched(self, name: str) -> bytes:
-        """Read all of an entry from behind. Raises OSError, EntryError."""
+    def _fetched(self, name: str, nbytes: int) -> bytes:
+        """Read all of an entry from behind. Raises FileNotFoundError."""
         for tier in self._far:
-            for entry in tier.list(f"{name.partition('/')[0]}/"):
-                if entry.name == name:
-                    batch = whole_batch(name, bytes(entry.nbytes))
-                    filled = tier.read(batch)
-                    if filled.problem is None:
-                        return bytes(batch.headers[0])
+            batch = whole_batch(name, bytes(nbytes))
+            if tier.read(batch).problem is None:
+                return bytes(batch.headers[0])
         raise FileNotFoundError(name)
 
 

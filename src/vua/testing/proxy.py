@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 from urllib.parse import urlsplit
 
+from vua.testing.throttle import Link
+
 __all__ = ["HARMS", "REFUSALS", "FaultyProxy"]
 
 HARMS: Final = ("slow", "stalled", "503", "429", "reset", "truncated", "flipped")
@@ -29,6 +31,7 @@ REFUSALS: Final = {
 """What S3 answers instead, as status and code: each is a harm, too."""
 
 _STALL_S: Final = 30.0
+_PIECE_NBYTES: Final = 64 << 10
 
 
 class FaultyProxy:
@@ -44,11 +47,14 @@ class FaultyProxy:
         plan: Callable[[int, str, str], str] = lambda *_: "",
         *,
         delay_s: float = 0.05,
+        bytes_per_s: float | None = None,
     ) -> None:
         """Listen on a free port of the loopback, for ``endpoint`` (``http://host:port``).
 
-        ``delay_s`` is how much later an answer comes that is ``slow``.
+        ``delay_s`` is how much later an answer comes that is ``slow``, ``bytes_per_s`` the
+        bandwidth that all bodies share, those of requests and those of answers; None: no limit.
         """
+        self.link = Link(bytes_per_s)
         self.plan, self.delay_s = plan, delay_s
         self.counts: Counter[str] = Counter()
         """Requests by what became of them: a harm, or "" where they were passed."""
@@ -89,6 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self) -> None:
         proxy = self.server.proxy
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        proxy.link.pass_through(len(body))
         harm = proxy.plan(next(proxy.numbers), self.command, self.path)
         proxy.counts[harm] += 1
         if harm == "stalled":
@@ -146,7 +153,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
+            for start in range(0, len(data), _PIECE_NBYTES):
+                piece = data[start : start + _PIECE_NBYTES]
+                self.server.proxy.link.pass_through(len(piece))
+                self.wfile.write(piece)
 
     def _cut(self) -> None:
         """End the connection at once."""

@@ -11,6 +11,44 @@ from vua.storage.base import Batch, Capabilities, Entry, Filled, Storage, Writte
 __all__ = ["ThrottledStorage"]
 
 
+class Link:
+    """A bandwidth that all threads share, as they do of a disk or a network. Safe for threads."""
+
+    def __init__(self, bytes_per_s: float | None = None, latency_s: float = 0.0) -> None:
+        """Begin with nothing under way; see :meth:`throttle`."""
+        self._changed = threading.Condition()
+        self._since = 0
+        self._free_at = 0.0
+        self.nbytes = 0
+        """Bytes so far."""
+        self.throttle(bytes_per_s, latency_s)
+
+    def throttle(self, bytes_per_s: float | None, latency_s: float = 0.0) -> None:
+        """Change how slow it is; who is waiting goes on at once.
+
+        Args:
+            bytes_per_s: of all together; None: no limit.
+            latency_s: what each call of :meth:`pass_through` takes besides.
+        """
+        with self._changed:
+            self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
+            self._since += 1
+            self._free_at = 0.0
+            self._changed.notify_all()
+
+    def pass_through(self, nbytes: int) -> None:
+        """Wait for as long as so many bytes take."""
+        with self._changed:
+            self.nbytes += nbytes
+            since, now = self._since, time.monotonic()
+            self._free_at = max(now, self._free_at)
+            if self._bytes_per_s is not None:
+                self._free_at += nbytes / self._bytes_per_s
+            end = self._free_at + self._latency_s
+            while self._since == since and (left_s := end - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+
+
 class ThrottledStorage:
     """Another storage whose reads take longer; everything else is passed on as it is.
 
@@ -26,12 +64,7 @@ class ThrottledStorage:
     ) -> None:
         """Slow ``storage`` down; see :meth:`throttle`."""
         self.storage = storage
-        self._changed = threading.Condition()
-        self._since = 0
-        self._free_at = 0.0
-        self.nbytes_read = 0
-        """Bytes read so far."""
-        self.throttle(bytes_per_s, latency_s)
+        self._link = Link(bytes_per_s, latency_s)
 
     def throttle(self, bytes_per_s: float | None, latency_s: float = 0.0) -> None:
         """Change how slow it is; reads that are waiting end at once.
@@ -40,30 +73,19 @@ class ThrottledStorage:
             bytes_per_s: bandwidth of all reads together; None: no limit.
             latency_s: what each call takes besides.
         """
-        with self._changed:
-            self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
-            self._since += 1
-            self._free_at = 0.0
-            self._changed.notify_all()
+        self._link.throttle(bytes_per_s, latency_s)
 
-    def _pay(self, nbytes: int) -> None:
-        """Wait for as long as reading so many bytes takes."""
-        with self._changed:
-            self.nbytes_read += nbytes
-            since, now = self._since, time.monotonic()
-            self._free_at = max(now, self._free_at)
-            if self._bytes_per_s is not None:
-                self._free_at += nbytes / self._bytes_per_s
-            end = self._free_at + self._latency_s
-            while self._since == since and (left_s := end - time.monotonic()) > 0:
-                self._changed.wait(left_s)
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes read so far."""
+        return self._link.nbytes
 
     # -- slowed down --------------------------------------------------------------------------
 
     def read(self, batch: Batch) -> Filled:
         """Read entries, in their time."""
         filled = self.storage.read(batch)
-        self._pay(filled.count * batch.nbytes)
+        self._link.pass_through(filled.count * batch.nbytes)
         return filled
 
     # -- passed on ----------------------------------------------------------------------------

@@ -10,11 +10,16 @@ import unittest
 from typing import Any
 from unittest import mock
 
+import pytest
+
+from buckets import memory_url
+from commands import run_json
 from helpers import DirectoryTest, flip
 from suite.traces import multi_round
 from vua.capacity.evictor import Evictor, Freed
 from vua.capacity.scan import silent
 from vua.cli import main
+from vua.cli.bench_bucket import BucketLoad, load_seconds, worth_from_tokens
 from vua.cli.bench_files import MeasurementError
 from vua.cli.bench_path import Demand, Speed, _worth, probe
 from vua.cli.bench_replay import (
@@ -24,6 +29,7 @@ from vua.cli.bench_replay import (
     replay,
 )
 from vua.errors import InputError
+from vua.storage.bucket import Bucket
 from vua.store.store import Store
 
 
@@ -190,6 +196,31 @@ class TestPath(DirectoryTest):
         self.assertEqual(0, code)
         for expected in ("read, warm", "lookup, found", "worth from tokens", "GPU-direct"):
             self.assertIn(expected, text)
+
+    def test_bucket(self) -> None:
+        """Of a bucket whole loads are measured; nothing stays there, and its tables are shown."""
+        pytest.importorskip("obstore")
+        url = memory_url()
+        words = ("--tiny", "--path", url, "--model", "1024", "--prefill", "0.001")
+        code, report = run_json("bench", *words)
+
+        self.assertEqual((0, 64 * 1024), (code, report["chunk_nbytes"]))
+        self.assertEqual([1, 4, 16], [one["chunks"] for one in report["load_times"]])
+        self.assertEqual(64, report["worth_loading"]["worth_from_tokens"])
+        self.assertEqual([], list(Bucket.at(url).walk()))
+        code, text = command("bench", *words)
+        self.assertEqual(0, code)
+        self.assertIn("worth loading from 64 tokens on", text)
+
+    def test_worth_loading_from_a_bucket(self) -> None:
+        """A hit takes rounds of questions and a load; it pays where computing takes longer."""
+        loads = [BucketLoad(n, s, s, s, 1.0) for n, s in ((1, 0.1), (16, 0.1), (32, 0.2))]
+        took = [load_seconds(chunks, 0.01, loads) for chunks in (1, 16, 17, 24, 64, 2048)]
+        for expected, found in zip((0.11, 0.11, 0.12625, 0.17, 0.42, 12.83), took, strict=True):
+            self.assertAlmostEqual(expected, found)
+        for tokens_s, expected in ((640.0, 128), (5000.0, 576), (10000.0, 8576), (11000.0, None)):
+            demand = Demand("m", 1, tokens_s)
+            self.assertEqual(expected, worth_from_tokens(demand, 0.01, loads), tokens_s)
 
 
 if __name__ == "__main__":

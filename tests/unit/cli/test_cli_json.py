@@ -9,9 +9,11 @@ import subprocess
 import sys
 import unittest
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from buckets import memory_url
 from commands import TOKENS, CliTest, run, run_json, verbs
 from helpers import flip
 
@@ -71,7 +73,7 @@ class JsonTest(CliTest):
         root, beside = self.root, self.beside
         short = {one.parent.name for one in self.entries(1)}
         chunk = next(name for one in self.entries() if (name := one.parent.name) not in short)
-        return {
+        found: dict[str, list[list[object]]] = {
             "ls": [["ls", root, "-l"]],
             "inspect": [["inspect", self.entries()[0]]],
             "du": [["du", root]],
@@ -89,6 +91,11 @@ class JsonTest(CliTest):
             "rm": [["pin", root, chunk], ["ttl", root], ["adopt", root], ["key", beside / "key"],
                    ["rm", root, chunk, "--pinned"]],
         }  # fmt: skip
+        if find_spec("obstore"):
+            words = ["bench", "path", memory_url(), "--tiny"]
+            model = ["--model", "1024", "--prefill", "1"]
+            found["bench path of a URL"] = [[*words, *model]]
+        return found
 
     def test_every_verb(self) -> None:
         """What a verb prints is what the page says; what runs on or has an engine is elsewhere."""

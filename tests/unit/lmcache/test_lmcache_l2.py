@@ -11,8 +11,10 @@ from unittest import mock
 
 import torch
 
+from buckets import seaweedfs, speaking_to
 from helpers import DirectoryTest, flip, noise
 from vua.errors import ConfigError, NotWritableError
+from vua.storage.bucket import Bucket
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
@@ -169,6 +171,28 @@ class TestL2Adapter(DirectoryTest):
         [found] = self.load(adapter, keys)
 
         self.assertFalse(torch.equal(values[0].view(torch.uint8), found.view(torch.uint8)))
+
+    @unittest.skipUnless(util.find_spec("obstore"), "the extra `object` is not installed")
+    def test_bucket(self) -> None:
+        """The same on a bucket: found by another server; damage is a miss, and stored anew."""
+        server = seaweedfs()
+        place, keys, values = server.place(), self.keys(), self.values()
+        with speaking_to(server.endpoint):
+            self.assertTrue(self.store(self.adapter(path=place), keys, values).is_successful())
+            second = self.adapter(path=place)
+            self.assertEqual(COUNT, self.found(second, keys))
+            self.assertEqual([True] * COUNT, self.same(values, self.load(second, keys)))
+            bucket = Bucket.at(place)
+            damaged = next(one.key for one in bucket.walk() if one.key.endswith(".safetensors"))
+            content = bytearray(bucket.get(damaged)[1])
+            content[-9] ^= 1
+            bucket.put(damaged, bytes(content))
+            with self.assertLogs("vua"):
+                found = self.same(values, self.load(self.adapter(path=place), keys))
+            self.assertEqual(COUNT - 1, sum(found))
+            third = self.adapter(path=place)
+            self.assertTrue(self.store(third, keys, values).is_successful())
+            self.assertEqual([True] * COUNT, self.same(values, self.load(third, keys)))
 
     def test_refused(self) -> None:
         """A directory that refuses fails the task and nothing else; then it goes on."""

@@ -17,11 +17,14 @@ from helpers import DirectoryTest, caches_of, kv_bits
 from vua import VUA, VUAConfig
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.security.settings import Security
+from vua.storage.base import FAILED
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_mark import claim_bucket
 from vua.storage.bucket_path import BucketPath
 from vua.storage.mark import MARK, mark_text
+from vua.storage.object import ObjectStorage
 from vua.store.place import prepare
+from vua.store.write_back import whole_batch
 
 pytest.importorskip("obstore")
 
@@ -131,6 +134,24 @@ class BucketTest(DirectoryTest):
         with self.assertRaisesRegex(ConfigError, "thesis.tex"):
             VUA(CONFIG, self.url)
         self.assertEqual(["thesis.tex"], [one.key for one in bucket.walk()])
+
+    def test_nothing_without_the_mark(self) -> None:
+        """While the mark cannot be written, nothing else is: it would never be deleted."""
+        bucket, trials = Bucket.at(self.url), iter([StorageError(5, "down"), None])
+
+        def renew() -> None:
+            problem = next(trials)
+            if problem is not None:
+                raise problem
+
+        storage = ObjectStorage(BucketPath(bucket, "0" * 64), renew)
+        batch = whole_batch(f"{'1' * 64}/l0-2.h0-2", b"some bytes")
+        written = storage.write(batch)
+        self.assertEqual(([FAILED], 5), (list(written.statuses), written.problem.errno))
+        self.assertEqual([], list(bucket.walk()))
+        for _ in range(2):
+            self.assertIsNone(storage.write(batch).problem)
+        self.assertEqual(1, len(list(bucket.walk())))
 
     def test_deleted_under_a_writer(self) -> None:
         """Somebody empties the place while it is used: the next minute describes it anew."""

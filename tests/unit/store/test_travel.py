@@ -14,12 +14,16 @@ from unittest import mock
 import pytest
 from travellers import CONFIG, KV, namespace_of, prompt, until, wait_for_travel
 
+import compressed
 from buckets import memory_url, seaweedfs, speaking_to
-from commands import run
+from commands import run, run_json
+from compressed import CompressedTest, config
 from helpers import DirectoryTest, kv_bits
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
+from vua.format.compressed import decompressed, is_available
 from vua.storage.bucket import Bucket
+from vua.storage.local import is_compressed
 from vua.store.namespace import Namespace
 from vua.store.write_back import WriteBack
 
@@ -102,6 +106,23 @@ class TierTest(DirectoryTest):
                 self.assertEqual((0, set()), (travel.counts["brought"], self.local("b")))
             until(lambda: travel.counts["brought"] == 4)
 
+    def test_a_pause_comes_before_what_is_written_back(self) -> None:
+        """The next load often follows at once: it is not to meet a write."""
+        self.put("a")
+        pause_s = 0.3
+        with (
+            self.open("b") as vua,
+            mock.patch("vua.store.write_back._PAUSE_S", pause_s),
+            mock.patch("vua.store.write_back._LONGEST_WAIT_S", 300.0),
+        ):
+            vua.get_closest(TOKENS + 1)  # opens it
+            travel = namespace_of(vua).travel
+            with travel.reading():
+                self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+                end_s = time.monotonic()
+            until(lambda: travel.counts["brought"] > 0)
+            self.assertGreaterEqual(time.monotonic() - end_s, pause_s)
+
     def test_what_was_not_sent_is_found_again(self) -> None:
         """Chunks stored without the bucket, or left by a crash, are sent by the next who opens."""
         with VUA(CONFIG, self.root / "a") as vua:
@@ -179,6 +200,19 @@ class TierTest(DirectoryTest):
             found = vua.get_closest(TOKENS)
             self.assertEqual(kv_bits(KV), kv_bits(found.data))
         self.assertEqual(4, len(self.keys()))
+
+    @pytest.mark.thorough
+    def test_more_than_one_read_takes(self) -> None:
+        """Linux reads at most 2 GiB by one call; a larger file is read whole all the same."""
+        with VUA(CONFIG, self.root / "a") as vua:
+            vua.put(TOKENS, KV)
+        path = next(iter(self.root.glob("a/*/??/*/*.safetensors")))
+        nbytes = (2 << 30) + 4096
+        os.truncate(path, nbytes)
+        with self.open("a") as vua, self.assertLogs("vua", logging.WARNING) as said:
+            vua.get_closest(TOKENS[:0])
+            until(lambda: any("not sent on" in line for line in said.output))
+        self.assertIn(str(nbytes), said.output[0])
 
     def test_damage_is_not_copied(self) -> None:
         """Damage travels in neither direction."""
@@ -288,10 +322,19 @@ class TierTest(DirectoryTest):
 class SeaweedFSTierTest(TierTest):
     """The same with a real server."""
 
+    def test_the_bucket_comes_later(self) -> None:
+        """A server makes the bucket with the first write: the mark is there all the same."""
+        self.url = f"s3://later-{self.url.rpartition('/')[2]}/qwen"
+        self.put("a")
+        code, report = run_json("gc", self.url, "--max-bytes", "1")
+        self.assertEqual((0, 4), (code, report["deleted"]["chunks"]))
+
     def place(self) -> str:
         """Return the URL of an empty place of its bucket."""
         self.enterContext(speaking_to(seaweedfs().endpoint))
         return seaweedfs().place()
+
+    test_more_than_one_read_takes = None  # of the directory alone
 
 
 class DirectoryBehindTest(TierTest):
@@ -308,6 +351,33 @@ class DirectoryBehindTest(TierTest):
     test_deleted_behind = None  # times to live are the other directory's own matter
     test_without_the_bucket = None
     test_damage_is_not_copied = None
+    test_more_than_one_read_takes = None  # of the directory alone
+
+
+@pytest.mark.skipif(not is_available(), reason="zstandard is not installed")
+class CompressedTravelTest(CompressedTest):
+    """A directory in front of a bucket in which entries are compressed."""
+
+    def test_there_and_back(self) -> None:
+        """What travels is compressed; what is written back is byte for byte what was there."""
+        near = self.root / "near"
+        with VUA(config(), [str(near), self.url]) as vua:
+            vua.put(compressed.TOKENS, compressed.KV)
+            wait_for_travel(vua)
+        files = {one.name: one.read_bytes() for one in near.rglob("*.safetensors")}
+        self.assertEqual([True] * 2, [is_compressed(key) for key in self.objects()])
+        (name,) = files
+        for key in self.objects():
+            plain = bytes(decompressed(self.bucket.get(key)[1]))
+            self.assertIn(plain, [one.read_bytes() for one in near.rglob(name)])
+        other = self.root / "other"
+        with VUA(config(), [str(other), self.url]) as vua:
+            self.assertEqual(128, vua.get_closest(compressed.TOKENS).num_tokens)
+            until(lambda: len([*other.rglob("*.safetensors")]) == 2)
+        self.assertEqual(
+            sorted(one.read_bytes() for one in near.rglob(name)),
+            sorted(one.read_bytes() for one in other.rglob(name)),
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""vLLM behind a real LMCache server, with VUA as its L2 tier: restarts and damage.
+
+`dev.py lmcache` installs LMCache and runs this. Engine and server are processes of their own, and
+both are new each time: what a server has, it has from its L2 tier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import unittest
+import uuid
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.harness import PROMPT, SOURCE, Batch, EngineTest, Phase, Served, run
+from e2e.sglang_server import wait_until
+from helpers import flip
+
+CHUNK = 64
+WHOLE = (len(PROMPT) - 1) // CHUNK * CHUNK
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+os.environ.setdefault("LMCACHE_MP_TRANSFER_MODE", "engine_driven")
+
+
+def specification(root: Path) -> dict[str, Any]:
+    """The specification of VUA's L2 adapter, as docs/lmcache.md has it."""
+    return {
+        "type": "plugin",
+        "module_path": "vua.lmcache.l2_adapter",
+        "class_name": "VUAL2Adapter",
+        "adapter_params": {"path": str(root)},
+    }
+
+
+class Server:
+    """One LMCache server, from its start to its end. A context manager."""
+
+    def __init__(self, adapter: dict[str, Any]) -> None:
+        """Start it and wait until it takes connections."""
+        self.port, other = _free_port(), _free_port()
+        paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "lmcache.cli.main", "server", "--host", "localhost"),
+                *("--port", str(self.port), "--http-port", str(other), "--l1-size-gb", "0.25"),
+                *("--chunk-size", str(CHUNK), "--eviction-policy", "LRU"),
+                "--disable-observability",
+                *("--supported-transfer-mode", "engine_driven"),
+                *("--shm-name", f"vua-test-{uuid.uuid4().hex}"),
+                *("--l2-adapter", json.dumps(adapter)),
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            wait_until("the server's start", self._answers)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Server:  # noqa: PYI034 - Python 3.10 has no Self
+        """Return the object itself."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """End the server."""
+        self.close()
+
+    def _answers(self) -> bool:
+        if self._process.poll() is not None:
+            self._log.seek(0)
+            raise AssertionError(self._log.read().decode(errors="replace")[-6000:])
+        with socket.socket() as asked:
+            return asked.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def close(self) -> None:
+        """End its processes, at once: nothing is given time to be written."""
+        if not self._log.closed:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._log.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@unittest.skipUnless(util.find_spec("lmcache"), "LMCache is not here; `dev.py lmcache` has it")
+@pytest.mark.thorough
+class LMCacheServerTest(EngineTest):
+    def ask(self, server: Server) -> Served:
+        """Give the prompt to a fresh engine that has only the server."""
+        transfer = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": "e2e.lmcache_connector",
+            "kv_load_failure_policy": None,
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://localhost",
+                "lmcache.mp.port": server.port,
+                "lmcache.mp.heartbeat_interval": 30.0,  # also the patience with its answer
+            },
+        }
+        (served,) = run(self.phase(Batch([PROMPT]), transfer=transfer))
+        self.assertIsNone(served.problem, served.log[-6000:])
+        return served
+
+    def files(self) -> list[Path]:
+        """The files of all chunks."""
+        return sorted(self.root.glob("*/*/*/*.safetensors"))
+
+    def test_restart_and_damage(self) -> None:
+        """What one server stored another one finds; after damage there is less, never garbage."""
+        (plain,) = run(Phase((Batch([PROMPT]),)))
+        adapter = specification(self.root)
+        with Server(adapter) as server:
+            cold = self.ask(server)
+            wait_until("all chunks", lambda: len(self.files()) == WHOLE // CHUNK)
+        with Server(adapter) as server:
+            warm = self.ask(server)
+        for path in self.files():
+            flip(path, path.stat().st_size // 2)
+        with Server(adapter) as server:
+            damaged = self.ask(server)
+
+        self.assertEqual([0], cold.cached)
+        self.assertEqual([WHOLE], warm.cached)
+        self.assertEqual([0], damaged.cached)
+        self.assertEqual([plain.tokens] * 3, [cold.tokens, warm.tokens, damaged.tokens])
+
+
+if __name__ == "__main__":
+    unittest.main()
