@@ -1,6 +1,6 @@
 """The time to the first token of a hit in a bucket far away, beside a local disk and computing.
 
-    python benchmarks/slow_links.py [--delays 5,20,50,200] [--rounds N] [--json FILE]
+    python benchmarks/far_bucket.py [--delays 5,20,50,200] [--rounds N] [--json FILE]
 
 A real vLLM on the CPU with SmolLM2-135M-Instruct (float32) speaks to a real SeaweedFS through a
 proxy that holds back each answer for so many milliseconds. One engine stores prompts of several

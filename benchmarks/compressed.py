@@ -1,6 +1,6 @@
 """Compressed entries in a bucket behind a slow link, beside plain ones: load time, first token.
 
-``python benchmarks/slow_link.py [--mb-s 100] [--first-token]`` starts a SeaweedFS and, in a
+``python benchmarks/compressed.py [--mb-s 100] [--first-token]`` starts a SeaweedFS and, in a
 process of its own, a proxy whose so many MB per second all bytes share. The K and V are those of
 SmolLM2-135M (see `vua.testing.real_model`) for this repository's documentation. Arms take turns.
 With ``--first-token`` a vLLM engine loads prompts of which every other one is stored plain.
