@@ -122,7 +122,9 @@ def _line(what: str, found: str) -> str:
 def _child(test: Test, plan: Plan, answer: Connection) -> None:
     os.setsid()  # so that what the test starts can be ended with it
     if not plan.verbose:
-        logging.lastResort = None  # every miss is a warning, and there are thousands
+        logging.lastResort = (
+            logging.NullHandler()
+        )  # every miss is a warning, and there are thousands
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     answer.send(asdict(run_test(test, plan)))
     answer.close()
