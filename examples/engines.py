@@ -17,20 +17,12 @@ import urllib.request
 from typing import Any
 
 from answering import DOCUMENT, Answerer, options
+from transformers import AutoTokenizer
 
 from vua.testing.models import ENGINE_ENVIRONMENT
 from vua.testing.real_model import real_model
 
 QUESTION = "What does this text promise?"
-
-
-def ids_of(answerer: Answerer, messages: list[dict[str, str]]) -> list[int]:
-    """The prompt as tokens, for engines that are asked with these."""
-    asked = answerer.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True
-    )
-    ids: list[int] = asked["input_ids"]
-    return ids
 
 
 def by_vllm(path: str, new_tokens: int, ids: list[int]) -> tuple[int, list[int]]:
@@ -75,22 +67,23 @@ def by_sglang(url: str, new_tokens: int, ids: list[int]) -> tuple[int, list[int]
 
 def be_engine(name: str, chosen: Any) -> None:
     """Ask one engine, and print how much it loaded and what it answered."""
-    answerer = Answerer(chosen.path, chosen.new_tokens)
     text = DOCUMENT.read_text(encoding="utf-8")[:1500]
     messages = [{"role": "user", "content": f"{text}\n\n{QUESTION}"}]
     print(f"{name}: ", end="", flush=True)
-    with answerer.prefixes:
-        if name == "transformers":
+    if name == "transformers":
+        answerer = Answerer(chosen.path, chosen.new_tokens)
+        with answerer.prefixes:
             answerer.answer(messages)
-            return
-    ids = ids_of(answerer, messages)
+        return
+    tokenizer: Any = AutoTokenizer.from_pretrained(real_model())
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    ids: list[int] = asked["input_ids"]
     if name == "vLLM":
         loaded, made = by_vllm(chosen.path, chosen.new_tokens, ids)
     else:
         loaded, made = by_sglang(chosen.sglang, chosen.new_tokens, ids)
     print(f"{loaded} of {len(ids)} tokens loaded")
-    text = answerer.tokenizer.decode(made, skip_special_tokens=True)
-    print(f"  {QUESTION!r} -> {text!r}", flush=True)
+    print(f"  {QUESTION!r} -> {tokenizer.decode(made, skip_special_tokens=True)!r}", flush=True)
 
 
 def main() -> None:

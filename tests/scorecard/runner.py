@@ -122,9 +122,7 @@ def _line(what: str, found: str) -> str:
 def _child(test: Test, plan: Plan, answer: Connection) -> None:
     os.setsid()  # so that what the test starts can be ended with it
     if not plan.verbose:
-        logging.lastResort = (
-            logging.NullHandler()
-        )  # every miss is a warning, and there are thousands
+        logging.lastResort = logging.NullHandler()  # thousands of misses; None writes of itself
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     answer.send(asdict(run_test(test, plan)))
     answer.close()
