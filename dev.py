@@ -399,6 +399,8 @@ def sglang(*arguments: str) -> int:
     tests = (
         "test_sglang.py",
         "test_sglang_adapters.py",
+        "test_sglang_warm.py",
+        "test_sglang_windows.py",
         "test_examples.py::ExamplesTest::test_engines",
     )
     chosen = arguments or (*(f"tests/e2e/{test}" for test in tests), "-m", "not soak")

@@ -24,6 +24,7 @@ from typing import Any
 
 import vua
 from e2e.damage import CHUNK
+from vua.sglang.settings import engine_arguments
 
 PYTHON = os.environ.get("VUA_SGLANG_PYTHON")
 TESTS = Path(__file__).resolve().parent.parent
@@ -38,7 +39,7 @@ needs_sglang = unittest.skipUnless(
 _ARGUMENTS = (
     *("--device", "cpu", "--host", "127.0.0.1", "--attention-backend", "torch_native"),
     *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-overlap-schedule"),
-    *("--disable-cuda-graph", "--skip-server-warmup", "--skip-tokenizer-init"),
+    *("--disable-cuda-graph", "--skip-server-warmup"),
     *("--mem-fraction-static", "0.3", "--max-total-tokens", "20000", "--context-length", "4096"),
     *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
     *("--hicache-io-backend", "direct", "--hicache-size", "1", "--page-size", str(CHUNK)),
@@ -49,21 +50,26 @@ _ARGUMENTS = (
 _HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer test"}
 
 
-def extra_config(root: Path, **settings: Any) -> str:
-    """The extra configuration with which SGLang uses VUA in a directory."""
-    return json.dumps(
-        {
-            "backend_name": "vua",
-            "module_path": "vua.sglang.storage",
-            "class_name": "VUAHiCacheStorage",
-            "interface_v1": 1,
-            "hicache_storage_pass_prefix_keys": True,
-            "prefetch_threshold": CHUNK,
-            "shared_storage_path": str(root),
-            "load_policy": "always",  # whatever a busy machine makes of it
-            **settings,
-        }
-    )
+def extra_config(root: Path | str, **settings: Any) -> str:
+    """The extra configuration with which SGLang uses VUA in a directory or a bucket."""
+    more = {"prefetch_threshold": CHUNK, "load_policy": "always", **settings}  # on a busy machine
+    arguments = engine_arguments(str(root), **more)
+    return str(arguments["hicache_storage_backend_extra_config"])
+
+
+def environment() -> dict[str, str]:
+    """The environment variables with which SGLang runs on a CPU, from this source tree."""
+    paths = (TESTS / "e2e" / "sglang_on_cpu", TESTS, SOURCE)
+    found = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    found.pop("VUA_PATH", None)
+    return found
 
 
 def wait_until(what: str, seen: Callable[[], bool]) -> None:
@@ -94,7 +100,12 @@ class Server:
     """One SGLang server, from its start to its end."""
 
     def __init__(
-        self, model: Path, *arguments: str, backend: str = "", extra: str | None = None
+        self,
+        model: Path,
+        *arguments: str,
+        backend: str = "",
+        extra: str | None = None,
+        texts: bool = False,
     ) -> None:
         """Start it and wait until it answers.
 
@@ -103,28 +114,20 @@ class Server:
             arguments: further ones of SGLang's.
             backend: ``dynamic`` (VUA), ``file``, or none.
             extra: the backend's extra configuration.
+            texts: whether it takes them; else token ids alone, and needs no tokenizer.
         """
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self._port = found.getsockname()[1]
-        paths = (TESTS / "e2e" / "sglang_on_cpu", TESTS, SOURCE)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_CPU_OMP_THREADS_BIND": "",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-        }
-        environment.pop("VUA_PATH", None)
         chosen = ["--hicache-storage-backend", backend] if backend else []
+        chosen += [] if texts else ["--skip-tokenizer-init"]
         if extra is not None:
             chosen += ["--hicache-storage-backend-extra-config", extra]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
         command = [str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(model)]
         self._process = subprocess.Popen(
             [*command, "--port", str(self._port), *_ARGUMENTS, *chosen, *arguments],
-            env=environment,
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,

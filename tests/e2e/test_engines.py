@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from e2e.by_transformers import generate
 from e2e.checkpoints import SIZES
 from e2e.damage import CHUNK, stored
 from e2e.harness import PROMPT, Batch, EngineTest, llama, make, models
@@ -136,21 +136,4 @@ class OtherEngineTest(EngineTest):
 
     def _generate(self, path: Path, *, new_tokens: int) -> tuple[int, list[int]]:
         """Let transformers generate with this test's directory; return tokens loaded and made."""
-        from transformers import AutoModelForCausalLM
-
-        from vua.transformers import PrefixCache
-
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        ids = torch.tensor([PROMPT])
-        with PrefixCache(model, self.root, chunk_tokens=CHUNK) as prefixes:
-            prefix = prefixes.load(ids)
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=prefix.cache,
-                max_new_tokens=new_tokens,
-                min_new_tokens=new_tokens,
-                do_sample=False,
-            )
-            prefixes.save(ids, prefix.cache)
-        return prefix.num_tokens, out[0, ids.shape[1] :].tolist()
+        return generate(path, self.root, PROMPT, new=new_tokens)

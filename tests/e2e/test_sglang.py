@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from e2e.by_transformers import generate
 from e2e.damage import CHUNK, chunk_files, flip, stored, vanish
 from e2e.harness import Batch, Phase, Served, run
 from e2e.sglang_server import Answer, Server, extra_config, needs_sglang, wait_until
@@ -48,25 +50,7 @@ def prompt(seed: int) -> list[int]:
 
 def by_transformers(root: Path, ids: list[int], new: int) -> tuple[int, list[int]]:
     """Generate with transformers: (tokens loaded, tokens generated); the prompt is stored."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from vua.transformers import PrefixCache
-
-    model = AutoModelForCausalLM.from_pretrained(real_model(), dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = None  # go on, as the servers are asked to
-    asked = torch.tensor([ids])
-    with PrefixCache(model, root) as prefixes:
-        prefixes.ready()
-        prefix = prefixes.load(asked)
-        output = model.generate(
-            asked,
-            past_key_values=prefix.cache,
-            do_sample=False,
-            max_new_tokens=new,
-        )
-        prefixes.save(output, prefix.cache)
-    return prefix.num_tokens, output[0, len(ids) :].tolist()
+    return generate(real_model(), root, ids, new=new, dtype=torch.bfloat16)
 
 
 def by_vllm(root: Path, ids: list[int], new: int) -> Served:

@@ -1,6 +1,6 @@
 """`vua warm`: computes prompts once, so that their prefixes are stored before somebody asks.
 
-An engine in this process does it (vLLM, transformers), or a server that runs already and has VUA
+An engine of its own does it (vLLM, SGLang, transformers), or a server that runs already and has VUA
 (vLLM, SGLang), through the API of OpenAI. What is newly stored is what the directory holds
 afterwards and did not before (:mod:`vua.cli.events`), whatever the engine says.
 """
@@ -69,9 +69,7 @@ def add_warm(
     one.add_argument(
         "prompts", metavar="FILE", help='a prompt a line; .jsonl: {"prompt"} or {"messages"}'
     )
-    one.add_argument(
-        "--engine", choices=(*_ENGINES, "sglang"), help="computes them in this process"
-    )
+    one.add_argument("--engine", choices=_ENGINES, help="started for it, and ended again")
     one.add_argument("--server", metavar="URL", help="a running vLLM or SGLang with VUA does it")
     one.add_argument("--model", help="directory or name; of a server by default its only one")
     one.add_argument(
@@ -101,7 +99,7 @@ def warm(options: argparse.Namespace, *, write: Write | None) -> int:
     """Compute the prompts. Raises ConfigError, InputError, StorageError, OSError."""
     run = _server if options.server else _ENGINES.get(options.engine)
     if run is None:
-        msg = "give --engine transformers or vllm, or the --server of a vLLM or SGLang that runs"
+        msg = "give an --engine, or the --server of a vLLM or SGLang that runs"
         raise ConfigError(msg)
     if not options.server and not (options.model and options.path):
         msg = "--engine needs --model and --path"
@@ -216,9 +214,32 @@ def _vllm(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_
         model.llm_engine.engine_core.shutdown()  # it stores what is waiting
 
 
+def _sglang(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
+    engine = _package("sglang")
+    if Path(options.model).is_dir():
+        weights_fingerprint(options.model)  # as for vLLM
+    settings = _package("vua.sglang.settings").engine_arguments(options.path)
+    tokenizer = _package("transformers").AutoTokenizer.from_pretrained(options.model)
+    model = engine.Engine(model_path=options.model, **settings | options.engine_args)
+    one_token = {"max_new_tokens": 1, "temperature": 0}
+    try:
+        for one in prompts:
+            ids = _tokenize(tokenizer, one)
+            try:
+                answer = model.generate(input_ids=ids, sampling_params=one_token)
+            except ValueError as problem:
+                one.problem = str(problem)
+            else:
+                one.found = answer["meta_info"]["cached_tokens"]
+            yield one
+        _held_at_last(options.path, [one for one in prompts if not one.problem])
+    finally:
+        model.shutdown()
+
+
 _ENGINES: Final[
     Mapping[str, Callable[[argparse.Namespace, Sequence[_Prompt]], Iterator[_Prompt]]]
-] = {"transformers": _transformers, "vllm": _vllm}
+] = {"sglang": _sglang, "transformers": _transformers, "vllm": _vllm}
 
 
 def _server(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:

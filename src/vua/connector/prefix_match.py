@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from vua.connector.cache_spec import Group, Model
-from vua.format.keys import KeyChain
+from vua.format.keys import KeyChain, Keys
 from vua.store.store import Store
 
-__all__ = ["PrefixMatch", "find"]
+__all__ = ["PrefixMatch", "find", "longest"]
 
 _MAX_PROBES: Final = 1000
 """Probes for windows per lookup, a few ms locally; a prompt that needs more counts as not stored
@@ -68,14 +68,7 @@ def find(
         if group in leading
     )
     most = (num_tokens - 1) // align * align
-    probe = _Probe(model, stores, keys)
-    stop, tokens = stored, 0
-    while stop > 0:
-        tokens = min(stop * size, most) // align * align
-        gap = probe.gap(tokens)
-        if gap is None:
-            break
-        stop, tokens = gap, 0
+    tokens = longest(model, stores, keys, stored, most)
     ends = {len(keys), *range(0, len(keys), max(1, window_every_tokens // size))}
     whole = len(keys) * size
     states = {whole // align * align, (max(whole, num_tokens) - 1) // align * align}
@@ -91,6 +84,28 @@ def find(
     )
     kept = any(group.keeps_state for group in model.groups)
     return PrefixMatch(keys, tokens, stored, windows, len(keys), frozenset(states if kept else ()))
+
+
+def longest(model: Model, stores: Sequence[Store], keys: Keys, stored: int, most: int) -> int:
+    """Return how many tokens can be loaded: behind them every window and state is there.
+
+    Touches the storage; raises StorageError, OSError.
+
+    Args:
+        model: the engine's KV cache.
+        stores: one per group.
+        keys: the prompt's chunks.
+        stored: how many of them, from the first on, the leading groups have.
+        most: tokens to load at most.
+    """
+    probe, size, align = _Probe(model, stores, keys), model.chunk_tokens, model.align
+    while stored > 0:
+        tokens = min(stored * size, most) // align * align
+        gap = probe.gap(tokens)
+        if gap is None:
+            return tokens
+        stored = gap
+    return 0
 
 
 def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]:
@@ -110,7 +125,7 @@ def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]
 class _Probe:
     """Looks for the windows that a hit of a certain length needs."""
 
-    def __init__(self, model: Model, stores: Sequence[Store], keys: KeyChain) -> None:
+    def __init__(self, model: Model, stores: Sequence[Store], keys: Keys) -> None:
         self._model, self._size, self._keys = model, model.chunk_tokens, keys
         pairs = zip(model.groups, stores, strict=True)
         self._windows = [(group, store) for group, store in pairs if group not in model.leading]

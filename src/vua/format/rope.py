@@ -15,13 +15,13 @@ __all__ = ["rope_order", "varies_with_length"]
 # Read off both sides: `rotate_half` in transformers' modeling_<type>.py (5.19), and
 # `is_neox_style` of `get_rope` in vLLM's model of the same architecture (0.32), or vLLM's
 # TransformersForCausalLM, which runs transformers' own rotation. llama, qwen2, qwen3, mistral,
-# gemma3 and cohere were also compared by number.
+# gemma3 and cohere were also compared by number; mellum with SGLang's model (0.5.23).
 # Left out on purpose: the DeepSeek family (transformers regroups the pairs, vLLM does not) and
 # whatever rotates by sections (the "mrope" of vision models).
 _NEOX: Final = frozenset(
     "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text "  # noqa: SIM905 - one word each
     "phi phi3 olmo olmo2 granite granitemoe starcoder2 stablelm smollm3 seed_oss "
-    "gpt_neox gpt_oss nemotron arcee hunyuan_v1_dense hunyuan_v1_moe "
+    "gpt_neox gpt_oss nemotron arcee hunyuan_v1_dense hunyuan_v1_moe mellum "
     "opt".split()  # learned positions: K is not rotated, so there is nothing to order
 )
 _INTERLEAVED: Final = frozenset({"cohere", "cohere2", "ernie4_5", "glm", "glm4", "gptj"})

@@ -1,4 +1,4 @@
-"""What an SGLang engine's K and V depend on: the identity of its caches, and their layout.
+"""What an SGLang engine's K and V depend on: the identity of its caches, and their layouts.
 
 The identity is computed from the served model's files, so a model that other engines serve in the
 same dtype has the same one here. Whatever of SGLang's settings may change K and V counts beside
@@ -7,23 +7,22 @@ that, unless it is listed as harmless: an engine with such a setting has a names
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
 from sglang.srt.arg_groups.fields import exec_, lora, mm, model, spec
+from sglang.srt.mem_cache.hicache_storage import PoolName
 
-from vua.connector.cache_spec import UncachedError
+from vua.connector.cache_spec import Group, UncachedError, division
 from vua.connector.model_files import local_directory
 from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest
 from vua.format.layout import KVLayout, Shard
 from vua.format.rope import rope_order, varies_with_length
 from vua.serdes import DTYPES
-from vua.weights import Weights
 from vua.weights.model_files import code_digest
 
 __all__ = ["Described", "described", "shard_of"]
@@ -76,34 +75,28 @@ _NEUTRAL: Final = frozenset(
 """Settings that cannot change what K and V mean, whatever their value."""
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
+class Described(NamedTuple):
     """An engine's caches, but for its weights, which take longer to identify."""
 
-    others: Identity
-    """The other fields of the identity."""
-    layout: KVLayout
-    latent: bool
-    """Whether K and V are one latent (MLA)."""
-
-    def identity(self, weights: Weights) -> Identity:
-        """Return the whole."""
-        return replace(self.others, weights=weights.fingerprint)
+    identity: Identity
+    groups: dict[str, Group]
+    """By the pool of SGLang's that keeps these layers; the one of all tokens first."""
 
 
 def described(
     runner: Any,  # noqa: ANN401
-    pool: Any,  # noqa: ANN401
+    pools: Mapping[str, Any],
     *,
     latent: bool,
     epoch: str,
     adapters: Mapping[str, str],
 ) -> Described:
-    """Describe the caches that a model runner of SGLang computes and a host pool keeps.
+    """Describe the caches that a model runner of SGLang computes and its host pools keep.
 
     Args:
         runner: SGLang's ``ModelRunner``.
-        pool: its host pool of K and V.
+        pools: the host pools, by SGLang's names: ``kv``, and ``swa`` where some layers have a
+            sliding window of which only the end is kept.
         latent: whether it is one of latents (MLA).
         epoch: the setting.
         adapters: `vua.sglang.engine.Engine.adapters`.
@@ -118,6 +111,7 @@ def described(
     kind = type(models.hf_config)  # read anew: SGLang adds to the one that it has
     whole = kind.from_pretrained(directory, local_files_only=True)
     text = whole.get_text_config()
+    pool = pools[PoolName.KV]
     dtype = _dtype(pool)
     _check_supported(arguments, models, text is whole)
     config = dict(text.to_dict())
@@ -136,15 +130,9 @@ def described(
         config["vua.sglang_context_length"] = models.context_len
     if arguments.trust_remote_code and (code := _code(text, directory)):
         config["vua.code"] = code
-    layout = KVLayout(
-        layers=text.num_hidden_layers,
-        kv_heads=1 if latent else models.get_total_num_kv_heads(),
-        k_dim=pool.kv_cache_dim if latent else pool.head_dim,
-        v_dim=0 if latent else pool.v_head_dim,
-        dtype=dtype,
-        chunk_tokens=pool.page_size,
-    )
-    others = Identity(
+    groups = _groups(runner, pools, dtype, latent=latent)
+    config |= division(list(groups.values()))
+    identity = Identity(
         model=config_digest(config),
         kv_dtype=dtype,
         rope=rope,
@@ -152,33 +140,106 @@ def described(
         chunk_tokens=pool.page_size,
         name=_name(arguments.model_path, directory),
     )
-    return Described(others, layout, latent)
+    return Described(identity, groups)
 
 
-def shard_of(layout: KVLayout, pool: Any, tp_rank: int, tp_size: int) -> tuple[Shard, bool]:  # noqa: ANN401
+def shard_of(
+    group: Group,
+    layers: range,
+    pool: Any,  # noqa: ANN401
+    rank: int,
+    ranks: int,
+) -> tuple[Shard, bool]:
     """Return the rectangle that a rank's pool holds, and whether it is this rank that writes it.
 
     Ranks share a head where there are fewer heads than ranks, and a latent always; then the first
     of them writes.
 
+    Args:
+        group: the layers that such pools hold on all ranks together.
+        layers: the model's layers that this rank computes.
+        pool: this rank's host pool.
+        rank: its number among those of tensor parallelism.
+        ranks: how many of these there are.
+
     Raises UncachedError: the pool holds other layers or heads than a rank of this size should.
     """
-    heads, latent = layout.kv_heads, not layout.v_dim
-    each = max(1, heads // tp_size)
-    first = 0 if latent else tp_rank * heads // tp_size
+    layout, heads = group.layout, group.layout.kv_heads
+    latent = not layout.v_dim
+    each = max(1, heads // ranks)
+    first = 0 if latent else rank * heads // ranks
     held = 1 if latent else pool.head_num
-    stop = pool.start_layer + pool.layer_num
-    whole = stop == pool.end_layer and pool.layer_num == pool.target_layer_num
+    start, stop = (
+        sum(layer < edge for layer in group.layers) for edge in (layers.start, layers.stop)
+    )
+    whole = stop - start == pool.layer_num == pool.target_layer_num
     whole = whole and not getattr(pool, "_layer_shard_enabled", False)
-    if not whole or stop > layout.layers or (not latent and held != each) or first + held > heads:
+    if not whole or (not latent and held != each) or first + held > heads:
         msg = (
-            f"rank {tp_rank} of {tp_size} holds layers {pool.start_layer} to {stop} and {held} "
-            f"heads of a model with {layout.layers} layers and {heads} KV heads"
+            f"rank {rank} of {ranks} holds {pool.layer_num} layers, of the model's {layers.start} "
+            f"to {layers.stop}, and {held} heads of a model with {layout.layers} such layers and "
+            f"{heads} KV heads"
         )
         raise UncachedError(msg)
-    before = tp_rank > 0 and (tp_rank - 1) * heads // tp_size == first
-    writes = tp_rank == 0 if latent else heads >= tp_size or not before
-    return Shard(pool.start_layer, stop, first, first + held), writes
+    before = rank > 0 and (rank - 1) * heads // ranks == first
+    writes = rank == 0 if latent else heads >= ranks or not before
+    return Shard(start, stop, first, first + held, layout.group), writes
+
+
+def _groups(
+    runner: Any,  # noqa: ANN401
+    pools: Mapping[str, Any],
+    dtype: str,
+    *,
+    latent: bool,
+) -> dict[str, Group]:
+    """Return the layers that each pool holds, all ranks' together."""
+    models = runner.model_config
+    if PoolName.SWA not in pools:
+        layers = range(models.num_hidden_layers)
+        heads = 1 if latent else models.get_total_num_kv_heads()
+        return {PoolName.KV: _group(layers, pools[PoolName.KV], heads, dtype, latent=latent)}
+    if latent:
+        msg = "a model with latents (MLA) and sliding windows is not known"
+        raise UncachedError(msg)
+    kept = _group(
+        models.full_attention_layer_ids,
+        pools[PoolName.KV],
+        models.get_total_num_kv_heads(),
+        dtype,
+    )
+    window = _group(
+        models.swa_attention_layer_ids,
+        pools[PoolName.SWA],
+        models.get_swa_num_kv_heads(1),
+        dtype,
+        # SGLang counts the tokens before the one that attends
+        name=f"w{runner.sliding_window_size + 1}",
+        table=1,
+    )
+    return {PoolName.KV: kept, PoolName.SWA: window}
+
+
+def _group(
+    layers: Sequence[int],
+    pool: Any,  # noqa: ANN401
+    heads: int,
+    dtype: str,
+    *,
+    latent: bool = False,
+    name: str = "",
+    table: int = 0,
+) -> Group:
+    layout = KVLayout(
+        layers=len(layers),
+        kv_heads=heads,
+        k_dim=pool.kv_cache_dim if latent else pool.head_dim,
+        v_dim=0 if latent else pool.v_head_dim,
+        dtype=dtype,
+        chunk_tokens=pool.page_size,
+        group=name,
+    )
+    return Group(layout, tuple(layers), ((layout.full,),), (table,))
 
 
 def _dtype(pool: Any) -> str:  # noqa: ANN401

@@ -1,6 +1,6 @@
-"""What SGLang's interface of a storage has beside pages of K and V that are moved in place.
+"""What SGLang's interface of a storage has beside pages that are moved in place.
 
-SGLang calls none of it with ``"interface_v1": 1`` for an engine that keeps only K and V.
+SGLang calls none of it with ``"interface_v1": 1``.
 """
 
 from __future__ import annotations
@@ -8,34 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-__all__ = ["PagesOnly"]
+__all__ = ["PagesInPlace"]
 
 
-class PagesOnly(HiCacheStorage):
+class PagesInPlace(HiCacheStorage):
     """Finds, brings and stores nothing by the other ways."""
 
     def exists(self, key: str) -> bool:
         """Return False: pages are looked up by `batch_exists`."""
         return False
-
-    def batch_exists_v2(
-        self,
-        keys: list[str],
-        pool_transfers: Any = None,  # noqa: ANN401
-        extra_info: Any = None,  # noqa: ANN401
-    ) -> PoolTransferResult:
-        """Return nothing: asked by engines that keep more than K and V, which are not cached."""
-        return PoolTransferResult.empty()
-
-    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:  # noqa: ANN401
-        """Bring nothing, likewise."""
-        return {one.name: [False] * len(one.keys or ()) for one in transfers}
-
-    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:  # noqa: ANN401
-        """Store nothing, likewise."""
-        return {one.name: [False] * len(one.keys or ()) for one in transfers}
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:  # noqa: ANN401
         """Return None: pages go through `batch_get_v1`."""

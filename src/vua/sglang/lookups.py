@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from vua.connector.breaker import StorageGuard
+from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
 from vua.connector.metrics import Recorder
+from vua.connector.prefix_match import longest
 from vua.errors import VUAError
 from vua.format.keys import ChunkKey
-from vua.format.layout import Shard
 from vua.io.workers import Attempt, Workers
 from vua.store.store import Store
 
@@ -30,8 +31,8 @@ _THREADS: Final = 2
 class _Lookup:
     """One question."""
 
-    store: Store
-    shard: Shard
+    model: Model
+    stores: Sequence[Store]
     keys: Sequence[ChunkKey]
     before: int
     """How many of the keys stand before those that are asked about."""
@@ -53,11 +54,23 @@ class Lookups:
         """Stop the threads; waits for none."""
         self._threads.close(finish=False)
 
-    def find(self, store: Store, shard: Shard, keys: Sequence[ChunkKey], before: int) -> int:
-        """Return how many of the keys behind the first ``before`` are stored; 0 in doubt."""
+    def find(
+        self, model: Model, stores: Sequence[Store], keys: Sequence[ChunkKey], before: int
+    ) -> int:
+        """Return how many of the keys behind the first ``before`` can be loaded; 0 in doubt.
+
+        That is, all of them are stored, and where layers have a sliding window what it holds behind
+        the last of them.
+
+        Args:
+            model: what is looked for, with the rectangles of this rank.
+            stores: one per group of the model.
+            keys: a prompt's chunks from its first one on.
+            before: how many of them are not asked about.
+        """
         outcome, found, began = "paused", 0, time.monotonic()
         if self._guard.allows():
-            lookup = _Lookup(store, shard, keys, before)
+            lookup = _Lookup(model, stores, keys, before)
             self._threads.submit(self._answer, lookup)
             in_time = bool(wait_for([lookup.answer], timeout=self._limit_s).done)
             self._guard.went(well=in_time)
@@ -73,11 +86,29 @@ class Lookups:
     @staticmethod
     def _answer(attempt: Attempt[_Lookup]) -> None:
         lookup, found = attempt.what, 0
+        model, stores, keys, before = lookup.model, lookup.stores, lookup.keys, lookup.before
         try:
-            found = lookup.store.lookup(lookup.keys[lookup.before :], [lookup.shard])
+            stored = stores[0].lookup(keys[before:], model.groups[0].written)
+            if stored:
+                found = _with_windows(model, stores, keys, before, stored)
             if found:
-                lookup.store.used(lookup.keys, lookup.before + found)
+                stores[0].used(keys, before + found)
         except (VUAError, OSError) as problem:
             log.warning("VUA: a lookup failed: %s", problem)
         finally:
             lookup.answer.set_result(found)
+
+
+def _with_windows(
+    model: Model, stores: Sequence[Store], keys: Sequence[ChunkKey], before: int, stored: int
+) -> int:
+    """Return up to how many of the stored chunks every window is stored, too.
+
+    SGLang loads a window only as a whole, so behind other pages it has to lie behind these.
+    """
+    size = model.chunk_tokens
+    tokens = longest(model, stores, keys, before + stored, len(keys) * size)
+    for window in model.groups[1:]:
+        if before and model.first_loaded(window, tokens) < before * size:
+            return 0
+    return max(0, tokens // size - before)

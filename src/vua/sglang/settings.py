@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError
 
-__all__ = ["settings_of"]
+__all__ = ["engine_arguments", "settings_of"]
 
 _OPTION: Final = "--hicache-storage-backend-extra-config"
 _OF_SGLANG: Final = ("backend_name", "module_path", "class_name", "interface_v1")
@@ -35,3 +36,29 @@ def settings_of(extra: Mapping[str, object]) -> ConnectorConfig:
     if config.gds_mode == "required":
         raise ConfigError(f'{_OPTION}: gds_mode "required": SGLang loads through host memory')
     return config
+
+
+def engine_arguments(path: str, **settings: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return the arguments of an ``sglang.Engine`` that keeps its pages in a directory or bucket.
+
+    Args:
+        path: the directory, or a bucket's URL.
+        settings: further ones of VUA's, or of SGLang's extra configuration.
+    """
+    extra = {
+        "backend_name": "vua",
+        "module_path": "vua.sglang.storage",
+        "class_name": "VUAHiCacheStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "shared_storage_path": path,
+        **settings,
+    }
+    return {
+        "enable_hierarchical_cache": True,
+        "page_size": 64,
+        "hicache_write_policy": "write_through",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+    }

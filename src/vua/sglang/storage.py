@@ -11,32 +11,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer, PoolTransferResult
 
 from vua import native
-from vua.connector.cache_spec import Group, Model, UncachedError
+from vua.connector.cache_spec import UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
 from vua.connector.metrics import Recorder
 from vua.connector.model_files import local_directory
-from vua.connector.opening import Opened, Opening
+from vua.connector.opening import Opening
 from vua.errors import ConfigError, VUAError
-from vua.format.keys import ChunkKey
 from vua.sglang.engine import Engine, passes_prefix_keys
-from vua.sglang.host_pages import HostPages
-from vua.sglang.identity import Described, described, shard_of
-from vua.sglang.interface import PagesOnly
+from vua.sglang.interface import PagesInPlace
 from vua.sglang.lookups import Lookups
 from vua.sglang.metrics import Metrics
 from vua.sglang.page_keys import chunk_keys
-from vua.sglang.reuse import Reuse
+from vua.sglang.pools import Moved, OpenPools, Pools, check_name
 from vua.sglang.settings import settings_of
-from vua.sglang.transfers import Transfers
 from vua.sglang.versions import check_version
 from vua.store.place import prepare
 from vua.weights import Identification, Weights, checkpoint_files, identify_weights
@@ -46,28 +41,7 @@ __all__ = ["VUAHiCacheStorage"]
 log = logger("worker")
 
 
-@dataclass(frozen=True, slots=True)
-class _Usable:
-    """What a namespace's pages are looked up and moved with."""
-
-    transfers: Transfers
-    reuse: Reuse
-    opened: Opened
-
-
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    """Pages that SGLang wants to be loaded or stored."""
-
-    usable: _Usable
-    proven: Callable[[], bool]
-    """Whether the weights still are those of the call's begin."""
-    keys: Sequence[ChunkKey]
-    pages: Sequence[int]
-    """Their numbers in the host pool."""
-
-
-class VUAHiCacheStorage(PagesOnly):
+class VUAHiCacheStorage(PagesInPlace):
     """One rank's backend. SGLang calls it from one thread for lookups, one for loads, one to save.
 
     For ``--hicache-storage-backend dynamic``; docs/sglang.md says with which other arguments.
@@ -98,8 +72,9 @@ class VUAHiCacheStorage(PagesOnly):
         self._metrics = Metrics(self._stats, storage_config)
         self._lookups = Lookups(self._config, self._stats)
         self._lock = threading.Lock()
+        self._pools: Pools | None = None
         self._opening: Opening | None = None
-        self._usable: _Usable | None = None
+        self._usable: OpenPools | None = None
         self._refused = ""
         self._engine: Engine | None = None
         try:
@@ -116,13 +91,12 @@ class VUAHiCacheStorage(PagesOnly):
         if self._opening is not None:
             self._opening.close()
         if usable is not None:
-            usable.transfers.close()
-            usable.opened.namespace.close()
+            usable.close()
 
     # -- what SGLang tells of its memory ------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:  # noqa: ANN401
-        """Take over the host pool that holds K and V. Raises ConfigError for its page size."""
+        """Take over the host pool of all tokens' K and V. Raises ConfigError for its page size."""
         super().register_mem_pool_host(mem_pool_host)
         pool, config = mem_pool_host, self._config
         if pool.page_size != config.chunk_tokens:
@@ -131,45 +105,38 @@ class VUAHiCacheStorage(PagesOnly):
                 f"start SGLang with --page-size {config.chunk_tokens}, or set chunk_tokens to "
                 f"{pool.page_size} for it and for all engines that are to share with it"
             )
-        if self._engine is None:
-            return
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401
+        """Take note of a pool; one of a kind that is not stored makes the engine uncached."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
         try:
-            self._check_place()
-            latent = bool(self._place.is_mla_model)
-            self._described = described(
-                self._engine.runner,
-                pool,
-                latent=latent,
-                epoch=config.epoch,
-                adapters=self._engine.adapters,
-            )
-            self._pages = HostPages(pool, latent=latent)
-            self._shard, self._writes = shard_of(
-                self._described.layout, pool, self._place.tp_rank, self._place.tp_size
-            )
+            check_name(host_pool_name)
+        except UncachedError as problem:
+            self._refuse(str(problem))
+
+    def on_host_pools_registered(self) -> None:
+        """Find out what the pools hold, now that all are known."""
+        if self._engine is None or self._refused:
+            return
+        pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
+        try:
+            self._pools = Pools.of(self._engine, pools, self._place, epoch=self._config.epoch)
         except (VUAError, OSError) as problem:
             self._refuse(str(problem))
             return
-        self._engine.watch_pool(pool)
+        self._engine.watch_pool(self.mem_pool_host)
         native.crew.share(self._place.tp_size * self._place.pp_size)  # of this machine, at most
         arguments, directory = self._engine.runner.server_args, self._engine.directory
         if directory is None:
-            self._begin(arguments.model_path, arguments.revision, arguments.download_dir)
+            self._begin(self._pools, arguments.model_path, arguments.revision)
         else:
-            self._begin(str(directory), None, arguments.download_dir)
+            self._begin(self._pools, str(directory), None)
 
-    def _check_place(self) -> None:
-        place = self._place
-        if place.attn_cp_size > 1 or place.dcp_size > 1:
-            msg = "with context parallelism a page is spread over ranks in a way that is not known"
-            raise UncachedError(msg)
-        if place.should_split_heads:
-            msg = "VUA cuts pages at heads by itself; leave out tp_lcm_size"
-            raise UncachedError(msg)
-
-    def _begin(self, name: str, revision: str | None, download_dir: str | None) -> None:
+    def _begin(self, pools: Pools, name: str, revision: str | None) -> None:
         """Identify the weights in a directory, and open their namespace when that is done."""
-        loaded_s = 0.0 if self._engine is None else self._engine.loaded_s
+        engine = self._engine
+        loaded_s = 0.0 if engine is None else engine.loaded_s
+        download_dir = None if engine is None else engine.runner.server_args.download_dir
 
         def identify(stop: threading.Event) -> Weights:
             files = checkpoint_files(local_directory(name, revision, download_dir))
@@ -182,17 +149,7 @@ class VUAHiCacheStorage(PagesOnly):
                 raise UncachedError(msg)
             return weights
 
-        self._opening = Opening(_model(self._described), self._config, Identification(identify))
-
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401
-        """Take note of a further pool: an engine that needs more than K and V is not cached."""
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if host_pool_name != PoolName.KV:
-            name = getattr(host_pool_name, "value", host_pool_name)
-            self._refuse(
-                f"beside K and V of all tokens the engine keeps the pool {name!r} (a sliding "
-                "window, a state, an index or a draft model), which is not stored"
-            )
+        self._opening = Opening(pools.model, self._config, Identification(identify))
 
     def _refuse(self, reason: str) -> None:
         if not self._refused:
@@ -216,9 +173,24 @@ class VUAHiCacheStorage(PagesOnly):
         named = chunk_keys(before, keys, self._config.chunk_tokens)
         asked = named[len(before) :]
         self._stats.add("vua_queried_tokens_total", asked[-1].stop - asked[0].start)
-        transfers = usable.transfers
-        found = self._lookups.find(transfers.store, transfers.shard, named, len(before))
+        opened = usable.opened
+        found = self._lookups.find(opened.model, opened.namespace.stores, named, len(before))
         return usable.reuse.decide(asked, found)
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: Any = None,  # noqa: ANN401
+    ) -> PoolTransferResult:
+        """Return how many leading pages are to be loaded, with the windows behind them.
+
+        Has the arguments of :meth:`batch_exists`, and pools from which pages are wanted, too.
+        """
+        wanted = [one.name for one in pool_transfers or ()]
+        known = self._pools.parts if self._pools is not None else {}
+        pages = self.batch_exists(keys, extra_info) if set(wanted) <= set(known) else 0
+        return PoolTransferResult(pages, dict.fromkeys(wanted, pages), [pages] if pages else [])
 
     # -- loads and saves ----------------------------------------------------------------------
 
@@ -234,20 +206,36 @@ class VUAHiCacheStorage(PagesOnly):
         Takes at most ``timeouts.io_s`` more than the storage needs for what it brings; the pool is
         not touched afterwards.
         """
-        asked = self._moved(keys, host_indices, extra_info)
+        asked = self._moved(PoolName.KV, keys, host_indices, extra_info)
         if asked is None:
             return [False] * len(keys)
-        began, ended, done = time.monotonic(), asked.usable.reuse.loading(asked.keys), 0
+        began, done = time.monotonic(), 0
+        ended = asked.pools.reuse.loading(asked.keys)
         try:
-            done = asked.usable.transfers.load(asked.keys, asked.pages, asked.proven)
+            done = asked.load()
         finally:
             ended(done)
         outcome = "complete" if done == len(keys) else "partial" if done else "failed"
         self._stats.add("vua_loads_total", label=outcome)
         self._stats.add("vua_loaded_tokens_total", done * self._config.chunk_tokens)
         self._stats.observe("vua_load_seconds", time.monotonic() - began)
-        self._metrics.loaded(done, self._nbytes(done), time.monotonic() - began)
+        self._metrics.loaded(done, done * asked.nbytes, time.monotonic() - began)
         return [at < done for at in range(len(keys))]
+
+    def batch_get_v2(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: Any = None,  # noqa: ANN401
+    ) -> dict[str, list[bool]]:
+        """Bring pages into further pools, of each up to the first that is not to be had."""
+        brought = {}
+        for one in transfers:
+            keys, done = one.keys or [], 0
+            asked = self._moved(one.name, keys, one.host_indices, extra_info)
+            if asked is not None:
+                done = asked.load()
+            brought[one.name] = [at < done for at in range(len(keys))]
+        return brought
 
     def batch_set_v1(
         self,
@@ -264,47 +252,60 @@ class VUAHiCacheStorage(PagesOnly):
 
         Returns True for each page, stored or not: for SGLang False would end the whole backup.
         """
-        computed = self._moved(keys, host_indices, extra_info)
+        computed = self._moved(PoolName.KV, keys, host_indices, extra_info)
         if computed is not None:
-            computed.usable.reuse.computed(computed.keys)
-        if computed is not None and self._writes:
+            computed.pools.reuse.computed(computed.keys)
             began = time.monotonic()
-            computed.usable.transfers.save(computed.keys, computed.pages, computed.proven)
-            self._metrics.saved(len(keys), self._nbytes(len(keys)), time.monotonic() - began)
+            if computed.save():
+                seconds = time.monotonic() - began
+                self._metrics.saved(len(keys), len(keys) * computed.nbytes, seconds)
         return [True] * len(keys)
+
+    def batch_set_v2(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: Any = None,  # noqa: ANN401
+    ) -> dict[str, list[bool]]:
+        """Store pages of further pools, unless they are stored already.
+
+        Returns True for each page, as :meth:`batch_set_v1`.
+        """
+        for one in transfers:
+            computed = self._moved(one.name, one.keys or [], one.host_indices, extra_info)
+            if computed is not None:
+                computed.save()
+        return {one.name: [True] * len(one.keys or ()) for one in transfers}
 
     def _moved(
         self,
+        pool: str,
         keys: Sequence[str],
-        host_indices: torch.Tensor,
+        host_indices: torch.Tensor | None,
         extra_info: Any,  # noqa: ANN401
-    ) -> _Moved | None:
+    ) -> Moved | None:
         """Return what a call is about, if anything may be loaded or stored now."""
         usable = self._use()
-        if usable is None or self._engine is None or not keys:
+        if usable is None or self._engine is None or host_indices is None or not keys:
             return None
         proven, before = self._engine.proof(), _before(extra_info)
         named = chunk_keys(before, keys, self._config.chunk_tokens)[len(before) :]
-        pages = self._pages.numbers(host_indices, len(keys)).tolist()
-        return _Moved(usable, proven, named, pages)
+        return usable.moved(pool, named, host_indices, proven)
 
-    def _nbytes(self, pages: int) -> int:
-        return pages * self._shard.payload_nbytes(self._described.layout)
-
-    def _use(self) -> _Usable | None:
+    def _use(self) -> OpenPools | None:
         """Return what belongs to the weights that the engine has now; None: nothing may be used."""
-        engine = self._engine
+        engine, pools = self._engine, self._pools
         with self._lock:
-            if self._refused or engine is None:
+            if self._refused or engine is None or pools is None:
                 return None
             if not engine.unchanged():
                 directory = engine.take_directory()
                 if directory is None:
                     return None
                 self._leave()
-                self._begin(str(directory), None, engine.runner.server_args.download_dir)
-            if self._usable is None and self._opening is not None:
-                self._usable = self._open(self._opening.take())
+                self._begin(pools, str(directory), None)
+            opened = None if self._opening is None else self._opening.take()
+            if self._usable is None and opened is not None:
+                self._usable = OpenPools(pools, opened, self._config, self._stats)
             return self._usable
 
     def _leave(self) -> None:
@@ -313,15 +314,7 @@ class VUAHiCacheStorage(PagesOnly):
         if self._opening is not None:
             self._opening.close()
         if usable is not None:
-            usable.transfers.close()
-            usable.opened.namespace.close()
-
-    def _open(self, opened: Opened | None) -> _Usable | None:
-        if opened is None:
-            return None
-        store = opened.namespace.stores[0]
-        transfers = Transfers(store, self._shard, self._pages, self._config, self._stats)
-        return _Usable(transfers, Reuse(opened.model, self._config, self._stats), opened)
+            usable.close()
 
     # -- the rest of SGLang's interface -------------------------------------------------------
 
@@ -340,12 +333,3 @@ class VUAHiCacheStorage(PagesOnly):
 def _before(extra_info: Any) -> Sequence[str]:  # noqa: ANN401
     """Return the hashes of the pages before those of a call."""
     return getattr(extra_info, "prefix_keys", None) or ()
-
-
-def _model(found: Described) -> Model:
-    """Return an engine's caches in the connector's terms, without their weights."""
-    layout = found.layout
-    group = Group(layout, tuple(range(layout.layers)), ((layout.full,),), (0,))
-    return Model(
-        found.others, (group,), (layout.chunk_tokens,), latent=found.latent, identified=False
-    )

@@ -237,7 +237,8 @@ class Transfers:
         nbytes = written * self.shard.payload_nbytes(self.store.layout)
         self._stats.add("vua_chunks_saved_total", written, "written")
         self._stats.add("vua_stored_bytes_total", nbytes)
-        self._stats.add("vua_stored_tokens_total", written * self.store.layout.chunk_tokens)
+        if self.store.layout.window is None:  # else these are counted with the other layers
+            self._stats.add("vua_stored_tokens_total", written * self.store.layout.chunk_tokens)
         if left := len(work.keys) - written:
             self._stats.add("vua_chunks_saved_total", left, outcome)
 

@@ -1,9 +1,9 @@
 """What SGLang lacks on a machine without a GPU; Python imports this at its start.
 
-Put this folder on PYTHONPATH. Four things: a stand-in for torchvision, which SGLang imports at its
+Put this folder on PYTHONPATH. Five things: a stand-in for torchvision, which SGLang imports at its
 start and uses for images only; copies between the device's KV cache and the host's, by PyTorch in
-place of CUDA kernels; host memory that is neither pinned nor kept back for others; and memory for
-LoRA adapters that is not pinned either.
+place of CUDA kernels; host memory that is neither pinned nor kept back for others; memory for
+LoRA adapters that is not pinned either; and attention that reads a sliding window where it lies.
 """
 
 from __future__ import annotations
@@ -154,7 +154,39 @@ def without_pinning(_: Any) -> None:
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
 
 
+def in_own_slots(module: Any) -> None:
+    """Read sliding windows at the slots of their own pool, in which SGLang has written them.
+
+    SGLang's attention on a CPU reads them at the slots of the pool of all tokens. The two are the
+    same until the first slots are used again.
+    """
+    backend = module.TorchNativeAttnBackend
+
+    def by_own_slots(attend: Callable[..., Any]) -> Callable[..., Any]:
+        def run(
+            self: Any,
+            query: Any,
+            output: Any,
+            k_cache: Any,
+            v_cache: Any,
+            slots: Any,
+            *arguments: Any,
+            sliding_window_size: int | None = None,
+            **named: Any,
+        ) -> Any:
+            if sliding_window_size is not None and self.use_sliding_window_kv_pool:
+                slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
+            named["sliding_window_size"] = sliding_window_size
+            return attend(self, query, output, k_cache, v_cache, slots, *arguments, **named)
+
+        return run
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(backend, name, by_own_slots(getattr(backend, name)))
+
+
 PATCHES: dict[str, Callable[[Any], None]] = {
+    "sglang.srt.layers.attention.torch_native_backend": in_own_slots,
     "sglang.srt.lora.lora": without_pinning,
     "sglang.srt.mem_cache.pool_host.mha": in_pool,
     "sglang.srt.mem_cache.pool_host.mla": in_pool,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers import DirectoryTest
-from vua.connector.cache_spec import UncachedError
+from vua.connector.cache_spec import Group, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.metrics import Recorder
 from vua.errors import ConfigError
@@ -113,6 +113,16 @@ def rows(pool: Any, page: int) -> list[torch.Tensor]:
     return [unified[0, :, at] for at in range(2)]
 
 
+def plain(layout: KVLayout) -> Group:
+    """All layers of a model, of one kind."""
+    return Group(layout, tuple(range(layout.layers)), ((layout.full,),), (0,))
+
+
+def held(pool: Any) -> range:
+    """The layers of a pool that holds all that its rank computes."""
+    return range(pool.start_layer, pool.end_layer)
+
+
 class PoolTest(DirectoryTest):
     def transfers(self, pool: Any, shard: Shard, layout: KVLayout) -> Transfers:
         """What moves a shard between a pool and the test's directory."""
@@ -154,7 +164,7 @@ class PoolTest(DirectoryTest):
             keys = KeyChain(token_ids([10 * stored_by[0] + stored_by[1]] * PAGE), PAGE).first(1)
             whole = [torch.zeros(LAYERS, PAGE, HEADS, DIM) for _ in range(2)]
             for tp, pp, pool in self.pools(*stored_by):
-                shard, writes = shard_of(layout, pool, tp, stored_by[0])
+                shard, writes = shard_of(plain(layout), held(pool), pool, tp, stored_by[0])
                 pool.kv_buffer += 10000 * (shard.head_start + 10 * pp)
                 if writes:
                     self.transfers(pool, shard, layout).save(keys, [2], lambda: True)
@@ -167,7 +177,7 @@ class PoolTest(DirectoryTest):
             for loaded_by in sizes:
                 for tp, _, pool in self.pools(*loaded_by):
                     with self.subTest(stored_by=stored_by, loaded_by=loaded_by, tp=tp):
-                        shard, _ = shard_of(layout, pool, tp, loaded_by[0])
+                        shard, _ = shard_of(plain(layout), held(pool), pool, tp, loaded_by[0])
                         moves = self.transfers(pool, shard, layout)
                         self.assertEqual(1, moves.load(keys, [1], lambda: True))
                         for array, found in zip(whole, rows(pool, 1), strict=True):
@@ -193,7 +203,7 @@ class PoolTest(DirectoryTest):
 
         layout = KVLayout(LAYERS, 1, LATENT, 0, "F32", PAGE)
         source = mla("page_first")
-        shards = [shard_of(layout, source, rank, 4) for rank in range(4)]
+        shards = [shard_of(plain(layout), held(source), source, rank, 4) for rank in range(4)]
         self.assertEqual([(layout.full, rank == 0) for rank in range(4)], shards)
         keys = KeyChain(token_ids([7] * 2 * PAGE), PAGE).first(2)
         self.transfers(source, layout.full, layout).save(keys, [1, 4], lambda: True)
@@ -218,9 +228,40 @@ class PoolTest(DirectoryTest):
         from vua.sglang.identity import shard_of
 
         layout = KVLayout(LAYERS, HEADS, DIM, DIM, "F32", PAGE)
-        for pool in (mha("page_first", heads=1), mha("page_first", first_layer=1)):
-            with self.assertRaisesRegex(UncachedError, "a model with 4 layers and 4 KV heads"):
-                shard_of(layout, pool, 0, 1)
+        for pool in (mha("page_first", heads=1), mha("page_first", layers=3)):
+            with self.assertRaisesRegex(UncachedError, "4 such layers and 4 KV heads"):
+                shard_of(plain(layout), range(LAYERS), pool, 0, 1)
+
+    def test_windows_of_ranks(self) -> None:
+        """Of the layers with a window each rank holds those that it computes."""
+        from vua.sglang.identity import shard_of
+
+        layout = KVLayout(2, HEADS, DIM, DIM, "F32", PAGE, "w32")
+        group = Group(layout, (0, 2), ((layout.full,),), (1,))
+        cases = (
+            (range(4), 2, Shard(0, 2, 0, HEADS, "w32")),
+            (range(2), 1, Shard(0, 1, 0, HEADS, "w32")),
+            (range(1, 4), 1, Shard(1, 2, 0, HEADS, "w32")),
+        )
+        for layers, count, expected in cases:
+            with self.subTest(layers):
+                pool = mha("page_first", layers=count)
+                self.assertEqual((expected, True), shard_of(group, layers, pool, 0, 1))
+                with self.assertRaisesRegex(UncachedError, "2 such layers"):
+                    shard_of(group, layers, mha("page_first", layers=3), 0, 1)
+
+    def test_other_pools(self) -> None:
+        """A pool of states, of an index or of a draft model is refused by its name."""
+        from sglang.srt.mem_cache.hicache_storage import PoolName
+
+        from vua.sglang.pools import check_name
+
+        for name in PoolName:
+            if name in (PoolName.KV, PoolName.SWA):
+                check_name(name)
+            else:
+                with self.assertRaisesRegex(UncachedError, f"'{name.value}'.*not stored"):
+                    check_name(name)
 
 
 class NamesTest(unittest.TestCase):

@@ -1,0 +1,178 @@
+"""The host pools of one rank: which layers each keeps, of which heads, and where.
+
+SGLang has one pool of K and V of all tokens. Where layers have a sliding window, of which it keeps
+only the end, these have another one. A pool of any other kind makes the engine uncached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+
+from vua.connector.cache_spec import Group, Model, UncachedError
+from vua.connector.config import ConnectorConfig
+from vua.connector.metrics import Recorder
+from vua.connector.opening import Opened
+from vua.format.keys import ChunkKey
+from vua.sglang.engine import Engine
+from vua.sglang.host_pages import HostPages
+from vua.sglang.identity import described, shard_of
+from vua.sglang.reuse import Reuse
+from vua.sglang.transfers import Transfers
+
+__all__ = ["KNOWN", "OpenPools", "Part", "Pools", "check_name"]
+
+KNOWN: Final = (PoolName.KV, PoolName.SWA)
+"""Those that are stored, in the order of a model's groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one pool keeps."""
+
+    group: Group
+    """Its layers, with the rectangle that this rank holds as the only one."""
+    pages: HostPages
+    writes: bool
+    """Whether it is this rank that stores it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """All pools of one rank."""
+
+    parts: Mapping[str, Part]
+    """By SGLang's names; the one of all tokens first."""
+    model: Model
+    """The connector's terms for them, without the weights."""
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        pools: Mapping[str, Any],
+        place: Any,  # noqa: ANN401
+        *,
+        epoch: str,
+    ) -> Pools:
+        """Describe a rank's pools.
+
+        Args:
+            engine: whose K and V they keep.
+            pools: the host pools by SGLang's names.
+            place: SGLang's ``HiCacheStorageConfig``.
+            epoch: the setting.
+
+        Raises:
+            UncachedError: what the engine keeps cannot be stored, shared or told from others.
+            ConfigError: the model's code cannot be identified.
+            LayoutError: a pool of no layers, or of more than any model has.
+            OSError: a file of the model cannot be read.
+        """
+        _check_place(place)
+        for name in pools:
+            check_name(name)
+        latent = bool(place.is_mla_model)
+        runner = engine.runner
+        found = described(runner, pools, latent=latent, epoch=epoch, adapters=engine.adapters)
+        layers = range(runner.layer_info.start_layer, runner.layer_info.end_layer)
+        parts = {}
+        for name, group in found.groups.items():
+            pool = pools[name]
+            shard, writes = shard_of(group, layers, pool, place.tp_rank, place.tp_size)
+            own = replace(group, shards=((shard,),))
+            parts[name] = Part(own, HostPages(pool, latent=latent), writes)
+        groups = tuple(part.group for part in parts.values())
+        blocks = tuple(group.layout.chunk_tokens for group in groups)
+        return cls(parts, Model(found.identity, groups, blocks, latent=latent, identified=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Pages of one pool that SGLang wants to be loaded or stored."""
+
+    pools: OpenPools
+    name: str
+    """The pool's."""
+    keys: Sequence[ChunkKey]
+    pages: Sequence[int]
+    """Their numbers in the host pool."""
+    proven: Callable[[], bool]
+    """Whether the weights still are those of the call's begin."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one page."""
+        transfers = self.pools.transfers[self.name]
+        return transfers.shard.payload_nbytes(transfers.store.layout)
+
+    def load(self) -> int:
+        """Bring them; returns how many leading ones are in place, see :meth:`Transfers.load`."""
+        return self.pools.transfers[self.name].load(self.keys, self.pages, self.proven)
+
+    def save(self) -> bool:
+        """Store them; returns whether it is this rank that does, see :meth:`Transfers.save`."""
+        writes = self.pools.parts[self.name].writes
+        if writes:
+            self.pools.transfers[self.name].save(self.keys, self.pages, self.proven)
+        return writes
+
+
+class OpenPools:
+    """What pages of all pools are looked up and moved with, in the namespace of their weights."""
+
+    def __init__(
+        self, pools: Pools, opened: Opened, config: ConnectorConfig, stats: Recorder
+    ) -> None:
+        """Move between ``pools`` and what ``opened`` leads to; count in ``stats``."""
+        self.opened, self.parts = opened, pools.parts
+        self.reuse = Reuse(opened.model, config, stats)
+        self.transfers: dict[str, Transfers] = {
+            name: Transfers(store, part.group.written[0], part.pages, config, stats)
+            for (name, part), store in zip(
+                pools.parts.items(), opened.namespace.stores, strict=True
+            )
+        }
+
+    def moved(
+        self,
+        name: str,
+        keys: Sequence[ChunkKey],
+        host_indices: torch.Tensor,
+        proven: Callable[[], bool],
+    ) -> Moved | None:
+        """Return the pages of a pool with these token slots; None for a pool that is not stored."""
+        part = self.parts.get(name)
+        if part is None:
+            return None
+        pages = part.pages.numbers(host_indices, len(keys)).tolist()
+        return Moved(self, name, keys, pages, proven)
+
+    def close(self) -> None:
+        """Stop the threads; waits for no storage that hangs."""
+        for moves in self.transfers.values():
+            moves.close()
+        self.opened.namespace.close()
+
+
+def check_name(name: str) -> None:
+    """Raise UncachedError for a pool that is not stored."""
+    if name not in KNOWN:
+        msg = (
+            f"the engine keeps a pool {getattr(name, 'value', name)!r} (a state, an index or a "
+            "draft model), which is not stored"
+        )
+        raise UncachedError(msg)
+
+
+def _check_place(place: Any) -> None:  # noqa: ANN401
+    if place.attn_cp_size > 1 or place.dcp_size > 1:
+        msg = "with context parallelism a page is spread over ranks in a way that is not known"
+        raise UncachedError(msg)
+    if place.should_split_heads:
+        msg = "VUA cuts pages at heads by itself; leave out tp_lcm_size"
+        raise UncachedError(msg)
