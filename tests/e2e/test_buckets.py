@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 import time
 import unittest
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from buckets import seaweedfs, speaking_to
+from commands import run as command
+from commands import run_json
 from e2e.harness import PROMPT, Batch, Driver, EngineTest, Phase, Served, run, tokens
 from vua.format.compressed import CODEC, is_available
+from vua.format.entry import parse_entry
+from vua.format.header import ENCRYPTED
+from vua.security.keyring import tenant_of, write_key
 from vua.storage.bucket import Bucket
 from vua.storage.local import is_compressed
 from vua.testing.proxy import HARMS, FaultyProxy
@@ -26,16 +33,23 @@ BATCH = Batch([PROMPT])
 class BucketTest(EngineTest):
     """Real engines, a real server."""
 
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Start an engines' process that speaks to a proxy."""
+        super().setUpClass()
+        cls.server = seaweedfs()
+        cls.proxy = FaultyProxy(cls.server.endpoint)
+        cls.addClassCleanup(cls.proxy.close)
+        cls.enterClassContext(speaking_to(cls.proxy.endpoint))
+        cls.driver = Driver()
+        cls.addClassCleanup(cls.driver.close)
+
     def setUp(self) -> None:
-        """Start an engines' process that speaks to a proxy, which passes everything on at first."""
+        """Take an empty place; at first the proxy passes everything on."""
         super().setUp()
-        self.server = seaweedfs()
-        self.proxy = FaultyProxy(self.server.endpoint)
-        self.addCleanup(self.proxy.close)
-        self.enterContext(speaking_to(self.proxy.endpoint))
         self.url = self.server.place()
-        self.driver = Driver()
-        self.addCleanup(self.driver.close)
+        self.proxy.plan = lambda *_: ""
+        self.proxy.counts.clear()
 
     def on(self, host: str, *batches: Batch, url: str = "", **extra: Any) -> Served:
         """Run an engine on a host: a directory of its own, and the bucket behind it."""
@@ -46,9 +60,27 @@ class BucketTest(EngineTest):
         self.assertIsNone(served.problem)
         return served
 
+    def on_the_bucket(self, *batches: Batch, role: str = "kv_both", **extra: Any) -> Served:
+        """Run an engine without a directory, in a process of its own."""
+        phase = Phase(
+            batches,
+            root=self.root,
+            extra={"shared_storage_path": self.url, **extra},
+            transfer={"kv_role": role},
+        )
+        (served,) = run(phase, by=self.driver)
+        self.assertIsNone(served.problem)
+        return served
+
     def arrived(self) -> int:
         """How many entries are in the bucket."""
-        return sum(one.key.endswith(".safetensors") for one in Bucket.at(self.url).walk())
+        return len(self.chunks())
+
+    def chunks(self, url: str = "") -> dict[str, bytes]:
+        """The entries in a bucket, by the names of their chunks: each is of one shard."""
+        bucket = Bucket.at(url or self.url)
+        keys = [one.key for one in bucket.walk() if one.key.endswith(".safetensors")]
+        return {key.split("/")[-2]: bytes(bucket.get(key)[1]) for key in keys}
 
     def test_from_host_to_host(self) -> None:
         """A cold engine on one host; a warm one on another, which has an empty directory."""
@@ -76,14 +108,65 @@ class BucketTest(EngineTest):
     def test_on_the_bucket_alone(self) -> None:
         """Without a directory, too."""
         (expected,) = self.baseline(BATCH)
-        phases = [
-            Phase([BATCH], root=self.root, extra={"shared_storage_path": self.url})
-            for _ in range(2)
-        ]
-        cold, warm = (run(phase, by=self.driver)[0] for phase in phases)
+        cold, warm = (self.on_the_bucket(BATCH) for _ in range(2))
         self.assertEqual([[expected]] * 2, [cold.tokens, warm.tokens])
         self.assertEqual([[0], [640]], [cold.cached, warm.cached])
         self.assertEqual(640, warm.counts["tokens_loaded"])
+
+    def keys_of(self, *salts: str) -> dict[str, Any]:
+        """Give an engine keys of tenants, each made once; return its settings."""
+        at = self.root.with_name("-".join(salts))
+        at.mkdir()
+        for salt in salts:
+            name = f"{tenant_of(salt.encode())}.key"
+            made = self.root.with_name(name)
+            if not made.exists():
+                write_key(made)
+            shutil.copy2(made, at / name)
+        return {"security": {"tenant_keys": str(at)}}
+
+    def test_tenants(self) -> None:
+        """What a tenant has stored is loaded with its key, and nothing of it without."""
+        alice, bob, nobody = (Batch([PROMPT], salt=salt) for salt in ("alice", "bob", None))
+        (expected,) = self.baseline(BATCH)
+        both, bobs = self.keys_of("alice", "bob"), self.keys_of("bob")
+
+        cold = self.on_the_bucket(alice, **both)
+        self.assertEqual(([expected], [0]), (cold.tokens, cold.cached))
+        stored = self.chunks()
+        warm = self.on_the_bucket(alice, **both)
+        self.assertEqual(([expected], [640]), (warm.tokens, warm.cached))
+        self.assertEqual(640, warm.counts["tokens_loaded"])
+        other = self.on_the_bucket(bob, alice, nobody, role="kv_consumer", **bobs)
+        self.assertEqual(([expected] * 3, [0] * 3), (other.tokens, other.cached))
+        self.assertEqual(0, other.counts.get("tokens_loaded", 0))
+        self.tells_nothing(stored, "alice")
+
+        self.on_the_bucket(bob, **both)
+        self.assertEqual(20, self.arrived())
+        (keys,) = both["security"].values()
+        (Path(keys) / f"{tenant_of(b'alice')}.key").unlink()
+        after = self.on_the_bucket(alice, bob, **both)
+        self.assertEqual(([expected] * 2, [0, 640]), (after.tokens, after.cached))
+        self.assertEqual(stored, {name: self.chunks()[name] for name in stored})
+        (found,) = run_json("verify", self.url, "--tenant-keys", keys)[1]["namespaces"]
+        self.assertEqual([10, 10], list(found["sealed"].values()))
+        self.assertEqual([10], list(found["authentic"].values()))
+        self.assertEqual(0, command("gc", self.url, "--lost-keys", "--tenant-keys", keys)[0])
+        self.assertEqual(10, self.arrived())
+        self.assertFalse(stored.keys() & self.chunks().keys())
+
+    def tells_nothing(self, stored: dict[str, bytes], salt: str) -> None:
+        """Neither names nor bytes of chunks are those that an engine without keys stores."""
+        url = self.server.place()
+        self.on_the_bucket(Batch([PROMPT], salt=salt), shared_storage_path=url)
+        plain = self.chunks(url)
+        self.assertEqual(10, len(plain))
+        self.assertFalse(plain.keys() & stored.keys())
+        self.assertEqual({ENCRYPTED}, {parse_entry(data).kind for data in stored.values()})
+        for data in plain.values():
+            self.assertEqual("", parse_entry(data).kind)
+            self.assertFalse(any(data[-64:] in sealed for sealed in stored.values()))
 
     def test_server_killed_in_the_middle(self) -> None:
         """It dies while chunks travel, and comes back later: no token changes, all arrive."""
@@ -127,9 +210,7 @@ class BucketTest(EngineTest):
         self.proxy.plan = lambda *_: draw.choice(harms) if draw.random() < 0.05 else ""
         loaded = 0
         for _ in range(4):
-            phase = Phase([once] * 5, root=self.root, extra={"shared_storage_path": self.url})
-            (served,) = run(phase, by=self.driver)
-            self.assertIsNone(served.problem)
+            served = self.on_the_bucket(*[once] * 5)
             self.assertEqual(expected * 5, served.tokens)
             loaded += served.counts.get("tokens_loaded", 0)
         self.assertGreater(loaded, 0)

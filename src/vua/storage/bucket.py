@@ -15,7 +15,6 @@ import errno
 import functools
 import importlib
 import os
-import re
 import secrets
 import threading
 from collections import Counter
@@ -25,12 +24,13 @@ from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from vua.errors import ConfigError, NotWritableError, StorageError, StorageFullError
+from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.io.breaker import Breaker
 from vua.io.buffers import BufferPool
 from vua.io.byte_gate import ByteGate
 from vua.io.forks import watch
 from vua.io.threads import Threads
+from vua.storage.bucket_problems import explained, told
 
 __all__ = ["SCHEMES", "Bucket", "Meta"]
 
@@ -63,8 +63,6 @@ _WRITE_TIMEOUTS: Final = {"connect_timeout": "2s", "timeout": "30s"}
 """Of those that send: nothing comes back for as long as a body is on its way."""
 _ASIDE: Final = ".tmp-"
 """Name of an object that is being renewed, as of files that are being written."""
-_CODE: Final = re.compile(r"<Code>(\w{1,60})</Code>")
-_STATUS: Final = re.compile(r"\b([45]\d\d) [A-Z][A-Za-z ]{2,40}")
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -112,6 +110,8 @@ class Bucket:
         self.counts: Counter[str] = Counter()
         """So far: requests by kind (get, head, put, list, copy, delete), those that failed,
         ``read_nbytes`` and ``written_nbytes``."""
+        self.marked: set[str] = set()
+        """Places in it that had VUA's mark when this process looked, see `bucket_mark`."""
         self.breaker = Breaker()
         self._library = library = _library()
         from_url = library.store.from_url
@@ -125,7 +125,7 @@ class Bucket:
                     for options in (_READ_TIMEOUTS, _WRITE_TIMEOUTS)
                 )
         except (library.exceptions.BaseError, OSError, ValueError) as problem:
-            msg = f"{url} cannot be used: {_told(problem)}"
+            msg = f"{url} cannot be used: {told(problem)}"
             raise ConfigError(msg) from None
 
     @classmethod
@@ -291,8 +291,12 @@ class Bucket:
             raise FileExistsError(errno.EEXIST, "object exists", where) from None
         except (errors.BaseError, OSError) as problem:
             self.counts["failed"] += 1
-            self.breaker.failed()
-            raise _explained(problem, where) from None
+            error = explained(problem, kind, where)
+            if isinstance(error, NotWritableError):
+                self.breaker.succeeded()  # it answers: who may only read goes on reading
+            else:
+                self.breaker.failed()
+            raise error from None
         self.breaker.succeeded()
 
     # -- many at once -------------------------------------------------------------------------
@@ -353,36 +357,3 @@ def _client(timeouts: Mapping[str, str]) -> dict[str, object]:
 def _meta(found: Mapping[str, Any]) -> Meta:
     modified: datetime = found["last_modified"]
     return Meta(found["path"], found["size"], modified.timestamp(), (found["e_tag"] or "").encode())
-
-
-def _explained(problem: Exception, where: str) -> StorageError:
-    """Return the error that tells an operator what a failed request means."""
-    text = _told(problem)
-    refused = type(problem).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
-    if refused or re.search("Expired|Authorization|[Rr]edirect|Skewed", text):
-        advice = "check the credentials and their expiry, the clock, the region and the policy"
-        return NotWritableError(errno.EACCES, f"{where}: refused ({text}); {advice}")
-    if "NoSuchBucket" in text:
-        return StorageError(errno.ENOENT, f"{where}: no such bucket ({text})")
-    if re.search("507|Quota|Insufficient ?Storage", text):
-        return StorageFullError(errno.ENOSPC, f"{where}: no room ({text})")
-    return StorageError(errno.EIO, f"{where}: {text}")
-
-
-def _told(problem: Exception) -> str:
-    """Say in a few words what a request failed with: an answer may hold keys and signatures."""
-    text = str(problem)
-    found = [match.group(1) for match in (_STATUS.search(text), _CODE.search(text)) if match]
-    if found:
-        return " ".join(dict.fromkeys(found))
-    for words in (
-        "builder error",
-        "redirect",
-        "timed out",
-        "error sending request",
-        "error decoding",
-    ):
-        if words in text:
-            http = words == "builder error" and "http://" in text
-            return "plain http, which AWS_ALLOW_HTTP=true allows" if http else words
-    return type(problem).__name__

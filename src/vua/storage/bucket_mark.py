@@ -1,8 +1,9 @@
 """The mark of a cache in a bucket: the object ``vua.json``, as in a directory.
 
-Whatever deletes does nothing in a place without it. A place gets it by itself while it is empty;
-one with caches that some tool copied there without it is read and written, and `vua adopt` marks
-it. See :mod:`vua.storage.mark`.
+Whatever deletes does nothing in a place without it. A place gets it by itself while it is empty,
+and again from a process that has seen it there: somebody may have deleted everything meanwhile. One
+with caches that some tool copied there without it is read and written, and `vua adopt` marks it.
+See :mod:`vua.storage.mark`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def is_marked_bucket(place: BucketPath) -> bool:
     for is_last in (False, True):
         try:
             if judge_mark((place / MARK).read(MAX_MARK_NBYTES), str(place)):
+                place.bucket.marked.add(place.key)
                 return True
         except FileNotFoundError:
             return False
@@ -46,9 +48,11 @@ def is_marked_bucket(place: BucketPath) -> bool:
 def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
     """See to the mark of a place before anything is written there: an empty one gets it.
 
-    As :func:`vua.storage.mark.claim` does with a directory. A bucket that is not there counts as
-    empty: some servers make it with the first write. Sends a request or two. Raises StorageError;
-    ConfigError for a place that holds something else, and with ``tool`` for any without the mark.
+    As :func:`vua.storage.mark.claim` does with a directory. One in which this process has seen it
+    before gets it again: its own entries may lie there already. A bucket that is not there counts
+    as empty: some servers make it with the first write. Sends a request or two. Raises
+    StorageError; ConfigError for a place that holds something else, and with ``tool`` for any
+    without the mark.
     """
     if is_marked_bucket(place):
         return True
@@ -63,9 +67,11 @@ def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
     others = [name for name in names if not is_namespace_name(name)]
     others += [one.key.rpartition("/")[2] for one in objects]
     others = [name for name in others if name not in ("", LIMITS_FILE)]
-    if not others and not names:
+    was_marked = place.key in place.bucket.marked and not tool
+    if not others and (was_marked or not names):
         with contextlib.suppress(FileExistsError):
             place.bucket.put((place / MARK).key, mark_text(), create=True)
+        place.bucket.marked.add(place.key)
         return True
     if others:
         shown = ", ".join(repr(name)[:60] for name in sorted(others)[:3])

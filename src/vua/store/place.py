@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vua.capacity.usage import Usage, measure
-from vua.errors import ConfigError, StorageError, VUAError
+from vua.errors import ConfigError, NotWritableError, StorageError, VUAError
 from vua.security.settings import Security
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath, is_url
@@ -115,23 +115,26 @@ def _in_a_child(work: Callable[[], object]) -> None:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        kind = b""
+        answer = b""
         try:
             work()
         except VUAError as problem:
-            refused = b"c" if isinstance(problem, ConfigError) else b"s"
-            kind = refused + (getattr(problem, "strerror", None) or str(problem)).encode()
+            letter = b"w" if isinstance(problem, NotWritableError) else b"s"
+            letter = b"c" if isinstance(problem, ConfigError) else letter
+            answer = letter + (getattr(problem, "strerror", None) or str(problem)).encode()
         except BaseException as problem:  # noqa: BLE001 - for the parent
-            kind = b"s" + repr(problem).encode()
+            answer = b"s" + repr(problem).encode()
         finally:
-            os.write(writing, kind[:4096])
+            os.write(writing, answer[:4096])
             os._exit(0)
     os.close(writing)
     with open(reading, "rb") as stream:  # noqa: PTH123 - a descriptor
         said = stream.read().decode(errors="replace")
     os.waitpid(child, 0)
     if said:
-        raise ConfigError(said[1:]) if said[0] == "c" else StorageError(errno.EIO, said[1:])
+        if said[0] == "c":
+            raise ConfigError(said[1:])
+        raise (NotWritableError if said[0] == "w" else StorageError)(errno.EIO, said[1:])
 
 
 def _try_bucket(root: str | os.PathLike[str], *, writes: bool) -> None:

@@ -163,6 +163,31 @@ class BucketTest(DirectoryTest):
                 vua.put(TOKENS, KV)
         self.assertEqual((64, kv_bits(KV)), get(self.url))
 
+    def test_made_again_under_a_writer(self) -> None:
+        """What it goes on writing before that minute is over can be deleted all the same."""
+        place = BucketPath(Bucket.at(self.url))
+        with VUA(CONFIG, self.url) as vua:
+            vua.put(TOKENS, KV)
+            place.bucket.delete([one.key for one in place.bucket.walk()])
+            vua.put(TOKENS, KV)
+            with self.assertRaisesRegex(ConfigError, "adopt"):
+                claim_bucket(place, tool=True)
+            with mock.patch("vua.storage.object._RENEW_S", 0.0):
+                vua.put(TOKENS + 100, KV)
+        self.assertTrue(claim_bucket(place, tool=True))
+        self.assertEqual((64, kv_bits(KV)), get(self.url))
+
+    def test_copied_without_the_mark(self) -> None:
+        """Namespaces that this process has not seen in a cache with the mark stay as they are."""
+        self.put(self.url)
+        place = BucketPath(Bucket.at(self.url))
+        copy = Bucket.at(f"{self.url}/copy")
+        for one in list(place.bucket.walk()):
+            if one.key != MARK:
+                copy.put(one.key, place.bucket.get(one.key)[1])
+        for _ in range(2):
+            self.assertFalse(claim_bucket(BucketPath(copy)))
+
     def test_forked_after_a_trial(self) -> None:
         """An engine's start tries the place, and forks then: its children can use it."""
         url = f"file://{self.root}/tried"
