@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +38,11 @@ from vua.store.tensors import memory_map
 
 ARMS = ("VUA", "obstore", "boto3", "LMCache")
 SIZES = {1: 4, 8: 32, 32: 128}  # MiB of a chunk: layers
+TOKENS = 64
+READ_NBYTES, WRITTEN_NBYTES = 96 << 20, 16 << 20
+"""What one turn moves at least: single small objects tell more of the noise."""
+MOST_NBYTES = 256 << 20
+"""More at once is left out: what the server holds of them, and they themselves, fill the memory."""
 
 
 def measured(work: Callable[[], None], nbytes: int) -> tuple[float, float]:
@@ -86,74 +92,113 @@ def lmcache_adapter(url: str, nbytes: int, count: int) -> tuple[Callable[[], Non
     return store, load, adapter.close
 
 
-def compare(url: str, mib: int, at_once: int, rounds: int) -> None:
-    """Print one row."""
-    layout = KVLayout(SIZES[mib], 8, 128, 128, "BF16", 64)
-    namespace, tokens = "b" * 64, 64 * at_once
-    storage = ObjectStorage(BucketPath(Bucket.at(f"{url}/{mib}")) / namespace)
-    store = Store(storage, namespace, layout)
-    shape = (8, tokens, 128)
-    arrays = [[torch.randn(shape).bfloat16() for _ in range(layout.layers)] for _ in "KV"]
-    keys = KeyChain(token_ids(range(tokens)), 64)
-    writer = store.writer(memory_map(arrays, 64))
-    puts = {"VUA": measured(lambda: writer.save_all(keys), at_once * (mib << 20))}
-    into = [[torch.empty(shape, dtype=torch.bfloat16) for _ in part] for part in arrays]
-    loader = store.loader(memory_map(into, 64))
-    bucket = storage.directory.bucket
-    objects = [one.key for one in bucket.walk(namespace)][:at_once]
-    nbytes = at_once * (mib << 20)
-    threads = Threads(16, "bench")
+class Place:
+    """Chunks of one size in a bucket, and every client's way to read and to write them."""
 
-    def alone() -> None:
-        threads.map(lambda _, key: len(obstore.get(bucket._reads, key).bytes()), objects)
+    def __init__(self, url: str, mib: int, at_once: int) -> None:
+        """Store so many chunks; nothing is measured yet."""
+        self._layout = KVLayout(SIZES[mib], 8, 128, 128, "BF16", TOKENS)
+        self._url, self._at_once = f"{url}/{mib}-{at_once}", at_once
+        self.nbytes = at_once * (mib << 20)
+        namespace, tokens = "b" * 64, TOKENS * at_once
+        self._storage = ObjectStorage(BucketPath(Bucket.at(self._url)) / namespace)
+        store = Store(self._storage, namespace, self._layout)
+        shape = (8, tokens, 128)
+        arrays = [[torch.randn(shape).bfloat16() for _ in range(SIZES[mib])] for _ in "KV"]
+        into = [[torch.empty(shape, dtype=torch.bfloat16) for _ in part] for part in arrays]
+        self._writer = store.writer(memory_map(arrays, TOKENS))
+        self._loader = store.loader(memory_map(into, TOKENS))
+        self._keys, self._written = self._prompt(0), 0
+        self._writer.save_all(self._keys)
+        self._bucket = self._storage.directory.bucket
+        self._objects = [one.key for one in self._bucket.walk(namespace)][:at_once]
+        self._body = bytes(mib << 20)
+        self._threads = Threads(16, "bench")
+        self.close: Callable[[], None] = lambda: None
+        self.reads: dict[str, Callable[[], object]] = {"VUA": self._load, "obstore": self._get}
+        self.writes: dict[str, Callable[[], object]] = {"VUA": self._save, "obstore": self._put}
+        with contextlib.suppress(ImportError):
+            self._add_boto3()
+        with contextlib.suppress(ImportError):
+            self.writes["LMCache"], self.reads["LMCache"], self.close = lmcache_adapter(
+                f"{url}/l-{mib}-{at_once}", mib << 20, at_once
+            )
+            self.writes["LMCache"]()
 
-    def verified() -> None:
-        if loader.load(keys.first(at_once)).chunks != at_once:
+    def _prompt(self, number: int) -> KeyChain:
+        ids = range(number, number + TOKENS * self._at_once)
+        return KeyChain(token_ids(ids), TOKENS)
+
+    def _new_names(self) -> list[str]:
+        self._written += 1
+        return [f"{self._written}/{at}" for at in range(self._at_once)]
+
+    def _load(self) -> None:
+        if self._loader.load(self._keys.first(self._at_once)).chunks != self._at_once:
             raise RuntimeError("not all was loaded")
 
-    arms = {"VUA": verified, "obstore": alone}
-    with contextlib.suppress(ImportError):
+    def _save(self) -> None:
+        self._written += 1
+        self._writer.save_all(self._prompt(self._written))
+
+    def _get(self) -> None:
+        self._each(lambda key: len(obstore.get(self._bucket._reads, key).bytes()), self._objects)
+
+    def _put(self) -> None:
+        put = obstore.put
+        self._each(lambda key: put(self._bucket._writes, key, self._body), self._new_names())
+
+    def _each(self, work: Callable[[str], object], names: list[str]) -> None:
+        if len(names) == 1:
+            work(names[0])
+        else:
+            self._threads.map(lambda _, name: work(name), names)
+
+    def _add_boto3(self) -> None:
         import boto3
 
         client = boto3.client("s3", endpoint_url=os.environ.get("AWS_ENDPOINT_URL"))
-        name, _, prefix = bucket.url.removeprefix("s3://").partition("/")
-        pool = ThreadPoolExecutor(16)
+        name, _, prefix = self._url.removeprefix("s3://").partition("/")
 
-        def one(key: str) -> int:
+        def get(key: str) -> int:
             got = client.get_object(Bucket=name, Key=f"{prefix}/{key}")
             return len(got["Body"].read())
 
-        arms["boto3"] = lambda: sum(pool.map(one, objects))
-    close: Callable[[], None] = lambda: None  # noqa: E731
-    with contextlib.suppress(ImportError):
-        put, arms["LMCache"], close = lmcache_adapter(f"{url}/{mib}-{at_once}", mib << 20, at_once)
-        puts["LMCache"] = measured(put, nbytes)
+        def put(key: str) -> None:
+            client.put_object(Bucket=name, Key=f"{prefix}/{key}", Body=self._body)
+
+        self.reads["boto3"] = lambda: self._each(get, self._objects)
+        self.writes["boto3"] = lambda: self._each(put, self._new_names())
+
+
+def compare(place: Place, arms: dict[str, Callable[[], object]], rounds: int, times: int) -> str:
+    """Return cells: GB/s and CPU seconds per GB of each client, and VUA's speed over obstore's."""
+
+    def some(work: Callable[[], object]) -> None:
+        for _ in range(times):
+            work()
+
     results: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     for turn in range(rounds + 1):
         for arm, work in arms.items():
-            found = measured(work, nbytes)
+            found = measured(functools.partial(some, work), place.nbytes * times)
             if turn:
                 results[arm].append(found)
-    close()
-    shown = [
-        (median(gb for gb, _ in results[arm]), median(cpu for _, cpu in results[arm]))
-        if arm in results
-        else None
-        for arm in ARMS
-    ]
-    cells = [f"{one[0]:.2f} ({one[1]:.2f})" if one else "-" for one in shown]
-    cells += [
-        f"{puts[arm][0]:.2f} ({puts[arm][1]:.2f})" if arm in puts else "-"
-        for arm in ("VUA", "LMCache")
-    ]
-    print(f"| {mib} | {at_once} | {' | '.join(cells)} |", flush=True)
+    cells = []
+    for arm in ARMS:
+        found = results.get(arm, [])
+        both = [median(values) for values in zip(*found, strict=True)]
+        cells.append(f"{both[0]:.2f} ({both[1]:.2f})" if both else "-")
+    pairs = zip(results["VUA"], results["obstore"], strict=True)
+    cells.append(f"{median(ours[0] / theirs[0] for ours, theirs in pairs):.2f}")
+    return " | ".join(cells)
 
 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url", nargs="?")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         url = options.url
@@ -162,11 +207,18 @@ def main() -> None:
             url = seaweedfs().place()
         if find_spec("lmcache") is None or find_spec("awscrt") is None:
             print("LMCache takes no part: lmcache or awscrt cannot be imported")
-        print(f"| MiB | at once | {' | '.join(ARMS)} | VUA writes | LMCache writes |")
-        print("|--:|--:|--:|--:|--:|--:|--:|--:|")
-        for mib in SIZES:
-            for at_once in (1, 4, 16):
-                compare(url, mib, at_once, options.rounds)
+        for what in ("read", "written"):
+            print(f"| MiB {what} | at once | {' | '.join(ARMS)} | VUA / obstore |")
+            print("|--:|--:|--:|--:|--:|--:|--:|")
+            for mib, at_once in product(SIZES, (1, 4, 16)):
+                place = Place(f"{url}/{what}", mib, at_once)
+                arms = place.reads if what == "read" else place.writes
+                total = READ_NBYTES if what == "read" else WRITTEN_NBYTES
+                times = max(1, total // place.nbytes)
+                if place.nbytes <= MOST_NBYTES:
+                    cells = compare(place, arms, options.rounds, times)
+                    print(f"| {mib} | {at_once} | {cells} |", flush=True)
+                place.close()
 
 
 if __name__ == "__main__":

@@ -45,6 +45,9 @@ _IN_FLIGHT_NBYTES: Final = 128 << 20
 """Bytes of bodies under way at a time, of all buckets of this process; a larger one goes alone."""
 _KEPT_NBYTES: Final = _IN_FLIGHT_NBYTES
 """Memory of bodies that is kept to be used again: fresh memory costs as much as to receive them."""
+_SMALL_NBYTES: Final = 8 << 20
+"""A body up to this size is taken in one piece, which costs a copy less: its memory is used again
+by the allocator."""
 _PIECE_NBYTES: Final = 256 << 10
 """Of a body, at least: what came is copied so often, and stays in the processor's cache."""
 _RETRY: Final = {
@@ -181,6 +184,10 @@ class Bucket:
         with self._request("get", key):
             answer = self._library.get(self._reads, key, options=options)
             start, stop = answer.range
+            if stop - start <= _SMALL_NBYTES:
+                data = memoryview(answer.bytes())
+                self.counts["read_nbytes"] += len(data)
+                return _meta(answer.meta), data
             data, place = _runtime.buffers.take(stop - start).data, 0
             for piece in answer.stream(min_chunk_size=_PIECE_NBYTES):
                 part = data[place : place + len(piece)]
