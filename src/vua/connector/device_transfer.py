@@ -29,7 +29,7 @@ import torch
 
 from vua.connector.cache_spec import UncachedError
 from vua.connector.config import ConnectorConfig
-from vua.connector.group_transfer import LOAD_SLAB_NBYTES, GroupTransfer, PageLayouts, Tables
+from vua.connector.group_transfer import GroupTransfer, PageLayouts, Tables
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover, Mover, PosixMover
@@ -94,12 +94,15 @@ class DeviceGroupTransfer(GroupTransfer):
         """Find this group's layers and make the ways to them. Raises UncachedError."""
         self._attached: set[StagedSlab] = set()
         layout = self.group.layout
-        chunks = max(1, LOAD_SLAB_NBYTES // self.shard.payload_nbytes(layout))
         try:
             super().register(kv_caches, layer_of, tables, layouts)
             pages = [part.pages for part in self._parts]
             self.load_slabs = Staging(
-                pages, layout, self.shard, chunks=chunks, limit=2 * self.load_threads
+                pages,
+                layout,
+                self.shard,
+                chunks=self.load_chunks,
+                limit=2 * self.load_threads,
             )
             self.save_limit = self._on_device(pages[0].device)
             self.save_slabs = Staging(pages, layout, self.shard, chunks=1, limit=self.save_limit)

@@ -28,14 +28,19 @@ from vua.format.layout import Shard
 from vua.io.posix import machine_memory_nbytes
 from vua.io.workers import Attempt
 from vua.serdes import DTYPES
+from vua.storage.bucket_path import is_url
 from vua.store.store import EntryWriter, Loader, Store
 
-__all__ = ["GroupTransfer", "PageLayouts", "Rank", "Tables", "save_limit"]
+__all__ = ["GroupTransfer", "PageLayouts", "Rank", "Tables", "load_chunks", "save_limit"]
 
 _LEAST_NBYTES: Final = 512 << 20
 _LEAST_CHUNKS: Final = 256
 """Buffers for saves, as many as one of these allows: a disk may stand still for a while."""
-LOAD_SLAB_NBYTES: Final = 16 << 20
+_LOAD_SLAB_NBYTES: Final = 16 << 20
+_FAR_SLAB_NBYTES: Final = 64 << 20
+"""Where a place is a bucket, and no more than so many chunks: an answer takes its time however
+short it is, so as many are asked for at once as a bucket allows."""
+_FAR_CHUNKS: Final = 16
 
 Tables: TypeAlias = Mapping[str, int]
 """The engine's cache group of each layer, by name."""
@@ -83,6 +88,15 @@ def save_limit(model: Model, chunk_nbytes: int, max_pending_mib: int) -> int:
     return max(1, chunks)
 
 
+def load_chunks(config: ConnectorConfig, chunk_nbytes: int) -> int:
+    """Return how many chunks are loaded at once, of which a rank holds so many bytes each."""
+    chunks = max(1, _LOAD_SLAB_NBYTES // chunk_nbytes)
+    path = config.shared_storage_path
+    if any(map(is_url, [path] if isinstance(path, str) else path)):
+        chunks = max(chunks, min(_FAR_CHUNKS, _FAR_SLAB_NBYTES // chunk_nbytes))
+    return chunks
+
+
 class GroupTransfer:
     """One group's files, buffers, and its layers in the engine's memory, on one rank."""
 
@@ -108,10 +122,9 @@ class GroupTransfer:
         row = self.group.shards[rank.pp]
         self.writes = row.index(self.shard) == rank.tp  # of the ranks that hold it, the first
         layout, payload = self.group.layout, self.shard.payload_nbytes(self.group.layout)
-        chunks, self.load_threads = max(1, LOAD_SLAB_NBYTES // payload), config.worker.load_threads
-        self.load_slabs: Any = SlabPool(
-            layout, self.shard, chunks=chunks, limit=config.worker.load_threads
-        )
+        self.load_chunks, threads = load_chunks(config, payload), config.worker.load_threads
+        self.load_threads = threads
+        self.load_slabs: Any = SlabPool(layout, self.shard, chunks=self.load_chunks, limit=threads)
         self.save_limit = save_limit(model, payload, config.worker.max_pending_save_mib)
         self.save_slabs: Any = SlabPool(layout, self.shard, chunks=1, limit=self.save_limit)
         self._loader_of: dict[Any, Loader] = {}

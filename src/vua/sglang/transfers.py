@@ -19,6 +19,7 @@ import torch
 
 from vua.connector.breaker import StorageGuard
 from vua.connector.config import ConnectorConfig
+from vua.connector.group_transfer import load_chunks
 from vua.connector.log import logger
 from vua.connector.metrics import Recorder
 from vua.device.slab import Slab, SlabPool
@@ -34,7 +35,6 @@ __all__ = ["Transfers"]
 
 log = logger("worker")
 
-_SLAB_NBYTES: Final = 16 << 20
 _SLABS: Final = 2
 """Per direction: one in use, and one that a hanging thread may still hold."""
 _LOOKS: Final = 10
@@ -69,7 +69,7 @@ class Transfers:
         self.store, self.shard, self._pages, self._stats = store, shard, pages, stats
         self._look_s = config.timeouts.io_s / _LOOKS
         payload = shard.payload_nbytes(store.layout)
-        self.chunks = max(1, _SLAB_NBYTES // payload)
+        self.chunks = load_chunks(config, payload)
         """How many go at once."""
         pools = [SlabPool(store.layout, shard, chunks=self.chunks, limit=_SLABS) for _ in range(2)]
         self._load_slabs, self._save_slabs = pools
