@@ -5,8 +5,9 @@
 A real vLLM on the CPU with SmolLM2-135M-Instruct (float32) speaks to a real SeaweedFS through a
 proxy that holds back each answer for so many milliseconds. One engine stores prompts of several
 lengths in a directory, which is copied into the bucket. An engine per delay, which knows nothing of
-what is stored, loads them. Before that `vua bench path` is asked from which prefix on loading wins;
-shown is the length from which on it did.
+what is stored, loads one prompt that is not counted, to open connections, and then these. Before
+that `vua bench path` is asked from which prefix on loading wins; shown is the length from which on
+it did.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from vua.testing.models import ENGINE_ENVIRONMENT
 from vua.testing.proxy import FaultyProxy
 from vua.testing.real_model import NAME, real_model
 
-LENGTHS = (256, 512, 1024, 2048)
+LENGTHS = (64, 128, 256, 512, 1024, 2048)
 """Stored tokens of the prompts."""
 RATE_OF = 1024
 """The prompt whose time gives the model's prefill speed."""
@@ -143,12 +144,13 @@ def measure(pipe: Connection, url: str, root: str, options: argparse.Namespace) 
         length: [chance.choices(range(10, 40_000), k=length + MORE) for _ in range(options.rounds)]
         for length in LENGTHS
     }
+    first = chance.choices(range(10, 40_000), k=LENGTHS[0] + MORE)
     chunks = sum(len(some) * length // CHUNK for length, some in prompts.items())
     disk = start(root)
-    for some in prompts.values():
+    for some in ([first], *prompts.values()):
         disk.ask(some, forget=True)
     disk.root = Path(root)
-    disk.wait_until_stored(chunks)
+    disk.wait_until_stored(chunks + LENGTHS[0] // CHUNK)
     computed, local = times(disk, prompts, "alone"), times(disk, prompts, "all")
     disk.close()
     pipe.send(Path(root))
@@ -166,6 +168,7 @@ def measure(pipe: Connection, url: str, root: str, options: argparse.Namespace) 
         pipe.recv()
         said = predicted(url + "-bench", tokens_s)
         engine = start(url)
+        engine.ask([first], forget=True)
         loaded = times(engine, prompts, "all")
         engine.close()
         link = {
