@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -39,8 +40,9 @@ from vua.testing.real_model import NAME, real_model
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 """Stored tokens of the prompts."""
-RATE_OF = 1024
-"""The prompt whose time gives the model's prefill speed."""
+RATE_OF = (64, 1024)
+"""The prompts whose times give the model's prefill speed: what each request costs beside, with
+loading or without, is the same in both."""
 MORE = 8
 """Tokens of a prompt behind those that are stored."""
 TOKEN_NBYTES = 30 * 3 * 64 * 2 * 4
@@ -100,15 +102,16 @@ def predicted(url: str, tokens_s: float) -> dict[str, Any]:
     return report
 
 
-def measured(loaded: dict[int, float], computed: dict[int, float]) -> float | None:
-    """Return from how many tokens on loading was faster, on the line between two lengths.
+def measured(loaded: dict[int, float], computed: dict[int, float]) -> int | None:
+    """Return from how many tokens on loading was faster: whole chunks, on the line between lengths.
 
     None where it was so from the shortest on, or not even with the longest.
     """
     gains = [(length, computed[length] - loaded[length]) for length in loaded]
     for (short, loss), (long, gain) in pairwise(gains):
         if loss < 0 <= gain:
-            return short + (long - short) * -loss / (gain - loss)
+            tokens = short + (long - short) * -loss / (gain - loss)
+            return math.ceil(tokens / CHUNK) * CHUNK
     return None
 
 
@@ -155,7 +158,8 @@ def measure(pipe: Connection, url: str, root: str, options: argparse.Namespace) 
     disk.close()
     pipe.send(Path(root))
     pipe.recv()
-    tokens_s = RATE_OF / computed[RATE_OF]
+    short, long = RATE_OF
+    tokens_s = (long - short) / (computed[long] - computed[short])
     report: dict[str, Any] = {
         "version": 1, "machine": describe_machine(Path(root)), "model": NAME,
         "prefill_tokens_s": tokens_s, "computed_s": computed, "local_disk_s": local, "links": [],
