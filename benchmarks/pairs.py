@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from e2e.by_transformers import generated, model_of
 from e2e.damage import CHUNK, stored
 from e2e.harness import Batch, Phase, run, tokens
 from e2e.sglang_server import PYTHON, Server, extra_config, wait_until
@@ -97,37 +98,9 @@ def case_of(name: str, work: Path) -> Case:
 # -- in processes of their own ------------------------------------------------------------------
 
 
-def model_of(path: str) -> Any:
-    """Load a model as transformers has it."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    model.generation_config.eos_token_id = None  # go on, as the servers are asked to
-    return model
-
-
 def by_transformers(path: str, root: str, prompts: list[list[int]]) -> Iterator[tuple[int, Any]]:
     """Generate with `model.generate`: tokens loaded, and made."""
-    import torch
-
-    from vua.transformers import PrefixCache
-
-    model = model_of(path)
-    with PrefixCache(model, root, chunk_tokens=CHUNK) as prefixes:
-        prefixes.ready()
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            prefix = prefixes.load(ids)
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=prefix.cache,
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-            )
-            prefixes.save(ids, prefix.cache)
-            yield prefix.num_tokens, out[0, len(prompt) :].tolist()
+    yield from generated(model_of(Path(path)), Path(root), prompts, new=NEW_TOKENS)
 
 
 def by_library(path: str, root: str, prompts: list[list[int]]) -> Iterator[tuple[int, Any]]:
@@ -138,7 +111,7 @@ def by_library(path: str, root: str, prompts: list[list[int]]) -> Iterator[tuple
     from vua.core import VUA, VUAConfig
     from vua.transformers.model import identity_of
 
-    model = model_of(path)
+    model = model_of(Path(path))
     identity = identity_of(model, chunk_tokens=CHUNK)
     with VUA(VUAConfig(split_factor=CHUNK), root, identity=identity) as vua, torch.no_grad():
         for prompt in prompts:
@@ -163,7 +136,7 @@ def differences(path: str, roots: dict[str, str], prompt: list[int]) -> dict[str
     from vua.core import VUA, VUAConfig
     from vua.transformers.model import identity_of
 
-    identity, held = identity_of(model_of(path), chunk_tokens=CHUNK), {}
+    identity, held = identity_of(model_of(Path(path)), chunk_tokens=CHUNK), {}
     for writer, root in roots.items():
         with VUA(VUAConfig(split_factor=CHUNK), root, identity=identity) as vua:
             data = vua.get_closest(torch.tensor(prompt)).data

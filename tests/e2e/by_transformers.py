@@ -1,7 +1,8 @@
-"""Generation by transformers in this process, with the prompt's prefix loaded and stored."""
+"""Generation by transformers in this process, with the prompts' prefixes loaded and stored."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +11,40 @@ import torch
 from e2e.damage import CHUNK
 
 
+def model_of(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A model that goes on behind an end of text, as the engines are asked to."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def generated(
+    model: Any, root: Path, prompts: Sequence[list[int]], *, new: int
+) -> Iterator[tuple[int, list[int]]]:
+    """For each prompt in turn: tokens loaded, and so many new ones."""
+    from vua.transformers import PrefixCache
+
+    with PrefixCache(model, root, chunk_tokens=CHUNK) as prefixes:
+        prefixes.ready()
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            prefix = prefixes.load(ids)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=prefix.cache,
+                do_sample=False,
+                max_new_tokens=new,
+            )
+            prefixes.save(ids, prefix.cache)
+            yield prefix.num_tokens, out[0, len(prompt) :].tolist()
+
+
 def generate(
     path: Path, root: Path, ids: list[int], *, new: int, dtype: torch.dtype = torch.float32
 ) -> tuple[int, list[int]]:
-    """Let a model generate so many tokens, whatever they are: (tokens loaded, tokens generated)."""
-    from transformers import AutoModelForCausalLM
-
-    from vua.transformers import PrefixCache
-
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    model.generation_config.eos_token_id = None  # go on, as the engines are asked to
-    asked = torch.tensor([ids])
-    with PrefixCache(model, root, chunk_tokens=CHUNK) as prefixes:
-        prefixes.ready()
-        prefix = prefixes.load(asked)
-        out = model.generate(
-            asked,
-            attention_mask=torch.ones_like(asked),
-            past_key_values=prefix.cache,
-            max_new_tokens=new,
-            do_sample=False,
-        )
-        prefixes.save(asked, prefix.cache)
-    return prefix.num_tokens, out[0, len(ids) :].tolist()
+    """The same of one prompt, by a model from its directory."""
+    (found,) = generated(model_of(path, dtype), root, [ids], new=new)
+    return found

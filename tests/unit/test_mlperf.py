@@ -21,7 +21,7 @@ class BackendTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.place = Path(folder.name)
         workload = types.ModuleType("kv_cache.backends")
-        workload.StorageBackend = types.SimpleNamespace(IOTiming=dict)  # type: ignore[attr-defined]
+        vars(workload)["StorageBackend"] = types.SimpleNamespace(IOTiming=dict)
         modules = {"kv_cache": types.ModuleType("kv_cache"), workload.__name__: workload}
         self.enterContext(mock.patch.dict(sys.modules, modules))
         self.addCleanup(setattr, mlperf.VUABackend, "failed", 0)
@@ -42,7 +42,7 @@ class BackendTest(unittest.TestCase):
                 self.assertEqual([], [*self.place.rglob("*.safetensors")])
 
     def test_damage(self) -> None:
-        """A turn of which a part cannot be had is no hit, and is counted."""
+        """A damaged turn is no hit, and is counted as failed."""
         self.tier.write("turn", np.ones((1, 2, 128, 2, 8), dtype=np.float16))
         next(self.place.rglob("*.safetensors")).write_bytes(b"nothing")
         with self.assertRaises(KeyError):

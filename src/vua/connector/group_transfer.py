@@ -37,10 +37,12 @@ _LEAST_NBYTES: Final = 512 << 20
 _LEAST_CHUNKS: Final = 256
 """Buffers for saves, as many as one of these allows: a disk may stand still for a while."""
 _LOAD_SLAB_NBYTES: Final = 16 << 20
-_FAR_SLAB_NBYTES: Final = 64 << 20
-"""Where a place is a bucket, and no more than so many chunks: an answer takes its time however
-short it is, so as many are asked for at once as a bucket allows."""
-_FAR_CHUNKS: Final = 16
+"""Memory that one load fills at a time."""
+_BUCKET_LOAD_CHUNKS: Final = 16
+"""Chunks that one load from a bucket asks for at once: each answer takes a round trip, however
+short it is. As many requests are under way there at most."""
+_BUCKET_SLAB_NBYTES: Final = 64 << 20
+"""The most memory for these chunks."""
 
 Tables: TypeAlias = Mapping[str, int]
 """The engine's cache group of each layer, by name."""
@@ -89,11 +91,16 @@ def save_limit(model: Model, chunk_nbytes: int, max_pending_mib: int) -> int:
 
 
 def load_chunks(config: ConnectorConfig, chunk_nbytes: int) -> int:
-    """Return how many chunks are loaded at once, of which a rank holds so many bytes each."""
+    """Return how many chunks are loaded at once.
+
+    Args:
+        config: the settings, which say whether any place is a bucket.
+        chunk_nbytes: what this rank holds of one chunk.
+    """
     chunks = max(1, _LOAD_SLAB_NBYTES // chunk_nbytes)
     path = config.shared_storage_path
     if any(map(is_url, [path] if isinstance(path, str) else path)):
-        chunks = max(chunks, min(_FAR_CHUNKS, _FAR_SLAB_NBYTES // chunk_nbytes))
+        chunks = max(chunks, min(_BUCKET_LOAD_CHUNKS, _BUCKET_SLAB_NBYTES // chunk_nbytes))
     return chunks
 
 

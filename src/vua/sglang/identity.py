@@ -95,8 +95,8 @@ def described(
 
     Args:
         runner: SGLang's ``ModelRunner``.
-        pools: the host pools, by SGLang's names: ``kv``, and ``swa`` where some layers have a
-            sliding window of which only the end is kept.
+        pools: the host pools, by SGLang's names: ``kv``, and ``swa`` where layers with a sliding
+            window have a pool that holds the window alone.
         latent: whether it is one of latents (MLA).
         epoch: the setting.
         adapters: `vua.sglang.engine.Engine.adapters`.

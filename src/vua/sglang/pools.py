@@ -1,7 +1,8 @@
-"""The host pools of one rank: which layers each keeps, of which heads, and where.
+"""The host pools of one rank: their layers, their heads, and where they lie in memory.
 
-SGLang has one pool of K and V of all tokens. Where layers have a sliding window, of which it keeps
-only the end, these have another one. A pool of any other kind makes the engine uncached.
+SGLang has one pool for K and V of all tokens. For some models it has a second one, for the layers
+with a sliding window: it holds the window alone. An engine with a pool of another kind is not
+cached.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class VUAHiCacheStorage(PagesInPlace):
             )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401
-        """Take note of a pool; one of a kind that is not stored makes the engine uncached."""
+        """Take note of a pool. An engine with one that is not stored is not cached."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         try:
             check_name(host_pool_name)
@@ -227,7 +227,7 @@ class VUAHiCacheStorage(PagesInPlace):
         transfers: Sequence[PoolTransfer],
         extra_info: Any = None,  # noqa: ANN401
     ) -> dict[str, list[bool]]:
-        """Bring pages into further pools, of each up to the first that is not to be had."""
+        """Bring pages into the named pools. In each pool it ends at the first that is missing."""
         brought = {}
         for one in transfers:
             keys, done = one.keys or [], 0
@@ -266,7 +266,7 @@ class VUAHiCacheStorage(PagesInPlace):
         transfers: Sequence[PoolTransfer],
         extra_info: Any = None,  # noqa: ANN401
     ) -> dict[str, list[bool]]:
-        """Store pages of further pools, unless they are stored already.
+        """Store pages of the named pools, unless they are stored already.
 
         Returns True for each page, as :meth:`batch_set_v1`.
         """
