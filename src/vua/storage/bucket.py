@@ -45,7 +45,7 @@ _IN_FLIGHT_NBYTES: Final = 128 << 20
 """Bytes of bodies under way at a time, of all buckets of this process; a larger one goes alone."""
 _KEPT_NBYTES: Final = _IN_FLIGHT_NBYTES
 """Memory of bodies that is kept to be used again: fresh memory costs as much as to receive them."""
-_SMALL_NBYTES: Final = 8 << 20
+_SMALL_NBYTES: Final = 16 << 20
 """A body up to this size is taken in one piece, which costs a copy less: its memory is used again
 by the allocator."""
 _PIECE_NBYTES: Final = 256 << 10
