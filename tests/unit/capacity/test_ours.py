@@ -126,6 +126,17 @@ class TestForeign(DirectoryTest):
         self.assertEqual(0, run("rm", self.root, "--all")[0])
         self.assertEqual(3, len(self.files("notes.txt")))
 
+    def test_beside_chunks(self) -> None:
+        """What a stranger keeps in a namespace, or in a fan-out directory, stays at its place."""
+        for depth in (1, 2):
+            with self.subTest(depth=depth):
+                fill(self.root)
+                place = self.files()[0].parents[3 - depth]
+                (place / "notes.txt").write_text("mine")
+                self.assertEqual(0, run("rm", self.root, "--all")[0])
+                self.assertEqual([], self.files())
+                self.assertEqual("mine", (place / "notes.txt").read_text())
+
     def test_deep(self) -> None:
         """Thousands of nested directories are no trouble: nothing is followed down there."""
         fill(self.root)

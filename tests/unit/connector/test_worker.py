@@ -27,7 +27,7 @@ from vua.storage.base import Batch
 pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
-    from vua.connector.cache_spec import Group, Model
+    from vua.connector.cache_spec import Group, Model, UncachedError
     from vua.connector.config import ConnectorConfig, Timeouts, WorkerResources
     from vua.connector.device_transfer import DeviceGroupTransfer
     from vua.connector.group_transfer import Rank
@@ -149,6 +149,13 @@ class HangingTest(DirectoryTest):
         stats = self.side.stats.take()
         found: dict[str, Any] = {} if stats is None else stats.get(name, {})
         return found
+
+    def test_unknown_memory(self) -> None:
+        """Where nobody can tell what the engine computes with, nothing is stored or loaded."""
+        side = self.worker(memory=Memory(unknown="nobody can tell"))
+        tables = dict.fromkeys(self.layers, 0)
+        with self.assertRaisesRegex(UncachedError, "nobody can tell"):
+            side.register(self.layers, dict.fromkeys(self.layers, 0), tables, page_layout)
 
     def test_hanging_load(self) -> None:
         """It is reported as failed in time, and what it reads later reaches nobody's blocks."""

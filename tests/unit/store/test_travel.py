@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import threading
 import time
 import unittest
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -19,17 +21,43 @@ from buckets import memory_url, seaweedfs, speaking_to
 from commands import run, run_json
 from compressed import CompressedTest, config
 from helpers import DirectoryTest, kv_bits
+from vua.capacity.reservation import Reservation
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.format.compressed import decompressed, is_available
 from vua.storage.bucket import Bucket
-from vua.storage.local import is_compressed
+from vua.storage.local import LocalStorage, is_compressed
 from vua.store.namespace import Namespace
+from vua.store.tier_rules import TierRules
 from vua.store.write_back import WriteBack
 
 pytest.importorskip("obstore")
 
 TOKENS = prompt(0)
+
+
+class NoSpace:
+    """The bounds of a directory that nothing may be written to."""
+
+    def reserve(self, *_: object) -> Reservation:
+        """Refuse."""
+        raise StorageError(errno.ENOSPC, "no space")
+
+
+class TestWaiting(DirectoryTest):
+    def test_memory(self) -> None:
+        """However much is read from behind, what waits to be written back is bounded."""
+        back = WriteBack(
+            *(LocalStorage(self.root), (), "a" * 64, NoSpace()),
+            rules=TierRules(), counts=Counter(), brought=lambda _: None,
+        )  # fmt: skip
+        self.addCleanup(back.close, 10)
+        data = memoryview(bytes(16 << 20))
+        with back.reading():  # it waits for a pause
+            for number in range(20):
+                back.came(f"{number:064x}/0", data, "")
+                self.assertLessEqual(back.waiting_nbytes, 128 << 20)
+        self.assertGreater(back.counts["not_brought"], 0)
 
 
 class TierTest(DirectoryTest):
