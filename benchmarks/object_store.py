@@ -32,6 +32,7 @@ from vua.format.layout import KVLayout
 from vua.io.threads import Threads
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath
+from vua.storage.local import entry_path
 from vua.storage.object import ObjectStorage
 from vua.store.store import Store
 from vua.store.tensors import memory_map
@@ -99,7 +100,6 @@ class Place:
         """Store so many chunks; nothing is measured yet."""
         self._layout = KVLayout(SIZES[mib], 8, 128, 128, "BF16", TOKENS)
         self._url, self._at_once = f"{url}/{mib}-{at_once}", at_once
-        self.nbytes = at_once * (mib << 20)
         namespace, tokens = "b" * 64, TOKENS * at_once
         self._storage = ObjectStorage(BucketPath(Bucket.at(self._url)) / namespace)
         store = Store(self._storage, namespace, self._layout)
@@ -111,8 +111,10 @@ class Place:
         self._keys, self._written = self._prompt(0), 0
         self._writer.save_all(self._keys)
         self._bucket = self._storage.directory.bucket
-        self._objects = [one.key for one in self._bucket.walk(namespace)][:at_once]
-        self._body = bytes(mib << 20)
+        stored = list(self._bucket.walk(namespace))
+        self._objects = [one.key for one in stored]
+        self.nbytes = sum(one.nbytes for one in stored)
+        self._body = bytes(obstore.get(self._bucket._reads, self._objects[0]).bytes())
         self._threads = Threads(16, "bench")
         self.close: Callable[[], None] = lambda: None
         self.reads: dict[str, Callable[[], object]] = {"VUA": self._load, "obstore": self._get}
@@ -121,7 +123,7 @@ class Place:
             self._add_boto3()
         with contextlib.suppress(ImportError):
             self.writes["LMCache"], self.reads["LMCache"], self.close = lmcache_adapter(
-                f"{url}/l-{mib}-{at_once}", mib << 20, at_once
+                f"{url}/l-{mib}-{at_once}", self.nbytes // at_once, at_once
             )
             self.writes["LMCache"]()
 
@@ -130,8 +132,10 @@ class Place:
         return KeyChain(token_ids(ids), TOKENS)
 
     def _new_names(self) -> list[str]:
+        """Names as deep as VUA's: servers that keep folders make as many for each."""
         self._written += 1
-        return [f"{self._written}/{at}" for at in range(self._at_once)]
+        paths = [entry_path(f"{key.name}/0") for key in self._prompt(self._written)]
+        return [f"{'c' * 64}/{path}" for path in paths]
 
     def _load(self) -> None:
         if self._loader.load(self._keys.first(self._at_once)).chunks != self._at_once:
@@ -180,7 +184,7 @@ def compare(place: Place, arms: dict[str, Callable[[], object]], rounds: int, ti
 
     results: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     for turn in range(rounds + 1):
-        for arm, work in arms.items():
+        for arm, work in sorted(arms.items(), reverse=turn % 2 == 1):
             found = measured(functools.partial(some, work), place.nbytes * times)
             if turn:
                 results[arm].append(found)

@@ -1,4 +1,4 @@
-"""Fuzzes the parser of headers for as long as wanted: `python dev.py fuzz [SECONDS]`.
+"""Fuzzes the parser of headers, and what decompresses: `python dev.py fuzz [SECONDS]`.
 
 With `atheris` (libFuzzer for Python) where it is installed, which follows the parser's branches;
 else with random mutations. Both start from the golden files and from the corpus of named attacks.
@@ -11,6 +11,7 @@ is accepted although it begins like no golden file; that input is written to `cr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import time
@@ -18,17 +19,28 @@ from pathlib import Path
 
 from scorecard.attacks import hostile_bytes, mutated
 from vua.errors import CorruptEntryError
-from vua.format import entry, header, layout
+from vua.format import compressed, entry, header, layout
+from vua.format.compressed import Compressed, decompressed
 from vua.format.entry import parse_entry
 
 HERE = Path(__file__).parent
+COMPRESSED = sorted((HERE / "golden_compressed").rglob("*.safetensors"))
 SLOW_S = 1.0
 FUNCTIONS = (
     *(entry.parse_entry, entry._with_check, header.claims, header.json_header),
     *(entry.EntryCodec.__init__, entry.EntryCodec._tensors, entry.EntryCodec._middle),
     *(layout.Shard.parse.__func__, layout.KVLayout.__post_init__),
+    *(Compressed.parse.__func__, Compressed.plain, Compressed._expand, compressed._start),
 )
 """What is followed branch by branch."""
+MOST_TIMES = 64
+"""What a file claims must not fill memory."""
+
+
+def expand(data: bytes) -> None:
+    """Decompress; raises for more than may be claimed. Whether it is right, a reader verifies."""
+    if len(decompressed(memoryview(data))) > MOST_TIMES * len(data):
+        raise AssertionError("too long")
 
 
 class Parser:
@@ -37,6 +49,7 @@ class Parser:
     def __init__(self) -> None:
         """Take the golden files' headers."""
         self.runs, self.slowest_s = 0, 0.0
+        self.compressed = [path.read_bytes() for path in COMPRESSED]
         self.headers = []
         for folder in ("golden", "golden_sealed"):
             for path in sorted((HERE / folder).rglob("*.safetensors")):
@@ -51,6 +64,8 @@ class Parser:
             accepted = True
         except CorruptEntryError:
             pass
+        with contextlib.suppress(CorruptEntryError):
+            expand(data)
         elapsed_s = time.perf_counter() - began_s
         self.runs, self.slowest_s = self.runs + 1, max(self.slowest_s, elapsed_s)
         if accepted and not any(data.startswith(header) for header in self.headers):
@@ -65,7 +80,10 @@ def fuzz_with_atheris(parser: Parser, seconds: float) -> None:
 
     corpus = HERE.parent / ".fuzz-corpus"
     corpus.mkdir(exist_ok=True)
-    seeds = [*parser.headers, *hostile_bytes(parser.headers[0]).values()]
+    seeds = [
+        *(*parser.headers, *parser.compressed),
+        *hostile_bytes(parser.headers[0]).values(),
+    ]
     for number, data in enumerate(seeds):
         (corpus / f"seed-{number}").write_bytes(data)
     for function in FUNCTIONS:  # all others would only be slower
@@ -78,7 +96,8 @@ def fuzz_with_atheris(parser: Parser, seconds: float) -> None:
 def fuzz_at_random(parser: Parser, seconds: float, seed: int) -> None:
     """Mutate what there is, and what came of that."""
     source, stop_s = random.Random(seed), time.monotonic() + seconds
-    pool = [*parser.headers, *hostile_bytes(parser.headers[0]).values()]
+    kept = [*parser.headers, *parser.compressed]
+    pool = [*kept, *hostile_bytes(parser.headers[0]).values()]
     for data in pool:
         parser(data)
     while time.monotonic() < stop_s:
@@ -89,7 +108,7 @@ def fuzz_at_random(parser: Parser, seconds: float, seed: int) -> None:
             Path("crash-vua").write_bytes(data)
             raise
         if source.random() < 0.01:
-            pool[source.randrange(len(parser.headers), len(pool))] = data
+            pool[source.randrange(len(kept), len(pool))] = data
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ class SQLiteStorage:
                 if self.exists([name], batch.nbytes)[0]:
                     statuses.append(PRESENT)
                     continue
-                data = b"".join(batch.parts(index))
+                data = batch.entry(index)
                 with self._lock, self._database:
                     self._database.execute(insert, (name, data, time.time()))
                 statuses.append(WRITTEN)

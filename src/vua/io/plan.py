@@ -10,6 +10,7 @@ Nothing here knows of layouts or models; :mod:`vua.format.plan` works the tables
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -60,11 +61,13 @@ class EntryPlan:
     discard_nbytes: int
     """Memory for the extents that are read only to be verified; all segments of it."""
 
+    ranges: Sequence[tuple[int, int]] = field(init=False, repr=False)
+    """What is read of each file, header included: (offset, nbytes), adjacent ones joined."""
     tables: tuple[int, ...] = field(init=False, repr=False)
     """The plan as `load.h` has it in ``struct batch``: sizes, counts and addresses."""
 
     def __post_init__(self) -> None:
-        """Note where the tables lie, for all who hand the plan to C."""
+        """Work out the ranges, and where the tables lie for all who hand the plan to C."""
         tables = (
             *(self.file_nbytes, self.header_nbytes, self.table_offset),
             *(self.reads.ctypes.data, len(self.reads), self.extents.ctypes.data),
@@ -72,6 +75,12 @@ class EntryPlan:
             *(self.segments, self.discard_nbytes),
         )
         object.__setattr__(self, "tables", tables)
+        ranges: list[tuple[int, int]] = []
+        for offset, nbytes in self.reads[["offset", "nbytes"]].tolist():
+            joins = bool(ranges) and sum(ranges[-1]) == offset
+            first, before = ranges.pop() if joins else (offset, 0)
+            ranges.append((first, before + nbytes))
+        object.__setattr__(self, "ranges", ranges)
 
     @property
     def blocks(self) -> int:
@@ -82,18 +91,6 @@ class EntryPlan:
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return int(self.block_nbytes.sum())
-
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """What is read of each file, header included: (offset, nbytes), adjacent ones joined."""
-        joined: list[tuple[int, int]] = []
-        for read in self.reads:
-            offset, nbytes = int(read["offset"]), int(read["nbytes"])
-            if joined and sum(joined[-1]) == offset:
-                joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
-            else:
-                joined.append((offset, nbytes))
-        return joined
 
 
 def whole_plan(nbytes: int) -> EntryPlan:

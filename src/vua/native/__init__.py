@@ -1,9 +1,10 @@
-"""What VUA has in C: five functions, each with a fallback in Python that does the same.
+"""What VUA has in C: six functions, each with a fallback in Python that does the same.
 
 =================== ======================== =====================================================
 :func:`read_entries` ``load.c``, ``direct.c`` reads and hashes a batch of entry files by one call
 :func:`write_entries` ``save.c``             hashes and writes a batch
 :func:`fill_entry`   ``rows.c``              takes an entry from memory instead, as buckets have it
+:func:`gather_entry` ``rows.c``              the reverse
 :func:`hash_chain`   ``chain.c``             hashes the chunks of a prompt
 :func:`copy_strided` ``move.c``              copies between chunks and an engine's pages
 =================== ======================== =====================================================
@@ -19,7 +20,7 @@ then. The environment variable ``VUA_NATIVE`` says whether the library is used: 
 default), ``off``, or ``require`` (fail without it). :func:`status` says whether it is.
 """
 
-from vua.native.batches import THREADS, crew, fill_entry, hash_entry, read_entries
+from vua.native.batches import THREADS, crew, fill_entry, gather_entry, read_entries
 from vua.native.bindings import Status, library, status
 from vua.native.fallback import read_entry
 from vua.native.moves import ITEMS, Boxes, copy_strided
@@ -44,8 +45,8 @@ __all__ = [
     "digests_of",
     "fill_check",
     "fill_entry",
+    "gather_entry",
     "hash_chain",
-    "hash_entry",
     "library",
     "narrow",
     "read_entries",

@@ -19,7 +19,7 @@ from vua.native import fallback
 from vua.native.bindings import library
 from vua.native.transfer import Headers, Transfer
 
-__all__ = ["THREADS", "crew", "fill_entry", "hash_entry", "read_entries"]
+__all__ = ["THREADS", "crew", "fill_entry", "gather_entry", "read_entries"]
 
 _NOWAIT, _DIRECT = 1, 2
 _HELD_NBYTES: Final = 2 << 20
@@ -137,16 +137,23 @@ def read_entries(
     return done
 
 
-def hash_entry(transfer: Transfer, place: int) -> npt.NDArray[np.uint64]:
-    """Return the xxh3-64 of each block of the chunk at ``place`` in memory, ``[blocks]``.
+def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[np.uint64]:
+    """Copy a chunk to where its K and V lie in an entry; return the xxh3-64 of each block.
 
     Of a plan without a discard buffer. Gives up the GIL.
+
+    Args:
+        transfer: how an entry lies in memory.
+        place: the chunk place in memory.
+        to: the entry, ``[file_nbytes]``; its header is left alone.
     """
     digests = np.empty(transfer.plan.blocks, dtype=np.uint64)
+    target = np.frombuffer(to, dtype=np.uint8).ctypes.data
     bound = library()
-    if bound is not None and bound.hash(ctypes.byref(transfer), place, digests.ctypes.data):
+    where = ctypes.byref(transfer), place, target, digests.ctypes.data
+    if bound is not None and bound.gather(*where):
         return digests
-    return fallback.hash_entry(transfer, place)
+    return fallback.gather_entry(transfer, place, to)
 
 
 def fill_entry(

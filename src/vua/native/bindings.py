@@ -85,7 +85,7 @@ _LOAD: Final = (
     *(_POINTER, _POINTER, ctypes.c_int, _TEXT, _U64, _U64, _U64, _U64, _U64, _U64),
     *(_POINTER, _U64, _POINTER, _U64, _U64),
 )
-_HASH: Final = (_POINTER, _U64, _POINTER)
+_GATHER: Final = (_POINTER, _U64, _POINTER, _POINTER)
 _FILL: Final = (_POINTER, _POINTER, _U64, _U64, _POINTER, _U64, _U64)
 _IDS: Final = (_POINTER, _U64, ctypes.c_int, _U64, _POINTER)
 _CHAIN: Final = (_POINTER, _TEXT, _U64, _POINTER, _U64, _U64, _POINTER)
@@ -104,7 +104,7 @@ class Library:
         releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self.load: Any = _bind(releasing.vua_load, _LOAD, _U64)
         self.load_held: Any = _bind(holding.vua_load, _LOAD, _U64)
-        self.hash: Any = _bind(releasing.vua_hash, _HASH, ctypes.c_int)
+        self.gather: Any = _bind(releasing.vua_gather, _GATHER, ctypes.c_int)
         self.fill: Any = _bind(releasing.vua_fill, _FILL, ctypes.c_int)
         self.save: Any = _bind(releasing.vua_save, _SAVE, None)
         self.ids_held: Any = _bind(holding.vua_ids, _IDS, ctypes.c_int)

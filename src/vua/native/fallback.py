@@ -38,8 +38,8 @@ __all__ = [
     "Strided",
     "copy_strided",
     "fill_entry",
+    "gather_entry",
     "hash_chain",
-    "hash_entry",
     "read_entries",
     "read_entry",
     "write_entries",
@@ -107,9 +107,14 @@ def _read(fd: int, rows: Iovecs, nbytes: int, offset: int, *, cached: bool) -> t
     return posix.preadv_all(fd, rows, offset), False
 
 
-def hash_entry(transfer: Transfer, place: int) -> npt.NDArray[np.uint64]:
-    """Hash a chunk in memory; see :func:`vua.native.batches.hash_entry`."""
-    return np.array(digests_of(transfer.blocks(transfer.rows(place))), dtype=np.uint64)
+def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[np.uint64]:
+    """Copy a chunk out of memory; see :func:`vua.native.batches.gather_entry`."""
+    rows, at = transfer.rows(place), np.frombuffer(to, dtype=np.uint8).ctypes.data
+    at += transfer.plan.header_nbytes
+    for address, nbytes in rows.tolist():
+        ctypes.memmove(at, address, nbytes)  # without the GIL
+        at += nbytes
+    return np.array(digests_of(transfer.blocks(rows)), dtype=np.uint64)
 
 
 def fill_entry(

@@ -13,9 +13,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
+
+#include "stream.h"
 
 /* Where one element of a box is, from its first one, in bytes. */
 struct stride {
@@ -61,29 +60,6 @@ COPY(uint8_t)
 COPY(uint16_t)
 COPY(uint32_t)
 COPY(uint64_t)
-
-/* The processor itself sees what is read next in long rows, hardly in short ones. */
-enum { SHORT_NBYTES = 4096, AHEAD_NBYTES = 2048 };
-
-/* Copy a row past the caches where it is whole lines of them: a line that is written as a whole need
- * not be read first, which is a third of a large copy's traffic. (The C library does so for one large
- * copy, but not for many rows.) */
-static void stream_row(char *to, const char *from, uint64_t nbytes)
-{
-#ifdef __SSE2__
-    if (((uint64_t)to | nbytes) % 64 == 0) {
-        const uint64_t ahead = nbytes <= SHORT_NBYTES ? AHEAD_NBYTES : 0;
-        for (const char *stop = from + nbytes; from < stop; from += 64, to += 64) {
-            __builtin_prefetch(from + ahead, 0, 0);
-            for (int part = 0; part < 64; part += 16)
-                _mm_stream_si128((__m128i *)(to + part),
-                                 _mm_loadu_si128((const __m128i *)(from + part)));
-        }
-        return;
-    }
-#endif
-    memcpy(to, from, nbytes);
-}
 
 /* Copy a box of rows without gaps, head by head or, where a token's heads lie side by side on either
  * side, token by token: what is read then are whole pages, from front to back. */
@@ -139,10 +115,8 @@ static void work(struct job *job)
         while (at >= kind->count)
             at -= kind++->count;
         copy_box(kind, at, job->stream);
-#ifdef __SSE2__
         if (job->stream)
-            _mm_sfence(); /* whoever sees the box done sees its bytes */
-#endif
+            stream_end(); /* whoever sees the box done sees its bytes */
         atomic_fetch_add(&job->done, 1);
     }
 }

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "load.h"
+#include "stream.h"
 
 static ssize_t read_some(int fd, const struct iovec *rows, uint64_t count, uint64_t offset, int how)
 {
@@ -102,18 +103,23 @@ void vua_hash_units(const struct batch *batch, struct cursor at, uint64_t unit, 
         digests[unit] = hash_next(&batch->hash, &at, batch->unit_nbytes[unit]);
 }
 
-/* Hash the chunk at a place in memory. Returns whether it could be. Of a batch without a sink. */
-int vua_hash(const struct batch *batch, uint64_t place, uint64_t *digests)
+/* Copy the K and V at a place in memory to their place in an entry that begins at `to`, and hash
+ * them. The header is left alone. Returns whether it could be. Of a batch without a sink. */
+int vua_gather(const struct batch *batch, uint64_t place, char *to, uint64_t *digests)
 {
     struct iovec rows[ROWS_MAX];
-    char header[1]; /* is not looked at */
     const struct slice *stop = batch->slices + batch->slice_count;
     for (const struct slice *s = batch->slices; s < stop; s++) {
-        if (vua_aim(rows, batch, s, header, NULL, place) == 0)
+        char *at = to + s->offset;
+        uint64_t count = vua_aim(rows, batch, s, at, NULL, place), row = s->header != 0;
+        if (count == 0)
             return 0;
-        struct cursor at = {rows + (s->header != 0), 0};
-        vua_hash_units(batch, at, s->unit, s->unit_stop, digests);
+        struct cursor cursor = {rows + row, 0};
+        vua_hash_units(batch, cursor, s->unit, s->unit_stop, digests);
+        for (at += row ? batch->header_nbytes : 0; row < count; at += rows[row++].iov_len)
+            stream_row(at, rows[row].iov_base, rows[row].iov_len);
     }
+    stream_end();
     return 1;
 }
 
@@ -132,9 +138,10 @@ int vua_take(const struct batch *batch, const struct slice *slice, const char *f
         return 0;
     vua_hash_units(batch, at, slice->unit, slice->unit_stop, digests);
     for (uint64_t row = slice->header != 0; row < count; row++) {
-        memcpy(rows[row].iov_base, from, rows[row].iov_len);
+        stream_row(rows[row].iov_base, from, rows[row].iov_len);
         from += rows[row].iov_len;
     }
+    stream_end();
     return 1;
 }
 

@@ -142,14 +142,22 @@ class Batch:
             raise CorruptEntryError(msg)
         native.fill_entry(self.transfer, self.place + index, self.into, index, view, offset)
 
-    def parts(self, index: int) -> list[memoryview]:
-        """Complete an entry's header, and return the parts of memory that are the entry in turn."""
+    def entry(self, index: int, into: memoryview | None = None) -> memoryview:
+        """Complete an entry's header, and return the entry in one piece.
+
+        Args:
+            index: of which entry.
+            into: memory for it, ``[nbytes]``; by default new memory.
+        """
         plan, header = self.transfer.plan, self.headers[index]
+        data = np.empty(self.nbytes, np.uint8).data if into is None else into
+        sums = native.gather_entry(self.transfer, self.place + index, data)
         if self.check_offset is not None:
-            table = native.hash_entry(self.transfer, self.place + index).view(np.uint8)
+            table = sums.view(np.uint8)
             header[plan.table_offset : plan.table_offset + len(table)] = table
             native.fill_check(header, self.check_offset)
-        return [memoryview(header.data), *(part for block in self.blocks(index) for part in block)]
+        data[: plan.header_nbytes] = header.data
+        return data
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ _IN_FLIGHT_NBYTES: Final = 128 << 20
 """Bytes of bodies under way at a time, of all buckets of this process; a larger one goes alone."""
 _KEPT_NBYTES: Final = _IN_FLIGHT_NBYTES
 """Memory of bodies that is kept to be used again: fresh memory costs as much as to receive them."""
-_SMALL_NBYTES: Final = 8 << 20
+_SMALL_NBYTES: Final = 16 << 20
 """A body up to this size is taken in one piece, which costs a copy less: its memory is used again
 by the allocator."""
 _PIECE_NBYTES: Final = 256 << 10
@@ -123,9 +123,10 @@ class Bucket:
                 more = {"mkdir": True} if self.scheme == "file" else {}
                 self._reads = self._writes = from_url(url, **more)
             else:
+                signing = _signing(self.scheme)
                 self._reads, self._writes = (
-                    from_url(url, client_options=_client(options), retry_config=_RETRY)
-                    for options in (_READ_TIMEOUTS, _WRITE_TIMEOUTS)
+                    from_url(url, client_options=_client(one), retry_config=_RETRY, **signing)
+                    for one in (_READ_TIMEOUTS, _WRITE_TIMEOUTS)
                 )
         except (library.exceptions.BaseError, OSError, ValueError) as problem:
             msg = f"{url} cannot be used: {told(problem)}"
@@ -351,10 +352,24 @@ class _Runtime:
 _runtime: Final = _Runtime()
 
 
+def _allows_http() -> bool:
+    return os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+
+
+def _signing(scheme: str) -> dict[str, object]:
+    """Leave bodies out of S3's signatures where https protects them, as Amazon's own tools do.
+
+    To hash them takes half of a save's time on the processor. ``AWS_UNSIGNED_PAYLOAD`` decides
+    where it is set.
+    """
+    if scheme != "s3" or _allows_http() or "AWS_UNSIGNED_PAYLOAD" in os.environ:
+        return {}
+    return {"unsigned_payload": True}
+
+
 def _client(timeouts: Mapping[str, str]) -> dict[str, object]:
-    allow = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
     bundle = os.environ.get("AWS_CA_BUNDLE")
-    options: dict[str, object] = {**timeouts, "allow_http": allow}
+    options: dict[str, object] = {**timeouts, "allow_http": _allows_http()}
     if bundle and os.path.isfile(bundle):
         with open(bundle, "rb") as stream:
             options["root_certificate"] = stream.read()

@@ -74,7 +74,7 @@ class Compression:
         if nbytes >= _LEAST_NBYTES:
             self._link_s = _mean(self._link_s, took_s / nbytes)
 
-    def packed(self, data: bytes) -> bytes | None:
+    def packed(self, data: bytes | memoryview) -> bytes | None:
         """Return an entry's file in compressed form where it is to be sent so, else None."""
         if not is_available() or (self._codec == AUTO and not self._link_s):
             return None

@@ -71,7 +71,7 @@ class MemoryStorage:
             if self.exists([name], batch.nbytes)[0]:
                 statuses.append(PRESENT)
                 continue
-            data, version = b"".join(batch.parts(index)), next(self._serial).to_bytes(8, "big")
+            data, version = bytes(batch.entry(index)), next(self._serial).to_bytes(8, "big")
             with self._lock:
                 self._entries[name] = data, version, time.time()
             statuses.append(WRITTEN)

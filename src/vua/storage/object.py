@@ -302,7 +302,8 @@ class ObjectStorage:
         """Write one object; return what became of it. Raises OSError."""
         name = batch.names[index]
         with self._bucket.in_flight(batch.nbytes):
-            data, key = b"".join(batch.parts(index)), self._key(name)
+            data: bytes | memoryview = batch.entry(index, self._bucket.memory(batch.nbytes))
+            key = self._key(name)
             if self._compression is not None:
                 packed = self._compression.packed(data)
                 if self._is_other(name, batch.nbytes, compressed=packed is None):

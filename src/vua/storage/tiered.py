@@ -125,7 +125,7 @@ class TieredStorage:
         plan = batch.transfer.plan
         whole = batch.ranges == [(0, batch.nbytes)] and not plan.discard_nbytes
         for index in indices:
-            data = memoryview(b"".join(batch.parts(index))) if whole else batch.nbytes
+            data = batch.entry(index) if whole else batch.nbytes
             self.travels.came(batch.names[index], data, _before(batch, index))
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:

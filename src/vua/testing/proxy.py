@@ -5,16 +5,17 @@ from __future__ import annotations
 import http.client
 import itertools
 import socket
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from vua.testing.throttle import Link
 
-__all__ = ["HARMS", "REFUSALS", "FaultyProxy"]
+__all__ = ["FLIPPED_UPLOAD", "HARMS", "REFUSALS", "FaultyProxy"]
 
 HARMS: Final = ("slow", "stalled", "503", "429", "reset", "truncated", "flipped")
 """What may become of an answer now and then."""
@@ -30,6 +31,11 @@ REFUSALS: Final = {
 }
 """What S3 answers instead, as status and code: each is a harm, too."""
 
+FLIPPED_UPLOAD: Final = "flipped upload"
+"""A harm to a request instead: a bit of its body is another one when the store receives it."""
+
+_BODY_HASH: Final = "x-amz-content-sha256"
+_POLL_S: Final = 0.05
 _STALL_S: Final = 30.0
 _PIECE_NBYTES: Final = 64 << 10
 
@@ -38,7 +44,7 @@ class FaultyProxy:
     """Passes HTTP requests on, and harms some of the answers. Safe for threads; one server each.
 
     ``plan`` is asked before each request, with its number from 0 on, its method and its path, and
-    returns one of :data:`HARMS` or :data:`REFUSALS`, or "" for none.
+    returns one of :data:`HARMS` or :data:`REFUSALS`, :data:`FLIPPED_UPLOAD`, or "" for none.
     """
 
     def __init__(
@@ -48,23 +54,31 @@ class FaultyProxy:
         *,
         delay_s: float = 0.05,
         bytes_per_s: float | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Listen on a free port of the loopback, for ``endpoint`` (``http://host:port``).
 
         ``delay_s`` is how much later an answer comes that is ``slow``, ``bytes_per_s`` the
         bandwidth that all bodies share, those of requests and those of answers; None: no limit.
+        With ``tls``, which has a certificate of 127.0.0.1, clients speak https to the proxy.
         """
         self.link = Link(bytes_per_s)
         self.plan, self.delay_s = plan, delay_s
         self.counts: Counter[str] = Counter()
         """Requests by what became of them: a harm, or "" where they were passed."""
+        self.unsigned: Counter[str] = Counter()
+        """Requests by method whose signature leaves the body out (S3's ``UNSIGNED-PAYLOAD``)."""
         self.to = urlsplit(endpoint)
         self.numbers = itertools.count()
         self.closed = threading.Event()
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.proxy = self
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._server.tls = tls
+        scheme = "http" if tls is None else "https"
+        self.endpoint = f"{scheme}://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_S,), daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -80,6 +94,16 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
     proxy: FaultyProxy
+    tls: ssl.SSLContext | None
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; the thread that serves it shakes hands."""
+        connection, address = super().get_request()
+        if self.tls is not None:
+            connection = self.tls.wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        return connection, address
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing: clients go away in the middle here."""
@@ -98,6 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         proxy.link.pass_through(len(body))
         harm = proxy.plan(next(proxy.numbers), self.command, self.path)
         proxy.counts[harm] += 1
+        proxy.unsigned[self.command] += self.headers.get(_BODY_HASH) == "UNSIGNED-PAYLOAD"
         if harm == "stalled":
             proxy.closed.wait(_STALL_S)
         elif harm == "slow":
@@ -108,13 +133,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, [("Content-Length", str(len(text)))], text)
             return
         try:
-            status, headers, data = self._ask(body)
+            status, headers, data = self._ask(_flipped(body) if harm == FLIPPED_UPLOAD else body)
         except OSError:
             self._cut()
             return
-        if harm == "flipped" and data:
-            middle = len(data) // 2
-            data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        if harm == "flipped":
+            data = _flipped(data)
         if harm in ("reset", "truncated"):
             data = data[: len(data) // 2 if harm == "truncated" else 0]
             self._answer(status, headers, data)
@@ -163,3 +187,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self.wfile.flush()
         self.connection.shutdown(socket.SHUT_RDWR)
+
+
+def _flipped(data: bytes) -> bytes:
+    """Return the bytes with another bit in the middle, where there are any."""
+    middle = len(data) // 2
+    return data[:middle] + bytes(one ^ 1 for one in data[middle : middle + 1]) + data[middle + 1 :]
