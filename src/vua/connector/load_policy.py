@@ -1,17 +1,18 @@
 """Whether to load a stored prefix or to compute it: what is predicted to be faster.
 
-Both costs are measured while the engine runs: computing by
-:class:`vua.connector.prefill_speed.PrefillSpeed`; loading by :class:`LoadCost`, from a load's first
-read to the last byte in place, on the slowest worker. A load also waits for the loads under way,
-and a prompt for the prompts that this step has admitted before it: they share the batch.
+Both costs are measured while the engine runs (`vua.connector.costs`): computing by its steps;
+loading from a load's first read to the last byte in place, on the slowest worker. A load also waits
+for the loads under way, and a prompt for the prompts that this step has admitted before it: they
+share the batch.
 
 Computing delays every other request of the batch, a load only its own; so a load may take up to
 1.5 times as long (the setting ``load_policy``). The decision is all or nothing: later tokens of a
 prefix cost at least as much to compute as its first ones, so where a load pays at all the whole of
 it does.
 
-While loads are left out, a short one (a probe) is tried now and then: after a second, and each time
-after twice as long. Once probes are fast, loads go on.
+While loads are left out, a short one (a probe) is tried now and then: after a second, then after
+pauses that double for as long as probes are slow. A fast one is followed by the next at once; after
+three loads go on.
 
 Nothing here touches storage. All calls are for the scheduler's thread and take microseconds. Why it
 is done this way: docs/decisions/0010-load-or-recompute.md and 0026-fewer-settings.md.
@@ -27,17 +28,10 @@ from typing import Final
 
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
-from vua.connector.prefill_speed import PrefillSpeed
-from vua.connector.regression import Regression
+from vua.connector.costs import MIN_MEASURED, PrefillSpeed, Regression
 
-__all__ = ["NOTHING_STORED", "TO_COMPARE", "LoadCost", "LoadDecision", "LoadPolicy"]
+__all__ = ["NOTHING_STORED", "TO_COMPARE", "LoadDecision", "LoadPolicy"]
 
-_WINDOW: Final = 32
-_MIN_MEASURED: Final = 3
-"""Loads, and likewise prefills, that are measured before anything is predicted from them."""
-_CHANGED_RATIO: Final = 2.0
-"""Three loads in a row that are this many times slower (or faster) than predicted mean that the
-storage has changed; fewer are outliers."""
 _RESUME_RATIO: Final = 1.5
 """Loads that were left out are resumed when they are this much faster than where they stopped."""
 _SAMPLE_TOKENS: Final = 512
@@ -80,51 +74,18 @@ NOTHING_STORED: Final = LoadDecision(0, "nothing")
 TO_COMPARE: Final = LoadDecision(0, "witness")
 
 
-class LoadCost:
-    """Seconds that a load takes by itself, by its bytes over all workers."""
-
-    def __init__(self) -> None:
-        """Know nothing."""
-        self._line = Regression(_WINDOW, proportional=True)
-        self._unexpected = 0
-        """How many loads in a row were slower than expected; negative: faster."""
-
-    def seconds(self, nbytes: int) -> float | None:
-        """Return what a load of ``nbytes`` takes; None before three were measured."""
-        return self._line.at(nbytes) if len(self._line) >= _MIN_MEASURED else None
-
-    def add(self, nbytes: int, seconds: float) -> None:
-        """Add a measured load."""
-        expected = self._line.at(nbytes)
-        sign = 0
-        if expected is not None:
-            slower, faster = (
-                seconds > _CHANGED_RATIO * expected,
-                seconds * _CHANGED_RATIO < expected,
-            )
-            sign = slower - faster
-        self._unexpected = self._unexpected + sign if sign * self._unexpected > 0 else sign
-        self._line.add(nbytes, seconds)
-        if abs(self._unexpected) >= _MIN_MEASURED:
-            self._line.keep(_MIN_MEASURED)
-            self._unexpected = 0
-
-
 @dataclass(slots=True)
 class _Load:
     """One load under way."""
 
     nbytes: int
     began_s: float
-    expected_s: float | None
-    probe: bool
     measured_s: float | None = None
     """By the slowest of the workers that have ended theirs."""
-    failed: bool = False
 
 
 class LoadPolicy:
-    """Decides per request, and learns from the loads that it lets happen."""
+    """Decides for one engine. For one thread."""
 
     def __init__(
         self,
@@ -141,15 +102,15 @@ class LoadPolicy:
         """Tokens: loads of a part of a prefix end at a multiple."""
         self.prefill = PrefillSpeed(model.chunk_tokens, clock=clock)
         """Told of every step by who sees them."""
-        self._cost = LoadCost()
+        self._byte_s = Regression()
+        """Seconds per byte of a load by itself, by 1 / bytes: the slope is its fixed part."""
         self._running: dict[str, _Load] = {}
         self._progress_s = clock()
         """When the last of the running loads ended, or the first began."""
         self._admitted_s = 0.0
         """Predicted seconds to compute the prompts that this step has admitted so far."""
-        self._left_out: set[int] = set()
-        """Lengths, as powers of two, whose loads are left out now."""
         self._probe_at_s: float | None = None
+        """When a load is tried again; None: loads are not left out."""
         self._pause_s = _FIRST_PAUSE_S
 
     # -- deciding -----------------------------------------------------------------------------
@@ -163,59 +124,50 @@ class LoadPolicy:
         load_s, compute_s = self._predict(start, stop)
         if self._always or asked:
             return LoadDecision(stop - start, "asked", load_s, compute_s)
-        if load_s is None:
-            return LoadDecision(stop - start, "unmeasured", load_s, compute_s)
         if compute_s is None:
-            left = max(self._model.chunk_tokens, min(_SAMPLE_TOKENS, (stop - start) // 2))
-            tokens = self._part(start, stop, stop - left) or stop - start
-            return LoadDecision(tokens, "unmeasured", load_s, compute_s)
-        size = (stop - start).bit_length()
-        if load_s * (_RESUME_RATIO if size in self._left_out else 1.0) <= self._margin * compute_s:
-            self._left_out.discard(size)
-            return LoadDecision(stop - start, "faster", load_s, compute_s)
-        self._left_out.add(size)
-        if self._probe_is_due():
-            return self._probe(start, stop)
-        return LoadDecision(0, "compute", load_s, compute_s)
+            if load_s is None:
+                return LoadDecision(stop - start, "unmeasured")
+            end = max((start + stop) // 2, stop - _SAMPLE_TOKENS)
+            return self._part(start, stop, end, "unmeasured")
+        wait_s = self._queue_s() if load_s is None else load_s
+        left_out = self._probe_at_s is not None
+        if wait_s * (_RESUME_RATIO if left_out else 1.0) <= self._margin * compute_s:
+            self._probe_at_s = None
+            reason = "unmeasured" if load_s is None else "faster"
+            return LoadDecision(stop - start, reason, load_s, compute_s)
+        now = self._clock()
+        if self._probe_at_s is None:
+            self._pause_s, self._probe_at_s = _FIRST_PAUSE_S, now + _FIRST_PAUSE_S
+        if now < self._probe_at_s or self._running:
+            return LoadDecision(0, "compute", wait_s, compute_s)
+        tokens = max(self._granule, int((stop - start) * compute_s / wait_s))
+        return self._part(start, stop, start + tokens, "probe")
 
     def _predict(self, start: int, stop: int) -> tuple[float | None, float | None]:
         """Return the seconds to load and to compute; None: unmeasured."""
-        queue_s, own_s = self._queue_s(), self._cost.seconds(self.nbytes(start, stop))
-        compute_s = None
-        if len(self.prefill) >= _MIN_MEASURED:
-            compute_s = self.prefill.seconds(stop - start, start)
-        if own_s is None and (compute_s is None or queue_s <= self._margin * compute_s):
-            return None, compute_s
-        load_s = queue_s + (own_s or 0.0)
-        return load_s, None if compute_s is None else compute_s + self._admitted_s
+        own_s, compute_s = self._own_s(self.nbytes(start, stop)), None
+        if len(self.prefill) >= MIN_MEASURED:
+            compute_s = self._admitted_s + (self.prefill.seconds(stop - start, start) or 0.0)
+        return None if own_s is None else self._queue_s() + own_s, compute_s
+
+    def _own_s(self, nbytes: int) -> float | None:
+        """Return what a load takes by itself; None: unmeasured."""
+        byte_s = self._byte_s.at(1 / nbytes) if len(self._byte_s) >= MIN_MEASURED else None
+        return None if byte_s is None else nbytes * byte_s
 
     def _queue_s(self) -> float:
         """How long a load ordered now waits; one before it that is late is so for as long again."""
         if len(self._running) < self._threads:
             return 0.0
-        work_s = sum(load.expected_s or 0.0 for load in self._running.values()) / self._threads
-        return abs(work_s - (self._clock() - self._progress_s))
+        work_s = sum(self._own_s(load.nbytes) or 0.0 for load in self._running.values())
+        return abs(work_s / self._threads - (self._clock() - self._progress_s))
 
-    def _part(self, start: int, stop: int, end: int) -> int:
-        """Tokens from ``start`` to the last granule before ``end``; 0: only the whole is of use."""
+    def _part(self, start: int, stop: int, end: int, reason: str) -> LoadDecision:
+        """Return a load up to the last granule before ``end``; of all where no part is of use."""
         end = end // self._granule * self._granule
-        return end - start if self._model.plain and start < end < stop else 0
-
-    def _probe_is_due(self) -> bool:
-        now = self._clock()
-        if self._probe_at_s is None:
-            self._probe_at_s = now + self._pause_s
-        return now >= self._probe_at_s and not any(one.probe for one in self._running.values())
-
-    def _probe(self, start: int, stop: int) -> LoadDecision:
-        """Return a load that takes about as long as computing the whole prefix."""
-        own_s = self._cost.seconds(self.nbytes(start, stop)) or 0.0
-        compute_s = self.prefill.seconds(stop - start, start) or 0.0
-        end = start + int((stop - start) * min(1.0, compute_s / own_s)) if own_s else stop
-        first = self._granule * (start // self._granule + 1)
-        tokens = self._part(start, stop, max(first, end)) or stop - start
-        load_s = self._cost.seconds(self.nbytes(start, start + tokens))
-        return LoadDecision(tokens, "probe", load_s, self.prefill.seconds(tokens, start))
+        if not (self._model.plain and start < end < stop):
+            end = stop
+        return LoadDecision(end - start, reason, *self._predict(start, end))
 
     def nbytes(self, start: int, stop: int) -> int:
         """Return the bytes that all workers read, in whole chunks, to load tokens [start, stop)."""
@@ -236,43 +188,31 @@ class LoadPolicy:
         """Note that this step computes tokens [start, stop) of a request, or begins to."""
         self._admitted_s += self.prefill.seconds(stop - start, start) or 0.0
 
-    def ordered(self, request_id: str, start: int, stop: int, decision: LoadDecision) -> None:
+    def ordered(self, request_id: str, start: int, stop: int) -> None:
         """Note that the load of tokens [start, stop) has been ordered."""
-        nbytes, now = self.nbytes(start, stop), self._clock()
+        now = self._clock()
         if not self._running:
             self._progress_s = now
-        probe = decision.reason == "probe"
-        self._running[request_id] = _Load(nbytes, now, self._cost.seconds(nbytes), probe)
+        self._running[request_id] = _Load(self.nbytes(start, stop), now)
 
     def measured(self, seconds: Mapping[str, float]) -> None:
-        """Learn how long requests' loads took workers that have just ended them."""
+        """Learn how long requests' loads took workers that have just ended them.
+
+        Workers leave out loads that failed, but for those that took too long.
+        """
         for request_id, took_s in seconds.items():
             if (load := self._running.get(request_id)) is not None:
                 load.measured_s = max(took_s, load.measured_s or 0.0)
 
-    def failed(self, request_id: str) -> None:
-        """Note that a load has not brought everything."""
-        if request_id in self._running:
-            self._running[request_id].failed = True
-
     def ended(self, request_id: str) -> None:
-        """Note that all workers have ended a load."""
+        """Note that all workers have ended a load, or that its request is gone."""
         load = self._running.pop(request_id, None)
         if load is None:
             return
         now = self._progress_s = self._clock()
-        took_s = load.measured_s
-        if took_s is None and not load.failed:
-            took_s = now - load.began_s  # with its wait for the step: the best there is
-        if took_s is not None:
-            self._cost.add(load.nbytes, took_s)
-        if load.probe:
-            fast = took_s is not None and took_s * _CHANGED_RATIO < (load.expected_s or 0.0)
+        if load.measured_s is None:
+            return
+        fast = self._byte_s.add(1 / load.nbytes, load.measured_s / load.nbytes) < 0
+        if self._probe_at_s is not None and load.began_s >= self._probe_at_s:  # it was the probe
             self._pause_s = _FIRST_PAUSE_S if fast else min(2 * self._pause_s, _MAX_PAUSE_S)
             self._probe_at_s = now if fast else now + self._pause_s
-        elif took_s is not None and not load.failed:
-            self._probe_at_s, self._pause_s = None, _FIRST_PAUSE_S
-
-    def forgotten(self, request_id: str) -> None:
-        """Note that a request is gone; what its load took is not known."""
-        self._running.pop(request_id, None)

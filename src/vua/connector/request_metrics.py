@@ -93,7 +93,7 @@ class RequestMetrics:
 
     def load_ordered(self, request_id: str, start: int, stop: int, decision: LoadDecision) -> None:
         """Note that the load of tokens [start, stop) was ordered, and why."""
-        self._policy.ordered(request_id, start, stop, decision)
+        self._policy.ordered(request_id, start, stop)
         self._chosen(request_id, decision)
         account = self._accounts.get(request_id)
         if account is not None:
@@ -102,7 +102,6 @@ class RequestMetrics:
 
     def load_failed(self, request_id: str, good_tokens: int) -> None:
         """Note that no more than ``good_tokens`` of the running load came."""
-        self._policy.failed(request_id)
         account = self._accounts.get(request_id)
         if account is not None:
             account.limit = min(account.limit, good_tokens)
@@ -149,7 +148,7 @@ class RequestMetrics:
 
     def finished(self, request_id: str) -> None:
         """Close a request's account, with one line at DEBUG."""
-        self._policy.forgotten(request_id)
+        self._policy.ended(request_id)
         account = self._accounts.pop(request_id, None)
         if account is not None:
             log.debug(
@@ -168,7 +167,7 @@ class RequestMetrics:
     # -- per step -----------------------------------------------------------------------------
 
     def step_scheduled(self, tokens: int, attended: float) -> None:
-        """Note that a step was scheduled; what of it are prompts: see `prefill_speed`."""
+        """Note that a step was scheduled; what of it are prompts: see `prompt_work`."""
         self._policy.prefill.scheduled(tokens, attended)
 
     def step_ended(self) -> None:

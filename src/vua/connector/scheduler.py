@@ -16,6 +16,7 @@ from vua.connector.adapters import Adapter, AdapterBook
 from vua.connector.bucket_requests import record_requests
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
+from vua.connector.costs import prompt_work
 from vua.connector.events import KVEventPublisher
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.log import logger
@@ -24,7 +25,6 @@ from vua.connector.media import Media
 from vua.connector.metadata import ConnectorMetadata, LoadOrder, Verdict, WorkerOutput
 from vua.connector.metrics import Recorder, Series
 from vua.connector.opening import Opening, open_namespace
-from vua.connector.prefill_speed import prompt_work
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.request_metrics import RequestMetrics

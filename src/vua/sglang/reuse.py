@@ -62,15 +62,13 @@ class Reuse:
         """Note that a load begins; returns what to call with the chunks that it brought."""
         name, start, stop = keys[0].name, keys[0].start, keys[-1].stop
         with self._lock:
-            began, decision = self._clock(), self._policy.decide(start, stop, asked=True)
-            self._policy.ordered(name, start, stop, decision)
+            began = self._clock()
+            self._policy.ordered(name, start, stop)
 
         def ended(chunks: int) -> None:
             with self._lock:
                 if chunks == len(keys):
                     self._policy.measured({name: self._clock() - began})
-                else:
-                    self._policy.failed(name)
                 self._policy.ended(name)
 
         return ended
@@ -83,5 +81,6 @@ class Reuse:
             if asked_s is not None:
                 tokens = keys[-1].stop - keys[0].start
                 seconds = now - max(asked_s, self._last_end_s)
-                self._policy.prefill.measured(tokens, keys[0].start, seconds)
+                attended = tokens * (keys[0].start + tokens / 2)
+                self._policy.prefill.measured(tokens, attended, seconds)
             self._last_end_s = now

@@ -1,7 +1,5 @@
 """When a stored prefix is loaded and when it is computed, with a clock that the test moves."""
 
-# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
-
 from __future__ import annotations
 
 import random
@@ -20,34 +18,12 @@ pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
     from vua.connector.cache_spec import Group, Model
-    from vua.connector.load_policy import LoadCost, LoadDecision, LoadPolicy
+    from vua.connector.load_policy import LoadDecision, LoadPolicy
 
 CHUNK = 64
 TOKEN_NBYTES = 16
 TOKEN_S = 1e-3
 """What a prompt's token takes to compute."""
-
-
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class LoadCostTest(unittest.TestCase):
-    def test_outliers(self) -> None:
-        """Two slow loads in a row are outliers; a third one is another storage."""
-        cost = LoadCost()
-        self.assertIsNone(cost.seconds(1000))
-        for _ in range(20):
-            cost.add(1000, 0.1)
-        for _ in range(3):
-            cost.add(1000, 5.0)
-            cost.add(1000, 5.0)
-            self.assertEqual(0.1, cost.seconds(1000))
-            cost.add(1000, 0.1)
-        for _ in range(3):
-            cost.add(1000, 5.0)
-        self.assertEqual(5.0, cost.seconds(1000))
-
-        for _ in range(3):
-            cost.add(1000, 0.2)
-        self.assertEqual(0.2, cost.seconds(1000))
 
 
 def model(window: int | None = None, block: int = 32) -> Any:
@@ -73,11 +49,17 @@ class DecisionTest(unittest.TestCase):
         self.storage = Storage()
         self.policy = self.make()
 
-    def make(self, *, computed: bool = True, made_of: Any = None, **settings: Any) -> LoadPolicy:
+    def make(
+        self,
+        *,
+        computed: bool = True,
+        made_of: Any = None,
+        load_threads: int = 1,
+        **settings: Any,
+    ) -> LoadPolicy:
         """Decisions of an engine that has computed a prompt, or not."""
-        config = ConnectorConfig(
-            shared_storage_path="/kv", worker=WorkerResources(load_threads=1), **settings
-        )
+        worker = WorkerResources(load_threads=load_threads)
+        config = ConnectorConfig(shared_storage_path="/kv", worker=worker, **settings)
         policy = LoadPolicy(made_of or model(), config, clock=lambda: self.now)
         for _ in range(3 if computed else 0):
             policy.prefill.scheduled(1000, 500_000)
@@ -91,7 +73,7 @@ class DecisionTest(unittest.TestCase):
         policy.step_begins()
         decision = policy.decide(0, tokens)
         if decision.tokens:
-            policy.ordered(name, 0, decision.tokens, decision)
+            policy.ordered(name, 0, decision.tokens)
             took = self.storage.fixed_s + decision.tokens * self.storage.token_s
             self.now += took
             policy.measured({name: took})
@@ -118,6 +100,39 @@ class DecisionTest(unittest.TestCase):
         self.assertEqual("faster", again[-1], again)
         self.assertLessEqual(again.index("faster"), 6, again)
         self.assertEqual({"faster"}, set(again[again.index("faster") :]))
+
+    def test_fast_probe(self) -> None:
+        """After a fast probe the next request is one, too, without a pause."""
+        self.storage.token_s = 0.1
+        self.requests(4)
+        self.now += 60.0
+        for _ in range(3):
+            decision = self.policy.decide(0, 640)
+            self.assertEqual("probe", decision.reason)
+            self.policy.ordered("r", 0, decision.tokens)
+            self.policy.measured({"r": 0.01})
+            self.policy.ended("r")
+        self.assertEqual("faster", self.policy.decide(0, 640).reason)
+
+    def test_loads_under_way(self) -> None:
+        """Loads that began before loads were left out are no probes, however slow they are."""
+        self.requests(5)
+        for at in range(8):
+            self.policy.ordered(str(at), 0, 640)
+        for at in range(8):
+            self.now += 10.0
+            self.policy.measured({str(at): 10.0})
+            self.policy.ended(str(at))
+            if at in range(2, 7):
+                self.assertEqual("compute", self.policy.decide(0, 640).reason)
+        self.assertEqual("probe", self.policy.decide(0, 640).reason)
+
+    def test_longest_pause(self) -> None:
+        """However long the storage was slow, it is tried again after a minute."""
+        self.storage.token_s = 0.1
+        self.requests(2000)
+        probed = [self.now for _ in range(300) if self.request().reason == "probe"]
+        self.assertLess(max(b - a for a, b in pairwise(probed)), 70.0)
 
     def test_slow_from_the_beginning(self) -> None:
         """Three loads are tried before they are left out; a slow first one changes nothing."""
@@ -159,12 +174,15 @@ class DecisionTest(unittest.TestCase):
                 self.now += left * TOKEN_S
                 self.policy.prefill.ended()
         self.assertEqual([640] * 3 + [320] * 3 + [0], loaded)
-        short = self.make(computed=False)
-        short._cost = self.policy._cost
-        self.assertEqual(64, short.decide(0, 64).tokens)
-        windowed = self.make(computed=False, made_of=model(window=100))
-        windowed._cost = self.policy._cost
-        self.assertEqual(640, windowed.decide(0, 640).tokens, "only the whole is of use")
+        self.policy = self.make(computed=False)
+        self.requests(3)
+        self.assertEqual(64, self.policy.decide(0, 64).tokens)
+        self.policy = self.make(computed=False, made_of=model(window=100))
+        self.requests(3)
+        self.assertEqual(640, self.policy.decide(0, 640).tokens, "only the whole is of use")
+        self.policy = self.make(computed=False)
+        self.requests(3)
+        self.assertEqual(6400 - 512, self.policy.decide(0, 6400).tokens)
 
     def test_one_outlier(self) -> None:
         """One load in five that takes thirty times as long changes no decision."""
@@ -202,6 +220,11 @@ class DecisionTest(unittest.TestCase):
         whys = self.requests(60, 128, 640, 2560)
         self.assertEqual({"faster"}, set(whys[-12:]))
 
+    def test_shorter_than_measured(self) -> None:
+        """Loads of one length alone tell that a shorter one takes less."""
+        self.requests(5, 6400)
+        self.assertEqual((128, "faster"), self.shape(self.policy.decide(0, 128)))
+
     def test_own_prefix_cache(self) -> None:
         """What counts is what vLLM does not have itself: a short rest is not worth a load."""
         self.storage.fixed_s = 0.5
@@ -226,7 +249,7 @@ class DecisionTest(unittest.TestCase):
             decision = policy.decide(0, 640)
             whys.append(decision.reason)
             if decision.tokens:
-                policy.ordered(str(at), 0, 640, decision)
+                policy.ordered(str(at), 0, 640)
             else:
                 policy.admitted(0, 640)
         self.assertEqual(["faster"] * 2, whys[:2])
@@ -235,17 +258,37 @@ class DecisionTest(unittest.TestCase):
         self.assertGreaterEqual(whys.count("faster"), 6)
         self.assertLessEqual(whys.count("faster"), 9)
 
+    def test_busy_storage(self) -> None:
+        """A load waits for those before it, however long there have been any."""
+        self.storage.token_s = TOKEN_S / 2
+        self.requests(5)
+        self.policy.ordered("0", 0, 640)
+        for at in range(1, 100):
+            self.policy.ordered(str(at), 0, 640)
+            self.now += 0.33
+            self.policy.measured({str(at - 1): 0.33})
+            self.policy.ended(str(at - 1))
+            self.assertEqual("faster", self.policy.decide(0, 640).reason)
+
+    def test_several_threads(self) -> None:
+        """A load does not wait while there is a thread for it."""
+        self.policy = self.make(load_threads=2)
+        self.storage.token_s = TOKEN_S
+        self.requests(5)
+        self.policy.ordered("one", 0, 640)
+        self.assertEqual("faster", self.policy.decide(0, 640).reason)
+        self.policy.ordered("other", 0, 640)
+        self.assertEqual("compute", self.policy.decide(0, 640).reason)
+
     def test_hanging_load(self) -> None:
         """While a load hangs, the longer the worse, nobody queues behind it; nor for the first."""
         for loads_before in (0, 5):
             self.policy = self.make()
             self.requests(loads_before)
-            decision = self.policy.decide(0, 640)
-            self.policy.ordered("hangs", 0, 640, decision)
+            self.policy.ordered("hangs", 0, 640)
             self.now += 30.0
 
             self.assertTrue(self.policy.decide(0, 640).left_out)
-            self.policy.failed("hangs")
             self.policy.ended("hangs")
             self.assertFalse(self.policy.decide(0, 640).left_out, "a failure is not slowness")
 
@@ -256,13 +299,13 @@ class DecisionTest(unittest.TestCase):
         self.now += 1.0
         self.assertEqual((CHUNK, "probe"), self.shape(self.policy.decide(0, 6400)))
         self.assertEqual((CHUNK - 32, "probe"), self.shape(self.policy.decide(32, 6400)))
-        odd = self.make(load_policy=0.1)
-        odd._cost = LoadCost()
-        for _ in range(3):
-            odd._cost.add(1000, 0.01)
-        self.assertEqual("compute", odd.decide(32, 6400).reason)
+
+        self.storage.token_s = TOKEN_S / 5
+        self.policy = self.make(load_policy=0.1)
+        self.requests(3, 6400)
+        self.assertEqual("compute", self.policy.decide(32, 6400).reason)
         self.now += 1.0
-        self.assertEqual("probe", odd.decide(32, 6400).reason)
+        self.assertEqual((6368, "probe"), self.shape(self.policy.decide(32, 6400)))
 
         self.storage.token_s = TOKEN_S * 3
         self.policy = self.make()
@@ -291,16 +334,15 @@ class DecisionTest(unittest.TestCase):
         for _ in range(5):
             decision = self.policy.decide(0, 640)
             self.assertEqual("probe", decision.reason)
-        self.policy.ordered("probe", 0, decision.tokens, decision)
+        self.policy.ordered("probe", 0, decision.tokens)
         self.assertEqual("compute", self.policy.decide(0, 640).reason)
-        self.policy.forgotten("probe")
+        self.policy.ended("probe")
         self.assertEqual("probe", self.policy.decide(0, 640).reason)
 
     def test_slowest_worker(self) -> None:
         """Of several workers the slowest counts."""
-        decision = self.policy.decide(0, 640)
         for _ in range(3):
-            self.policy.ordered("r", 0, 640, decision)
+            self.policy.ordered("r", 0, 640)
             for took in (0.1, 7.0, 0.2):
                 self.policy.measured({"r": took, "unknown": 1.0})
             self.policy.ended("r")

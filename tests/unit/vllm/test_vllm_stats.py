@@ -21,8 +21,8 @@ pytestmark = pytest.mark.vllm
 if find_spec("vllm"):
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
+    from vua.connector.costs import PrefillSpeed, prompt_work
     from vua.connector.metrics import METRICS, Recorder, Series, add_up
-    from vua.connector.prefill_speed import PrefillSpeed, prompt_work
     from vua.connector.step import ScheduledRequest
     from vua.vllm.prometheus import VUAPromMetrics, VUAStats
 
@@ -217,9 +217,9 @@ class SpeedTest(unittest.TestCase):
 
     def test_scheduled_ahead(self) -> None:
         """A step scheduled while another runs is timed from that one's end."""
-        self.speed.scheduled(100, 5000)
-        self.speed.scheduled(100, 5000)
-        for _ in range(2):
+        for _ in range(3):
+            self.speed.scheduled(100, 5000)
+        for _ in range(3):
             self.now += 1.0
             self.speed.ended()
 

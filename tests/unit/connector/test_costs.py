@@ -1,18 +1,18 @@
-"""Lines through measurements with outliers."""
+"""What loads and prefills are predicted to take."""
 
 from __future__ import annotations
 
 import random
 import unittest
 
-from vua.connector.regression import Regression
+from vua.connector.costs import Regression
 
 
 class LineTest(unittest.TestCase):
     def test_line(self) -> None:
         """Both numbers are found in spite of noise and of one outlier in five."""
         for seed in range(20):
-            chance, line = random.Random(seed), Regression(40, proportional=True)
+            chance, line = random.Random(seed), Regression()
             for at in range(40):
                 x = chance.uniform(1, 100)
                 noise = 30.0 if at % 5 == 0 else chance.uniform(0.95, 1.05)
@@ -23,19 +23,18 @@ class LineTest(unittest.TestCase):
 
     def test_one_size(self) -> None:
         """Measurements of one size tell no slope, nor does a single one of another size."""
-        line, flat = Regression(8, proportional=True), Regression(8, proportional=False)
-        for y in (4.0, 5.0, 4.0, 4.0, 900.0, 4.0):
-            line.add(10, y)
-            flat.add(10, y)
-        self.assertEqual((4.0, 8.0, 4.0), (line.at(10), line.at(20), flat.at(20)))
+        line = Regression()
+        for x, y in enumerate((4.0, 4.0, 4.0, 4.0, 5.0, 5.0, 900.0)):
+            line.add(10 + x / 10, y)
+        self.assertEqual((4.0, 4.0), (line.at(10), line.at(200)))
 
         line.add(100, 4000.0)
 
-        self.assertEqual(8.0, line.at(20))
+        self.assertEqual(4.0, line.at(200))
 
     def test_never_negative(self) -> None:
         """Larger is never predicted cheaper, and small never below nothing."""
-        falling, steep = Regression(8, proportional=True), Regression(8, proportional=True)
+        falling, steep = Regression(), Regression()
         for x in (10.0, 20.0, 30.0, 40.0):
             falling.add(x, 100 - x)
             steep.add(x, x * x)
@@ -43,13 +42,24 @@ class LineTest(unittest.TestCase):
         self.assertEqual(falling.at(10), falling.at(1000))
         self.assertEqual(0.0, steep.at(0))
 
-    def test_nothing(self) -> None:
-        """Without measurements there is no answer, also after forgetting."""
-        line = Regression(8, proportional=True)
-        self.assertIsNone(line.at(1))
-        line.add(1, 1)
-        line.keep(0)
-        self.assertIsNone(line.at(1))
+    def test_outliers_and_change(self) -> None:
+        """Two slow ones in a row are outliers; a third one is a change."""
+        line = Regression()
+        self.assertIsNone(line.at(1000))
+        for _ in range(20):
+            line.add(1000, 0.1)
+        for _ in range(3):
+            line.add(1000, 5.0)
+            line.add(1000, 5.0)
+            self.assertEqual(0.1, line.at(1000))
+            line.add(1000, 0.1)
+        for _ in range(3):
+            line.add(1000, 5.0)
+        self.assertEqual(5.0, line.at(1000))
+
+        for _ in range(3):
+            line.add(1000, 0.2)
+        self.assertEqual(0.2, line.at(1000))
 
 
 if __name__ == "__main__":
