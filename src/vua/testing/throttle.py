@@ -36,12 +36,12 @@ class Link:
             self._free_at = 0.0
             self._changed.notify_all()
 
-    def pass_through(self, nbytes: int) -> None:
-        """Wait for as long as so many bytes take."""
+    def pass_through(self, nbytes: int, began_s: float | None = None) -> None:
+        """Wait for as long as so many bytes take, from ``began_s`` on (monotonic); None: now."""
         with self._changed:
             self.nbytes += nbytes
-            since, now = self._since, time.monotonic()
-            self._free_at = max(now, self._free_at)
+            since = self._since
+            self._free_at = max(time.monotonic() if began_s is None else began_s, self._free_at)
             if self._bytes_per_s is not None:
                 self._free_at += nbytes / self._bytes_per_s
             end = self._free_at + self._latency_s
@@ -83,9 +83,10 @@ class ThrottledStorage:
     # -- slowed down --------------------------------------------------------------------------
 
     def read(self, batch: Batch) -> Filled:
-        """Read entries, in their time."""
+        """Read entries, in their time; what the storage behind takes is part of it."""
+        began_s = time.monotonic()
         filled = self.storage.read(batch)
-        self._link.pass_through(filled.count * batch.nbytes)
+        self._link.pass_through(filled.count * batch.nbytes, began_s)
         return filled
 
     # -- passed on ----------------------------------------------------------------------------
