@@ -49,6 +49,12 @@ class Regression:
         return len(self._seen)
 
     @property
+    def small(self) -> float:
+        """The median of the smaller half of x, which the line goes through; 0 without any."""
+        some = sorted(x for x, _ in self._seen)
+        return median_low(some[: len(some) // 2] or some) if some else 0.0
+
+    @property
     def largest(self) -> float:
         """The largest x; 0 without measurements."""
         return max((x for x, _ in self._seen), default=0.0)

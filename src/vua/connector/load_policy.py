@@ -151,8 +151,14 @@ class LoadPolicy:
         return None if own_s is None else self._queue_s() + own_s, compute_s
 
     def _own_s(self, nbytes: int) -> float | None:
-        """Return what a load takes by itself; None: unmeasured."""
-        byte_s = self._byte_s.at(1 / nbytes) if len(self._byte_s) >= MIN_MEASURED else None
+        """Return what a load takes by itself; None: unmeasured.
+
+        One that is longer than the longer half of those measured takes as much per byte as these:
+        noise among short probes says nothing of loads ten times as long.
+        """
+        if len(self._byte_s) < MIN_MEASURED:
+            return None
+        byte_s = self._byte_s.at(max(1 / nbytes, self._byte_s.small))
         return None if byte_s is None else nbytes * byte_s
 
     def _queue_s(self) -> float:

@@ -225,6 +225,15 @@ class DecisionTest(unittest.TestCase):
         self.requests(5, 6400)
         self.assertEqual((128, "faster"), self.shape(self.policy.decide(0, 128)))
 
+    def test_longer_than_measured(self) -> None:
+        """Noise among short probes does not make long loads cheap: they take as much per token."""
+        for tokens, took_s in ((64, 1.5), (64, 2.4), (64, 1.9), (128, 2.6), (64, 2.3), (128, 2.9)):
+            self.policy.ordered("r", 0, tokens)
+            self.policy.measured({"r": took_s})
+            self.policy.ended("r")
+        decision = self.policy.decide(0, 2432)
+        self.assertGreater(decision.load_s or 0.0, 2432 / 128 * 2.0)
+
     def test_own_prefix_cache(self) -> None:
         """What counts is what vLLM does not have itself: a short rest is not worth a load."""
         self.storage.fixed_s = 0.5
