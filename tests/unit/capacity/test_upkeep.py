@@ -72,13 +72,14 @@ class UpkeepTest(DirectoryTest):
 class TestManyNamespaces(UpkeepTest):
     """More namespaces than descriptors."""
 
-    many, few = 150, 100
+    many, few = 150, 75
 
     @contextmanager
-    def descriptors(self, most: int) -> Iterator[None]:
-        """Let the process have few descriptors for a while."""
+    def descriptors(self, more: int) -> Iterator[None]:
+        """Let the process have few descriptors for a while, beside those that it has open."""
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+        limit = len(list(Path("/proc/self/fd").iterdir())) + more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
         try:
             yield
         finally:
@@ -118,9 +119,9 @@ class TestManyNamespaces(UpkeepTest):
 
     @pytest.mark.thorough
     def test_thousands(self) -> None:
-        """The same with 6,000 namespaces and 256 descriptors."""
+        """The same with 6,000 namespaces and 200 descriptors."""
         names = self.plant(6000)
-        with self.descriptors(256):
+        with self.descriptors(200):
             self.assertEqual(6016, measure(self.root).chunks)
             self.assertEqual(0, run("gc", self.root, "--max-bytes", "1G", "--min-free", "0")[0])
             self.assertEqual(0, run("rm", self.root, "--all")[0])
@@ -131,7 +132,7 @@ class TestManyNamespaces(UpkeepTest):
         with VUA(config(self.one), self.root) as vua:
             put(vua, 1)
         taken: list[int] = []
-        with self.descriptors(len(list(Path("/proc/self/fd").iterdir())) + 8):
+        with self.descriptors(8):
             try:
                 with self.assertRaises(OSError):
                     while True:
