@@ -168,6 +168,8 @@ class Reclaim:
             text = f"chunks of {nbytes:,} bytes, the whole cache may have {limits.max_bytes:,}"
             self.warn_once("size", f"{self._root}: nothing can be stored: {text}")
             return False
+        if estimate.missing(nbytes) > 0:
+            estimate.ask_disk()
         need = estimate.missing(nbytes)
         if need <= 0 or self._evict(need + self._burst_bytes(), before_ns).nbytes >= need:
             return True

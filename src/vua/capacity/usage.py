@@ -9,6 +9,7 @@ within the limit plus a few percent.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -172,6 +173,7 @@ class UsageEstimate:
         """Note how much of what was reserved has been written."""
         self._reserved_bytes -= reserved_bytes
         self._used_bytes -= reserved_bytes - written_bytes
+        self._free_bytes += reserved_bytes - written_bytes
 
     def freed(self, nbytes: int) -> None:
         """Note that so much was deleted."""
@@ -197,6 +199,13 @@ class UsageEstimate:
         """Measure before the next write, unless that was done a moment ago."""
         if time.monotonic() - self._measured_at_s > _DOUBT_COST_RATIO * self._cost_s:
             self._interval_bytes = 0.0
+
+    def ask_disk(self) -> None:
+        """Look how much is free, by one call: files take more of a disk than their own bytes."""
+        with contextlib.suppress(OSError):
+            status = os.statvfs(self._root)
+            with self._lock:
+                self._free_bytes = status.f_bavail * status.f_frsize - self._reserved_bytes
 
     def measure(self, warn: Callable[[str, str], None]) -> None:
         """Read the limits and the directory's size; ``warn`` (cause, text) of what fails."""

@@ -277,6 +277,19 @@ class TestCapacity(DirectoryTest):
             self.assertTrue(again.request([99]) == 0)
         self.assertLessEqual(self.occupied(), 16 * NBYTES)
 
+    def test_free_space_comes_back(self) -> None:
+        """When others make room, nothing is evicted: the disk is asked before that."""
+        write_bounds(self.root, Limits(min_free_bytes=5 * NBYTES))
+        Cache(self.root).request(list(range(20)))
+        full = [*os.statvfs(self.root)]
+        full[4] = 0  # f_bavail
+        cache = Cache(self.root)
+        with mock.patch("os.statvfs", return_value=os.statvfs_result(full)):
+            cache.capacity.reclaiming.reclaim.estimate.measure(print)
+        cache.request([99])
+        self.assertEqual(1, cache.store.lookup(KeyChain(token_ids([99]), 1)))
+        self.assertEqual(0, cache.capacity.counts["chunks_evicted"])
+
     def test_ttl(self) -> None:
         """What was not used for the time to live goes at the next write, what was stays."""
         cache = Cache(self.root)
