@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -29,7 +30,6 @@ from buckets import seaweedfs, speaking_to
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.io.threads import Threads
-from vua.storage import bucket
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath
 from vua.storage.local import entry_path
@@ -40,14 +40,13 @@ from vua.store.tensors import memory_map
 ARMS = ("VUA", "obstore", "boto3", "LMCache")
 SIZES = {1: 4, 8: 32, 32: 128}  # MiB of a chunk: layers
 TOKENS = 64
-IN_FLIGHT = (1, 4, 16)
-READ_MIB, WRITTEN_MIB = 96, 32
-"""What one turn moves at least: a prompt of so many chunks, by one call of VUA."""
-MOST_MIB = 256
+READ_NBYTES, WRITTEN_NBYTES = 96 << 20, 16 << 20
+"""What one turn moves at least: single small objects tell more of the noise."""
+MOST_NBYTES = 256 << 20
 """More at once is left out: what the server holds of them, and they themselves, fill the memory."""
 
 
-def measured(work: Callable[[], object], nbytes: int) -> tuple[float, float]:
+def measured(work: Callable[[], None], nbytes: int) -> tuple[float, float]:
     """Return GB/s and CPU seconds per GB."""
     began_s, cpu_s = time.perf_counter(), time.process_time()
     work()
@@ -55,12 +54,8 @@ def measured(work: Callable[[], object], nbytes: int) -> tuple[float, float]:
     return gb / (time.perf_counter() - began_s), (time.process_time() - cpu_s) / gb
 
 
-def lmcache_adapter(
-    url: str, nbytes: int, count: int, in_flight: int
-) -> tuple[Callable[[], None], ...]:
+def lmcache_adapter(url: str, nbytes: int, count: int) -> tuple[Callable[[], None], ...]:
     """What stores, and what loads, so many objects through LMCache's own S3 adapter.
-
-    So many at a time: it begins all that it is given by one call.
 
     It knows buckets as names of hosts alone: here its model's name begins with the bucket's.
     """
@@ -78,25 +73,22 @@ def lmcache_adapter(
     }
     adapter: Any = S3L2Adapter(S3L2AdapterConfig.from_dict(settings))
     keys = data.make_object_keys(count, model_name=url.removeprefix("s3://"))
-    memory = data.make_aligned_tensor(in_flight * nbytes)
-    objects = data.make_memory_objects(memory, in_flight, nbytes, 0)
-    runs = [keys[first : first + in_flight] for first in range(0, count, in_flight)]
+    memory = data.make_aligned_tensor(count * nbytes)
+    objects = data.make_memory_objects(memory, count, nbytes, 0)
 
     def store() -> None:
-        for run in runs:
-            adapter.submit_store_task(run, objects[: len(run)])
-            while not (done := adapter.pop_completed_store_tasks()):
-                data.wait_eventfd(adapter.get_store_event_fd())
-            if not all(one.is_successful() for one in done.values()):
-                raise RuntimeError("LMCache has not stored all")
+        adapter.submit_store_task(keys, objects)
+        while not (done := adapter.pop_completed_store_tasks()):
+            data.wait_eventfd(adapter.get_store_event_fd())
+        if not all(one.is_successful() for one in done.values()):
+            raise RuntimeError("LMCache has not stored all")
 
     def load() -> None:
-        for run in runs:
-            task = adapter.submit_load_task(run, objects[: len(run)])
-            while (told := adapter.query_load_result(task)) is None:
-                data.wait_eventfd(adapter.get_load_event_fd())
-            if told.popcount() != len(run):
-                raise RuntimeError("LMCache has not loaded all")
+        task = adapter.submit_load_task(keys, objects)
+        while (told := adapter.query_load_result(task)) is None:
+            data.wait_eventfd(adapter.get_load_event_fd())
+        if told.popcount() != count:
+            raise RuntimeError("LMCache has not loaded all")
 
     return store, load, adapter.close
 
@@ -104,12 +96,11 @@ def lmcache_adapter(
 class Place:
     """Chunks of one size in a bucket, and every client's way to read and to write them."""
 
-    def __init__(self, url: str, mib: int, in_flight: int, total_mib: int) -> None:
-        """Store a prompt; nothing is measured yet. ``in_flight``: requests at a time, of all."""
+    def __init__(self, url: str, mib: int, at_once: int) -> None:
+        """Store so many chunks; nothing is measured yet."""
         self._layout = KVLayout(SIZES[mib], 8, 128, 128, "BF16", TOKENS)
-        self._chunks = max(in_flight, total_mib // mib)
-        self._url = f"{url}/{mib}-{in_flight}"
-        namespace, tokens = "b" * 64, TOKENS * self._chunks
+        self._url, self._at_once = f"{url}/{mib}-{at_once}", at_once
+        namespace, tokens = "b" * 64, TOKENS * at_once
         self._storage = ObjectStorage(BucketPath(Bucket.at(self._url)) / namespace)
         store = Store(self._storage, namespace, self._layout)
         shape = (8, tokens, 128)
@@ -124,7 +115,7 @@ class Place:
         self._objects = [one.key for one in stored]
         self.nbytes = sum(one.nbytes for one in stored)
         self._body = bytes(obstore.get(self._bucket._reads, self._objects[0]).bytes())
-        self._threads = bucket._runtime.threads = Threads(in_flight, "bench")
+        self._threads = Threads(16, "bench")
         self.close: Callable[[], None] = lambda: None
         self.reads: dict[str, Callable[[], object]] = {"VUA": self._load, "obstore": self._get}
         self.writes: dict[str, Callable[[], object]] = {"VUA": self._save, "obstore": self._put}
@@ -132,12 +123,12 @@ class Place:
             self._add_boto3()
         with contextlib.suppress(ImportError):
             self.writes["LMCache"], self.reads["LMCache"], self.close = lmcache_adapter(
-                f"{url}/l-{mib}-{in_flight}", len(self._body), self._chunks, in_flight
+                f"{url}/l-{mib}-{at_once}", self.nbytes // at_once, at_once
             )
             self.writes["LMCache"]()
 
     def _prompt(self, number: int) -> KeyChain:
-        ids = range(number, number + TOKENS * self._chunks)
+        ids = range(number, number + TOKENS * self._at_once)
         return KeyChain(token_ids(ids), TOKENS)
 
     def _new_names(self) -> list[str]:
@@ -147,7 +138,7 @@ class Place:
         return [f"{'c' * 64}/{path}" for path in paths]
 
     def _load(self) -> None:
-        if self._loader.load(self._keys.first(self._chunks)).chunks != self._chunks:
+        if self._loader.load(self._keys.first(self._at_once)).chunks != self._at_once:
             raise RuntimeError("not all was loaded")
 
     def _save(self) -> None:
@@ -162,7 +153,10 @@ class Place:
         self._each(lambda key: put(self._bucket._writes, key, self._body), self._new_names())
 
     def _each(self, work: Callable[[str], object], names: list[str]) -> None:
-        self._threads.map(lambda _, name: work(name), names)
+        if len(names) == 1:
+            work(names[0])
+        else:
+            self._threads.map(lambda _, name: work(name), names)
 
     def _add_boto3(self) -> None:
         import boto3
@@ -181,12 +175,17 @@ class Place:
         self.writes["boto3"] = lambda: self._each(put, self._new_names())
 
 
-def compare(place: Place, arms: dict[str, Callable[[], object]], rounds: int) -> str:
+def compare(place: Place, arms: dict[str, Callable[[], object]], rounds: int, times: int) -> str:
     """Return cells: GB/s and CPU seconds per GB of each client, and VUA's speed over obstore's."""
+
+    def some(work: Callable[[], object]) -> None:
+        for _ in range(times):
+            work()
+
     results: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     for turn in range(rounds + 1):
         for arm, work in sorted(arms.items(), reverse=turn % 2 == 1):
-            found = measured(work, place.nbytes)
+            found = measured(functools.partial(some, work), place.nbytes * times)
             if turn:
                 results[arm].append(found)
     cells = []
@@ -213,16 +212,16 @@ def main() -> None:
         if find_spec("lmcache") is None or find_spec("awscrt") is None:
             print("LMCache takes no part: lmcache or awscrt cannot be imported")
         for what in ("read", "written"):
-            print(f"| MiB {what} | in flight | {' | '.join(ARMS)} | VUA / obstore |")
+            print(f"| MiB {what} | at once | {' | '.join(ARMS)} | VUA / obstore |")
             print("|--:|--:|--:|--:|--:|--:|--:|")
-            for mib, in_flight in product(SIZES, IN_FLIGHT):
-                if mib * in_flight > MOST_MIB:
-                    continue
-                total_mib = READ_MIB if what == "read" else WRITTEN_MIB
-                place = Place(f"{url}/{what}", mib, in_flight, total_mib)
+            for mib, at_once in product(SIZES, (1, 4, 16)):
+                place = Place(f"{url}/{what}", mib, at_once)
                 arms = place.reads if what == "read" else place.writes
-                cells = compare(place, arms, options.rounds)
-                print(f"| {mib} | {in_flight} | {cells} |", flush=True)
+                total = READ_NBYTES if what == "read" else WRITTEN_NBYTES
+                times = max(1, total // place.nbytes)
+                if place.nbytes <= MOST_NBYTES:
+                    cells = compare(place, arms, options.rounds, times)
+                    print(f"| {mib} | {at_once} | {cells} |", flush=True)
                 place.close()
 
 
