@@ -350,7 +350,7 @@ class TestCapacity(DirectoryTest):
             cache = Cache(disk, 10_000)
             for number in range(200):
                 cache.request([number, number])
-            self.assertGreater(cache.capacity.counts["full"], 0)
+            self.assertGreater(cache.capacity.counts["chunks_evicted"], 0)
             self.assertEqual(0, cache.capacity.counts["chunks_refused"])
             self.assertEqual(2, cache.store.lookup(KeyChain(token_ids([199, 199]), 1)))
             self.assertEqual([], list(disk.rglob(".tmp-*")))
