@@ -60,9 +60,12 @@ class BufferPool:
         return lent
 
     def _kept(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        """Take the smallest that fits without wasting more than half."""
+        """Take the smallest that fits without wasting more than half.
+
+        Of these the one used last: it may still be in the processor's cache.
+        """
         with self._lock:
-            fitting = [b for b in self._idle if nbytes <= b.nbytes <= 2 * nbytes]
+            fitting = [b for b in reversed(self._idle) if nbytes <= b.nbytes <= 2 * nbytes]
             if not fitting:
                 return None
             best = min(fitting, key=lambda buffer: buffer.nbytes)

@@ -11,6 +11,7 @@ The threads are daemons. At the end of the process calls under way have some sec
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
 import time
 import weakref
@@ -143,10 +144,13 @@ class Threads:
         So it is with an exception that a signal raises here, except that a second one waits no
         more: nothing is read from an item, and nothing written to it, after an error.
         """
-        calls = [Call[T](partial(_with_item, work, item)) for item in items]
+        some = list(items)
+        ended = _Countdown(len(some))
+        calls = [Call[T](partial(_counted, work, item, ended)) for item in some]
         try:
             for call in calls:
                 self._submit(call)
+            ended.wait()
             return [call.result() for call in calls]
         except BaseException:
             # The last first: a call that ends early because it is dropped frees a thread, which
@@ -165,8 +169,39 @@ class Threads:
                 thread.join(None if stop is None else max(0.0, stop - time.monotonic()))
 
 
-def _with_item(work: Callable[[Call[T], A], T], item: A, call: Call[T]) -> T:
-    return work(call, item)
+class _Countdown:
+    """Wakes its owner once, when the last of so many calls ends or one fails.
+
+    To wake up for each costs more than a small read.
+    """
+
+    def __init__(self, calls: int) -> None:
+        self._last, self._ended = calls - 1, itertools.count()
+        self._over, self._waited_for = threading.Lock(), threading.Lock()
+        if calls:
+            self._waited_for.acquire()
+
+    def one_ended(self) -> None:
+        if next(self._ended) == self._last:
+            self.over()
+
+    def over(self) -> None:
+        if self._over.acquire(blocking=False):
+            self._waited_for.release()
+
+    def wait(self) -> None:
+        with self._waited_for:
+            pass
+
+
+def _counted(work: Callable[[Call[T], A], T], item: A, ended: _Countdown, call: Call[T]) -> T:
+    try:
+        result = work(call, item)
+    except BaseException:
+        ended.over()
+        raise
+    ended.one_ended()
+    return result
 
 
 def _work(shared: _Shared, most: int) -> None:

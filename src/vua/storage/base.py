@@ -207,6 +207,9 @@ class Capabilities:
     probes: int = 1
     """Of how many entries it is best asked at a time whether they are there: more where an answer
     takes long, and several take no longer."""
+    batch_nbytes: int = 64 << 20
+    """How much it is best given by one call. So long a writer holds its space, and new chunks wait
+    for their mtimes."""
 
 
 class Storage(Protocol):

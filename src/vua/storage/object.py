@@ -49,6 +49,8 @@ than these bytes."""
 _RENEW_S: Final = 60.0
 _PROBES: Final = 16
 """Entries that are asked for at the same time."""
+_BATCH_NBYTES: Final = 256 << 20
+"""At the end of each call most connections wait for the slowest: some rounds of 16 times 8 MiB."""
 
 
 class ObjectStorage:
@@ -57,7 +59,7 @@ class ObjectStorage:
     Entries are read and written some at a time: one may be seen before the one before it.
     """
 
-    capabilities = Capabilities(probes=_PROBES)
+    capabilities = Capabilities(probes=_PROBES, batch_nbytes=_BATCH_NBYTES)
     gone = False
 
     def __init__(

@@ -32,10 +32,8 @@ __all__ = ["EntryWriter"]
 log = logging.getLogger(__name__)
 
 _WRITER: Final = f"vua {socket.gethostname()}"
-_BATCH_NBYTES: Final = 64 << 20
-"""What one call writes: it holds its space for so long, and new chunks wait for their mtimes."""
 _BATCH_CHUNKS: Final = (4, 512)
-"""How many chunks that is, at least and at most."""
+"""What one call writes, at least and at most, whatever the storage says."""
 
 
 class Target(Protocol):
@@ -186,7 +184,8 @@ class EntryWriter:
     def _batch_chunks(self) -> int:
         """How many chunks to write by one call."""
         nbytes, (low, high) = self.store.codec(self.shard).file_nbytes, _BATCH_CHUNKS
-        chunks, capacity = min(max(_BATCH_NBYTES // nbytes, low), high), self.store.capacity
+        best_nbytes = self.store.storage.capabilities.batch_nbytes
+        chunks, capacity = min(max(best_nbytes // nbytes, low), high), self.store.capacity
         return chunks if capacity is None else max(1, min(chunks, capacity.batch_bytes // nbytes))
 
     def _reserve(self, run: Sequence[ChunkKey], nbytes: int) -> Reservation | Unlimited:
