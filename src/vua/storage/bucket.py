@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime, timedelta
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from vua.errors import ConfigError, NotWritableError, StorageError
@@ -31,6 +31,7 @@ from vua.io.byte_gate import ByteGate
 from vua.io.forks import watch
 from vua.io.threads import Threads
 from vua.storage.bucket_problems import explained, told
+from vua.storage.signed_reads import Meta, SignedReads
 
 __all__ = ["SCHEMES", "Bucket", "Meta"]
 
@@ -83,18 +84,6 @@ def _library() -> Any:  # noqa: ANN401 - imported late, since most caches are di
         raise ConfigError(msg) from problem
 
 
-class Meta(NamedTuple):
-    """An object as a server describes it."""
-
-    key: str
-    """Relative to the bucket's URL."""
-    nbytes: int
-    modified_s: float
-    """Seconds since 1970, of the last write; some servers say whole seconds."""
-    tag: bytes
-    """What tells these bytes from any others that ever have this name (an ETag)."""
-
-
 class Bucket:
     """The objects below one URL. Safe for threads.
 
@@ -131,6 +120,10 @@ class Bucket:
         except (library.exceptions.BaseError, OSError, ValueError) as problem:
             msg = f"{url} cannot be used: {told(problem)}"
             raise ConfigError(msg) from None
+        self._signed: SignedReads | None = None
+        if self.scheme == "s3":  # others ask their server for each signature
+            sign = functools.partial(library.sign, self._reads, "GET")
+            self._signed = SignedReads(sign, self.memory, _bundle(), allow_http=_allows_http())
 
     @classmethod
     def at(cls, url: str) -> Bucket:
@@ -181,8 +174,12 @@ class Bucket:
         Of a shorter object what there is. The bytes are the caller's for as long as it holds them.
         Raises FileNotFoundError, StorageError.
         """
-        options: Any = {} if nbytes is None else {"range": (offset, offset + nbytes)}
+        part = None if nbytes is None else (offset, offset + nbytes)
+        options: Any = {} if part is None else {"range": part}
         with self._request("get", key):
+            if self._signed and (found := self._signed.get(key, part)):
+                self.counts["read_nbytes"] += len(found[1])
+                return found
             answer = self._library.get(self._reads, key, options=options)
             start, stop = answer.range
             if stop - start <= _SMALL_NBYTES:
@@ -191,10 +188,10 @@ class Bucket:
                 return _meta(answer.meta), data
             data, place = _runtime.buffers.take(stop - start).data, 0
             for piece in answer.stream(min_chunk_size=_PIECE_NBYTES):
-                part = data[place : place + len(piece)]
-                if len(part) < len(piece):
+                room = data[place : place + len(piece)]
+                if len(room) < len(piece):
                     raise OSError(errno.EIO, "more was sent than announced")
-                part[:] = memoryview(piece)
+                room[:] = memoryview(piece)
                 place += len(piece)
             data = data[:place]
         self.counts["read_nbytes"] += len(data)
@@ -357,20 +354,24 @@ def _allows_http() -> bool:
 
 
 def _signing(scheme: str) -> dict[str, object]:
-    """Leave bodies out of S3's signatures where https protects them, as Amazon's own tools do.
+    """Leave bodies out of S3's signatures: to hash them takes half of a save's processor time.
 
-    To hash them takes half of a save's time on the processor. ``AWS_UNSIGNED_PAYLOAD`` decides
-    where it is set.
+    Readers verify them. ``AWS_UNSIGNED_PAYLOAD`` decides where it is set.
     """
-    if scheme != "s3" or _allows_http() or "AWS_UNSIGNED_PAYLOAD" in os.environ:
+    if scheme != "s3" or "AWS_UNSIGNED_PAYLOAD" in os.environ:
         return {}
     return {"unsigned_payload": True}
 
 
-def _client(timeouts: Mapping[str, str]) -> dict[str, object]:
+def _bundle() -> str | None:
+    """Return the file of certificates to trust that the environment names, where there is one."""
     bundle = os.environ.get("AWS_CA_BUNDLE")
+    return bundle if bundle and os.path.isfile(bundle) else None
+
+
+def _client(timeouts: Mapping[str, str]) -> dict[str, object]:
     options: dict[str, object] = {**timeouts, "allow_http": _allows_http()}
-    if bundle and os.path.isfile(bundle):
+    if bundle := _bundle():
         with open(bundle, "rb") as stream:
             options["root_certificate"] = stream.read()
     return options

@@ -1,0 +1,223 @@
+"""Bodies of S3's objects, received straight into memory that is used again.
+
+The package that speaks to all stores collects bodies in memory of its own, which takes twice the
+time on the processor. Here it only signs an address, which is then asked for over a plain
+connection. Only the usual answer is taken from there. Everything else is None, and the caller asks
+as ever, by the client that repeats, waits and knows errors.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import functools
+import socket
+import ssl
+import time
+import urllib.request
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+__all__ = ["Meta", "SignedReads"]
+
+_VALID: Final = timedelta(minutes=15)
+"""How long an address is good for: as wrong as a clock may be for other requests."""
+_CONNECT_S: Final = 2.0
+_READ_S: Final = 3.0
+"""A connection on which nothing comes for so long is dead."""
+_TOTAL_S: Final = 60.0
+_IDLE_S: Final = 20.0
+"""A connection that has waited longer is not used again: what lies between may have dropped it."""
+_PAUSE_S: Final = 5.0
+"""After anything unusual requests go the other way for so long, which copes with it."""
+_LINE_NBYTES: Final = 16 << 10
+_HEADERS: Final = 100
+_REFUSAL_NBYTES: Final = 64 << 10
+_OK, _PART, _NOT_FOUND = "200", "206", "404"
+
+
+class Meta(NamedTuple):
+    """An object as a server describes it."""
+
+    key: str
+    """Relative to the bucket's URL."""
+    nbytes: int
+    modified_s: float
+    """Seconds since 1970, of the last write; some servers say whole seconds."""
+    tag: bytes
+    """What tells these bytes from any others that ever have this name (an ETag)."""
+
+
+class SignedReads:
+    """Reads objects of one bucket by signed addresses. Safe for threads; not across a fork."""
+
+    def __init__(
+        self,
+        sign: Callable[[str, timedelta], str],
+        memory: Callable[[int], memoryview],
+        bundle: str | None,
+        *,
+        allow_http: bool,
+    ) -> None:
+        """Send nothing. ``sign`` makes an object's address from its key, good for some time.
+
+        ``memory`` lends bytes for a body. ``bundle`` is a file of certificates that are trusted
+        beside the system's.
+        """
+        self._sign, self._memory, self._bundle = sign, memory, bundle
+        self._allow_http = allow_http
+        self._idle: list[tuple[float, str, _Connection]] = []
+        self._resume_s = 0.0
+
+    def get(self, key: str, part: tuple[int, int] | None) -> tuple[Meta, memoryview] | None:
+        """Return an object, or its bytes from ``part[0]`` up to ``part[1]``; None: ask otherwise.
+
+        Raises FileNotFoundError.
+        """
+        if time.monotonic() < self._resume_s:
+            return None
+        try:
+            found = self._get(key, part)
+        except FileNotFoundError:
+            raise
+        except Exception:  # noqa: BLE001 - whatever it was, the caller asks again and is told
+            found = None
+        if found is None:
+            self._resume_s = time.monotonic() + _PAUSE_S
+        return found
+
+    def _get(self, key: str, part: tuple[int, int] | None) -> tuple[Meta, memoryview]:
+        """Raise FileNotFoundError; anything else where the answer is not the usual one."""
+        scheme, _, rest = self._sign(key, _VALID).partition("://")
+        host, _, path = rest.partition("/")
+        origin = f"{scheme}://{host}"
+        connection, is_read = self._connection(origin), False
+        try:
+            status, headers = connection.ask(f"/{path}", part)
+            nbytes, body_nbytes = _lengths(status, headers, part)
+            data = self._memory(body_nbytes)
+            connection.read_into(data)
+            is_read = True
+        finally:
+            if not is_read:
+                connection.close()
+        if headers.get("connection", "").lower() == "close":
+            connection.close()
+        else:
+            self._idle.append((time.monotonic(), origin, connection))
+        if status == _NOT_FOUND:
+            raise FileNotFoundError(key)
+        modified_s = _seconds(headers["last-modified"])
+        return Meta(key, nbytes, modified_s, headers.get("etag", "").encode()), data
+
+    def _connection(self, origin: str) -> _Connection:
+        """Return a connection that was used before, or a new one. Raises OSError, ValueError."""
+        while self._idle:
+            try:
+                since_s, its_origin, connection = self._idle.pop()
+            except IndexError:  # another thread was faster
+                break
+            if its_origin == origin and time.monotonic() - since_s < _IDLE_S:
+                return connection
+            connection.close()
+        to = urlsplit(origin)
+        if _has_proxy(to.scheme, to.netloc) or not (self._allow_http or to.scheme == "https"):
+            raise ValueError(origin)
+        port = to.port or {"http": 80, "https": 443}[to.scheme]
+        stream = socket.create_connection((str(to.hostname), port), _CONNECT_S)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if to.scheme == "https":
+            stream = _trust(self._bundle).wrap_socket(stream, server_hostname=to.hostname)
+        stream.settimeout(_READ_S)
+        return _Connection(stream, to.netloc)
+
+
+class _Connection:
+    """One connection to a server; HTTP/1.1, one request at a time."""
+
+    def __init__(self, connected: socket.socket, host: str) -> None:
+        """Own a socket."""
+        self._socket, self._host = connected, host
+        self._stream = connected.makefile("rb")
+
+    def close(self) -> None:
+        """End it."""
+        self._stream.close()
+        self._socket.close()
+
+    def __del__(self) -> None:
+        """End it when the last idle one is dropped."""
+        self.close()
+
+    def ask(self, path: str, part: tuple[int, int] | None) -> tuple[str, dict[str, str]]:
+        """Ask for an object or a part of it; return the status and the headers of the answer.
+
+        Headers' names are in lower case. Raises OSError, ValueError.
+        """
+        wanted = "" if part is None else f"Range: bytes={part[0]}-{part[1] - 1}\r\n"
+        self._socket.sendall(f"GET {path} HTTP/1.1\r\nHost: {self._host}\r\n{wanted}\r\n".encode())
+        version, status, *_ = self._line().split(" ", 2)
+        headers: dict[str, str] = {}
+        while line := self._line():
+            name, _, value = line.partition(":")
+            headers[name.lower()] = value.strip()
+            if len(headers) > _HEADERS:
+                raise ValueError(line)
+        if version != "HTTP/1.1" or "transfer-encoding" in headers:
+            raise ValueError(version)
+        return status, headers
+
+    def _line(self) -> str:
+        """Return a line without its end. Raises OSError, ValueError."""
+        line = self._stream.readline(_LINE_NBYTES)
+        if not line.endswith(b"\n"):
+            raise ValueError(line)
+        return line.rstrip(b"\r\n").decode("latin-1")
+
+    def read_into(self, data: memoryview) -> None:
+        """Receive a body. Raises OSError, and ValueError where less comes or too slowly."""
+        until_s, place = time.monotonic() + _TOTAL_S, 0
+        while place < len(data):
+            count = self._stream.readinto1(data[place:])
+            if not count or time.monotonic() > until_s:
+                raise ValueError(place)
+            place += count
+
+
+def _lengths(status: str, headers: dict[str, str], part: tuple[int, int] | None) -> tuple[int, int]:
+    """Return how long the object is, and what is sent of it.
+
+    Raises ValueError or KeyError where that is not what was asked for.
+    """
+    nbytes = total = int(headers["content-length"])
+    if status == _PART and part is not None:
+        span, _, text = headers["content-range"].partition("/")
+        total, is_wanted = int(text), span == f"bytes {part[0]}-{part[0] + nbytes - 1}"
+    elif status == _NOT_FOUND:
+        is_wanted = nbytes <= _REFUSAL_NBYTES
+    else:
+        is_wanted = status == _OK and part is None
+    if not is_wanted:
+        raise ValueError(status)
+    return total, nbytes
+
+
+@functools.lru_cache(16)  # what was written together is read together
+def _seconds(date: str) -> float:
+    return email.utils.parsedate_to_datetime(date).timestamp()
+
+
+def _has_proxy(scheme: str, host: str) -> bool:
+    """Whether requests go through a proxy of the environment, which the other client knows."""
+    proxies = urllib.request.getproxies()
+    return bool(proxies.keys() & {scheme, "all"}) and not urllib.request.proxy_bypass(host)
+
+
+@functools.cache
+def _trust(bundle: str | None) -> ssl.SSLContext:
+    """Return whose certificates are believed: the system's, and those of a file."""
+    context = ssl.create_default_context()
+    if bundle is not None:
+        context.load_verify_locations(bundle)
+    return context
