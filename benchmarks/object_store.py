@@ -1,20 +1,21 @@
 """Bytes per second from an object store: VUA beside obstore alone, boto3 and LMCache's adapter.
 
 ``python benchmarks/object_store.py s3://bucket/prefix`` with the server's endpoint and credentials
-in the environment; without a URL it starts a SeaweedFS. Arms take turns, with objects of one size.
-VUA alone verifies. LMCache takes part where it can be imported, with `awscrt`, from PYTHONPATH
-(`dev.py lmcache` installs it, and `pip install --target` the other); else a line says why not.
+in the environment; without a URL it starts a SeaweedFS. Arms take turns: each moves a prompt of
+many chunks of one size, with so many requests under way at a time. VUA alone verifies. LMCache
+takes part where it can be imported, with `awscrt`, from PYTHONPATH (`dev.py lmcache` installs it,
+and `pip install --target` the other); else a line says why not.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -30,6 +31,7 @@ from buckets import seaweedfs, speaking_to
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.io.threads import Threads
+from vua.storage import bucket
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath
 from vua.storage.local import entry_path
@@ -40,13 +42,11 @@ from vua.store.tensors import memory_map
 ARMS = ("VUA", "obstore", "boto3", "LMCache")
 SIZES = {1: 4, 8: 32, 32: 128}  # MiB of a chunk: layers
 TOKENS = 64
-READ_NBYTES, WRITTEN_NBYTES = 96 << 20, 16 << 20
-"""What one turn moves at least: single small objects tell more of the noise."""
-MOST_NBYTES = 256 << 20
-"""More at once is left out: what the server holds of them, and they themselves, fill the memory."""
+PROMPT_MIB = {"read": 256, "written": 128}
+"""What one turn moves at least."""
 
 
-def measured(work: Callable[[], None], nbytes: int) -> tuple[float, float]:
+def measured(work: Callable[[], object], nbytes: int) -> tuple[float, float]:
     """Return GB/s and CPU seconds per GB."""
     began_s, cpu_s = time.perf_counter(), time.process_time()
     work()
@@ -54,53 +54,85 @@ def measured(work: Callable[[], None], nbytes: int) -> tuple[float, float]:
     return gb / (time.perf_counter() - began_s), (time.process_time() - cpu_s) / gb
 
 
-def lmcache_adapter(url: str, nbytes: int, count: int) -> tuple[Callable[[], None], ...]:
-    """What stores, and what loads, so many objects through LMCache's own S3 adapter.
+class LMCache:
+    """So many objects in LMCache's own S3 adapter, of which ``at_once`` are under way at a time.
 
     It knows buckets as names of hosts alone: here its model's name begins with the bucket's.
     """
-    from lmcache.cli.commands.bench.l2_adapter_bench import data
-    from lmcache.v1.distributed.l2_adapters.s3_l2_adapter import S3L2Adapter, S3L2AdapterConfig
 
-    endpoint = os.environ["AWS_ENDPOINT_URL"]
-    settings = {
-        "s3_endpoint": endpoint.partition("://")[2],
-        "s3_region": os.environ["AWS_REGION"],
-        "disable_tls": endpoint.startswith("http:"),
-        "s3_prefer_http2": False,
-        "aws_access_key_id": os.environ["AWS_ACCESS_KEY_ID"],
-        "aws_secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"],
-    }
-    adapter: Any = S3L2Adapter(S3L2AdapterConfig.from_dict(settings))
-    keys = data.make_object_keys(count, model_name=url.removeprefix("s3://"))
-    memory = data.make_aligned_tensor(count * nbytes)
-    objects = data.make_memory_objects(memory, count, nbytes, 0)
+    def __init__(self, url: str, nbytes: int, count: int, at_once: int) -> None:
+        """Store nothing yet. Raises ImportError."""
+        from lmcache.cli.commands.bench.l2_adapter_bench import data
+        from lmcache.v1.distributed.l2_adapters.s3_l2_adapter import S3L2Adapter, S3L2AdapterConfig
 
-    def store() -> None:
-        adapter.submit_store_task(keys, objects)
-        while not (done := adapter.pop_completed_store_tasks()):
-            data.wait_eventfd(adapter.get_store_event_fd())
+        endpoint = os.environ["AWS_ENDPOINT_URL"]
+        settings = {
+            "s3_endpoint": endpoint.partition("://")[2],
+            "s3_region": os.environ["AWS_REGION"],
+            "disable_tls": endpoint.startswith("http:"),
+            "s3_prefer_http2": False,
+            "aws_access_key_id": os.environ["AWS_ACCESS_KEY_ID"],
+            "aws_secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"],
+        }
+        self._adapter: Any = S3L2Adapter(S3L2AdapterConfig.from_dict(settings))
+        self._data, self._name = data, url.removeprefix("s3://")
+        self._count, self._at_once, self._turns = count, at_once, itertools.count()
+        memory = data.make_aligned_tensor(count * nbytes)
+        self._objects = data.make_memory_objects(memory, count, nbytes, 0)
+        self._keys: list[Any] = []
+        self._tasks = set[Any]()
+        self.close = self._adapter.close
+
+    def store(self) -> None:
+        """Store them by new names."""
+        name = f"{self._name}/{next(self._turns)}"
+        self._keys = self._data.make_object_keys(self._count, model_name=name)
+        self._each(self._submit_store, self._wait_for_stores)
+
+    def load(self) -> None:
+        """Load what was stored last."""
+        self._each(self._submit_load, self._wait_for_loads)
+
+    def _each(self, submit: Callable[[int], object], wait: Callable[[], int]) -> None:
+        left, under_way = list(range(self._count)), 0
+        while left or under_way:
+            while left and under_way < self._at_once:
+                submit(left.pop())
+                under_way += 1
+            under_way -= wait()
+
+    def _submit_store(self, place: int) -> None:
+        self._adapter.submit_store_task([self._keys[place]], [self._objects[place]])
+
+    def _wait_for_stores(self) -> int:
+        self._data.wait_eventfd(self._adapter.get_store_event_fd())
+        done = self._adapter.pop_completed_store_tasks()
         if not all(one.is_successful() for one in done.values()):
             raise RuntimeError("LMCache has not stored all")
+        return len(done)
 
-    def load() -> None:
-        task = adapter.submit_load_task(keys, objects)
-        while (told := adapter.query_load_result(task)) is None:
-            data.wait_eventfd(adapter.get_load_event_fd())
-        if told.popcount() != count:
+    def _submit_load(self, place: int) -> None:
+        task = self._adapter.submit_load_task([self._keys[place]], [self._objects[place]])
+        self._tasks.add(task)
+
+    def _wait_for_loads(self) -> int:
+        self._data.wait_eventfd(self._adapter.get_load_event_fd())
+        told = {task: self._adapter.query_load_result(task) for task in self._tasks}
+        done = {task for task, found in told.items() if found is not None}
+        if any(told[task].popcount() != 1 for task in done):
             raise RuntimeError("LMCache has not loaded all")
-
-    return store, load, adapter.close
+        self._tasks -= done
+        return len(done)
 
 
 class Place:
     """Chunks of one size in a bucket, and every client's way to read and to write them."""
 
-    def __init__(self, url: str, mib: int, at_once: int) -> None:
-        """Store so many chunks; nothing is measured yet."""
+    def __init__(self, url: str, mib: int, at_once: int, prompt_mib: int) -> None:
+        """Store a prompt; nothing is measured yet."""
         self._layout = KVLayout(SIZES[mib], 8, 128, 128, "BF16", TOKENS)
-        self._url, self._at_once = f"{url}/{mib}-{at_once}", at_once
-        namespace, tokens = "b" * 64, TOKENS * at_once
+        self._url, self._chunks = f"{url}/{mib}-{at_once}", max(at_once, prompt_mib // mib)
+        namespace, tokens = "b" * 64, TOKENS * self._chunks
         self._storage = ObjectStorage(BucketPath(Bucket.at(self._url)) / namespace)
         store = Store(self._storage, namespace, self._layout)
         shape = (8, tokens, 128)
@@ -114,21 +146,25 @@ class Place:
         stored = list(self._bucket.walk(namespace))
         self._objects = [one.key for one in stored]
         self.nbytes = sum(one.nbytes for one in stored)
-        self._body = bytes(obstore.get(self._bucket._reads, self._objects[0]).bytes())
-        self._threads = Threads(16, "bench")
+        reads = self._bucket._reads
+        self._bodies = [bytes(obstore.get(reads, key).bytes()) for key in self._objects]
+        self._threads = Threads(at_once, "bench")
+        bucket._runtime.threads = Threads(at_once, "vua-bucket")
         self.close: Callable[[], None] = lambda: None
         self.reads: dict[str, Callable[[], object]] = {"VUA": self._load, "obstore": self._get}
         self.writes: dict[str, Callable[[], object]] = {"VUA": self._save, "obstore": self._put}
         with contextlib.suppress(ImportError):
             self._add_boto3()
         with contextlib.suppress(ImportError):
-            self.writes["LMCache"], self.reads["LMCache"], self.close = lmcache_adapter(
-                f"{url}/l-{mib}-{at_once}", self.nbytes // at_once, at_once
+            lmcache = LMCache(
+                f"{url}/l-{mib}-{at_once}", self.nbytes // self._chunks, self._chunks, at_once
             )
-            self.writes["LMCache"]()
+            self.writes["LMCache"], self.reads["LMCache"] = lmcache.store, lmcache.load
+            self.close = lmcache.close
+            lmcache.store()
 
     def _prompt(self, number: int) -> KeyChain:
-        ids = range(number, number + TOKENS * self._at_once)
+        ids = range(number, number + TOKENS * self._chunks)
         return KeyChain(token_ids(ids), TOKENS)
 
     def _new_names(self) -> list[str]:
@@ -138,7 +174,7 @@ class Place:
         return [f"{'c' * 64}/{path}" for path in paths]
 
     def _load(self) -> None:
-        if self._loader.load(self._keys.first(self._at_once)).chunks != self._at_once:
+        if self._loader.load(self._keys.first(self._chunks)).chunks != self._chunks:
             raise RuntimeError("not all was loaded")
 
     def _save(self) -> None:
@@ -150,13 +186,11 @@ class Place:
 
     def _put(self) -> None:
         put = obstore.put
-        self._each(lambda key: put(self._bucket._writes, key, self._body), self._new_names())
+        items = list(zip(self._new_names(), self._bodies, strict=True))
+        self._each(lambda item: put(self._bucket._writes, *item), items)
 
-    def _each(self, work: Callable[[str], object], names: list[str]) -> None:
-        if len(names) == 1:
-            work(names[0])
-        else:
-            self._threads.map(lambda _, name: work(name), names)
+    def _each(self, work: Callable[[Any], object], items: Sequence[object]) -> None:
+        self._threads.map(lambda _, item: work(item), items)
 
     def _add_boto3(self) -> None:
         import boto3
@@ -168,24 +202,31 @@ class Place:
             got = client.get_object(Bucket=name, Key=f"{prefix}/{key}")
             return len(got["Body"].read())
 
-        def put(key: str) -> None:
-            client.put_object(Bucket=name, Key=f"{prefix}/{key}", Body=self._body)
+        def put(item: tuple[str, bytes]) -> None:
+            client.put_object(Bucket=name, Key=f"{prefix}/{item[0]}", Body=item[1])
 
         self.reads["boto3"] = lambda: self._each(get, self._objects)
-        self.writes["boto3"] = lambda: self._each(put, self._new_names())
+        self.writes["boto3"] = lambda: self._each(
+            put, list(zip(self._new_names(), self._bodies, strict=True))
+        )
 
 
-def compare(place: Place, arms: dict[str, Callable[[], object]], rounds: int, times: int) -> str:
+@contextlib.contextmanager
+def somewhere(url: str | None) -> Iterator[str]:
+    """A place to write to: the one that is given, or one of a server of its own, while it runs."""
+    if url is not None:
+        yield url
+        return
+    with contextlib.closing(seaweedfs.__wrapped__()) as server, speaking_to(server.endpoint):
+        yield server.place()
+
+
+def compare(place: Place, arms: dict[str, Callable[[], object]], rounds: int) -> str:
     """Return cells: GB/s and CPU seconds per GB of each client, and VUA's speed over obstore's."""
-
-    def some(work: Callable[[], object]) -> None:
-        for _ in range(times):
-            work()
-
     results: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     for turn in range(rounds + 1):
         for arm, work in sorted(arms.items(), reverse=turn % 2 == 1):
-            found = measured(functools.partial(some, work), place.nbytes * times)
+            found = measured(work, place.nbytes)
             if turn:
                 results[arm].append(found)
     cells = []
@@ -204,24 +245,17 @@ def main() -> None:
     parser.add_argument("url", nargs="?")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        url = options.url
-        if url is None:
-            stack.enter_context(speaking_to(seaweedfs().endpoint))
-            url = seaweedfs().place()
-        if find_spec("lmcache") is None or find_spec("awscrt") is None:
-            print("LMCache takes no part: lmcache or awscrt cannot be imported")
-        for what in ("read", "written"):
-            print(f"| MiB {what} | at once | {' | '.join(ARMS)} | VUA / obstore |")
-            print("|--:|--:|--:|--:|--:|--:|--:|")
-            for mib, at_once in product(SIZES, (1, 4, 16)):
-                place = Place(f"{url}/{what}", mib, at_once)
+    if find_spec("lmcache") is None or find_spec("awscrt") is None:
+        print("LMCache takes no part: lmcache or awscrt cannot be imported")
+    for what in ("read", "written"):
+        print(f"| MiB {what} | at once | {' | '.join(ARMS)} | VUA / obstore |")
+        print("|--:|--:|--:|--:|--:|--:|--:|")
+        for mib, at_once in product(SIZES, (1, 4, 16)):
+            with somewhere(options.url) as url:
+                place = Place(f"{url}/{what}", mib, at_once, PROMPT_MIB[what])
                 arms = place.reads if what == "read" else place.writes
-                total = READ_NBYTES if what == "read" else WRITTEN_NBYTES
-                times = max(1, total // place.nbytes)
-                if place.nbytes <= MOST_NBYTES:
-                    cells = compare(place, arms, options.rounds, times)
-                    print(f"| {mib} | {at_once} | {cells} |", flush=True)
+                cells = compare(place, arms, options.rounds)
+                print(f"| {mib} | {at_once} | {cells} |", flush=True)
                 place.close()
 
 

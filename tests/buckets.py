@@ -77,7 +77,7 @@ class SeaweedFS:
             "master.electionTimeout": "1s",  # a server that starts again waits for it
             "volume.port": volume,
             "volume.port.grpc": volume_grpc,
-            "volume.max": 160,
+            "volume.max": 320,
             "filer": "true",
             "filer.port": filer,
             "filer.port.grpc": filer_grpc,
