@@ -31,8 +31,8 @@ _IDLE_S: Final = 20.0
 """A connection that has waited longer is not used again: what lies between may have dropped it."""
 _PAUSE_S: Final = 5.0
 """After anything unusual requests go the other way for so long, which copes with it."""
-_LINE_NBYTES: Final = 16 << 10
-_HEADERS: Final = 100
+_HEAD_NBYTES: Final = 64 << 10
+_HEAD_ENDS: Final = b"\r\n\r\n"
 _REFUSAL_NBYTES: Final = 64 << 10
 _OK, _PART, _NOT_FOUND = "200", "206", "404"
 
@@ -157,23 +157,25 @@ class _Connection:
         """
         wanted = "" if part is None else f"Range: bytes={part[0]}-{part[1] - 1}\r\n"
         self._socket.sendall(f"GET {path} HTTP/1.1\r\nHost: {self._host}\r\n{wanted}\r\n".encode())
-        version, status, *_ = self._line().split(" ", 2)
-        headers: dict[str, str] = {}
-        while line := self._line():
-            name, _, value = line.partition(":")
-            headers[name.lower()] = value.strip()
-            if len(headers) > _HEADERS:
-                raise ValueError(line)
+        first, *lines = self._head().decode("latin-1").split("\r\n")
+        version, status, *_ = first.split(" ", 2)
+        split = (line.partition(":") for line in lines)
+        headers = {name.lower(): value.strip() for name, _, value in split}
         if version != "HTTP/1.1" or "transfer-encoding" in headers:
             raise ValueError(version)
         return status, headers
 
-    def _line(self) -> str:
-        """Return a line without its end. Raises OSError, ValueError."""
-        line = self._stream.readline(_LINE_NBYTES)
-        if not line.endswith(b"\n"):
-            raise ValueError(line)
-        return line.rstrip(b"\r\n").decode("latin-1")
+    def _head(self) -> bytes:
+        """Receive an answer up to its body. Raises as :meth:`read_into` does."""
+        until_s, head = time.monotonic() + _TOTAL_S, b""
+        while True:
+            seen = self._stream.peek()
+            stop = (head + seen).find(_HEAD_ENDS)
+            head += self._stream.read(len(seen) if stop < 0 else stop + len(_HEAD_ENDS) - len(head))
+            if stop >= 0:
+                return head[:stop]
+            if not seen or len(head) > _HEAD_NBYTES or time.monotonic() > until_s:
+                raise ValueError(len(head))
 
     def read_into(self, data: memoryview) -> None:
         """Receive a body. Raises OSError, and ValueError where less comes or too slowly."""
