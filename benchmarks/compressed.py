@@ -33,7 +33,6 @@ from vua.testing.proxy import FaultyProxy
 from vua.testing.real_model import real_model
 
 ROOT = Path(__file__).resolve().parent.parent
-TOKENS = 4096
 CHUNK = 64
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp32": torch.float32}
 
@@ -102,9 +101,9 @@ def speeds(url: str) -> tuple[float, float, float]:
     )
 
 
-def loads(mb_s: float, rounds: int) -> None:
+def loads(mb_s: float, rounds: int, length: int) -> None:
     """Print a table of the library's loads."""
-    ids = token_ids(TOKENS)
+    ids = token_ids(length)
     caches, tokens = real_caches(ids), torch.tensor(ids)
     print(
         "| dtype | MB | stored | compress MB/s | decompress MB/s | plain s | compressed s | gain |"
@@ -146,13 +145,13 @@ def loads(mb_s: float, rounds: int) -> None:
         Bucket._open.clear()
 
 
-def first_tokens(mb_s: float, rounds: int) -> None:
+def first_tokens(mb_s: float, rounds: int, length: int) -> None:
     """Print medians of the time to the first token; the same engine loads both forms in turns."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2"}
     from vllm import LLM, SamplingParams
 
-    ids = token_ids(2 * (TOKENS + 8))
-    prompts = [ids[: TOKENS + 8], ids[TOKENS + 8 :]]
+    ids = token_ids(2 * (length + 8))
+    prompts = [ids[: length + 8], ids[length + 8 :]]
     url = seaweedfs().place()
     with slow_link(mb_s * 1e6):
         extra = {
@@ -163,8 +162,8 @@ def first_tokens(mb_s: float, rounds: int) -> None:
         }
         engine = LLM(
             str(real_model()),
-            max_model_len=TOKENS + 64,
-            max_num_batched_tokens=TOKENS + 64,
+            max_model_len=length + 64,
+            max_num_batched_tokens=length + 64,
             max_num_seqs=1,
             enforce_eager=True,
             disable_log_stats=True,
@@ -187,7 +186,7 @@ def first_tokens(mb_s: float, rounds: int) -> None:
 
         computed = [seconds(prompt) for prompt in prompts]
         bucket = Bucket.at(url)
-        chunks = 2 * (TOKENS // CHUNK)
+        chunks = 2 * (length // CHUNK)
         stop_s = time.monotonic() + 120
         while sum(is_compressed(one.key) for one in bucket.walk()) < chunks:
             if time.monotonic() > stop_s:
@@ -236,8 +235,9 @@ def main() -> None:
     parser.add_argument("--mb-s", type=float, default=100)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--first-token", action="store_true")
+    parser.add_argument("--tokens", type=int, default=4096)
     options = parser.parse_args()
-    (first_tokens if options.first_token else loads)(options.mb_s, options.rounds)
+    (first_tokens if options.first_token else loads)(options.mb_s, options.rounds, options.tokens)
 
 
 if __name__ == "__main__":

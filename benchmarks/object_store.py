@@ -244,6 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url", nargs="?")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", metavar="8x4,1x16", help="MiB of a chunk, and how many at once")
     options = parser.parse_args()
     if find_spec("lmcache") is None or find_spec("awscrt") is None:
         print("LMCache takes no part: lmcache or awscrt cannot be imported")
@@ -251,6 +252,8 @@ def main() -> None:
         print(f"| MiB {what} | at once | {' | '.join(ARMS)} | VUA / obstore |")
         print("|--:|--:|--:|--:|--:|--:|--:|")
         for mib, at_once in product(SIZES, (1, 4, 16)):
+            if options.only and f"{mib}x{at_once}" not in options.only.split(","):
+                continue
             with somewhere(options.url) as url:
                 place = Place(f"{url}/{what}", mib, at_once, PROMPT_MIB[what])
                 arms = place.reads if what == "read" else place.writes
