@@ -55,9 +55,9 @@ def measured(work: Callable[[], object], nbytes: int) -> tuple[float, float]:
 
 
 class LMCache:
-    """So many objects in LMCache's own S3 adapter, of which ``at_once`` are under way at a time.
+    """Stores and loads through LMCache's own S3 adapter, with ``at_once`` requests at a time.
 
-    It knows buckets as names of hosts alone: here its model's name begins with the bucket's.
+    The adapter expects the bucket in the name of the host. Here it goes before the model's name.
     """
 
     def __init__(self, url: str, nbytes: int, count: int, at_once: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import email.utils
 import functools
+import logging
 import socket
 import ssl
 import time
@@ -20,6 +21,8 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 __all__ = ["Meta", "SignedReads"]
+
+log = logging.getLogger(__name__)
 
 _VALID: Final = timedelta(minutes=15)
 """How long an address is good for: as wrong as a clock may be for other requests."""
@@ -81,7 +84,8 @@ class SignedReads:
             found = self._get(key, part)
         except FileNotFoundError:
             raise
-        except Exception:  # noqa: BLE001 - whatever it was, the caller asks again and is told
+        except Exception as problem:  # noqa: BLE001 - a server may send anything; asked otherwise
+            log.debug("not read by a signed address: %s", type(problem).__name__)  # no address
             found = None
         if found is None:
             self._resume_s = time.monotonic() + _PAUSE_S
