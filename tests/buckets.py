@@ -95,7 +95,7 @@ class SeaweedFS:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 cwd=self.folder,
-                env={**os.environ, "GOMEMLIMIT": "300MiB"},
+                env={"GOMEMLIMIT": "300MiB", **os.environ},
             )
         stop = time.monotonic() + _START_S
         while time.monotonic() < stop and self._process.poll() is None:

@@ -42,8 +42,9 @@ _REQUESTS: Final = 16
 """Requests under way at a time, of all buckets of this process."""
 _SMALL_REQUESTS: Final = 64
 """Likewise of those that carry no body."""
-_IN_FLIGHT_NBYTES: Final = 128 << 20
-"""Bytes of bodies under way at a time, of all buckets of this process; a larger one goes alone."""
+_IN_FLIGHT_NBYTES: Final = 160 << 20
+"""Bytes of bodies under way at a time, of all buckets of this process; a larger one goes alone.
+Room for 16 entries of 8 MiB with their headers, in buffers that are somewhat larger."""
 _KEPT_NBYTES: Final = _IN_FLIGHT_NBYTES
 """Memory of bodies that is kept to be used again: fresh memory costs as much as to receive them."""
 _SMALL_NBYTES: Final = 16 << 20

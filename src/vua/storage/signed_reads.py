@@ -13,6 +13,7 @@ import functools
 import logging
 import socket
 import ssl
+import struct
 import time
 import urllib.request
 from collections.abc import Callable
@@ -35,6 +36,7 @@ _IDLE_S: Final = 20.0
 _PAUSE_S: Final = 5.0
 """After anything unusual requests go the other way for so long, which copes with it."""
 _HEAD_NBYTES: Final = 64 << 10
+_HEAD_STEP_NBYTES: Final = 4 << 10
 _HEAD_ENDS: Final = b"\r\n\r\n"
 _REFUSAL_NBYTES: Final = 64 << 10
 _OK, _PART, _NOT_FOUND = "200", "206", "404"
@@ -133,7 +135,11 @@ class SignedReads:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if to.scheme == "https":
             stream = _trust(self._bundle).wrap_socket(stream, server_hostname=to.hostname)
-        stream.settimeout(_READ_S)
+        stream.settimeout(None)
+        # Limits of the system, not of Python: a body is then received by one call.
+        limit = struct.pack("ll", *divmod(int(_READ_S * 1e6), 10**6))
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         return _Connection(stream, to.netloc)
 
 
@@ -141,13 +147,14 @@ class _Connection:
     """One connection to a server; HTTP/1.1, one request at a time."""
 
     def __init__(self, connected: socket.socket, host: str) -> None:
-        """Own a socket."""
+        """Own a socket, on which each wait has a limit of its own."""
         self._socket, self._host = connected, host
-        self._stream = connected.makefile("rb")
+        self._flags = 0 if isinstance(connected, ssl.SSLSocket) else socket.MSG_WAITALL
+        self._body = b""
+        """What of a body came with its head."""
 
     def close(self) -> None:
         """End it."""
-        self._stream.close()
         self._socket.close()
 
     def __del__(self) -> None:
@@ -171,21 +178,21 @@ class _Connection:
 
     def _head(self) -> bytes:
         """Receive an answer up to its body. Raises as :meth:`read_into` does."""
-        until_s, head = time.monotonic() + _TOTAL_S, b""
-        while True:
-            seen = self._stream.peek()
-            stop = (head + seen).find(_HEAD_ENDS)
-            head += self._stream.read(len(seen) if stop < 0 else stop + len(_HEAD_ENDS) - len(head))
-            if stop >= 0:
-                return head[:stop]
+        until_s, head = time.monotonic() + _TOTAL_S, self._body
+        while (stop := head.find(_HEAD_ENDS)) < 0:
+            seen = self._socket.recv(_HEAD_STEP_NBYTES)
+            head += seen
             if not seen or len(head) > _HEAD_NBYTES or time.monotonic() > until_s:
                 raise ValueError(len(head))
+        self._body = head[stop + len(_HEAD_ENDS) :]
+        return head[:stop]
 
     def read_into(self, data: memoryview) -> None:
         """Receive a body. Raises OSError, and ValueError where less comes or too slowly."""
-        until_s, place = time.monotonic() + _TOTAL_S, 0
+        until_s, place = time.monotonic() + _TOTAL_S, len(self._body)
+        data[:place], self._body = self._body, b""  # ValueError where that is more
         while place < len(data):
-            count = self._stream.readinto1(data[place:])
+            count = self._socket.recv_into(data[place:], 0, self._flags)
             if not count or time.monotonic() > until_s:
                 raise ValueError(place)
             place += count

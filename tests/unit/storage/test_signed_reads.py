@@ -149,6 +149,7 @@ ODD_ANSWERS = {
     "negative": HEAD + b"Content-Length: -2\r\n\r\nok",
     "more than any memory": HEAD + b"Content-Length: 1" + b"0" * 20 + b"\r\n\r\nok",
     "less than announced": HEAD + b"Content-Length: 3\r\n\r\nok",
+    "more than announced": SHORT + b"\r\nok, too",
     "continue": b"HTTP/1.1 100 Continue\r\n\r\n" + SHORT + b"\r\nok",
     "another status": HEAD.replace(b"200 OK", b"204 None") + b"Content-Length: 0\r\n\r\n",
     "no time": b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Length: 2\r\n\r\nok",
