@@ -6,7 +6,7 @@ Stops at the first input that raises anything but CorruptEntryError, takes longe
 is accepted although it begins like no golden file; that input is written to `crash-vua`.
 """
 
-# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+# ruff: noqa: SLF001 - follows the branches of private functions
 
 from __future__ import annotations
 

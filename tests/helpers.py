@@ -23,9 +23,11 @@ import pytest
 import torch
 
 from vua import native
+from vua.core import VUA
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
 from vua.native import bindings
+from vua.store.namespace import Namespace
 
 Arrays = list[npt.NDArray[np.uint8]]
 """Per array (K, V): ``[layers, heads, tokens, bytes of a row]``."""
@@ -64,6 +66,13 @@ def save_step(side: Any, orders: Any) -> None:
         side.copy_out(orders)
     finally:
         side.saves.hand_over()
+
+
+def namespace_of(vua: VUA) -> Namespace:
+    """The open namespace of a cache, whose counts and parts engines see, and users do not."""
+    found = vua._writing or vua._reading  # noqa: SLF001
+    assert found is not None
+    return found
 
 
 @contextmanager

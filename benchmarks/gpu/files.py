@@ -73,7 +73,7 @@ class Loading:
 
     def direct(self) -> None:
         """Read two chunks at a time into device memory, verify them there, scatter."""
-        staging, mark = self.staging, self.staging.mark()
+        staging = self.staging
         slabs = [staging.take(), staging.take()]
         for at in range(0, self.chunks, 2):
             staged = slabs[at // 2 % 2]
@@ -81,7 +81,7 @@ class Loading:
             with staging.aside():
                 found = self.direct_reader.read(self.keys[at : at + 2], staged.device_bytes)
             expect("direct read", holds=found == (2, False))
-            staging.load(staged, [self.slots[at : at + 2]], after=mark, there=True)
+            staging.load(staged, [self.slots[at : at + 2]], there=True)
         for staged in slabs:
             staging.give_back(staged)
 
@@ -98,14 +98,14 @@ class Loading:
     def pipelined(self) -> None:
         """Read the next two chunks while the last two travel: what an adapter does."""
         staging = self.staging
-        slabs, mark = [staging.take(), staging.take()], staging.mark()
+        slabs = [staging.take(), staging.take()]
         for at in range(0, self.chunks, 2):
             staged = slabs[at // 2 % 2]
             staged.fence.wait()
             memory = staged.slab.memory
             loader = self.loaders.setdefault(staged.slab, self.store.loader(memory))
             expect("load", holds=loader.load(self.keys[at : at + 2]).chunks == 2)
-            staging.load(staged, [self.slots[at : at + 2]], after=mark)
+            staging.load(staged, [self.slots[at : at + 2]])
         for staged in slabs:
             staging.give_back(staged)
 
@@ -255,11 +255,11 @@ def fixed_cost(bench: Bench) -> None:
 
     def from_file() -> None:
         expect("load", holds=loader.load(keys).chunks == 1)
-        staging.load(staged, [slots], after=staging.mark()).wait()
+        staging.load(staged, [slots]).wait()
 
     arms: Arms = {
         "memcpy of 4 KiB": lambda: far.copy_(small, non_blocking=True),
-        "host memory to blocks": lambda: staging.load(staged, [slots], after=staging.mark()).wait(),
+        "host memory to blocks": lambda: staging.load(staged, [slots]).wait(),
         "file to blocks": from_file,
     }
     payload = layout.full.payload_nbytes(layout)

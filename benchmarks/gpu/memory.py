@@ -15,7 +15,7 @@ from vua.device.copy import choose
 from vua.device.moves import Job, plan
 from vua.device.moves import move as torch_move
 from vua.device.paged import PagedCache, slots_of
-from vua.device.staging import Fence, Staging
+from vua.device.staging import Staging
 from vua.format.layout import KVLayout
 
 
@@ -81,7 +81,7 @@ def one_chunk(bench: Bench) -> None:
             "one memcpy": lambda p=whole: p[0].copy_(p[1], non_blocking=True),
             "64 memcpys": lambda p=pairs: [a.copy_(b, non_blocking=True) for a, b in p],
             "staged, to or from blocks": (
-                (lambda: staging.load(staged, [slots], after=Fence()).wait())
+                (lambda: staging.load(staged, [slots]).wait())
                 if store
                 else (lambda: staging.save(staged, [slots]).wait())
             ),
@@ -120,15 +120,14 @@ def both_ways(bench: Bench) -> None:
     staging = Staging([paged], layout, layout.full, chunks=1, limit=2)
     one, two = staging.take(), staging.take()
     load, save = (slots_of(ids, 16, 0, 256).view(1, 256) for ids in (order[:16], order[16:32]))
-    mark = staging.mark()
 
     def together() -> None:
-        fences = [staging.save(two, [save]), staging.load(one, [load], after=mark)]
+        fences = [staging.save(two, [save]), staging.load(one, [load])]
         for fence in fences:
             fence.wait()
 
     arms: Arms = {
-        "load": lambda: staging.load(one, [load], after=mark).wait(),
+        "load": lambda: staging.load(one, [load]).wait(),
         "save": lambda: staging.save(two, [save]).wait(),
         "both at once": together,
     }
@@ -156,12 +155,12 @@ def beside_compute(bench: Bench) -> None:
 
     @contextmanager
     def loading() -> Iterator[None]:
-        stop, mark = threading.Event(), Fence()
+        stop = threading.Event()
 
         def work() -> None:
             slabs = [staging.take(), staging.take()]
             while not stop.is_set():
-                staging.load(slabs[0], [slots], after=mark)
+                staging.load(slabs[0], [slots])
                 slabs.reverse()
                 slabs[0].fence.wait()
                 moved[0] += 1

@@ -67,13 +67,12 @@ class Sweep:
         loaders = [self.store.loader(slab.slab.memory) for slab in slabs]
 
         def load() -> None:
-            mark = staging.mark()
             for turn, at in enumerate(range(0, self.chunks, chunks)):
                 slab, loader = slabs[turn % 2], loaders[turn % 2]
                 slab.fence.wait()
                 keys = self.keys[at : at + chunks]
                 expect("load", holds=loader.load(keys).chunks == len(keys))
-                staging.load(slab, [self.slots[at : at + chunks]], after=mark)
+                staging.load(slab, [self.slots[at : at + chunks]])
             for slab in slabs:
                 slab.fence.wait()
 

@@ -1,13 +1,12 @@
 """What the fault campaigns have found, and that they find what they are for."""
 
-# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
-
 from __future__ import annotations
 
 import os
 import time
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -124,10 +123,10 @@ class TestWhoHoldsTheInterpreter(DirectoryTest):
         calls = ("openat2_cached", "close_cached", "preadv_cached")
         kept = {name: posix.calls.pop(name) for name in calls if name in posix.calls}
         self.addCleanup(posix.calls.update, kept)
-        store = world.writer()
+        with mock.patch.object(posix, "is_local", return_value=False):
+            store = world.writer()
         self.addCleanup(store.close)
         self.assertIsInstance(store.storage, LocalStorage)
-        store.storage._local = False  # type: ignore[attr-defined]
 
         self.assertEqual([3, 3, 3], [world.get(number, store) for number in world.prompts])
         self.assertFalse(store.shards("0" * 64))

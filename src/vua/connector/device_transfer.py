@@ -2,11 +2,12 @@
 
 The order of things, which is all that is subtle here; see `vua.device.staging` for the transfers:
 
-- *A load* begins after the engine's earlier use of its blocks. `GroupTransfer.mark` is called in
-  the engine's thread when the load is ordered: all work that may still read or write the blocks'
-  last life has been queued by then, in this step or before (asynchronous scheduling runs ahead of
-  the GPU, not of its queue; a CUDA graph is queued as a whole). Nobody uses the new blocks before
-  the load is reported, and it is reported only when the last scatter has ended on the GPU.
+- *A load* reads files at once, and fills its blocks after the engine's earlier use of them, for
+  which its thread waits. `GroupTransfer.mark` is called in the engine's thread when the load is
+  ordered: all work that may still read or write the blocks' last life has been queued by then, in
+  this step or before (asynchronous scheduling runs ahead of the GPU, not of its queue; a CUDA graph
+  is queued as a whole). Nobody uses the new blocks before the load is reported, and it is reported
+  only when the last scatter has ended on the GPU.
 - *A load that is given up* may have queued scatters whose blocks go to somebody else then:
   `GroupTransfer.fence` lets the engine's stream wait for them. None is queued afterwards, because
   that happens inside of `Attempt.use` only.
@@ -20,7 +21,7 @@ they are, see docs/decisions/0009-gds.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Final, NamedTuple
@@ -126,7 +127,7 @@ class DeviceGroupTransfer(GroupTransfer):
         nowhere = [torch.full((1, size), -1, dtype=torch.int64) for _ in self._parts]
         for staging, move in (
             (self.save_slabs, self.save_slabs.save),
-            (self.load_slabs, partial(self.load_slabs.load, after=Fence())),
+            (self.load_slabs, self.load_slabs.load),
         ):
             slab = staging.take()
             if slab is not None:
@@ -162,7 +163,7 @@ class DeviceGroupTransfer(GroupTransfer):
     # -- loads --------------------------------------------------------------------------------
 
     def load(
-        self, part: GroupLoad, attempt: Attempt[LoadOrder], after: Fence
+        self, part: GroupLoad, attempt: Attempt[LoadOrder], ready: Callable[[], None]
     ) -> tuple[int, str | None]:
         """See :meth:`GroupTransfer.load`; when it returns the blocks are complete on the GPU."""
         slabs: list[StagedSlab] = []
@@ -175,7 +176,7 @@ class DeviceGroupTransfer(GroupTransfer):
                     slabs.append(slab)
             if not slabs:
                 return part.start, "unable"
-            return self._load(slabs, part, attempt, after)
+            return self._load(slabs, part, attempt, ready)
         finally:
             for slab in slabs:  # waits for its last transfer; a hanging read still holds it
                 self.load_slabs.give_back(slab)
@@ -185,7 +186,7 @@ class DeviceGroupTransfer(GroupTransfer):
         slabs: Sequence[StagedSlab],
         part: GroupLoad,
         attempt: Attempt[LoadOrder],
-        after: Fence,
+        ready: Callable[[], None],
     ) -> tuple[int, str | None]:
         reached, at, turns = part.start, 0, cycle(slabs)
         while at < len(part.keys):
@@ -197,10 +198,11 @@ class DeviceGroupTransfer(GroupTransfer):
             at += loaded.chunks
             if loaded.chunks:
                 slots = self._slots(keys[: loaded.chunks], part, attempt.what.block_ids)
+                ready()
                 with attempt.use() as wanted:
                     if not wanted:  # the blocks may be another request's by now
                         return reached, None
-                    self.load_slabs.load(slab, slots, after=after, there=path == "gds")
+                    self.load_slabs.load(slab, slots, there=path == "gds")
                 reached = min(keys[loaded.chunks - 1].stop, part.stop)
                 self._stats.add("vua_loaded_bytes_total", loaded.nbytes, path)
             if loaded.reason is not None:

@@ -6,7 +6,7 @@ to say: an engine gives the blocks of a load that was reported as failed to othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -128,6 +128,7 @@ class GroupTransfer:
         self.shard = self.group.shards[rank.pp][rank.tp]
         row = self.group.shards[rank.pp]
         self.writes = row.index(self.shard) == rank.tp  # of the ranks that hold it, the first
+        self.has_replicas = row.count(self.shard) > 1
         layout, payload = self.group.layout, self.shard.payload_nbytes(self.group.layout)
         self.load_chunks, threads = load_chunks(config, payload), config.worker.load_threads
         self.load_threads = threads
@@ -190,12 +191,13 @@ class GroupTransfer:
         """Release what transfers used, after the last of them."""
 
     def load(
-        self, part: GroupLoad, attempt: Attempt[LoadOrder], after: Fence
+        self, part: GroupLoad, attempt: Attempt[LoadOrder], ready: Callable[[], None]
     ) -> tuple[int, str | None]:
         """Load until something is missing or nobody waits any more.
 
-        ``after`` is what :meth:`mark` gave when the load was ordered. Returns
-        the token up to which all is in its blocks, and why it stopped early, or None.
+        ``ready`` returns when what :meth:`mark` gave has passed: from then on the blocks may be
+        written. It is called when something has been read. Returns the token up to which all is in
+        its blocks, and why it stopped early, or None.
         """
         slab = self.load_slabs.take() if self._places else None
         if slab is None:
@@ -210,6 +212,7 @@ class GroupTransfer:
                 keys = part.keys[at : at + slab.chunks]
                 loaded = loader.load(keys)
                 attempt.progress()
+                ready()
                 with attempt.use() as wanted:
                     if not wanted:  # the blocks may be another request's by now
                         return reached, None

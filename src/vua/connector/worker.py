@@ -44,6 +44,8 @@ __all__ = ["Rank", "WorkerSide"]
 
 log = logger("worker")
 
+_POLL_S: Final = 0.0005
+"""How often a load looks whether the engine has done with its blocks, when it has read."""
 _IDLE_WAIT_S: Final = 0.005
 """How long a step without a forward pass waits for a load to end, see take_received()."""
 
@@ -119,6 +121,8 @@ class WorkerSide:
         if identity is None or identity == self._identity:
             return
         namespace = open_namespace(self._config, self._model, identity)
+        if any(group.has_replicas for group in self._groups):
+            namespace.share_reads()
         for group, store in zip(self._groups, namespace.stores, strict=True):
             group.reopen(store)
         self._watch(namespace)
@@ -238,12 +242,22 @@ class WorkerSide:
 
     def _load(self, attempt: Attempt[LoadOrder], *, after: Fence) -> None:
         order, identity, began = attempt.what, self._identity, self._clock()
+        waited_s = 0.0
+
+        def ready() -> None:
+            nonlocal waited_s
+            since = self._clock()
+            while attempt.wanted and not after.passed():
+                attempt.progress()  # a long step of the engine is no hang of the storage
+                time.sleep(_POLL_S)
+            waited_s += self._clock() - since
+
         proven = self._memory.proof()
         short: int | None = order.parts[0].start
         reason: str | None = "error"
         try:
             for part in order.parts:
-                reached, reason = self._groups[part.group].load(part, attempt, after)
+                reached, reason = self._groups[part.group].load(part, attempt, ready)
                 short = reached if reached < part.stop else None
                 if short is not None:
                     break
@@ -256,7 +270,7 @@ class WorkerSide:
             if attempt.settle():
                 self._loads_guard.went(well=reason != "error")
                 complete = reason is None and short is None
-                seconds = self._clock() - began if complete else None
+                seconds = self._clock() - began - waited_s if complete else None
                 self._report(order, short, reason, seconds)
 
     def _give_up_loads(self) -> None:

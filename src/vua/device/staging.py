@@ -5,8 +5,10 @@ the cache is on a GPU, and used again. There each slab has a mirror of its size 
 load is one DMA transfer into the mirror and one kernel from there into the blocks, a save the
 reverse; transfers have a stream per direction. The ordering, which is all that is subtle here:
 
-- A load starts after everything that the engine had queued when :meth:`Staging.mark` was called: no
-  earlier kernel can still be using the blocks. Its fence has passed when the blocks are complete.
+- A load is queued when everything has ended that the engine had queued when :meth:`Staging.mark`
+  was called: no earlier kernel can still be using the blocks. Its thread waits for that, not the
+  stream, where loads of others would wait behind it. Its fence has passed when the blocks are
+  complete.
 - A save's gather (device memory to device memory, microseconds) is queued with the engine's own
   work: after what may still write the blocks, before what may overwrite them. Only the transfer to
   the host has a stream of its own, so the engine never waits for one. The fence has passed when the
@@ -89,10 +91,10 @@ class StagedSlab:
 class Staging:
     """The ways of one shard's layers to and from host memory. Safe for threads.
 
-    A load, in any thread: ``take``, read files into ``slab.memory``, ``load``, wait for the fence
-    before anybody is told, ``give_back``. With two slabs in turn the next file is read while the
-    last one is transferred. A save: ``take`` and ``save`` in the engine's thread; elsewhere wait
-    for the fence, write files, ``give_back``.
+    A load, in any thread: ``take``, read files into ``slab.memory``, wait for the mark, ``load``,
+    wait for the fence before anybody is told, ``give_back``. With two slabs in turn the next file
+    is read while the last one is transferred. A save: ``take`` and ``save`` in the engine's thread;
+    elsewhere wait for the fence, write files, ``give_back``.
     """
 
     def __init__(
@@ -187,16 +189,14 @@ class Staging:
         if self._cuda:
             torch.cuda.current_stream(self._device).wait_stream(self._load_stream)
 
-    def load(
-        self, staged: StagedSlab, slots: Sequence[Tensor], *, after: Fence, there: bool = False
-    ) -> Fence:
+    def load(self, staged: StagedSlab, slots: Sequence[Tensor], *, there: bool = False) -> Fence:
         """Queue the slab's first chunks into the cache; return when the blocks are complete.
 
         Args:
             staged: its bytes must not change before the fence has passed.
             slots: for each of the parts int64 in host memory, ``[chunks, tokens]``: as many chunks
-                as are to be moved, negative where a token is not to be touched.
-            after: what :meth:`mark` gave when the blocks had been handed over.
+                as are to be moved, negative where a token is not to be touched. What
+                :meth:`mark` gave when their blocks were handed over has passed.
             there: the chunks were read into ``device_bytes`` already.
 
         Raises InputError when the slots do not fit; nothing is moved then.
@@ -207,8 +207,6 @@ class Staging:
             return Fence()
         staged.fence.wait()
         with torch.inference_mode(), torch.cuda.stream(self._load_stream):
-            if after.event is not None:
-                self._load_stream.wait_event(after.event)
             stop = count * self._chunk_nbytes(staged)
             if not there:
                 staged._mirror[:stop].copy_(staged._host[:stop], non_blocking=True)

@@ -167,16 +167,16 @@ def iovecs_at(address: int, count: int) -> Iovecs:
     return np.frombuffer(memory_at(address, 16 * count), dtype=np.uint64).reshape(count, 2)
 
 
-def _unsupported_openat2() -> bool:
-    """True where the kernel or a seccomp filter does not let us use openat2."""
+def has_openat2() -> bool:
+    """Whether the kernel, and any seccomp filter, lets this process use openat2."""
     if "openat2" not in calls:
-        return True
+        return False
     try:
         fd = _openat2("openat2", os.open("/", os.O_RDONLY | os.O_DIRECTORY), b".", close=True)
     except OSError:
-        return True
+        return False
     os.close(fd)
-    return False
+    return True
 
 
 def _openat2(call: str, dir_fd: int, path: bytes, *, close: bool = False) -> int:
@@ -190,7 +190,7 @@ def _openat2(call: str, dir_fd: int, path: bytes, *, close: bool = False) -> int
     return fd
 
 
-_HAS_OPENAT2: Final = not _unsupported_openat2()
+_HAS_OPENAT2: Final = has_openat2()
 
 
 def is_local(fd: int) -> bool:

@@ -31,12 +31,12 @@ _BOUNCES: Final = 16
 """Requests for cold files that one call has in flight: load.h's COLD_THREADS."""
 _BOUNCE_NBYTES: Final = 1 << 20
 """Bytes of each of them."""
-_CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-THREADS: Final = max(min(2, _CORES), min(8, _CORES // 2))
+CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+THREADS: Final = max(min(2, CORES), min(8, CORES // 2))
 """Threads of one call, if it is a large one."""
 
 
-class _Crew:
+class Crew:
     """The threads of this process that are in the loops now. Safe for threads."""
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class _Crew:
         One for each ``thread_nbytes``, as long as the others leave it a core: a thread that had to
         share one with another call would bring nothing, and take from whoever else wants it.
         """
-        most = min(THREADS, max(min(2, _CORES), _CORES // 2 // self._processes))
+        most = min(THREADS, max(min(2, CORES), CORES // 2 // self._processes))
         with self._lock:
-            most = self._fixed or min(most, _CORES - self._working)
+            most = self._fixed or min(most, CORES - self._working)
             threads = max(1, min(nbytes // thread_nbytes, most))
             self._working += threads
         try:
@@ -82,7 +82,7 @@ class _Crew:
                 self._working -= threads
 
 
-crew: Final = _Crew()
+crew: Final = Crew()
 
 
 def read_entries(

@@ -25,7 +25,7 @@ __all__ = ["Library", "Status", "library", "sha256", "status", "xxh3"]
 
 log = logging.getLogger(__name__)
 
-_FOLDER: Final = Path(__file__).parent
+FOLDER: Final = Path(__file__).parent
 _INSTEAD: Final = "no native code, Python does its work"
 _REMEDY: Final = "install vua again (in a checkout: `python3 dev.py build`)"
 
@@ -173,7 +173,7 @@ def _choose() -> Status:
         if _choice.status is None:
             found = Status(None, f"{_INSTEAD}: it is switched off by VUA_NATIVE=off")
             if wish != "off":
-                found = _find(library_path(_FOLDER, platform.machine()))
+                found = _find(library_path(FOLDER, platform.machine()))
                 log.log(logging.WARNING if found.refused else logging.INFO, "%s", found.text)
             if found.library is None and wish == "require":
                 msg = f"VUA_NATIVE=require cannot be met: {found.text}"
@@ -189,7 +189,7 @@ def _find(path: Path) -> Status:
     if xxh3 is None:
         return Status(None, f"{_INSTEAD}: it needs the C functions of xxhash, which are not found")
     try:
-        fault = fault_of(path.read_bytes(), sources_digest(_FOLDER))
+        fault = fault_of(path.read_bytes(), sources_digest(FOLDER))
         if fault is None:
             return Status(Library(path), f"native code in use: {path}")
     except (FileNotFoundError, NotADirectoryError):  # the second: VUA in an archive

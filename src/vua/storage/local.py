@@ -107,6 +107,9 @@ class LocalStorage:
     """One namespace directory; see :class:`vua.storage.base.Storage` for its promises."""
 
     capabilities = Capabilities(device_reads=True)
+    shares_reads = False
+    """Whether other processes of this host read the same files at the same time. Then none of them
+    reads past the page cache, so that the device is read once."""
 
     def __init__(
         self,
@@ -160,7 +163,8 @@ class LocalStorage:
     def read(self, batch: Batch) -> Filled:
         """Read and hash files by few calls; one that C stops at is read, or judged, in Python."""
         paths, transfer, into = list(map(entry_path, batch.names)), batch.transfer, batch.into
-        known = self.first_reads.known(paths) if self._local else len(paths)
+        past_cache = self._local and not self.shares_reads
+        known = self.first_reads.known(paths) if past_cache else len(paths)
         directory = Directory(self._fd, self._uids, self._local)
         done = 0
         while done < len(paths):

@@ -193,6 +193,12 @@ class Namespace:
             return cls(tiered, wanted, security, bounds, rules)
         return cls(storage, wanted, security, bounds)
 
+    def share_reads(self) -> None:
+        """Expect other processes of this host to read the same entries at the same time."""
+        near = self.storage.near if isinstance(self.storage, TieredStorage) else self.storage
+        if isinstance(near, LocalStorage):
+            near.shares_reads = True
+
     def close(self) -> None:
         """Finish what the capacity still has to do; a second call does nothing.
 

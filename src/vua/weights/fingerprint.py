@@ -108,7 +108,7 @@ def identify_weights(
         CancelledError: ``stop`` was set (`concurrent.futures`).
     """
     began = time.monotonic()
-    known = [_File.at(file) for file in sorted(files)]
+    known = [KnownFile.at(file) for file in sorted(files)]
     found = {one.path: content for one in known if cache and (content := one.recall()) is not None}
     work = Work(stop)
     if len(found) < len(known):
@@ -143,7 +143,7 @@ def prove_blob_names(files: Sequence[Path], *, stop: threading.Event | None = No
     Raises:
         ConfigError, OSError, CancelledError: as `identify_weights`.
     """
-    known = [_File.at(file) for file in sorted(files)]
+    known = [KnownFile.at(file) for file in sorted(files)]
     blobs = [one for one in known if one.blob is not None]
     if not blobs:
         return
@@ -153,7 +153,7 @@ def prove_blob_names(files: Sequence[Path], *, stop: threading.Event | None = No
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class KnownFile:
     """A file, as it was when it was first looked at."""
 
     path: Path
@@ -161,7 +161,7 @@ class _File:
     blob: str | None
 
     @classmethod
-    def at(cls, path: Path) -> _File:
+    def at(cls, path: Path) -> KnownFile:
         return cls(path, State.of(path), blob_of(path))
 
     @property

@@ -1,6 +1,6 @@
 """29: what checking costs, measured against the same reads and writes without the checksums."""
 
-# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+# ruff: noqa: SLF001 - takes a part out to see what it costs
 
 from __future__ import annotations
 

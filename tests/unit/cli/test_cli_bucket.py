@@ -11,7 +11,7 @@ import torch
 
 from buckets import memory_url, seaweedfs, speaking_to
 from commands import run, run_json
-from helpers import DirectoryTest, caches_of
+from helpers import DirectoryTest, caches_of, namespace_of
 from vua.cli import lifecycle
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
@@ -211,7 +211,7 @@ class BucketCliTest(DirectoryTest):
         self.assertEqual([], run_json("pin", self.url)[1]["pinned"])
         with self.assertLogs("vua", logging.WARNING) as said, VUA(config, self.url) as vua:
             vua.lookup(tokens)
-            (store,) = vua._reading.stores  # noqa: SLF001 - what an engine's request asks for
+            (store,) = namespace_of(vua).stores
             store.capacity.raise_ttls("0" * 64, 60)
             self.assertFalse(store.capacity.pin("0" * 64))
         self.assertRegex(" ".join(said.output), "(?s)vua ttl.*vua pin")

@@ -1,5 +1,3 @@
-# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
-
 from __future__ import annotations
 
 import random
@@ -19,6 +17,7 @@ import torch
 from helpers import has_native, native_code
 from vua import native
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
+from vua.device.paged import spans
 from vua.errors import InputError, LayoutError
 from vua.vllm.page_layout import UnknownFormError, learn_cpu_form
 
@@ -130,7 +129,7 @@ class PagedTestCase(unittest.TestCase):
         blocks = layers[0].shape[0] * form.block_size // block_size
         ids = draw.sample(range(blocks), -(-(start + count) // block_size))
         pages, reference = PagedKV(layers, form, block_size), Reference(layers, form, block_size)
-        shape = (*pages._shape, count)
+        shape = (layers[0].shape[1] if layers[0].dim() == 4 else 1, len(layers), count)
         generator = torch.Generator().manual_seed(start * 1000 + count)
         slab = noise(generator, 4, *shape, form.k_index.shape[1], dtype=memory.dtype)
         k, v = slab[1].clone(), slab[2, ..., : form.v_index.shape[1]].clone()
@@ -229,11 +228,11 @@ class MoveTest(PagedTestCase):
             with self.subTest(layers=chosen):
                 memory = caches("LBHNC", form, torch.bfloat16)
                 layers = [memory[number] for number in chosen]
-                self.assertEqual(runs, len(PagedKV(layers, form, 16)._runs))
+                self.assertEqual(runs, len(spans(layers)))
                 self.assert_moves(layers, memory, form, block_size=16, tokens=(5, 40))
         memory = caches("LBHNC", form, torch.bfloat16)
         alone = [layer.clone() for layer in memory]
-        self.assertEqual(LAYERS, len(PagedKV(alone, form, 16)._runs))
+        self.assertEqual(LAYERS, len(spans(alone)))
         k, v = torch.zeros(2, HEADS, LAYERS, 40, 8, dtype=torch.bfloat16)
         PagedKV(alone, form, 16).gather([3, 9, 1], 5, 40, k, v)
         wanted = torch.zeros(2, HEADS, LAYERS, 40, 8, dtype=torch.bfloat16)
@@ -248,7 +247,7 @@ class MoveTest(PagedTestCase):
         memory = noise(generator, LAYERS * BLOCKS * padded * 2 + 128, dtype=torch.uint8)
         whole = memory.view(torch.int8)[128:].view(torch.bfloat16).view(LAYERS, BLOCKS, padded)
         layers = list(whole[..., :page].view(LAYERS, BLOCKS, HEADS, 16, 16))
-        self.assertEqual(1, len(PagedKV(layers, form, 16)._runs))
+        self.assertEqual(1, len(spans(layers)))
         self.assert_moves(layers, memory.view(torch.bfloat16), form, block_size=16, tokens=(3, 77))
 
     def test_latent_pages_without_a_head_dimension(self) -> None:
@@ -483,7 +482,7 @@ class VllmTest(PagedTestCase):
             from vllm._custom_ops import cpu_attn_reshape_and_cache
         except ImportError as error:
             self.skipTest(f"vLLM has no CPU attention here: {error}")
-        if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+        if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):  # noqa: SLF001
             self.skipTest("this vLLM was built without CPU attention")
         self.write = cpu_attn_reshape_and_cache
 

@@ -13,7 +13,7 @@ import torch
 
 from helpers import DirectoryTest, bits, keys_of, noise
 from vua.device.paged import PagedCache, slots_of
-from vua.device.staging import Fence, Staging, _clear_error
+from vua.device.staging import Staging, _clear_error
 from vua.errors import InputError, LayoutError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
@@ -79,7 +79,7 @@ class StagingTest(DirectoryTest):
             self.assertEqual(2, loaded.chunks)
             first = 8 * at
             slots = slots_of(in_ids, BLOCK, first, first + 16, wanted=(start, stop)).view(2, 8)
-            fence = staging.load(staged, [slots], after=staging.mark())
+            fence = staging.load(staged, [slots])
             fence.wait()
             self.assertTrue(fence.passed())
             staging.give_back(staged)
@@ -107,9 +107,9 @@ class StagingTest(DirectoryTest):
         expected, expected_other = memory.cpu(), other.cpu()
         before = [bits(expected), bits(expected_other)]
         with self.assertRaisesRegex(InputError, "slot 72"):
-            staging.load(staged, [back[0], back[1] + 33], after=staging.mark())
+            staging.load(staged, [back[0], back[1] + 33])
         self.assertEqual(before, [bits(memory.cpu()), bits(other.cpu())])
-        staging.load(staged, back, after=staging.mark()).wait()
+        staging.load(staged, back).wait()
         expected[:2, [0, 2]] = expected[:2, [3, 1]]
         expected_other[:, 4] = expected_other[:, 7]
         self.assertEqual(
@@ -190,11 +190,11 @@ class StagingTest(DirectoryTest):
         staged, before = staging.take(), bits(memory.cpu())
         for slots in (torch.zeros(3, 8), torch.zeros(0, 8), torch.zeros(8), torch.zeros(1, 7)):
             with self.subTest(shape=slots.shape), self.assertRaisesRegex(InputError, "1 to 2 chun"):
-                staging.load(staged, [slots.long()], after=Fence())
+                staging.load(staged, [slots.long()])
         with self.assertRaisesRegex(InputError, "2 parts"):
-            staging.load(staged, [torch.zeros(1, 8).long()] * 2, after=Fence())
+            staging.load(staged, [torch.zeros(1, 8).long()] * 2)
         with self.assertRaisesRegex(InputError, "slot 52 is not"):
-            staging.load(staged, [torch.full((1, 8), BLOCKS * BLOCK)], after=Fence())
+            staging.load(staged, [torch.full((1, 8), BLOCKS * BLOCK)])
         self.assertEqual(before, bits(memory.cpu()))
 
     def test_threads(self) -> None:
@@ -209,7 +209,7 @@ class StagingTest(DirectoryTest):
             for _ in range(20):
                 staged = staging.take()
                 staging.save(staged, [slots]).wait()
-                staging.load(staged, [slots], after=staging.mark()).wait()
+                staging.load(staged, [slots]).wait()
                 staging.give_back(staged)
 
         def guarded(block: int) -> None:
@@ -257,7 +257,7 @@ class GPUStagingTest(StagingTest):
         self.assertEqual(bits(final.cpu()), bits(memory.cpu()))
 
     def test_load_is_after_the_mark(self) -> None:
-        """A load does not overtake what the engine still writes into the blocks' last life."""
+        """It passes when the engine has done with the blocks' last life, and not earlier."""
         memory, paged = engine(self.device, seed=1)
         staging = self.staging(paged)
         staged = staging.take()
@@ -266,11 +266,10 @@ class GPUStagingTest(StagingTest):
         torch.cuda._sleep(200_000_000)
         memory.zero_()
 
-        fence = staging.load(
-            staged, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)], after=staging.mark()
-        )
-        self.assertFalse(fence.passed())
-        fence.wait()
+        mark = staging.mark()
+        self.assertFalse(mark.passed())
+        mark.wait()
+        staging.load(staged, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)]).wait()
 
         found = memory.view(torch.uint8).cpu()
         self.assertEqual({7}, set(found[:, :2].flatten().tolist()))
@@ -283,11 +282,10 @@ class GPUStagingTest(StagingTest):
         staged = staging.take()
         staged.slab.bytes[:] = 7
         torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with staging.aside():
             torch.cuda._sleep(200_000_000)
-            late = staging.mark()
 
-        staging.load(staged, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)], after=late)
+        staging.load(staged, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)])
         staging.join()
         memory.zero_()
 

@@ -1,7 +1,5 @@
 """Mirrors `vua.native`: what its loops do, against Python's."""
 
-# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
-
 from __future__ import annotations
 
 import ctypes
@@ -102,10 +100,10 @@ class TestCrew(unittest.TestCase):
             most = max(min(2, cores), min(8, cores // 2))
             with (
                 self.subTest(cores=cores, processes=processes),
-                mock.patch.multiple(batches, THREADS=most, _CORES=cores),
+                mock.patch.multiple(batches, THREADS=most, CORES=cores),
                 ExitStack() as stack,
             ):
-                crew = batches._Crew()
+                crew = batches.Crew()
                 crew.share(processes)
                 found = [stack.enter_context(crew.joined(large)) for _ in expected]
                 self.assertEqual(expected, found)
@@ -151,9 +149,9 @@ class TestLoad(DirectoryTest):
         plan = self.transfer.plan
         into = self.into = native.Headers(plan, len(paths))
         self.prepare()
-        with mock.patch.multiple(batches, THREADS=threads, _CORES=threads):
+        with mock.patch.multiple(batches, THREADS=threads, CORES=threads):
             done = native.read_entries(
-                *(self.transfer, Directory(self.storage._fd, whose), paths, first, into),
+                *(self.transfer, Directory(self.storage.fileno(), whose), paths, first, into),
                 direct=self.direct,
             )
         tables = into.headers[:, plan.table_offset :].view("<u8")[:, :LAYOUT_UNITS]
@@ -297,7 +295,7 @@ class TestSharedFiles(DirectoryTest):
     def load(self, threads: int) -> tuple[Loaded, Memory]:
         """Load all chunks anew, with so many threads."""
         memory = Memory(self.layout, self.layout.full, self.files_count)
-        with mock.patch.multiple(batches, THREADS=threads, _CORES=2 * threads):
+        with mock.patch.multiple(batches, THREADS=threads, CORES=2 * threads):
             return self.store.load(self.keys, memory.map()), memory
 
     def test_bytes(self) -> None:
@@ -341,7 +339,7 @@ class TestSharedFiles(DirectoryTest):
         before, directory = descriptors(), Directory(self.storage.fileno())
         for threads in (1, 2, 8):
             into = native.Headers(transfer.plan, len(paths))
-            with mock.patch.multiple(batches, THREADS=threads, _CORES=2 * threads):
+            with mock.patch.multiple(batches, THREADS=threads, CORES=2 * threads):
                 self.assertEqual(0, native.read_entries(transfer, directory, paths, 0, into))
             self.assertEqual(before, descriptors())
 

@@ -1,7 +1,5 @@
 """Mirrors `hatch_build.py`, `vua.native.stamp` and `bindings`: what is built and loaded."""
 
-# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
-
 from __future__ import annotations
 
 import importlib
@@ -32,7 +30,7 @@ from pathlib import Path
 from vua import native
 from vua.native import bindings
 logging.basicConfig(level=logging.INFO)
-bindings._FOLDER = Path(sys.argv[1])
+bindings.FOLDER = Path(sys.argv[1])
 if "unchecked" in sys.argv:
     bindings.fault_of = lambda library, built_from: None
 for _ in range(2):
@@ -53,7 +51,7 @@ class TestLibrary(DirectoryTest):
         """Copy the C files, and the library if it is there."""
         super().setUp()
         self.folder = self.root / "native"
-        shutil.copytree(bindings._FOLDER, self.folder, ignore=shutil.ignore_patterns("*.py*"))
+        shutil.copytree(bindings.FOLDER, self.folder, ignore=shutil.ignore_patterns("*.py*"))
         self.library = stamp.library_path(self.folder, platform.machine())
 
     def look(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -193,7 +191,7 @@ class TestBuild(DirectoryTest):
         """Copy the C files."""
         super().setUp()
         self.folder = self.root / "native"
-        shutil.copytree(bindings._FOLDER, self.folder, ignore=shutil.ignore_patterns("*.so"))
+        shutil.copytree(bindings.FOLDER, self.folder, ignore=shutil.ignore_patterns("*.so"))
         self.enterContext(mock.patch.object(hatch_build, "FOLDER", self.folder))
         self.data: dict[str, Any] = {"force_include": {}}
 

@@ -1,18 +1,18 @@
 """Mirrors `settings`: whose files are read, who may read, and what planted things do."""
 
-# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
-
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import socket
 import stat
 import threading
 import time
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from helpers import (
     caches_of,
     has_native,
     kv_bits,
+    namespace_of,
     native_code,
 )
 from scorecard.attacks import FOREIGN_UID, PLANTS, clear, foreign_uid, hostile_names
@@ -35,7 +36,6 @@ from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.security.settings import Security
 from vua.storage.base import entry_name
-from vua.storage.local import LocalStorage
 from vua.storage.mark import MARK, claim
 
 TOKENS = torch.arange(24)
@@ -190,7 +190,8 @@ class TestForeign(SecurityTest):
         """A load that meets another user's file calls it foreign, not a failure of the storage."""
         self.put()
         with self.open() as vua:
-            store = vua._namespace_to_read().stores[0]
+            vua.lookup(TOKENS)
+            (store,) = namespace_of(vua).stores
             keys = KeyChain(token_ids(TOKENS), 8).first(3)
             with foreign_uid(self.chunks()[0]):
                 with self.assertRaises(UntrustedError):
@@ -284,12 +285,12 @@ class TestPlanted(SecurityTest):
         before = self.victim.read_bytes()
         for name, plant in PLANTS.items():
             [_, middle, _] = self.chunks()
-            with self.subTest(name), self.open() as vua:
+            number = mock.patch("vua.storage.local.secrets.token_hex", return_value="0" * 8)
+            with self.subTest(name), number, self.open() as vua:
                 middle.unlink()
                 vua.put(TOKENS[:8], [[t[:, :, :8] for t in pair] for pair in CACHE])
-                storage = vua._namespace_to_read().stores[0].storage
-                assert isinstance(storage, LocalStorage)
-                planted = middle.with_name(f".tmp-{storage._tag}-{os.getpid()}-0")
+                tag = f"{socket.gethostname()[:32]}-{'0' * 8}"
+                planted = middle.with_name(f".tmp-{tag}-{os.getpid()}-0")
                 plant(planted, self.victim)
                 with contextlib.suppress(StorageError):
                     vua.put(TOKENS, CACHE)

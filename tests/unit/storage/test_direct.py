@@ -45,7 +45,8 @@ class TestDirectReads(DirectoryTest):
         """Cold chunks are read past the page cache once; the second time they come into it.
 
         Sizes that are no multiple of a page, several files a unit, memory of blocks. Control:
-        files read before come into the page cache by their next load.
+        files read before come into the page cache by their next load, and files that others are
+        said to read, too, by their first.
         """
         if not has_native():
             self.skipTest("native code is not built: python3 dev.py build")
@@ -54,10 +55,16 @@ class TestDirectReads(DirectoryTest):
         layout = KVLayout(layers=7, kv_heads=3, k_dim=40, v_dim=24, dtype="BF16", chunk_tokens=48)
         keys, arrays = keys_of(range(5 * 48), 48), model_arrays(layout, 5)
         wanted = Memory(layout, layout.full, 5, block_tokens=16).fill(arrays)
-        for before, colds in ((False, (5, 0, 0)), (True, (0, 0, 0))):
-            root = self.root / str(before)
-            identity = Identity(model="m", chunk_tokens=48)
-            store = Namespace.create(root, identity, [layout]).stores[0]
+        for before, shared, colds in (
+            (False, False, (5, 0, 0)),
+            (True, False, (0, 0, 0)),
+            (False, True, (0, 0, 0)),
+        ):
+            root = self.root / f"{before} {shared}"
+            namespace = Namespace.create(root, Identity(model="m", chunk_tokens=48), [layout])
+            [store] = namespace.stores
+            if shared:
+                namespace.share_reads()
             for place, key in enumerate(keys):
                 store.save(key, wanted.map(), place=place)
             paths = list(root.rglob("*.safetensors"))
@@ -68,7 +75,7 @@ class TestDirectReads(DirectoryTest):
                 store.load(keys, Memory(layout, layout.full, 5, block_tokens=16).map())
                 cool(paths, sync=False)
             for turn, expected in enumerate(colds):
-                with self.subTest(read_before=before, turn=turn):
+                with self.subTest(read_before=before, shared=shared, turn=turn):
                     memory = Memory(layout, layout.full, 5, block_tokens=16)
                     self.assertEqual(5, store.load(keys, memory.map()).chunks)
                     for want, got in zip(wanted.buffers, memory.buffers, strict=True):

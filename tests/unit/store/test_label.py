@@ -1,7 +1,5 @@
 """A label of a model in the library: other models' caches are refused under it."""
 
-# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
-
 from __future__ import annotations
 
 import tempfile
@@ -17,7 +15,7 @@ import torch
 from helpers import DirectoryTest, caches_of, flip, kv_bits
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
-from vua.format.keys import token_ids
+from vua.format.keys import KeyChain, token_ids
 from vua.security.keyring import write_key
 from vua.security.settings import Security
 from vua.store.agreement import compare
@@ -84,7 +82,7 @@ class TestLabels(DirectoryTest):
             with self.subTest(settings):
                 vua = self.open(model=str(settings))
                 vua.put(TOKENS, self.caches(**settings))
-                key = vua._writing.keys(token_ids(TOKENS))[1]
+                key = KeyChain(token_ids(TOKENS), 16)[1]
                 for path in self.files():
                     if key.name in str(path):
                         path.write_bytes(path.read_bytes()[:-5])

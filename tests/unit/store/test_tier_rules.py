@@ -7,9 +7,9 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from travellers import KV, namespace_of, prompt, until
+from travellers import KV, prompt, until
 
-from helpers import DirectoryTest, kv_bits
+from helpers import DirectoryTest, kv_bits, namespace_of
 from vua.connector.config import ConnectorConfig
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError

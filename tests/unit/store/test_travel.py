@@ -14,13 +14,13 @@ from collections import Counter
 from unittest import mock
 
 import pytest
-from travellers import CONFIG, KV, namespace_of, prompt, until, wait_for_travel
+from travellers import CONFIG, KV, prompt, until, wait_for_travel
 
 import compressed
 from buckets import memory_url, seaweedfs, speaking_to
 from commands import run, run_json
 from compressed import CompressedTest, config
-from helpers import DirectoryTest, kv_bits
+from helpers import DirectoryTest, kv_bits, namespace_of
 from vua.capacity.reservation import Reservation
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError

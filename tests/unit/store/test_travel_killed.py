@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import travellers
-from travellers import CONFIG, KV, namespace_of, prompt, wait_for_travel
+from travellers import CONFIG, KV, prompt, wait_for_travel
 
 from buckets import seaweedfs, speaking_to
-from helpers import DirectoryTest, caches_of, kv_bits, soak
+from helpers import DirectoryTest, caches_of, kv_bits, namespace_of, soak
 from vua.core import VUA, VUAConfig
 
 pytest.importorskip("obstore")

@@ -13,9 +13,8 @@ from types import FrameType
 
 import torch
 
-from helpers import caches_of
+from helpers import caches_of, namespace_of
 from vua.core import VUA, VUAConfig
-from vua.store.namespace import Namespace
 
 CONFIG = VUAConfig(split_factor=16, model="tiny")
 KV = caches_of(layers=2, heads=2, tokens=64, dim=8, seed=1)
@@ -35,13 +34,6 @@ def until(true: Callable[[], bool]) -> None:
         if time.monotonic() > stop_s:
             raise AssertionError("it never came")
         time.sleep(0.01)
-
-
-def namespace_of(vua: VUA) -> Namespace:
-    """The open namespace of a cache."""
-    found = vua._writing or vua._reading  # noqa: SLF001
-    assert found is not None
-    return found
 
 
 def wait_for_travel(vua: VUA) -> None:

@@ -1,6 +1,6 @@
 """KV cache events without an engine: when chunks are announced, and what is remembered."""
 
-# ruff: noqa: SLF001 - how much is kept inside is what is tested
+# ruff: noqa: SLF001 - only inside is seen what is kept for ever
 
 from __future__ import annotations
 

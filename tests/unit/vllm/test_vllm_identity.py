@@ -3,7 +3,7 @@
 One case per field: those of the engine decide about the namespace, those of a request about keys.
 """
 
-# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+# ruff: noqa: SLF001 - a scheduler without workers: what they would store is stored here
 
 from __future__ import annotations
 

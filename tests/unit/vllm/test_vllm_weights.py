@@ -1,6 +1,6 @@
 """Which weights a vLLM engine has: its own loader's files, and nothing before they are known."""
 
-# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
+# ruff: noqa: SLF001 - a worker without an engine, and a search that has to be seen ending
 
 from __future__ import annotations
 

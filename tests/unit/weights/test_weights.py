@@ -1,7 +1,5 @@
 """Which weights a model has: every byte of every tensor counts, and is read once."""
 
-# ruff: noqa: SLF001 - looks at one part alone that is reached through private ones
-
 from __future__ import annotations
 
 import json
@@ -433,7 +431,7 @@ class TestMemo(WeightsCase):
 
     def remembered(self) -> object:
         """What is remembered of the file."""
-        return fingerprint_module._File.at(self.file).recall()
+        return fingerprint_module.KnownFile.at(self.file).recall()
 
     def test_without_a_place_there_is_no_memo(self) -> None:
         """A fingerprint needs none: where every place refuses, it is computed each time."""
@@ -645,15 +643,16 @@ class TestIdentification(unittest.TestCase):
 
     def test_reading_runs_at_low_priority(self) -> None:
         """Threads that read large files give way to the engine's."""
-        found, hash_some = list[int](), content_module._hash_some
+        found = list[int]()
 
-        def note(*args: object) -> None:
-            found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-            hash_some(*args)  # type: ignore[arg-type]
+        def note(*args: bytes) -> Any:
+            if threading.current_thread().name == "vua-weights":
+                found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return sha256(*args)
 
         with tempfile.NamedTemporaryFile(suffix=".bin") as file:
             os.truncate(file.name, 17 << 20)
-            with mock.patch.object(content_module, "_hash_some", note):
+            with mock.patch.object(content_module.hashlib, "sha256", note):
                 weights_fingerprint(file.name, cache=False)
         own = os.getpriority(os.PRIO_PROCESS, 0)
         self.assertEqual({min(19, max(10, own))}, set(found))
