@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import os
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -44,12 +47,14 @@ from vua.storage.object import ObjectStorage
 from vua.store.store import Store
 from vua.store.tensors import memory_map
 
-ARMS = ("VUA", "obstore", "boto3", "LMCache")
+ARMS = ("VUA", "obstore", "boto3", "LMCache", "LMCache in parts")
+PART_MIB = 8
+"""LMCache's client moves what is larger in parts of so many MiB."""
 SIZES = {1: 4, 8: 32, 32: 128}  # MiB of a chunk: layers
 TOKENS = 64
 PROMPT_MIB = {"read": 256, "written": 128}
 """What one turn moves at least."""
-ROUNDS = 4
+ROUNDS = 3
 """Of one server: what they write fits into memory, 10 GiB at most."""
 
 
@@ -73,10 +78,13 @@ class LMCache:
     """Stores and loads through LMCache's own S3 adapter, with ``at_once`` requests at a time.
 
     The adapter expects the bucket in the name of the host. Here it goes before the model's name.
+    Its client moves objects of more than 8 MiB in parts, by as many requests as it likes. With
+    ``parts`` it may; else one request moves an object, as in LMCache's older `s3_connector`.
     """
 
-    def __init__(self, url: str, nbytes: int, count: int, at_once: int) -> None:
+    def __init__(self, url: str, nbytes: int, count: int, at_once: int, *, parts: bool) -> None:
         """Store nothing yet. Raises ImportError."""
+        from awscrt import s3
         from lmcache.cli.commands.bench.l2_adapter_bench import data
         from lmcache.v1.distributed.l2_adapters.s3_l2_adapter import S3L2Adapter, S3L2AdapterConfig
 
@@ -89,7 +97,9 @@ class LMCache:
             "aws_access_key_id": os.environ["AWS_ACCESS_KEY_ID"],
             "aws_secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"],
         }
-        self._adapter: Any = S3L2Adapter(S3L2AdapterConfig.from_dict(settings))
+        whole = {} if parts else {"part_size": nbytes, "multipart_upload_threshold": 2 * nbytes}
+        with mock.patch.object(s3, "S3Client", partial(s3.S3Client, **whole)):
+            self._adapter: Any = S3L2Adapter(S3L2AdapterConfig.from_dict(settings))
         self._data, self._name = data, url.removeprefix("s3://")
         self._count, self._at_once, self._turns = count, at_once, itertools.count()
         memory = data.make_aligned_tensor(count * nbytes)
@@ -166,18 +176,25 @@ class Place:
         self._bodies = [bytes(obstore.get(reads, key).bytes()) for key in self._objects]
         self._threads = Threads(at_once, "bench")
         bucket._runtime.threads = Threads(at_once, "vua-bucket")
-        self.close: Callable[[], None] = lambda: None
+        self._closing = contextlib.ExitStack()
+        self.close = self._closing.close
         self.reads: dict[str, Callable[[], object]] = {"VUA": self._load, "obstore": self._get}
         self.writes: dict[str, Callable[[], object]] = {"VUA": self._save, "obstore": self._put}
         with contextlib.suppress(ImportError):
             self._add_boto3()
         with contextlib.suppress(ImportError):
-            lmcache = LMCache(
-                f"{url}/l-{mib}-{at_once}", self.nbytes // self._chunks, self._chunks, at_once
-            )
-            self.writes["LMCache"], self.reads["LMCache"] = lmcache.store, lmcache.load
-            self.close = lmcache.close
-            lmcache.store()
+            for parts in (False, True) if mib > PART_MIB else (False,):
+                name, nbytes = "LMCache in parts" if parts else "LMCache", self.nbytes
+                lmcache = LMCache(
+                    f"{url}/l-{mib}-{at_once}-{int(parts)}",
+                    nbytes // self._chunks,
+                    self._chunks,
+                    at_once,
+                    parts=parts,
+                )
+                self.writes[name], self.reads[name] = lmcache.store, lmcache.load
+                self._closing.callback(lmcache.close)
+                lmcache.store()
 
     def _prompt(self, number: int) -> KeyChain:
         ids = range(number, number + TOKENS * self._chunks)
@@ -241,14 +258,18 @@ def somewhere(url: str | None) -> Iterator[str]:
         yield server.place()
 
 
+_chance = random.Random(0)
 Results = dict[str, list[tuple[float, float]]]
 
 
 def compare(place: Place, arms: dict[str, Callable[[], object]], rounds: int) -> Results:
-    """Return GB/s and CPU seconds per GB of each client and round, after one that is left out."""
+    """Return GB/s and CPU seconds per GB of each client and round, after one that is left out.
+
+    In any order, by chance: whoever follows itself finds its memory as it has left it.
+    """
     results: Results = {arm: [] for arm in arms}
     for turn in range(rounds + 1):
-        for arm, work in sorted(arms.items(), reverse=turn % 2 == 1):
+        for arm, work in _chance.sample(sorted(arms.items()), len(arms)):
             found = measured(work, place.nbytes)
             while found is None:  # a client has lost some: LMCache, now and then
                 found = measured(work, place.nbytes)
@@ -293,6 +314,8 @@ def main() -> None:
                     arms = place.reads if what == "read" else place.writes
                     found = compare(place, arms, min(ROUNDS, options.rounds - first))
                     place.close()
+                del place, arms  # its arms point to it; the next one needs the memory
+                gc.collect()
                 for arm, some in found.items():
                     results.setdefault(arm, []).extend(some)
             print("|", " | ".join([str(mib), str(at_once), *cells(results)]), "|", flush=True)
