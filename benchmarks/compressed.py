@@ -3,7 +3,9 @@
 ``python benchmarks/compressed.py [--mb-s 100] [--first-token]`` starts a SeaweedFS and, in a
 process of its own, a proxy whose so many MB per second all bytes share. The K and V are those of
 SmolLM2-135M (see `vua.testing.real_model`) for this repository's documentation. Arms take turns.
-With ``--first-token`` a vLLM engine loads prompts of which every other one is stored plain.
+With ``--first-token`` a vLLM engine loads prompts of which every other one is stored plain: seconds
+to the first token, and how many times sooner it comes. On NFS: ``benchmarks/nfs/run.py --parts
+first-token``.
 """
 
 from __future__ import annotations
@@ -145,15 +147,33 @@ def loads(mb_s: float, rounds: int, length: int) -> None:
         Bucket._open.clear()
 
 
-def first_tokens(mb_s: float, rounds: int, length: int) -> None:
-    """Print medians of the time to the first token; the same engine loads both forms in turns."""
+@contextlib.contextmanager
+def behind_a_link(mb_s: float) -> Iterator[str]:
+    """A place in a bucket behind a link that is so slow."""
+    url = seaweedfs().place()
+    with slow_link(mb_s * 1e6):
+        yield url
+
+
+def leave_page_cache(url: str) -> None:
+    """Take the files of a ``file://`` URL out of this host's page cache; buckets have none."""
+    if url.startswith("file://"):
+        for path in Path(url.removeprefix("file://")).rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def first_tokens(
+    place: contextlib.AbstractContextManager[str], rounds: int, length: int
+) -> dict[str, float]:
+    """Return medians of seconds to the first token; the same engine loads both forms in turns."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2"}
     from vllm import LLM, SamplingParams
 
     ids = token_ids(2 * (length + 8))
     prompts = [ids[: length + 8], ids[length + 8 :]]
-    url = seaweedfs().place()
-    with slow_link(mb_s * 1e6):
+    with place as url:
         extra = {
             "shared_storage_path": url,
             "load_policy": "always",
@@ -176,6 +196,7 @@ def first_tokens(mb_s: float, rounds: int, length: int) -> None:
 
         def seconds(prompt: list[int]) -> float:
             engine.reset_prefix_cache()
+            leave_page_cache(url)
             began_s = time.perf_counter()
             engine.generate(
                 {"prompt_token_ids": prompt},
@@ -203,9 +224,8 @@ def first_tokens(mb_s: float, rounds: int, length: int) -> None:
                 if turn:
                     times[name].append(took_s)
                 print(f"{name}: {took_s:.2f} s, {read_mb:.1f} MB", flush=True)
-        plain_s, small_s = (median(each) for each in times.values())
-        print(f"computed {median(computed):.2f} s, plain {plain_s:.2f} s, ", end="")
-        print(f"compressed {small_s:.2f} s: {plain_s / small_s:.2f} times faster", flush=True)
+        found = {"computed": median(computed)} | {arm: median(each) for arm, each in times.items()}
+        return found | {"gain": found["plain"] / found["compressed"]}
 
 
 def expand(bucket: Bucket, prompt: list[int]) -> None:
@@ -237,7 +257,11 @@ def main() -> None:
     parser.add_argument("--first-token", action="store_true")
     parser.add_argument("--tokens", type=int, default=4096)
     options = parser.parse_args()
-    (first_tokens if options.first_token else loads)(options.mb_s, options.rounds, options.tokens)
+    if not options.first_token:
+        loads(options.mb_s, options.rounds, options.tokens)
+        return
+    found = first_tokens(behind_a_link(options.mb_s), options.rounds, options.tokens)
+    print(", ".join(f"{name} {value:.2f}" for name, value in found.items()))
 
 
 if __name__ == "__main__":

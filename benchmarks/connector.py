@@ -17,7 +17,8 @@ expected.
    The demo's model has 182 KiB of K and V per GFLOP (two per weight and token), models that people
    run in bfloat16 9 to 130: `--shape` takes the sizes of one of these, with random weights.
 2. Time to the first token with a prompt that is stored, over that with the prompt in the same
-   engine's own prefix cache.
+   engine's own prefix cache. Beside it, what an own hit would take if its files were read before
+   it by all cores, into memory that is used again, neither verified nor brought into blocks.
 3. Conversations, half of their turns before a restart: tokens loaded afterwards over those that
    vLLM's own prefix cache holds when it is not restarted, by default (whole chunks of prompts are
    stored: the row "of what can be loaded" is 1) and with answers stored, too.
@@ -35,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -89,6 +91,7 @@ SHAPES = {
     },
 }
 """Sizes of models by their published configurations."""
+READING = "own hit and reading alone"
 TALKERS = ("default", "save_generated")
 VOCABULARY = 4096
 
@@ -156,6 +159,29 @@ def overhead(
     yield "vLLM, s", summary(times["vLLM"])
 
 
+class Reading:
+    """Reads files as fast as the system gives them; returns the seconds it took."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Read each whole, with a thread per core."""
+        self._paths, cores = paths, os.cpu_count() or 1
+        self._pool = ThreadPoolExecutor(cores)
+        largest = max(path.stat().st_size for path in paths)
+        self._free = [memoryview(bytearray(largest)) for _ in range(cores)]
+
+    def __call__(self) -> float:
+        """Read all once."""
+        began_s = time.perf_counter()
+        list(self._pool.map(self._read, self._paths))
+        return time.perf_counter() - began_s
+
+    def _read(self, path: Path) -> None:
+        memory = self._free.pop()
+        with path.open("rb", buffering=0) as file:
+            expect("bytes read", path.stat().st_size, file.readinto(memory))
+        self._free.append(memory)
+
+
 def first_token(
     engine: Engine, example: Engine, size: Size, chance: random.Random
 ) -> Iterator[tuple[str, dict[str, float]]]:
@@ -164,13 +190,15 @@ def first_token(
         prompt = chance.choices(range(10, VOCABULARY), k=chunks * CHUNK + CHUNK // 4)
         before, cold = engine.stored(), engine.ask([prompt], "alone", forget=True)
         expect("alone: nothing is stored", before, engine.stored())
+        known = set(engine.files())
         engine.ask([prompt], forget=True)
         engine.wait_until_stored(before + chunks)
+        read = Reading([path for path in engine.files() if path not in known])
         engines = {"loaded": engine}
         if len(prompt) <= STEP_TOKENS:
             engines[EXAMPLE] = example
             example.ask([prompt])
-        ratios: dict[str, list[float]] = {name: [] for name in engines}
+        ratios: dict[str, list[float]] = {name: [] for name in (*engines, READING)}
         times: dict[str, list[float]] = {"loaded": [], "own hit": []}
         for _ in range(size.rounds):
             for name, which in engines.items():
@@ -181,6 +209,7 @@ def first_token(
                     expect(f"{name}: not computed", [chunks * CHUNK], answer["cached"])
                 ratios[name].append(loaded["first_token_s"] / own["first_token_s"])
                 if which is engine:
+                    ratios[READING].append(1 + read() / own["first_token_s"])
                     times["loaded"].append(loaded["first_token_s"])
                     times["own hit"].append(own["first_token_s"])
         for name, found in ratios.items():

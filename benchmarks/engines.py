@@ -112,7 +112,11 @@ class Engine:
 
     def stored(self) -> int:
         """How many chunks VUA has stored there."""
-        return len(list(self.root.glob("*/??/*/*.safetensors")))  # type: ignore[union-attr]
+        return len(self.files())
+
+    def files(self) -> list[Path]:
+        """Return the files of the chunks that VUA has stored there."""
+        return sorted(self.root.glob("*/??/*/*.safetensors"))  # type: ignore[union-attr]
 
     def wait_until_stored(self, chunks: int) -> None:
         """Wait for what is written in the background."""

@@ -48,7 +48,7 @@ class Loading:
         self.staging = Staging([self.paged], self.layout, self.layout.full, chunks=2, limit=2)
         for at, key in enumerate(self.keys):
             staged = self.staging.take()
-            self.staging.save(staged, [self.slots[at : at + 1]]).wait()
+            self.staging.save([staged], [self.slots[at : at + 1]]).wait()
             self.store.save(key, staged.slab.memory)
             self.staging.give_back(staged)
         root, shard = self.store.storage.directory, f"{self.layout.full.name}.safetensors"
@@ -200,14 +200,13 @@ def save_files(bench: Bench) -> None:
     chunks = 16 if bench.big else 4
     store, layout, keys, paged, slots = stored(bench, chunks)
     payload = layout.full.payload_nbytes(layout)
-    staging = Staging([paged], layout, layout.full, chunks=1, limit=chunks)
+    staging = Staging([paged], layout, layout.full, chunks=1, limit=chunks, adjoining=True)
     host, far = bench.host(payload), torch.empty(payload, dtype=torch.uint8, device=bench.device)
     names = count()
 
     def queue() -> list:
         slabs = [staging.take() for _ in keys]
-        for at, staged in enumerate(slabs):
-            staging.save(staged, [slots[at : at + 1]])
+        staging.save(slabs, [slots])
         return slabs
 
     def finish(slabs: list, *, write: bool) -> None:
@@ -248,7 +247,7 @@ def fixed_cost(bench: Bench) -> None:
     store, layout, keys, paged, slots = stored(bench, 1)
     staging = Staging([paged], layout, layout.full, chunks=1, limit=1)
     staged = staging.take()
-    staging.save(staged, [slots]).wait()
+    staging.save([staged], [slots]).wait()
     store.save(keys[0], staged.slab.memory)
     loader = store.loader(staged.slab.memory)
     small, far = bench.host(4096), torch.empty(4096, dtype=torch.uint8, device=bench.device)

@@ -83,7 +83,7 @@ def one_chunk(bench: Bench) -> None:
             "staged, to or from blocks": (
                 (lambda: staging.load(staged, [slots]).wait())
                 if store
-                else (lambda: staging.save(staged, [slots]).wait())
+                else (lambda: staging.save([staged], [slots]).wait())
             ),
         }
         if choose(bench.device).name == "triton":
@@ -122,13 +122,13 @@ def both_ways(bench: Bench) -> None:
     load, save = (slots_of(ids, 16, 0, 256).view(1, 256) for ids in (order[:16], order[16:32]))
 
     def together() -> None:
-        fences = [staging.save(two, [save]), staging.load(one, [load])]
+        fences = [staging.save([two], [save]), staging.load(one, [load])]
         for fence in fences:
             fence.wait()
 
     arms: Arms = {
         "load": lambda: staging.load(one, [load]).wait(),
-        "save": lambda: staging.save(two, [save]).wait(),
+        "save": lambda: staging.save([two], [save]).wait(),
         "both at once": together,
     }
     found = bench.time(arms)

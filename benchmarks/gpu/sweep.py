@@ -40,7 +40,7 @@ class Sweep:
         staging = self.staging(1)
         slab = staging.take()
         for at, key in enumerate(self.keys):
-            staging.save(slab, [self.slots[at : at + 1]]).wait()
+            staging.save([slab], [self.slots[at : at + 1]]).wait()
             self.store.save(key, slab.slab.memory)
         staging.give_back(slab)
         staging.close()

@@ -7,6 +7,7 @@ guest; on a machine with NFS it runs as it is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -18,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scorecard.stores import layout_of, make_vua, memory_of
 from scorecard.subject import Key, Subject, noise
@@ -276,12 +279,25 @@ def loads(mount: Path, nbytes: int, label: str, keys: list[ChunkKey]) -> None:
     reader.close()
 
 
+def first_token(a: Path, _: Path) -> None:
+    """How much sooner the first token comes where prompts are stored compressed."""
+    from compressed import first_tokens  # it needs vLLM
+
+    report(first_token=first_tokens(contextlib.nullcontext(f"file://{a}"), 5, 4096))
+
+
 def main() -> int:
     """Do everything; return the exit status."""
     a, b, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     report(nfs=name)
-    steps = {"across": across, "race": race, "costs": costs, "soon": soon}
-    for part in sys.argv[4].split(",") if len(sys.argv) > 4 else steps:
+    steps = {
+        "across": across,
+        "race": race,
+        "costs": costs,
+        "soon": soon,
+        "first-token": first_token,
+    }
+    for part in sys.argv[4].split(",") if len(sys.argv) > 4 else list(steps)[:-1]:
         for mount in (a, b):
             (mount / part).mkdir(exist_ok=True)
         try:

@@ -7,7 +7,7 @@
 # what client and server send, each by half of the round trip.
 #
 # From the kernel's command line: PYTHON, SCRIPT, SOURCE, MODULES (the guest kernel's), VERSIONS (e.g. "4.2,3"),
-# RTT_MS, PARTS. /run is a tmpfs of the guest: nothing there is the host's.
+# RTT_MS, PARTS, and MBIT where links are to carry so many Mbit/s. /run is a tmpfs of the guest: nothing there is the host's.
 
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/run TMPDIR=/run
 mount -t proc proc /proc
@@ -46,9 +46,12 @@ for client in a b; do
     ip -n "$client" addr add "10.0.$address.2/24" dev eth0
     ip -n "$client" link set lo up
     ip -n "$client" link set eth0 up
-    if [ "$RTT_MS" != 0 ]; then
-        tc qdisc add dev "to-$client" root netem delay "${half}ms"
-        ip netns exec "$client" tc qdisc add dev eth0 root netem delay "${half}ms"
+    if [ "$RTT_MS" != 0 ] || [ -n "$MBIT" ]; then
+        link="delay ${half}ms${MBIT:+ rate ${MBIT}mbit}"
+        # shellcheck disable=SC2086 # several words
+        tc qdisc add dev "to-$client" root netem $link
+        # shellcheck disable=SC2086
+        ip netns exec "$client" tc qdisc add dev eth0 root netem $link
     fi
     address=$((address + 1))
 done

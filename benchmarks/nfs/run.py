@@ -2,7 +2,8 @@
 
 ``python benchmarks/nfs/run.py [--mounts 4.2,3,4.2+lookupcache=positive] [--rtt-ms 1]`` boots the
 guest (`guest.sh`), runs `clients.py` in it once per kind of mount, and prints what it finds, one
-JSON object a line; exit status 1 when something is wrong. Takes minutes: the guest is slow, so read
+JSON object a line; exit status 1 when something is wrong. ``--parts first-token --mbit 800 --memory 7G``:
+a vLLM engine there loads plain and compressed prompts. Takes minutes: the guest is slow, so read
 its RPC counts and not its milliseconds. Needs Linux on x86-64, root (the guest's root is the host's
 file system), and on Debian ``apt-get install user-mode-linux nfs-kernel-server kmod iproute2``.
 """
@@ -26,6 +27,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mounts", default="4.2,3,4.2+lookupcache=positive")
     parser.add_argument("--rtt-ms", type=float, default=1.0, help="round trip between the two")
+    parser.add_argument("--mbit", type=float, help="what each client's link carries per second")
+    parser.add_argument("--memory", default="1500M", help="of the guest; first-token needs 7G")
     parser.add_argument("--parts", default="across,race,costs")
     parser.add_argument("--timeout", type=float, default=1500.0)
     parser.add_argument("--modules", type=Path, help="of the guest's kernel, one folder a release")
@@ -38,11 +41,12 @@ def main() -> int:
     kernel = Path(shutil.which(TOOLS[0], path=path) or TOOLS[0])
     modules = given.modules or kernel.resolve().parents[1] / "lib" / "uml" / "modules"
     command = [
-        *("linux.uml", "mem=1500M", "quiet", "con=null", "con0=null,fd:1"),
+        *("linux.uml", f"mem={given.memory}", "quiet", "con=null", "con0=null,fd:1"),
         *("root=/dev/root", "rootfstype=hostfs", "rootflags=/", "rw", f"init={HERE / 'guest.sh'}"),
         *(f"PYTHON={sys.executable}", f"SCRIPT={HERE / 'clients.py'}", f"MODULES={modules}"),
         *(f"SOURCE={ROOT / 'src'}:{ROOT / 'tests'}", f"VERSIONS={given.mounts}"),
         *(f"RTT_MS={given.rtt_ms:g}", f"PARTS={given.parts}"),
+        *([f"MBIT={given.mbit:g}"] if given.mbit else []),
     ]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",

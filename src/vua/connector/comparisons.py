@@ -64,7 +64,7 @@ class Comparisons:
                         self._tell(Verdict(order.number, "none", text="all buffers are in use"))
                         return
                     chunks.append(_Computed(groups[number], key, slab))
-                    groups[number].gather([slab], [key], order.block_ids)
+                    groups[number].gather([slab], [key], [order.block_ids])
             self._threads.submit(self._compare, _Comparison(order.number, chunks))
         except Exception as problem:  # costs a comparison, never a request
             log.exception("a chunk could not be copied to be compared")

@@ -30,7 +30,7 @@ import torch
 
 from vua.connector.cache_spec import UncachedError
 from vua.connector.config import ConnectorConfig
-from vua.connector.group_transfer import GroupTransfer, PageLayouts, Tables
+from vua.connector.group_transfer import BlockTables, GroupTransfer, PageLayouts, Tables
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover, Mover, PosixMover
@@ -105,8 +105,15 @@ class DeviceGroupTransfer(GroupTransfer):
                 chunks=self.load_chunks,
                 limit=2 * self.load_threads,
             )
-            self.save_limit = self._on_device(pages[0].device)
-            self.save_slabs = Staging(pages, layout, self.shard, chunks=1, limit=self.save_limit)
+            self.save_slabs = Staging(
+                pages,
+                layout,
+                self.shard,
+                chunks=1,
+                limit=self._on_device(pages[0].device),
+                adjoining=True,
+            )
+            self.save_limit = self.save_slabs.limit
             self.load_slabs.prepare(2)  # page-locking takes milliseconds: not in the first steps
             self.save_slabs.prepare(self.save_limit)
             self._warm_up()
@@ -125,13 +132,13 @@ class DeviceGroupTransfer(GroupTransfer):
         """Move nothing both ways: kernels are compiled now, which takes up to a second."""
         size = self.group.layout.chunk_tokens
         nowhere = [torch.full((1, size), -1, dtype=torch.int64) for _ in self._parts]
-        for staging, move in (
-            (self.save_slabs, self.save_slabs.save),
-            (self.load_slabs, self.load_slabs.load),
-        ):
+        for staging in (self.save_slabs, self.load_slabs):
             slab = staging.take()
             if slab is not None:
-                move(slab, nowhere)
+                if staging is self.save_slabs:
+                    staging.save([slab], nowhere)
+                else:
+                    staging.load(slab, nowhere)
                 staging.give_back(slab)
 
     def _place(
@@ -274,15 +281,20 @@ class DeviceGroupTransfer(GroupTransfer):
         self,
         slabs: Sequence[StagedSlab],
         keys: Sequence[ChunkKey],
-        block_ids: Sequence[Sequence[int]],
+        tables: Sequence[BlockTables],
     ) -> None:
-        """Queue the copies of chunks into slabs; :meth:`copied` waits for each."""
-        for slab, key in zip(slabs, keys, strict=True):
-            slots = [
-                slots_of(block_ids[table], size, key.start, key.stop).view(1, -1)
-                for table, size, _ in self._parts
-            ]
-            self.save_slabs.save(slab, slots)
+        """Queue the copies of chunks into slabs, all at once; :meth:`copied` waits for each."""
+        stretches: list[tuple[BlockTables, int, int]] = []
+        for key, block_ids in zip(keys, tables, strict=True):
+            start = key.start
+            if stretches and stretches[-1][0] is block_ids and stretches[-1][2] == start:
+                start = stretches.pop()[1]
+            stretches.append((block_ids, start, key.stop))
+        slots = [
+            torch.cat([slots_of(ids[table], size, start, stop) for ids, start, stop in stretches])
+            for table, size, _ in self._parts
+        ]
+        self.save_slabs.save(slabs, [some.view(len(keys), -1) for some in slots])
 
     def copied(self, slab: StagedSlab) -> None:
         """See :meth:`GroupTransfer.copied`."""

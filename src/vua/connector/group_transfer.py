@@ -31,7 +31,15 @@ from vua.serdes import DTYPES
 from vua.storage.bucket_path import is_url
 from vua.store.store import EntryWriter, Loader, Store
 
-__all__ = ["GroupTransfer", "PageLayouts", "Rank", "Tables", "load_chunks", "save_limit"]
+__all__ = [
+    "BlockTables",
+    "GroupTransfer",
+    "PageLayouts",
+    "Rank",
+    "Tables",
+    "load_chunks",
+    "save_limit",
+]
 
 _LEAST_NBYTES: Final = 512 << 20
 _LEAST_CHUNKS: Final = 256
@@ -46,6 +54,8 @@ _BUCKET_SLAB_NBYTES: Final = 64 << 20
 
 Tables: TypeAlias = Mapping[str, int]
 """The engine's cache group of each layer, by name."""
+BlockTables: TypeAlias = Sequence[Sequence[int]]
+"""A request's blocks in each of the engine's cache groups."""
 
 
 class PageLayouts(Protocol):
@@ -272,10 +282,10 @@ class GroupTransfer:
         return saver
 
     def gather(
-        self, slabs: Sequence[Any], keys: Sequence[ChunkKey], block_ids: Sequence[Sequence[int]]
+        self, slabs: Sequence[Any], keys: Sequence[ChunkKey], tables: Sequence[BlockTables]
     ) -> None:
-        """Copy chunks of a prompt out of their blocks, each into a slab."""
-        for slab, key in zip(slabs, keys, strict=True):
+        """Copy chunks out of their prompts' blocks, each into a slab; ``tables`` of each prompt."""
+        for slab, key, block_ids in zip(slabs, keys, tables, strict=True):
             k, v = self._tensors(slab, 0)
             for table, layers, pages in self._places:
                 v_part = None if v is None else v[:, layers]

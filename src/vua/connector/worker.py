@@ -364,9 +364,8 @@ class WorkerSide:
             return
         self._follow(orders.identity)
         self._memory.look()
-        for order in orders.saves:
-            if self._memory.holds(order.adapter):  # else it was replaced
-                self.saves.copy_out(order, self._groups)
+        holds = self._memory.holds  # an adapter may have been replaced
+        self.saves.copy_out([one for one in orders.saves if holds(one.adapter)], self._groups)
 
     def finished(self, request_ids: Collection[str]) -> None:
         """Forget what was to be stored of requests whose blocks are freed now."""

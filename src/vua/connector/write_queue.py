@@ -107,25 +107,53 @@ class WriteQueue:
         """Write what is waiting; whether the storage let all of it end in time."""
         return self._threads.close()
 
-    def copy_out(self, order: SaveOrder, groups: Sequence[GroupTransfer]) -> None:
-        """Copy an order's chunks out of the cache, to be written after :meth:`hand_over`.
+    def copy_out(self, orders: Sequence[SaveOrder], groups: Sequence[GroupTransfer]) -> None:
+        """Copy a step's chunks out of the cache, to be written after :meth:`hand_over`.
 
-        One that begins behind a missing chunk was made before the scheduler's half knew of it.
+        Those of a group all at once: on a GPU each call takes time of the engine's thread.
+        """
+        proven = self._memory.proof()
+        taken = [save for order in orders for save in self._take(order, groups, proven)]
+        self._count_pending(len(taken))
+        try:
+            for group in groups:
+                if mine := [save for save in taken if save.group is group]:
+                    tables = [save.order.block_ids for save in mine]
+                    group.gather([save.slab for save in mine], [save.key for save in mine], tables)
+        except Exception:
+            self._lose(taken)
+            raise
+        self._copied += taken
+
+    def _take(
+        self, order: SaveOrder, groups: Sequence[GroupTransfer], proven: Callable[[], bool]
+    ) -> list[_Save]:
+        """Take buffers for an order's chunks, in each group up to the first that there is none for.
+
+        An order that begins behind a missing chunk was made before the scheduler's half knew of it.
         """
         hole = self._holes.get(order.request_id)
         if hole is not None and order.start > hole.token:
             missing = [len(keys) for number, keys in order.parts if groups[number].writes]
             hole.chunks += max(missing, default=0)
             self._stats.add("vua_chunks_saved_total", sum(missing), "dropped")
-            return
+            return []
         with self._lock:
             self._holes.pop(order.request_id, None)
-        for number, keys in order.parts:
-            if groups[number].writes:
-                self._copy_out(order, groups[number], keys)
+        return [
+            save
+            for number, keys in order.parts
+            if groups[number].writes
+            for save in self._take_buffers(order, groups[number], keys, proven)
+        ]
 
-    def _copy_out(self, order: SaveOrder, group: GroupTransfer, keys: Sequence[ChunkKey]) -> None:
-        """Copy chunks of one group, up to the first that there is no buffer for."""
+    def _take_buffers(
+        self,
+        order: SaveOrder,
+        group: GroupTransfer,
+        keys: Sequence[ChunkKey],
+        proven: Callable[[], bool],
+    ) -> list[_Save]:
         keys = [key for key in keys if not self._behind_hole(order, key)]
         taken: list[Any] = []
         for key in keys:
@@ -140,15 +168,11 @@ class WriteQueue:
                 self._leave(order, key.start, left, again=not paused)
                 break
             taken.append(slab)
-        if not taken:
-            return
-        keys = keys[: len(taken)]
-        group.gather(taken, keys, order.block_ids)
-        self._count_pending(len(taken))
-        proven = self._memory.proof()
-        for key, slab in zip(keys, taken, strict=True):
-            pin = order.hints.pin and key is keys[-1]  # holds those before it too
-            self._copied.append(_Save(group, group.saver(slab), key, slab, proven, order, pin))
+        saves = []
+        for key, slab in zip(keys, taken, strict=False):
+            pin = order.hints.pin and slab is taken[-1]  # holds those before it too
+            saves.append(_Save(group, group.saver(slab), key, slab, proven, order, pin))
+        return saves
 
     def _behind_hole(self, order: SaveOrder, key: ChunkKey) -> bool:
         """Whether a chunk of the request before this one is missing."""
@@ -211,10 +235,14 @@ class WriteQueue:
                 self._threads.submit(self._write, save)
             except RuntimeError as problem:  # not a single thread can be started
                 self._warn_once("threads", f"chunks are not stored: {problem}")
-                for left in copied[at:]:
-                    left.group.save_slabs.give_back(left.slab)
-                    self._count_save(left, "error", 0.0)
+                self._lose(copied[at:])
                 return
+
+    def _lose(self, saves: Sequence[_Save]) -> None:
+        """Give the buffers back of what is not written."""
+        for save in saves:
+            save.group.save_slabs.give_back(save.slab)
+            self._count_save(save, "error", 0.0)
 
     def _write(self, attempt: Attempt[_Save]) -> None:
         save = attempt.what

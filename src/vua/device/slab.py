@@ -7,6 +7,7 @@ verified, then taken apart. Fresh memory costs ten times a copy in page faults, 
 
 from __future__ import annotations
 
+import heapq
 import threading
 
 import numpy as np
@@ -19,14 +20,29 @@ __all__ = ["Slab", "SlabPool"]
 
 
 class Slab:
-    """Room for some chunks of one shard, each laid out like a file's payload. Page aligned."""
+    """Room for some chunks of one shard, each laid out like a file's payload."""
 
-    def __init__(self, layout: KVLayout, shard: Shard, chunks: int) -> None:
-        """Allocate and touch ``chunks`` times the shard's payload."""
+    def __init__(
+        self,
+        layout: KVLayout,
+        shard: Shard,
+        chunks: int,
+        memory: npt.NDArray[np.uint8] | None = None,
+        number: int = 0,
+    ) -> None:
+        """Take memory for ``chunks`` times the shard's payload, and touch it.
+
+        Args:
+            layout: of the chunks.
+            shard: which part of each.
+            chunks: how many.
+            memory: uint8, of just that size; None: it is allocated, page aligned.
+            number: the slab's number in its pool.
+        """
         payload = shard.payload_nbytes(layout)
-        self.bytes = page_aligned(chunks * payload)
+        self.bytes = page_aligned(chunks * payload) if memory is None else memory
         self.bytes[::PAGE] = 0
-        self.chunks = chunks
+        self.chunks, self.number = chunks, number
         self._ranges: list[tuple[int, int, tuple[int, ...]]] = []
         start = 0
         for dim, run in zip(layout.dims, layout.run_nbytes, strict=True):
@@ -53,32 +69,48 @@ class Slab:
 
 
 class SlabPool:
-    """A bounded number of equal slabs. Safe for threads; never blocks."""
+    """A bounded number of equal slabs, the lowest numbers first. Safe for threads; never blocks."""
 
-    def __init__(self, layout: KVLayout, shard: Shard, *, chunks: int, limit: int) -> None:
-        """Lend at most ``limit`` slabs of ``chunks`` chunks at a time; make them when needed."""
+    def __init__(
+        self,
+        layout: KVLayout,
+        shard: Shard,
+        *,
+        chunks: int,
+        limit: int,
+        memory: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Lend at most ``limit`` slabs of ``chunks`` chunks at a time; make them when needed.
+
+        ``memory``, uint8, is cut into them: number after number, without gaps. None: each has
+        memory of its own.
+        """
         self.chunks = chunks
-        self._size = (layout, shard, chunks)
-        self._free: list[Slab] = []
-        self._left = limit
+        self._size, self._memory = (layout, shard, chunks), memory
+        self._free: list[tuple[int, Slab]] = []
+        self._made, self._limit = 0, limit
         self._lock = threading.Lock()
 
     def take(self) -> Slab | None:
         """Return a slab, or None when all are lent."""
         with self._lock:
             if self._free:
-                return self._free.pop()
-            if self._left == 0:
+                return heapq.heappop(self._free)[1]
+            if self._made == self._limit:
                 return None
-            self._left -= 1
-        return Slab(*self._size)
+            number, self._made = self._made, self._made + 1
+        memory = self._memory
+        if memory is not None:
+            nbytes = len(memory) // self._limit
+            memory = memory[number * nbytes : (number + 1) * nbytes]
+        return Slab(*self._size, memory, number)
 
     @property
     def left(self) -> int:
         """How many slabs could be lent now."""
-        return self._left + len(self._free)
+        return self._limit - self._made + len(self._free)
 
     def give_back(self, slab: Slab) -> None:
         """Return a slab that :meth:`take` lent."""
         with self._lock:
-            self._free.append(slab)
+            heapq.heappush(self._free, (slab.number, slab))

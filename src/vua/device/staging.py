@@ -3,7 +3,8 @@
 Host memory is a bounded pool of slabs in the form of files, made once, touched, page-locked where
 the cache is on a GPU, and used again. There each slab has a mirror of its size in device memory: a
 load is one DMA transfer into the mirror and one kernel from there into the blocks, a save the
-reverse; transfers have a stream per direction. The ordering, which is all that is subtle here:
+reverse, for all slabs of a step that lie one behind the other; transfers have a stream per
+direction. The ordering, which is all that is subtle here:
 
 - A load is queued when everything has ended that the engine had queued when :meth:`Staging.mark`
   was called: no earlier kernel can still be using the blocks. Its thread waits for that, not the
@@ -19,11 +20,15 @@ On the CPU the same calls copy at once, and their fences have passed when they r
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -33,6 +38,7 @@ from vua.device.paged import PagedCache
 from vua.device.slab import Slab, SlabPool
 from vua.errors import InputError, LayoutError
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
+from vua.io.posix import page_aligned
 
 __all__ = ["Fence", "StagedSlab", "Staging"]
 
@@ -68,24 +74,50 @@ def _clear_error(device: torch.device) -> None:
 
 
 @dataclass(slots=True, eq=False)
+class _Memory:
+    """Host memory of one slab, or of several that lie one behind the other."""
+
+    host: Tensor
+    """uint8."""
+    mirror: Tensor
+    """The same bytes on the cache's device; on the CPU ``host`` itself."""
+    slots: Tensor
+    """Room for slots, page-locked where ``host`` is to be, ``[parts, chunks, tokens]``."""
+    locked: bool = False
+    """Whether ``host`` is page-locked."""
+
+
+@dataclass(slots=True, eq=False)
 class StagedSlab:
     """A slab on loan from a :class:`Staging`: one thread's until it is given back."""
 
     slab: Slab
     """For reading files into it and writing them from it, see ``slab.memory``."""
-    _host: Tensor = field(repr=False)
-    _mirror: Tensor = field(repr=False)
-    """The same bytes on the cache's device; on the CPU ``_host`` itself."""
-    _slots: Tensor = field(repr=False)
-    """Page-locked room for the slots of one transfer, ``[parts, chunks, tokens]``."""
-    _locked: bool = False
+    _memory: _Memory = field(repr=False)
+    _first: int = 0
+    """The slab's first chunk in this memory."""
     fence: Fence = field(default_factory=Fence)
     """When the slab's last transfer is complete."""
 
     @property
     def device_bytes(self) -> Tensor:
         """The slab's bytes where the cache is; nobody else's while no transfer is under way."""
-        return self._mirror
+        nbytes = len(self.slab.bytes)
+        at = self._first // self.slab.chunks * nbytes
+        return self._memory.mirror[at : at + nbytes]
+
+
+class _Run(NamedTuple):
+    """Chunks that lie one behind the other."""
+
+    memory: _Memory
+    first: int
+    stop: int
+
+    def bytes_of(self, memory: Tensor) -> Tensor:
+        """Return the run's bytes of ``host`` or ``mirror``."""
+        nbytes = len(memory) // self.memory.slots.shape[1]
+        return memory[self.first * nbytes : self.stop * nbytes]
 
 
 class Staging:
@@ -105,11 +137,14 @@ class Staging:
         *,
         chunks: int,
         limit: int,
+        adjoining: bool = False,
     ) -> None:
         """Lend at most ``limit`` slabs of ``chunks`` chunks of ``shard``, made when first needed.
 
         ``parts`` are the shard's layers in order: one cache, or several where an engine gives some
-        layers block tables (and block sizes) of their own.
+        layers block tables (and block sizes) of their own. ``adjoining``: memory for all slabs is
+        taken now, one behind the other, so that :meth:`save` moves many by one call; where the
+        device has no room for so many, for fewer.
 
         Raises LayoutError when together they do not hold just what the shard holds.
         """
@@ -123,7 +158,7 @@ class Staging:
             )
         self._parts, self._device, self.chunks = tuple(parts), parts[0].device, chunks
         self._tokens = layout.chunk_tokens
-        self._pool = SlabPool(layout, shard, chunks=chunks, limit=limit)
+        self._shapes = [(shard.heads, shard.layers, self._tokens, dim) for dim in layout.dims]
         self._made: dict[Slab, StagedSlab] = {}
         self._lock = threading.Lock()
         self._cuda = self._device.type == "cuda"
@@ -132,6 +167,17 @@ class Staging:
         if self._cuda:
             self._load_stream = torch.cuda.Stream(self._device)
             self._save_stream = torch.cuda.Stream(self._device)
+        self._shared: _Memory | None = None
+        together = None
+        while adjoining and limit and self._shared is None:
+            together = page_aligned(limit * chunks * shard.payload_nbytes(layout))
+            try:
+                self._shared = self._with_mirror(together, limit * chunks)
+            except torch.OutOfMemoryError:
+                limit //= 2
+        self.limit = limit
+        """How many slabs there may be."""
+        self._pool = SlabPool(layout, shard, chunks=chunks, limit=limit, memory=together)
 
     def take(self) -> StagedSlab | None:
         """Return a slab with undefined contents.
@@ -144,9 +190,11 @@ class Staging:
         with self._lock:
             if slab not in self._made:
                 try:
-                    self._made[slab] = self._make(slab)
+                    memory = self._shared or self._with_mirror(slab.bytes, slab.chunks)
                 except torch.OutOfMemoryError:
                     return None  # the device has no room for one more: the pool stays smaller
+                first = 0 if self._shared is None else slab.number * slab.chunks
+                self._made[slab] = StagedSlab(slab, memory, first)
             return self._made[slab]
 
     @property
@@ -201,39 +249,50 @@ class Staging:
 
         Raises InputError when the slots do not fit; nothing is moved then.
         """
-        count = self._count(staged, slots)
+        (run,) = self._runs([staged], slots)
+        memory = run.memory
         if not self._cuda:
-            self._move(scatter, staged._host, slots, staged)
+            self._move(scatter, run, slots)
             return Fence()
         staged.fence.wait()
         with torch.inference_mode(), torch.cuda.stream(self._load_stream):
-            stop = count * self._chunk_nbytes(staged)
             if not there:
-                staged._mirror[:stop].copy_(staged._host[:stop], non_blocking=True)
-            self._move(scatter, staged._mirror, self._pinned(staged, slots), staged)
+                run.bytes_of(memory.mirror).copy_(run.bytes_of(memory.host), non_blocking=True)
+            self._move(scatter, run, slots)
             staged.fence = _end_of(self._load_stream)
         return staged.fence
 
-    def save(self, staged: StagedSlab, slots: Sequence[Tensor]) -> Fence:
-        """Queue the tokens of some slots into the slab's first chunks; return when they are there.
+    def save(self, slabs: Sequence[StagedSlab], slots: Sequence[Tensor]) -> Fence:
+        """Queue the tokens of some slots into slabs; return when they are there.
 
-        Arguments and errors as for :meth:`load`. To be called where the engine queues its own work:
-        what it queues afterwards may overwrite the blocks.
+        Slabs that lie one behind the other take one gather per part, and one copy.
+
+        Args:
+            slabs: each but the last is filled.
+            slots: for each of the parts int64 in host memory, ``[chunks, tokens]``: of the first
+                slab's chunks, then of the next one's; negative where a token is not to be touched.
+
+        Errors as for :meth:`load`. To be called where the engine queues its own work: what it
+        queues afterwards may overwrite the blocks.
         """
-        count = self._count(staged, slots)
+        runs = self._runs(slabs, slots)
+        for staged in slabs:
+            staged.fence.wait()
         if not self._cuda:
-            self._move(gather, staged._host, slots, staged)
+            self._gather(runs, slots)
             return Fence()
-        staged.fence.wait()
         engine = torch.cuda.current_stream(self._device)
         with torch.inference_mode(), torch.cuda.stream(engine):  # and on its device
-            self._move(gather, staged._mirror, self._pinned(staged, slots), staged)
+            self._gather(runs, slots)
         self._save_stream.wait_event(engine.record_event())
         with torch.inference_mode(), torch.cuda.stream(self._save_stream):
-            stop = count * self._chunk_nbytes(staged)
-            staged._host[:stop].copy_(staged._mirror[:stop], non_blocking=True)
-            staged.fence = _end_of(self._save_stream)
-        return staged.fence
+            for run in runs:
+                memory = run.memory
+                run.bytes_of(memory.host).copy_(run.bytes_of(memory.mirror), non_blocking=True)
+            fence = _end_of(self._save_stream)
+        for staged in slabs:
+            staged.fence = fence
+        return fence
 
     def close(self) -> None:
         """Wait for all transfers and let the page-locked memory go. Slabs on loan stay usable."""
@@ -242,14 +301,19 @@ class Staging:
             made, self._made = list(self._made.values()), {}
         for staged in made:
             staged.fence.wait()
-            if staged._locked:
-                torch.cuda.cudart().cudaHostUnregister(staged.slab.bytes.ctypes.data)
+        memories = {staged._memory for staged in made}
+        if self._shared is not None:
+            memories.add(self._shared)
+        for memory in memories:
+            if memory.locked:
+                torch.cuda.cudart().cudaHostUnregister(memory.host.data_ptr())
 
-    def _make(self, slab: Slab) -> StagedSlab:
-        host = torch.from_numpy(slab.bytes)
-        room = (len(self._parts), slab.chunks, self._tokens)
+    def _with_mirror(self, nbytes: npt.NDArray[np.uint8], chunks: int) -> _Memory:
+        """Give host memory for so many chunks a mirror on the device. Raises OutOfMemoryError."""
+        host = torch.from_numpy(nbytes)
+        room = (len(self._parts), chunks, self._tokens)
         if not self._cuda:
-            return StagedSlab(slab, host, host, torch.empty(room, dtype=torch.int64))
+            return _Memory(host, host, torch.empty(room, dtype=torch.int64))
         # On a stream of ours: the allocator may hand out memory that the engine's stream still uses
         # up to now, but ours would not wait for it. And on its device: threads begin on the first.
         with torch.cuda.stream(self._load_stream):
@@ -259,55 +323,56 @@ class Staging:
         # Pinned where it lies: torch's own allocator rounds up to powers of two. Where the system
         # refuses, transfers are right all the same, but hold up the thread that queues them.
         with torch.cuda.device(self._device):
-            status = torch.cuda.cudart().cudaHostRegister(
-                slab.bytes.ctypes.data, slab.bytes.nbytes, 0
-            )
+            status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
             if int(status) != 0:
                 _clear_error(self._device)
-        return StagedSlab(slab, host, mirror, slots, int(status) == 0)
+        return _Memory(host, mirror, slots, int(status) == 0)
 
-    def _count(self, staged: StagedSlab, slots: Sequence[Tensor]) -> int:
-        """Return for how many chunks there are slots; check all of them before any is moved."""
+    def _runs(self, slabs: Sequence[StagedSlab], slots: Sequence[Tensor]) -> list[_Run]:
+        """Return where the chunks lie that there are slots for; check all before any is moved."""
         shapes = {tuple(some.shape) for some in slots}
-        count = len(slots[0]) if slots else 0
-        fits = shapes == {(count, self._tokens)} and 0 < count <= staged.slab.chunks
+        count, most = len(slots[0]) if slots else 0, len(slabs) * self.chunks
+        fits = shapes == {(count, self._tokens)} and most - self.chunks < count <= most
         if not fits or len(slots) != len(self._parts):
             raise InputError(
                 f"slots for {len(slots)} parts of shapes {shapes}; expected {len(self._parts)} of "
-                f"[chunks, {self._tokens}] with 1 to {staged.slab.chunks} chunks"
+                f"[chunks, {self._tokens}] with {most - self.chunks + 1} to {most} chunks"
             )
         for part, some in zip(self._parts, slots, strict=True):
             check_slots(part, some, count * self._tokens)
-        return count
+        runs: list[_Run] = []
+        for staged in slabs:
+            memory, first = staged._memory, staged._first
+            stop = first + min(count, self.chunks)
+            count -= stop - first
+            if runs and runs[-1].memory is memory and runs[-1].stop == first:
+                first = runs.pop().first
+            runs.append(_Run(memory, first, stop))
+        return runs
 
-    @staticmethod
-    def _pinned(staged: StagedSlab, slots: Sequence[Tensor]) -> list[Tensor]:
-        rooms = staged._slots[:, : len(slots[0])]
-        return [room.copy_(some) for room, some in zip(rooms, slots, strict=True)]
+    def _gather(self, runs: Sequence[_Run], slots: Sequence[Tensor]) -> None:
+        at = 0
+        for run in runs:
+            stop = at + run.stop - run.first
+            self._move(gather, run, [some[at:stop] for some in slots])
+            at = stop
 
-    def _move(
-        self,
-        move: Callable[..., None],
-        memory: Tensor,
-        slots: Sequence[Tensor],
-        staged: StagedSlab,
-    ) -> None:
-        """Gather or scatter the first chunks of a slab's memory, part by part."""
-        arrays, low = self._arrays(staged, memory, len(slots[0])), 0
+    def _move(self, move: Callable[..., None], run: _Run, slots: Sequence[Tensor]) -> None:
+        """Gather or scatter chunks of the mirror, part by part."""
+        if self._cuda:
+            rooms = run.memory.slots[:, run.first : run.stop]
+            slots = [room.copy_(some) for room, some in zip(rooms, slots, strict=True)]
+        arrays, low = self._arrays(run), 0
         for part, some in zip(self._parts, slots, strict=True):
             move(part, some, *(array[:, :, low : low + part.layers] for array in arrays))
             low += part.layers
 
-    @staticmethod
-    def _chunk_nbytes(staged: StagedSlab) -> int:
-        return len(staged._host) // staged.slab.chunks
-
-    def _arrays(self, staged: StagedSlab, memory: Tensor, count: int) -> list[Tensor]:
-        """K, and V where there is one, of the first chunks: ``[count, heads, layers, T, dim]``."""
-        pieces = memory.view(staged.slab.chunks, -1)[:count]
+    def _arrays(self, run: _Run) -> list[Tensor]:
+        """K, and V where there is one, of a run: ``[chunks, heads, layers, tokens, dim]``."""
+        pieces = run.bytes_of(run.memory.mirror).view(run.stop - run.first, -1)
         arrays, at, size = [], 0, self._parts[0].itemsize
-        for _, (*shape, dim) in staged.slab.arrays(0):
-            stop = at + shape[0] * shape[1] * shape[2] * dim * size
+        for *shape, dim in self._shapes:
+            stop = at + math.prod(shape) * dim * size
             part = pieces[:, at:stop].unflatten(1, (*shape, dim * size))
             arrays.append(part.view(self._parts[0].arrays[0][0].dtype))
             at = stop

@@ -18,6 +18,8 @@ import torch
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
+from vua.device import staging
+from vua.device.slab import Slab
 from vua.device.staging import Fence, Staging
 from vua.errors import StorageError
 from vua.format.identity import Identity
@@ -79,12 +81,6 @@ class Hanging:
         """Write files, when it pleases."""
         self._wait()
         return self._storage.write(batch)
-
-
-def room_of(slabs: Any) -> int:
-    """How many slabs a pool, or the staging around one, has left to lend."""
-    pool = getattr(slabs, "_pool", slabs)
-    return int(pool._left) + len(pool._free)
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
@@ -329,7 +325,7 @@ class HangingTest(DirectoryTest):
             page_layout,
         )
         side._groups[0].store.storage = self.storage  # type: ignore[assignment]
-        room = room_of(side._groups[0].save_slabs)
+        room = side._groups[0].save_slabs.left
         keys = keys_of(range(1000, 1000 + 16 * (room + 5)), 16)
 
         def order(first: int) -> ConnectorMetadata:
@@ -374,8 +370,21 @@ class HangingTest(DirectoryTest):
             save_step(self.side, ConnectorMetadata(saves=orders))
         until(lambda: self.side.saves.pending == 0)
 
-        self.assertEqual([0, 0, 0], calls)
+        self.assertEqual([0], calls)
         self.assertEqual(3, self.storage.calls)
+
+    def test_copies_that_fail(self) -> None:
+        """Where chunks cannot be copied out, their buffers are there for the next ones."""
+        group, keys = self.side._groups[0], keys_of(range(100, 148), 16)
+        room = group.save_slabs.left
+        broken = mock.patch.object(group, "gather", side_effect=RuntimeError("broken"))
+        with broken, self.assertRaisesRegex(RuntimeError, "broken"):
+            self.save(keys)
+        self.assertEqual((room, 0), (group.save_slabs.left, self.side.saves.pending))
+        self.assertEqual({"error": 3}, self.counted("vua_chunks_saved_total"))
+        self.storage.go.set()
+        self.save(keys)
+        until(lambda: len(self.files()) == 6 and self.side.saves.pending == 0)
 
     def test_no_thread(self) -> None:
         """Where the system gives no thread nothing is stored, and no buffer is lost."""
@@ -386,13 +395,13 @@ class HangingTest(DirectoryTest):
             dict.fromkeys(layers, 0),
             page_layout,
         )
-        room, keys = room_of(side._groups[0].save_slabs), keys_of(range(100, 148), 16)
+        room, keys = side._groups[0].save_slabs.left, keys_of(range(100, 148), 16)
         order = ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])])
         no_more = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
         with no_more, self.assertLogs("vllm.vua.worker", "WARNING"):
             save_step(side, order)
 
-        self.assertEqual((0, room), (side.saves.pending, room_of(side._groups[0].save_slabs)))
+        self.assertEqual((0, room), (side.saves.pending, side._groups[0].save_slabs.left))
         save_step(side, order)
         until(lambda: len(self.files()) == 6)
 
@@ -463,6 +472,25 @@ class StagedHangingTest(HangingTest):
             self.save(keys_of(range(100, 148), 16))
             until(lambda: self.side.saves.pending == 0)
         self.assertEqual({"vua-load", "vua-save"}, {name.rpartition("-")[0] for name in entered})
+
+    def test_one_gather_a_step(self) -> None:
+        """All chunks that a step has made, of all requests, are copied out by one call."""
+        one, other = keys_of(range(100, 132), 16), keys_of(range(200, 248), 16)
+        orders = [
+            SaveOrder([[1, 2]], [(0, one)], request_id="one"),
+            SaveOrder([[3, 4, 5]], [(0, other)], request_id="other"),
+        ]
+        self.storage.go.set()
+        with mock.patch("vua.device.staging.gather", wraps=staging.gather) as gather:
+            save_step(self.side, ConnectorMetadata(saves=orders))
+        until(lambda: self.side.saves.pending == 0)
+
+        self.assertEqual(1, gather.call_count)
+        store, slab = self.side._groups[0].store, Slab(LAYOUT, LAYOUT.full, 1)
+        for block, key in enumerate([*one, *other], 1):
+            self.assertEqual(1, store.load([key], slab.memory).chunks)
+            k = torch.stack([layer[block, 0, :, : LAYOUT.k_dim] for layer in self.layers.values()])
+            self.assertEqual(bits(k), slab.arrays(0)[0][0].tobytes())
 
     def test_warm(self) -> None:
         """All buffers are made, and both kernels were used, before the first request."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from helpers import DirectoryTest, bits, keys_of, noise
+from vua.device import staging as module
 from vua.device.paged import PagedCache, slots_of
 from vua.device.staging import Staging, _clear_error
 from vua.errors import InputError, LayoutError
@@ -53,7 +54,7 @@ class StagingTest(DirectoryTest):
         """Store the four chunks, two at a time."""
         for at in (0, 2):
             staged = staging.take()
-            fence = staging.save(staged, [slots_of(ids, BLOCK, 8 * at, 8 * at + 16).view(2, 8)])
+            fence = staging.save([staged], [slots_of(ids, BLOCK, 8 * at, 8 * at + 16).view(2, 8)])
             fence.wait()
             for place in (0, 1):
                 memory = staged.slab.memory
@@ -97,7 +98,7 @@ class StagingTest(DirectoryTest):
         staged = staging.take()
 
         out = [slots_of([3, 1], BLOCK, 0, 8).view(1, 8), slots_of([7], 8, 0, 8).view(1, 8)]
-        staging.save(staged, out).wait()
+        staging.save([staged], out).wait()
 
         near = memory[:2, [3, 1]].permute(2, 0, 1, 3, 4).flatten(2, 3).cpu()  # [H, L, T, C]
         whole = torch.cat([near, other[:, 7].transpose(0, 1).cpu()], dim=1)
@@ -123,7 +124,7 @@ class StagingTest(DirectoryTest):
         staged = staging.take()
         staged.slab.bytes[:] = 0xA5
 
-        staging.save(staged, [slots_of([5, 6], BLOCK, 0, 8).view(1, 8)]).wait()
+        staging.save([staged], [slots_of([5, 6], BLOCK, 0, 8).view(1, 8)]).wait()
 
         k, v = (data.tobytes() for data, _ in staged.slab.arrays(0))
         blocks = memory[:, 5:7].permute(2, 0, 1, 3, 4).flatten(2, 3).cpu()  # [H, L, T, C]
@@ -153,6 +154,71 @@ class StagingTest(DirectoryTest):
         made = set(staging._made.values())
         self.assertEqual(2, len(made))
         self.assertEqual(made, {staging.take(), staging.take()})
+
+    def test_neighbours(self) -> None:
+        """Slabs that lie one behind the other are filled by one call, others by one each."""
+        memory, paged = engine(self.device, seed=1)
+        staging = Staging([paged], LAYOUT, SHARD, chunks=1, limit=5, adjoining=True)
+        self.addCleanup(staging.close)
+        ids = [3, 1, 12, 0, 5, 7, 2, 9, 4, 6]
+        every = [staging.take() for _ in range(5)]
+        self.assertIsNone(staging.take())
+        for staged in (every[0], every[2], every[3]):
+            staging.give_back(staged)
+        again = [staging.take() for _ in range(3)]
+        self.assertEqual([every[0], every[2], every[3]], again)
+
+        for slabs, calls in ((every, 1), (again, 2), (every[::-1], 5)):
+            for staged in every:
+                staged.slab.bytes[:] = 0xA5
+            slots = slots_of(ids, BLOCK, 0, 8 * len(slabs)).view(-1, 8)
+            with mock.patch.object(module, "gather", wraps=module.gather) as gather:
+                staging.save(slabs, [slots]).wait()
+            with self.subTest(slabs=len(slabs)):
+                self.assertEqual(calls, gather.call_count)
+                for at, staged in enumerate(slabs):
+                    two = memory[:, ids[2 * at : 2 * at + 2]]
+                    rows = two.permute(2, 0, 1, 3, 4).flatten(2, 3).cpu()  # [H, L, T, C]
+                    k, v = (data.tobytes() for data, _ in staged.slab.arrays(0))
+                    self.assertEqual([bits(rows[..., :8]), bits(rows[..., 8:])], [k, v])
+        left = every[1].slab.bytes
+        staging.save(again, [slots_of(ids, BLOCK, 0, 24).view(-1, 8)]).wait()
+        left[:] = 0xA5
+        staging.save(again, [slots_of(ids, BLOCK, 0, 24).view(-1, 8)]).wait()
+        self.assertEqual({0xA5}, set(left.tolist()))
+
+        other, other_paged = engine(self.device, seed=2)
+        staging = Staging([other_paged], LAYOUT, SHARD, chunks=1, limit=5, adjoining=True)
+        self.addCleanup(staging.close)
+        first, second = staging.take(), staging.take()
+        for staged, value in ((first, 1), (second, 2)):
+            staged.slab.bytes[:] = value
+            staged.device_bytes[:] = value
+        for there in (False, True):
+            staging.load(second, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)], there=there).wait()
+            found = other.view(torch.uint8).cpu()
+            self.assertEqual({2}, set(found[:, :2].flatten().tolist()))
+            other.zero_()
+
+    def test_little_room_on_the_device(self) -> None:
+        """Where it has no room for all adjoining slabs there are fewer of them."""
+        find, asked = Staging._with_mirror, list[int]()
+
+        def little(self: Staging, memory: Any, chunks: int) -> Any:
+            asked.append(chunks)
+            if chunks > 3:
+                raise torch.OutOfMemoryError
+            return find(self, memory, chunks)
+
+        paged = engine(self.device, seed=1)[1]
+        for limit, wanted, left in ((12, [12, 6, 3], 3), (5, [5, 2], 2)):
+            asked.clear()
+            with mock.patch.object(Staging, "_with_mirror", little):
+                staging = Staging([paged], LAYOUT, SHARD, chunks=1, limit=limit, adjoining=True)
+            self.addCleanup(staging.close)
+            self.assertEqual((wanted, left, left), (asked, staging.limit, staging.left))
+            slabs = [staging.take() for _ in range(left)]
+            self.assertEqual((left, None), (len(set(slabs)), staging.take()))
 
     def test_long_tables(self) -> None:
         """Of a block table only what a chunk lies in is looked at."""
@@ -208,7 +274,7 @@ class StagingTest(DirectoryTest):
             slots = slots_of([block, block + 1], BLOCK, 0, 8).view(1, 8)
             for _ in range(20):
                 staged = staging.take()
-                staging.save(staged, [slots]).wait()
+                staging.save([staged], [slots]).wait()
                 staging.load(staged, [slots]).wait()
                 staging.give_back(staged)
 
@@ -248,7 +314,7 @@ class GPUStagingTest(StagingTest):
         torch.cuda._sleep(200_000_000)  # the engine is computing...
         memory.copy_(changed)  # ...and writes the blocks late
 
-        fence = staging.save(staged, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)])
+        fence = staging.save([staged], [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)])
         memory.copy_(final)
         fence.wait()
 
