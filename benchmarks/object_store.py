@@ -22,8 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import median

@@ -2,10 +2,11 @@
 
 ``python benchmarks/nfs/run.py [--mounts 4.2,3,4.2+lookupcache=positive] [--rtt-ms 1]`` boots the
 guest (`guest.sh`), runs `clients.py` in it once per kind of mount, and prints what it finds, one
-JSON object a line; exit status 1 when something is wrong. ``--parts first-token --mbit 800 --memory 7G``:
-a vLLM engine there loads plain and compressed prompts. Takes minutes: the guest is slow, so read
-its RPC counts and not its milliseconds. Needs Linux on x86-64, root (the guest's root is the host's
-file system), and on Debian ``apt-get install user-mode-linux nfs-kernel-server kmod iproute2``.
+JSON object a line; exit status 1 when something is wrong. Takes minutes: the guest is slow, so read
+its RPC counts and not its milliseconds. With ``--parts first-token --mbit 800 --memory 7G`` a vLLM
+engine there loads plain and compressed prompts by turns. Needs Linux on x86-64, root (the guest's
+root is the host's file system), and on Debian
+``apt-get install user-mode-linux nfs-kernel-server kmod iproute2``.
 """
 
 from __future__ import annotations
