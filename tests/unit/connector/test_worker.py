@@ -475,10 +475,10 @@ class StagedHangingTest(HangingTest):
 
     def test_one_gather_a_step(self) -> None:
         """All chunks that a step has made, of all requests, are copied out by one call."""
-        one, other = keys_of(range(100, 132), 16), keys_of(range(200, 248), 16)
-        orders = [
-            SaveOrder([[1, 2]], [(0, one)], request_id="one"),
-            SaveOrder([[3, 4, 5]], [(0, other)], request_id="other"),
+        one, other = keys_of(range(100, 148), 16)[::2], keys_of(range(200, 296), 16)[3:]
+        orders = [  # of windows not every chunk is stored; and one goes on where the other ends
+            SaveOrder([[1, 8, 2]], [(0, one)], request_id="one"),
+            SaveOrder([[8, 9, 8, 3, 4, 5]], [(0, other)], request_id="other", start=48),
         ]
         self.storage.go.set()
         with mock.patch("vua.device.staging.gather", wraps=staging.gather) as gather:
