@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "stream.h"
+#include "turn.h"
 
 /* Where one element of a box is, from its first one, in bytes. */
 struct stride {
@@ -38,20 +39,19 @@ struct job {
     _Atomic uint64_t next, done, users;
 };
 
-/* The inner loop goes along what lies closer together in the target. */
+/* Elements in a row, and bytes from one to the next on both sides. */
+struct loop {
+    uint64_t count, to, from;
+};
+
 #define COPY(TYPE)                                                                                 \
-    static void copy_##TYPE(char *to, const char *from, const struct boxes *b, uint64_t tokens)   \
+    static void copy_##TYPE(char *to, const char *from, const struct loop *outer,                  \
+                            const struct loop *inner)                                              \
     {                                                                                              \
-        const int across = b->to.token < b->to.dim;                                                \
-        const uint64_t outer = across ? b->dims : tokens, inner = across ? tokens : b->dims;       \
-        const uint64_t to_outer = across ? b->to.dim : b->to.token;                                \
-        const uint64_t to_inner = across ? b->to.token : b->to.dim;                                \
-        const uint64_t from_outer = across ? b->from.dim : b->from.token;                          \
-        const uint64_t from_inner = across ? b->from.token : b->from.dim;                          \
-        for (uint64_t i = 0; i < outer; i++, to += to_outer, from += from_outer) {                 \
+        for (uint64_t i = 0; i < outer->count; i++, to += outer->to, from += outer->from) {        \
             char *t = to;                                                                          \
             const char *f = from;                                                                  \
-            for (uint64_t j = 0; j < inner; j++, t += to_inner, f += from_inner)                   \
+            for (uint64_t j = 0; j < inner->count; j++, t += inner->to, f += inner->from)          \
                 *(TYPE *)t = *(const TYPE *)f;                                                     \
         }                                                                                          \
     }
@@ -60,6 +60,19 @@ COPY(uint8_t)
 COPY(uint16_t)
 COPY(uint32_t)
 COPY(uint64_t)
+
+static void copy_each(char *to, const char *from, const struct loop *outer,
+                      const struct loop *inner, uint64_t item)
+{
+    if (item == 1)
+        copy_uint8_t(to, from, outer, inner);
+    else if (item == 2)
+        copy_uint16_t(to, from, outer, inner);
+    else if (item == 4)
+        copy_uint32_t(to, from, outer, inner);
+    else
+        copy_uint64_t(to, from, outer, inner);
+}
 
 /* Copy a box of rows without gaps, head by head or, where a token's heads lie side by side on either
  * side, token by token: what is read then are whole pages, from front to back. */
@@ -83,23 +96,44 @@ static void copy_rows(const struct boxes *b, uint64_t at, int stream)
         }
 }
 
+/* Copy rows of one side that are columns of the other: `far` elements lie side by side in the source,
+ * `near` elements in the target. Squares by vectors, what is left over one by one. */
+static void copy_turned(char *to, const char *from, const struct loop *far, const struct loop *near,
+                        uint64_t item, int stream)
+{
+    const uint64_t side = item == 2 || item == 4 ? turn_side(item) : 0;
+    const uint64_t wide = side ? near->count - near->count % side : 0;
+    const uint64_t high = wide ? far->count - far->count % side : 0;
+    stream = stream && ((uint64_t)to | far->to | wide * item) % 64 == 0; /* whole lines of caches */
+    for (uint64_t i = 0; i < high; i += side)
+        for (uint64_t j = 0; j < wide; j += side)
+            turn_square(to + i * far->to + j * item, far->to, from + j * near->from + i * item,
+                        near->from, item, stream);
+    const struct loop low = {far->count - high, far->to, far->from};
+    const struct loop rest = {near->count - wide, near->to, near->from};
+    const struct loop turned = {high, far->to, far->from};
+    copy_each(to + high * far->to, from + high * item, &low, near, item);
+    copy_each(to + wide * item, from + wide * near->from, &turned, &rest, item);
+}
+
 static void copy_box(const struct boxes *b, uint64_t at, int stream)
 {
     if (b->to.dim == b->item && b->from.dim == b->item) {
         copy_rows(b, at, stream);
         return;
     }
+    const struct loop tokens = {b->tokens[at], b->to.token, b->from.token};
+    const struct loop dims = {b->dims, b->to.dim, b->from.dim};
+    const int across = tokens.to < dims.to; /* the inner loop: what is closer in the target */
+    const struct loop *outer = across ? &dims : &tokens, *inner = across ? &tokens : &dims;
+    const int turned = inner->to == b->item && outer->from == b->item;
     for (uint64_t head = 0; head < b->heads; head++) {
         char *to = (char *)(b->target[at] + head * b->to.head);
         const char *from = (const char *)(b->source[at] + head * b->from.head);
-        if (b->item == 1)
-            copy_uint8_t(to, from, b, b->tokens[at]);
-        else if (b->item == 2)
-            copy_uint16_t(to, from, b, b->tokens[at]);
-        else if (b->item == 4)
-            copy_uint32_t(to, from, b, b->tokens[at]);
+        if (turned)
+            copy_turned(to, from, outer, inner, b->item, stream);
         else
-            copy_uint64_t(to, from, b, b->tokens[at]);
+            copy_each(to, from, outer, inner, b->item);
     }
 }
 

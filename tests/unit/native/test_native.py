@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import shutil
 import threading
@@ -503,6 +504,44 @@ class TestMove(unittest.TestCase):
                     native.copy_strided(kinds)
                 for source, target in pairs:
                     np.testing.assert_array_equal(source, target)
+
+    def test_rows_that_become_columns(self) -> None:
+        """Whole squares, what is left of them, and lines of caches that are written as a whole."""
+        native.library()
+        draw = np.random.default_rng(10)
+        kinds = (np.uint8, np.uint16, np.uint32, np.uint64)
+        cases = product(kinds, (64, 61, 3), (64, 37, 2), (0, 1), (False, True), (False, True))
+        for kind, rows, columns, skip, into_pages, stream in cases:
+            case = {"kind": kind, "rows": rows, "columns": columns, "skip": skip}
+            with self.subTest(**case, into_pages=into_pages, stream=stream):
+                source = draw.integers(0, 256, (5, 2, rows, columns * kind().itemsize), np.uint8)
+                source = source.view(kind)
+                shape = (5, 2, columns, 64)
+                memory = page_aligned(math.prod(shape) * kind().itemsize + 64).view(kind)
+                memory[:] = draw.integers(0, 256, len(memory))
+                expected = memory.copy()
+                target, wanted = (
+                    each[skip : skip + math.prod(shape)].reshape(shape)[..., :rows]
+                    for each in (memory, expected)
+                )
+                wanted[:] = source.transpose(0, 1, 3, 2)
+                first = (
+                    side.ctypes.data + np.arange(5) * side.strides[0] for side in (target, source)
+                )
+                (_, head, column, row), (_, other_head, other_row, other_column) = (
+                    target.strides,
+                    source.strides,
+                )
+                to, from_ = (head, row, column), (other_head, other_row, other_column)
+                tokens, dims = rows, columns
+                if not into_pages:  # what the rows are, tokens or dims, makes no difference
+                    to, from_ = (head, column, row), (other_head, other_column, other_row)
+                    tokens, dims = columns, rows
+                counts = np.full(5, tokens)
+                boxes = native.Boxes((2, dims, kind().itemsize), to, from_, *first, counts)
+                with mock.patch.object(moves, "_STREAMED_NBYTES", 0 if stream else 1 << 40):
+                    native.copy_strided([boxes])
+                np.testing.assert_array_equal(expected, memory)
 
     def test_many_at_once(self) -> None:
         """Threads that call it at the same time, each with helpers, get their own copies."""
