@@ -303,6 +303,7 @@ def main() -> int:
         try:
             steps[part](a / part, b / part)
         except (OSError, VUAError) as problem:
+            traceback.print_exc()
             must(part, holds=False, found=f"{type(problem).__name__}: {problem}")
     return 1 if problems else 0
 

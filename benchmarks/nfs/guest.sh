@@ -13,6 +13,8 @@ export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/run TMPDIR=/run
 mount -t proc proc /proc
 mount -t sysfs sys /sys
 mount -t tmpfs run /run
+mkdir -p /dev/shm
+mount -t tmpfs shm /dev/shm
 echo "guest: $(uname -r)"
 
 finish() {

@@ -203,14 +203,23 @@ class Server:
         self.call("POST", f"/flush_cache?timeout={DEADLINE_S:.0f}")
 
     def attach(self, backend: str, extra: str) -> None:
-        """Have it use another storage from now on."""
-        self.call("DELETE", "/hicache/storage-backend")
+        """Have it use another storage from now on, once it has nothing to do any more."""
+        wait_until("the storage to be let go", self._detaches)
         chosen = {
             "hicache_storage_backend": backend,
             "hicache_storage_backend_extra_config_json": extra,
             "hicache_storage_prefetch_policy": "wait_complete",
         }
         self.call("PUT", "/hicache/storage-backend", chosen)
+
+    def _detaches(self) -> bool:
+        try:
+            self.call("DELETE", "/hicache/storage-backend")
+        except AssertionError as problem:
+            if "not idle" not in str(problem):
+                raise
+            return False
+        return True
 
     def close(self) -> None:
         """End it and all that it has started."""
