@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import random
 import shutil
@@ -57,6 +58,8 @@ class Case:
     lookup_timeout_s: float = 60.0
     max_pending_save_mib: int = 0
     load_threads: int = 2
+    read_errors: float = 0.0
+    """The chance that a read fails as one of a broken disk does."""
     damage: float = 0.0
     """Per step: the chance that a stored file is damaged, a request aborted, the cache reset."""
     aborts: float = 0.0
@@ -98,6 +101,7 @@ def draw(seed: int) -> Case:
         damage=pick((0.0, 0.0, 0.03, 0.2)),
         aborts=pick((0.0, 0.03, 0.1)),
         resets=pick((0.0, 0.0, 0.05, 0.2)),
+        read_errors=pick((0.0, 0.0, 0.1)),
     )
 
 
@@ -115,7 +119,7 @@ def play(case: Case) -> Counter[str]:
     """Play a scenario; return what happened in it. Raises Wrong, naming it, for what may not be."""
     root = Path(tempfile.mkdtemp(prefix="vua-sim-"))
     try:
-        with collected_log() as logged, slow_storage(case):
+        with collected_log() as logged:
             counts = _Play(case, root).run() + logged.events
             counts[f"{case.model} loaded"] += counts["loaded tokens"]
             logged.check()
@@ -143,10 +147,12 @@ class _Play:
 
     def run(self) -> Counter[str]:
         """Two engines one after the other, then a third one that only looks."""
-        for life in (0, 1):
-            with self.engine(self.settings(life)) as engine:
-                self.live(engine, life)
-                self.counts += engine.counts
+        with ailing_storage(self.case) as read_errors:
+            for life in (0, 1):
+                with self.engine(self.settings(life)) as engine:
+                    self.live(engine, life)
+                    self.counts += engine.counts
+        self.counts["read errors"] += len(read_errors)
         states = self.case.model == "states"
         looking = dataclasses.replace(
             self.settings(1), prefix_caching=states, blocks=999, role="kv_consumer"
@@ -286,16 +292,21 @@ class _Play:
 
 
 @contextmanager
-def slow_storage(case: Case) -> Iterator[None]:
-    """A directory that takes its time."""
+def ailing_storage(case: Case) -> Iterator[list[OSError]]:
+    """A directory that takes its time, on a disk that fails at times; yields the failures."""
+    chance = random.Random(f"storage {case.seed}")
+    failures: list[OSError] = []
 
     def pause(longest_s: float) -> None:
         if longest_s:
             time.sleep(random.uniform(0.0, longest_s))
 
-    class SlowStorage(LocalStorage):
+    class AilingStorage(LocalStorage):
         def read(self, batch: Batch) -> Filled:
             pause(case.read_s)
+            if chance.random() < case.read_errors:
+                failures.append(OSError(errno.EIO, "the disk is broken"))
+                return Filled(0, failures[-1], lambda _at: None)
             return super().read(batch)
 
         def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
@@ -307,11 +318,11 @@ def slow_storage(case: Case) -> Iterator[None]:
             return super().write(batch)
 
     with ExitStack() as patches:
-        if case.lookup_s or case.read_s or case.write_s:
+        if case.lookup_s or case.read_s or case.write_s or case.read_errors:
             patches.enter_context(
-                mock.patch.object(vua.store.namespace, "LocalStorage", SlowStorage)
+                mock.patch.object(vua.store.namespace, "LocalStorage", AilingStorage)
             )
-        yield
+        yield failures
 
 
 WARNINGS = {"lookups fail or hang": "lookup pauses", "slower than the engine": "full save queues"}

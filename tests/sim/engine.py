@@ -207,6 +207,8 @@ class Engine:
         self.loaded: dict[str, int] = {}
         """Of each request: how many tokens its last load has brought, of those it attends to."""
         self._failed: set[str] = set()
+        self._disappointed: set[str] = set()
+        """Requests of which a load has failed: they are computed, none is loaded again."""
         self._plain = not any(settings.shape.windows)
         self._turns: Counter[str] = Counter()
         self.counts = self.worker.counts
@@ -281,6 +283,8 @@ class Engine:
         for order in output.kv_connector_metadata.loads:
             if order.request_id in self.loading:
                 raise Wrong(f"{order.request_id}: a second load was ordered beside the first")
+            if order.request_id in self._disappointed:
+                raise Wrong(f"{order.request_id} is loaded again after a load of it has failed")
             self.loading[order.request_id] = self._load(order)
             self._turns[order.request_id] += 1
             self.counts["loads"] += 1
@@ -313,6 +317,8 @@ class Engine:
                 raise Wrong(f"{request_id} is reported as received and was not loading")
             lost = len(load.failed) * self._block_size
             loaded = 0 if request_id in self._failed else load.tokens - lost
+            if lost or request_id in self._failed:
+                self._disappointed.add(request_id)
             self._failed.discard(request_id)
             self.loaded[request_id] = loaded
             self.counts["loaded tokens"] += loaded

@@ -117,13 +117,13 @@ def incomplete_chunks_are_saved(patches: ExitStack) -> None:
     instead(patches, Connector, "build_connector_meta", build)
 
 
-@mutation(damage=0.2)
+@mutation(read_errors=0.5, requests=14)
 def load_errors_are_swallowed(patches: ExitStack) -> None:
     """Blocks that were not filled are not reported."""
     instead(patches, Connector, "get_block_ids_with_load_errors", lambda *_: set())
 
 
-@mutation(damage=0.2)
+@mutation(read_errors=0.5, requests=14)
 def the_first_bad_block_is_not_reported(patches: ExitStack) -> None:
     """Of the blocks that were not filled one is forgotten."""
 
@@ -183,13 +183,13 @@ def loads_count_as_done_at_once(patches: ExitStack) -> None:
     instead(patches, Connector, "get_num_new_matched_tokens", matched)
 
 
-@mutation(damage=0.2)
+@mutation(read_errors=1.0)
 def failures_are_forgotten(patches: ExitStack) -> None:
     """The scheduler's half does not remember that a load has failed."""
 
     def learn(original: Any, self: Any, output: Any) -> None:
         forgetful = copy.copy(output)
-        forgetful.invalid_block_ids = set()
+        forgetful.invalid_block_ids, forgetful.failed_recving = set(), None
         original(self, forgetful)
 
     instead(patches, Connector, "update_connector_output", learn)
@@ -301,7 +301,7 @@ def heads_are_exchanged(patches: ExitStack) -> None:
     patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", Flipped))
 
 
-@mutation()
+@mutation(requests=14)
 def salts_are_ignored(patches: ExitStack) -> None:
     """Prompts of different tenants have the same names."""
 

@@ -51,7 +51,7 @@ MUST_HAPPEN = (
 )
 RARE = (
     *("aborted loads", "deleted namespaces", "failed as a whole"),
-    *("full save queues", "lookup pauses"),
+    *("full save queues", "lookup pauses", "read errors"),
 )
 
 
