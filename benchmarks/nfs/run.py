@@ -4,8 +4,9 @@
 guest (`guest.sh`), runs `clients.py` in it once per kind of mount, and prints what it finds, one
 JSON object a line; exit status 1 when something is wrong. Takes minutes: the guest is slow, so read
 its RPC counts and not its milliseconds. With ``--parts first-token --mbit 800 --memory 7G`` a vLLM
-engine there loads plain and compressed prompts by turns. Needs Linux on x86-64, root (the guest's
-root is the host's file system), and on Debian
+engine there loads plain and compressed prompts by turns; the guest then maps more pages, one by
+one, than Linux allows a process: ``sysctl -w vm.max_map_count=2097152`` before. Needs Linux on
+x86-64, root (the guest's root is the host's file system), and on Debian
 ``apt-get install user-mode-linux nfs-kernel-server kmod iproute2``.
 """
 

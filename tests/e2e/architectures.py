@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from e2e.checkpoints import SIZES
+import torch
+from torch import Tensor
+
+from e2e.checkpoints import SIZES, edit, extended
 from e2e.harness import llama, make, models
 
 
@@ -36,34 +40,70 @@ def deepseek() -> Path:
 @cache
 def eagle(seed: int = 1) -> Path:
     """An EAGLE draft for `harness.llama`: one layer that goes on from the model's hidden states."""
-    import torch
     from safetensors.torch import save_file
 
     config = json.loads((llama() / "config.json").read_text(encoding="utf-8"))
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    folder = models() / f"eagle-{seed}"
+    folder.mkdir()
+    text = json.dumps(config | {"num_hidden_layers": 1})
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    weights = _draft_weights(config, seed, "fc", "layers.0.")
+    del weights["layers.0.input_layernorm.weight"]  # the first layer of an EAGLE draft has none
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def _draft_weights(config: dict[str, Any], seed: int, join: str, layer: str) -> dict[str, Tensor]:
+    """Weights of a layer of these sizes, and of what joins hidden states with the next token's."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    rows = config["head_dim"] * config["num_attention_heads"]
+    kv_rows = config["head_dim"] * config["num_key_value_heads"]
     shapes = {
-        "fc": (hidden, 2 * hidden),
-        "layers.0.self_attn.q_proj": (heads * head, hidden),
-        "layers.0.self_attn.k_proj": (kv_heads * head, hidden),
-        "layers.0.self_attn.v_proj": (kv_heads * head, hidden),
-        "layers.0.self_attn.o_proj": (hidden, heads * head),
-        "layers.0.mlp.gate_proj": (inner, hidden),
-        "layers.0.mlp.up_proj": (inner, hidden),
-        "layers.0.mlp.down_proj": (hidden, inner),
+        join: (hidden, 2 * hidden),
+        f"{layer}self_attn.q_proj": (rows, hidden),
+        f"{layer}self_attn.k_proj": (kv_rows, hidden),
+        f"{layer}self_attn.v_proj": (kv_rows, hidden),
+        f"{layer}self_attn.o_proj": (hidden, rows),
+        f"{layer}mlp.gate_proj": (inner, hidden),
+        f"{layer}mlp.up_proj": (inner, hidden),
+        f"{layer}mlp.down_proj": (hidden, inner),
     }
     random = torch.Generator().manual_seed(seed)
     weights = {
         f"{name}.weight": 0.1 * torch.randn(*shape, generator=random)
         for name, shape in shapes.items()
     }
-    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
-    folder = models() / f"eagle-{seed}"
-    folder.mkdir()
-    text = json.dumps(config | {"num_hidden_layers": 1})
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    save_file(weights, folder / "model.safetensors")
+    for norm in ("input", "post_attention"):
+        weights[f"{layer}{norm}_layernorm.weight"] = torch.ones(hidden)
+    return weights
+
+
+@cache
+def ernie(seed: int = 1) -> Path:
+    """An ERNIE 4.5 with a layer for multi-token prediction; the seed is that layer's alone."""
+    base = _ernie_without_draft()
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    weights = _draft_weights(config, seed, "model.mtp_linear_proj.0", "model.mtp_block.0.")
+    for norm in ("emb", "hidden"):
+        weights[f"model.mtp_{norm}_norm.0.weight"] = torch.ones(config["hidden_size"])
+    folder = extended(base, models() / f"ernie-{seed}", weights)
+    edit(folder / "config.json", num_nextn_predict_layers=1)
     return folder
+
+
+@cache
+def _ernie_without_draft() -> Path:
+    return make(
+        models() / "ernie",
+        "Ernie4_5_MoeConfig",
+        **SIZES,
+        num_key_value_heads=2,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_intermediate_size=64,
+    )
 
 
 @cache

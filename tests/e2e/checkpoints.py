@@ -79,6 +79,13 @@ def scaled(model: Path, target: Path, part: str) -> Path:
     return target
 
 
+def extended(model: Path, target: Path, more: dict[str, torch.Tensor]) -> Path:
+    """A copy of a checkpoint with more tensors."""
+    weights = _weights(copied(model, target))
+    save_file(weights | more, target / _WHOLE, metadata={"format": "pt"})
+    return target
+
+
 def _weights(model: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, which then has no files with tensors any more."""
     weights: dict[str, torch.Tensor] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from e2e.architectures import eagle
+from e2e.architectures import eagle, ernie
 from e2e.damage import CHUNK
 from e2e.harness import PROMPT, Batch, EngineTest, Served, needs_windows
 from vua.storage.description import descriptions
@@ -25,6 +25,12 @@ def speculating(draft: Path) -> dict[str, Any]:
     return {"speculative_config": config}
 
 
+def predicting(model: Path) -> dict[str, Any]:
+    """Settings of an engine whose guesses are made by a layer of the model's own."""
+    config = {"method": "mtp", "num_speculative_tokens": 1}
+    return {"model": str(model), "block_size": BLOCK, "speculative_config": config}
+
+
 @needs_windows
 class DraftTest(EngineTest):
     def chunks(self) -> dict[str, int]:
@@ -38,13 +44,11 @@ class DraftTest(EngineTest):
         (blocks,) = served.blocks
         return {name: digests[: LOADED // BLOCK] for name, digests in blocks.items()}
 
-    @pytest.mark.thorough
-    def test_eagle(self) -> None:
+    def check(self, engine: dict[str, Any], other_engine: dict[str, Any]) -> None:
         """A warm process has the draft's bytes and the model's of the cold one, and its tokens.
 
         Negative control: those of another draft are other bytes, in its layer alone.
         """
-        engine = speculating(eagle())
         expected = self.baseline(BATCH, engine=engine)
 
         cold = self.serve(BATCH, engine=engine, snapshots=True)
@@ -61,12 +65,22 @@ class DraftTest(EngineTest):
             self.assertEqual(LOADED // BLOCK, len(set(digests)))
         self.assertEqual(blocks, self.blocks(warm))
 
-        other = self.serve(BATCH, engine=speculating(eagle(2)), snapshots=True)
+        other = self.serve(BATCH, engine=other_engine, snapshots=True)
         self.assertEqual(([0], expected), (other.cached, other.tokens))
         self.assertEqual(2, len(list(descriptions(self.root))))
         theirs = self.blocks(other)
         alike = {name for name, digests in blocks.items() if digests == theirs[name]}
         self.assertEqual(2, len(alike))
+
+    @pytest.mark.thorough
+    def test_eagle(self) -> None:
+        """A draft with a checkpoint of its own."""
+        self.check(speculating(eagle()), speculating(eagle(2)))
+
+    @pytest.mark.thorough
+    def test_mtp(self) -> None:
+        """A draft in the model's own checkpoint."""
+        self.check(predicting(ernie()), predicting(ernie(2)))
 
     @pytest.mark.thorough
     def test_without_its_draft(self) -> None:
