@@ -1,9 +1,9 @@
-"""Deletes what was not used for longest, leaves before their prefixes, until there is room.
+"""Deletes chunks of the lowest rank, leaves before their prefixes, until there is room.
 
 Why not the oldest of a small random sample, as Redis does it (its documentation on key eviction)?
 Chunks depend on each other, and a victim in the middle of a chain leaves all that follows out of
-reach. Mtimes (:mod:`vua.capacity.lru`) order a chain only if *the* oldest chunk goes first. So one
-pass over all mtimes gathers the oldest, and these are evicted in order over many bursts, each
+reach. Ranks (:mod:`vua.capacity.policy`) order a chain only if *the* lowest chunk goes first. So
+one pass over all mtimes gathers the lowest, and these are evicted in order over many bursts, each
 looked at again first; `docs/decisions/0004-bounds.md` has the measurements.
 """
 
@@ -21,8 +21,9 @@ from typing import Final
 
 from vua.capacity import ttl
 from vua.capacity.lru import MTIME_STEP_NS, mtime_ns_of, set_mtime
+from vua.capacity.policy import IN_USE, LRU, Rank
 from vua.capacity.removal import GRACE_S, NOTHING, Freed, drop_empty, evict_chunk
-from vua.capacity.scan import SENT, Candidate, Space, chunk_nbytes, listed, oldest, spaces
+from vua.capacity.scan import SENT, Candidate, Space, by_mtime, chunk_nbytes, listed, lowest, spaces
 from vua.storage.local import SUFFIX, chunk_path
 
 __all__ = ["PINNED_SHARE", "Evictor"]
@@ -36,6 +37,9 @@ _SETTLED_NS: Final = 60 * 10**9
 gained chunks since, which would have to go first."""
 _FUTURE_NS: Final = 10 * 10**9
 """An mtime further ahead of the server's clock than this means that the clock was set back."""
+_PASSES_SHARE: Final = 1 / 20
+"""Of the time passes may take this share, where ranks change: then what a pass found is used for so
+much longer than it took."""
 PINNED_SHARE: Final = 0.5
 """Share of the limit that pins may hold. Beyond it the least recently used pinned chunks are
 evicted when room is needed."""
@@ -65,16 +69,28 @@ class Evictor:
     """Evicts from one cache directory, remembering what it saw. For one thread at a time."""
 
     def __init__(
-        self, root: str | os.PathLike[str], rehearse: Callable[..., int | None] | None = None
+        self,
+        root: str | os.PathLike[str],
+        rehearse: Callable[..., int | None] | None = None,
+        policy: LRU | None = None,
     ) -> None:
         """Prepare for ``root``; reads nothing yet.
 
-        With ``rehearse`` nothing is changed: it is called in place of :func:`evict_chunk`.
+        With ``rehearse`` nothing is changed: it is called in place of :func:`evict_chunk`. The
+        ``policy`` ranks chunks; by default the least recently used ones are the lowest.
         """
+        self._policy = policy or LRU()
+        self._rank: Rank | None = None
+        """Of the run under way; None: by mtime."""
+        self._ranked_until_s = 0.0
+        """Until when victims of a pass by rank are used, by the monotonic clock."""
         self._root, self._evict_chunk = os.fspath(root), rehearse or evict_chunk
         self._is_real = rehearse is None
+        self.floor_rank: int | None = None
+        """Rank of the first chunk that the last run left: what ranks no higher would be among the
+        first to go. None where ranks are mtimes."""
         self._pool: list[Candidate] = []
-        """The oldest chunks at the last pass, oldest last."""
+        """The lowest chunks at the last pass, lowest last."""
         self._held: deque[tuple[Candidate, int]] = deque()
         """Pinned ones that were met since that pass, with their bytes, oldest first."""
         self._held_nbytes = 0
@@ -102,9 +118,10 @@ class Evictor:
 
         Raises OSError where the directory cannot be listed.
         """
+        began_s, self._rank = time.monotonic(), self._policy.rank(now_ns)
         with spaces(self._root) as found:
-            fresh = oldest(found, _VICTIMS, pulse).oldest
-        self._fill([one for one in fresh if one.mtime_ns <= now_ns - _SETTLED_NS])
+            fresh = lowest(found, _VICTIMS, pulse, rank=self._rank or by_mtime).lowest
+        self._fill([one for one in fresh if one.mtime_ns <= now_ns - _SETTLED_NS], began_s)
 
     def evict(
         self,
@@ -112,12 +129,13 @@ class Evictor:
         now_ns: int,
         *,
         before_ns: int | None = None,
+        below_rank: int | None = None,
         expired_ns: int = 0,
         own_ttls: bool = False,
         pins_nbytes: int | None = None,
         pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
     ) -> Freed:
-        """Delete the chunks that were not used for longest until ``nbytes`` bytes are free.
+        """Delete the chunks of the lowest rank until ``nbytes`` bytes are free.
 
         Mtimes from the future (the server's clock was set back) are first set to now, in their
         order: what has them counts as used when that happened.
@@ -125,7 +143,8 @@ class Evictor:
         Args:
             nbytes: how much to free; less is freed when no more may be deleted.
             now_ns: the server's time, as :func:`vua.capacity.lru.server_now_ns` gives it.
-            before_ns: stop at a chunk with this mtime or a younger one.
+            before_ns: chunks with this mtime or a younger one stay.
+            below_rank: chunks of this rank or a higher one stay, where ranks are not mtimes.
             expired_ns: delete all chunks with mtimes before this, whatever ``nbytes``.
             own_ttls: delete likewise the chunks whose own time to live (:mod:`vua.capacity.ttl`) is
                 over.
@@ -138,7 +157,9 @@ class Evictor:
             freed = self._expire(now_ns, pulse) if own_ttls else NOTHING
             if nbytes <= 0 and not expired_ns:
                 return freed  # without a pass over all mtimes
-            run = _Run(nbytes, now_ns, before_ns, expired_ns, pins_nbytes, pulse)
+            self._rank_anew(None if expired_ns else self._policy.rank(now_ns))
+            below_rank = before_ns if self._rank is None else below_rank
+            run = _Run(nbytes, now_ns, before_ns, below_rank, expired_ns, pins_nbytes, pulse)
             self._spared = False
             freed += self._run(run)
             if self._spared and freed.nbytes < nbytes:
@@ -148,8 +169,17 @@ class Evictor:
             return freed
         finally:
             young = now_ns - _SETTLED_NS
-            if self._pool and self._pool[0].mtime_ns > young:
+            if self._rank is None and self._pool and self._pool[0].mtime_ns > young:
                 self._pool = [one for one in self._pool if one.mtime_ns <= young]
+
+    def _rank_anew(self, rank: Rank | None) -> None:
+        """Order the victims that are known by their ranks of now; forget them after some time."""
+        was_ranked, self._rank = self._rank is not None, rank
+        if rank is not None and was_ranked and time.monotonic() < self._ranked_until_s:
+            pool = [one._replace(rank=rank(one.chunk, one.mtime_ns)) for one in self._pool]
+            self._pool = sorted(pool, reverse=True)
+        elif rank is not None or was_ranked:
+            self._pool = []
 
     def _expire(self, now_ns: int, pulse: Callable[[Freed], None]) -> Freed:
         """Delete the chunks whose own time to live is over."""
@@ -169,7 +199,7 @@ class Evictor:
     def _run(self, run: _Run) -> Freed:
         freed, brought, seen, room = NOTHING, -1, 0, _VICTIMS
         if self._pool and self._pool[0].mtime_ns > run.now_ns + _FUTURE_NS:
-            self._fill([])  # the clock was set back since
+            self._fill([], 0.0)  # the clock was set back since
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}
             while True:
@@ -184,9 +214,10 @@ class Evictor:
                         return freed
                 victim = self._pool[-1]
                 if run.ends_at(victim, freed):
+                    self.floor_rank = None if self._rank is None else victim.rank
                     return freed
                 self._pool.pop()
-                if self.spares_unsent and self._stays(victim, by_name, run):
+                if run.spares(victim) or (self.spares_unsent and self._stays(victim, by_name, run)):
                     continue
                 freed += self._evict(victim, by_name, run.pins_nbytes)
                 if freed.chunks % _PULSE_CHUNKS == 0:
@@ -212,7 +243,8 @@ class Evictor:
         """Look at all mtimes for the next victims; return how many were found."""
         began_s, latest_ns = time.monotonic(), run.now_ns + _FUTURE_NS
         pulse = partial(run.pulse, freed)
-        seen = oldest(found, room, pulse, latest_ns=latest_ns)
+        rank = self._rank or by_mtime
+        seen = lowest(found, room, pulse, latest_ns=latest_ns, rank=rank)
         if seen.ahead and self._is_real:
             now_ns = run.now_ns + int((time.monotonic() - began_s) * 1e9)
             first_ns = move_future_mtimes(seen.ahead, by_name, now_ns, now_ns + _FUTURE_NS)
@@ -220,12 +252,16 @@ class Evictor:
                 log.warning("the clock of %s was set back; its chunks' times follow", self._root)
                 if run.before_ns is not None and run.before_ns > latest_ns:
                     run.before_ns = first_ns  # it was such a time, too: the prompt's own
-                seen = oldest(found, room, pulse)
+                    run.below_rank = first_ns if self._rank is None else run.below_rank
+                seen = lowest(found, room, pulse, rank=rank)
         self._drop(seen.empty, run.now_ns)
-        self._fill(seen.oldest)
-        return len(seen.oldest)
+        self._fill(seen.lowest, began_s)
+        return len(seen.lowest)
 
-    def _fill(self, victims: list[Candidate]) -> None:
+    def _fill(self, victims: list[Candidate], began_s: float) -> None:
+        """Take the victims of a pass that ``began_s``."""
+        now_s = time.monotonic()
+        self._ranked_until_s = now_s + (now_s - began_s) / _PASSES_SHARE
         self._pool = victims[::-1]
         self._held.clear()
         self._held_nbytes = 0
@@ -299,14 +335,21 @@ class _Run:
     nbytes: int
     now_ns: int
     before_ns: int | None
+    below_rank: int | None
     expired_ns: int
     pins_nbytes: int | None
     pulse: Callable[[Freed], None]
     takes_unsent: bool = False
     """Whether chunks go that have not travelled: nothing else may be left."""
 
+    def spares(self, victim: Candidate) -> bool:
+        """Whether this victim stays: it is of the prompt that is being stored, or younger."""
+        return self.before_ns is not None and victim.mtime_ns >= self.before_ns
+
     def ends_at(self, victim: Candidate, freed: Freed) -> bool:
-        """Whether this victim stays, and with it all that were used later."""
+        """Whether this victim stays, and with it all of higher rank."""
+        if victim.rank >= IN_USE:
+            return True
         if freed.nbytes >= self.nbytes and victim.mtime_ns >= self.expired_ns:
             return True
-        return self.before_ns is not None and victim.mtime_ns >= self.before_ns
+        return self.below_rank is not None and victim.rank >= self.below_rank

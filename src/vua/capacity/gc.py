@@ -26,6 +26,7 @@ from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
 from vua.capacity.owned import is_ours, is_temporary, trash_in
+from vua.capacity.policy import LeastHitDensity
 from vua.capacity.prefix_tree import PrefixTree, Spread, in_turn, read_node, read_prefix_tree
 from vua.capacity.removal import GRACE_S, NOTHING, Freed, Remover
 from vua.capacity.scan import (
@@ -267,7 +268,7 @@ def _rehearse_eviction(
     remover: Remover,
 ) -> None:
     """Note what would be too old, or too much, when the rest has gone, and what would be left."""
-    evictor = Evictor(root, remover.evict_chunk)
+    evictor = Evictor(root, remover.evict_chunk, LeastHitDensity(root))
     report.expired = _expire(evictor, now_ns, limits)
     gone = report.lost_keys + report.orphans + report.over_quota + report.expired
     need = _look(root, limits, report) - gone.nbytes
@@ -299,7 +300,8 @@ def _evict(
     show: Show,
 ) -> None:
     """Evict what is too old or too much, when it is this pass's turn."""
-    evictor, deadline_s = Evictor(root), time.monotonic() + _LEASE_WAIT_S
+    evictor = Evictor(root, policy=LeastHitDensity(root))
+    deadline_s = time.monotonic() + _LEASE_WAIT_S
     while True:
         with lease(directory) as held:
             if held is not None:

@@ -1,29 +1,56 @@
 """What goes first: the one place that another eviction policy replaces.
 
-Eviction always deletes the chunks with the oldest mtimes (:mod:`vua.capacity.evictor`), and a new
-chunk gets the mtime of its parent less a microsecond (:mod:`vua.capacity.lru`). A policy decides
-what a use does to mtimes. Every process that uses a directory has its own say, so all of them are
-to follow the same policy.
+Eviction deletes the chunks of the lowest *rank* (:mod:`vua.capacity.evictor`). By LRU the rank is
+the mtime, and a new chunk gets that of its parent less a microsecond (:mod:`vua.capacity.lru`).
+:class:`LeastHitDensity` ranks by what chunks promise; the mtimes are set as by LRU, so whoever
+knows less, or another version of VUA, evicts by these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
+from vua.capacity.hit_density import HitDensity
 from vua.capacity.lru import touch
+from vua.capacity.touches import INTERVAL_S
+from vua.capacity.use_log import UseLog, short_name
+from vua.io.forks import watch
 
-__all__ = ["LRU", "Policy"]
+__all__ = ["IN_USE", "LRU", "LeastHitDensity", "Rank"]
+
+Rank: TypeAlias = Callable[[str, int], int]
+"""The rank of a chunk, by its name (64 hex) and mtime in ns. What follows a chunk in prompts has a
+lower rank, or the same and an older mtime."""
+
+_READ_S: Final = 0.25
+"""Between two looks at what others have logged."""
+_PER_UNIT: Final = 1e18
+"""Ranks are whole numbers: hits per second times this."""
+_UNKNOWN: Final = -(1 << 62)
+"""Added to the mtimes of chunks that nobody knows: these go first, the oldest one first."""
+_LATER_S: Final = 1.0
+"""A mtime so much after the last use that is known of tells of one that is not."""
+_SETTLED_NS: Final = int(INTERVAL_S * 1e9)
+"""What is used gets a new mtime after so long at the latest."""
+IN_USE: Final = 1 << 100
+"""Rank of what somebody uses now."""
 
 
-class Policy(Protocol):
-    """Decides what a use of chunks does to their order of eviction. Called by several threads."""
+class LRU:
+    """Evicts what was not used for longest. Other policies derive from it. Safe for threads.
+
+    Every process that uses a directory has its own say, so all of them are to follow the same one.
+    """
 
     def used(self, directory: int, chunks: Sequence[str]) -> int:
-        """Note the use of a prefix: leave its mtimes, or set them with `vua.capacity.lru`.
+        """Note the use of a prefix that is stored: set its mtimes to now.
 
         A child's mtime has to stay older than its parent's, whatever else happens meanwhile:
-        set them front to back. Never raises for the state of the storage.
+        they are set front to back. Never raises for the state of the storage.
 
         Args:
             directory: descriptor of the namespace directory.
@@ -31,12 +58,92 @@ class Policy(Protocol):
 
         Returns how many were noted.
         """
-        ...
-
-
-class LRU:
-    """Evicts what was not used for longest."""
-
-    def used(self, directory: int, chunks: Sequence[str]) -> int:
-        """Set the prefix's mtimes to now."""
         return touch(directory, chunks)
+
+    def asked(self, chunks: Sequence[str]) -> None:
+        """Note that a prompt was asked for, whatever of it is stored; never raises."""
+
+    def rank(self, now_ns: int) -> Rank | None:
+        """Return how chunks rank at this time (the server's); None: by their mtimes."""
+        del now_ns
+        return None
+
+    def rank_of_new(self, chunk: str) -> int | None:
+        """Return the rank that a chunk of a prompt just asked for will have; None: not known."""
+        del chunk
+        return None
+
+
+class LeastHitDensity(LRU):
+    """Evicts what promises fewest hits for the space and time that it takes; see `HitDensity`.
+
+    It learns from the requests of all processes that use the directory (:mod:`use_log`). Until it
+    has seen enough it is LRU.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        """Learn from the log of ``root``; reads and writes nothing yet."""
+        self._root = root
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Know nothing, with a log of one's own; see :mod:`vua.io.forks`."""
+        self._lock = threading.Lock()
+        self._log, self._density = UseLog(self._root), HitDensity()
+        self._read_s = -_READ_S
+
+    def asked(self, chunks: Sequence[str]) -> None:
+        """Write a prompt's chunks to the log."""
+        with self._lock:
+            self._log.append(chunks)
+            self._read_s = -_READ_S
+
+    def rank(self, now_ns: int) -> Rank | None:
+        """Rank by hit density; what nobody knows goes before what somebody does.
+
+        Whoever uses chunks logs that before it sets mtimes, and stores others behind them after
+        that. So a mtime of before ``now_ns`` tells of a use that is in the log, which is read after
+        that time; what has a later one stays. Of a chunk that is not in the log the one before it
+        may have been touched within the last minute, and not again.
+        """
+        with self._lock:
+            self._read_s = -_READ_S
+            self._learn()
+            density = self._density
+            if not density.is_learned:
+                return None
+            worths, last_s = density.worths(now_ns / 1e9), density.last_uses_s()
+            rows = dict(density.known())
+
+        def rank(chunk: str, mtime_ns: int) -> int:
+            row = rows.get(short_name(chunk))
+            if mtime_ns >= now_ns or (row is None and mtime_ns > now_ns - _SETTLED_NS):
+                return IN_USE
+            if row is None:
+                return mtime_ns + _UNKNOWN
+            worth = worths[row]
+            if mtime_ns / 1e9 > last_s[row] + _LATER_S:
+                with self._lock:
+                    worth = max(worth, density.worth_at(row, (now_ns - mtime_ns) / 1e9))
+            return int(worth * _PER_UNIT)
+
+        return rank
+
+    def rank_of_new(self, chunk: str) -> int | None:
+        """Return the rank of a chunk of which a request was logged; None before enough is known."""
+        with self._lock:
+            self._learn()
+            row = self._density.known().get(short_name(chunk))
+            if row is None or not self._density.is_learned:
+                return None
+            return int(self._density.worth_at(row, 0.0) * _PER_UNIT)
+
+    def _learn(self) -> None:
+        """Take in what was logged since the last time."""
+        now_s = time.monotonic()
+        if now_s - self._read_s < _READ_S:
+            return
+        self._read_s = now_s
+        for request in self._log.read():
+            self._density.meet(request.chunks, request.time_s)

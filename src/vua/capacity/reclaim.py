@@ -13,20 +13,21 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from vua.capacity import ttl
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.lease import Lease, lease, upkeep_directory
 from vua.capacity.limits import Limits
 from vua.capacity.lru import server_now_ns
+from vua.capacity.policy import LRU
 from vua.capacity.removal import NOTHING, Freed
 from vua.capacity.scan import Candidate, spaces
 from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
 from vua.storage.mark import MARK, is_marked
 
-__all__ = ["Reclaim", "StoppedError"]
+__all__ = ["ANYTHING", "Below", "Reclaim", "StoppedError"]
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +48,26 @@ never evicts its own prefix."""
 _NO_PARENT_NS: Final = 1 << 62
 _TTL_INTERVAL_S: Final = 60.0
 """How often chunks are looked for whose own time to live (:mod:`vua.capacity.ttl`) is over."""
+_FLOOR_S: Final = 60.0
+"""So long the ranks of the last victims tell what is not worth to be written."""
 _COSTLY_S: Final = 0.25
 """A search for space that took longer, in vain, is not repeated for ten times as long."""
 _NO_SPACE: Final = (
     "what is stored was used more recently, is pinned, or others fill the disk; raise max_bytes, "
     "lower min_free_bytes, or see `vua du`"
 )
+
+
+class Below(NamedTuple):
+    """What may be evicted for a new chunk."""
+
+    mtime_ns: int | None
+    """What has an older mtime than the chunk before it, or will have; None: whatever its mtime."""
+    rank: int | None = None
+    """Of that, what has a lower rank than the new chunk will have; None: that is not known."""
+
+
+ANYTHING: Final = Below(None)
 
 
 class StoppedError(Exception):
@@ -66,9 +81,16 @@ class Reclaim:
     at a time, which does not hold the lock. Everything else is arithmetic, for who holds it.
     """
 
-    def __init__(self, root: str | os.PathLike[str], bounds: Limits, counts: Counter[str]) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        bounds: Limits,
+        counts: Counter[str],
+        policy: LRU | None = None,
+    ) -> None:
         """Prepare for ``root``; add events to ``counts``. Reads nothing yet."""
         self._root, self._bounds, self._counts = Path(root), bounds, counts
+        self._policy = policy or LRU()
         self._warned: set[str] = set()
         self._on_evicted: Callable[[Candidate], None] = lambda _: None
         self._spares_unsent = False
@@ -78,7 +100,7 @@ class Reclaim:
         """Know nothing, with a free lock: at first, and after a fork."""
         self.lock = threading.RLock()
         self.estimate = UsageEstimate(self._root, self._bounds, self.lock)
-        self._evictor = Evictor(self._root)
+        self._evictor = Evictor(self._root, policy=self._policy)
         self._evictor.evicted = self._on_evicted
         self._evictor.spares_unsent, self._evictor.counts = self._spares_unsent, self._counts
         self.stopped = False
@@ -90,6 +112,7 @@ class Reclaim:
         """mtime of the oldest parent of what was written since the last eviction; the latest."""
         self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
         self._someone_evicts = False
+        self._floor_until_s = 0.0
 
     def on_evicted(self, tell: Callable[[Candidate], None]) -> None:
         """Call ``tell`` with each chunk that is evicted here, on the thread that evicts."""
@@ -123,6 +146,16 @@ class Reclaim:
         is_low = self.estimate.missing(self._burst_bytes() // 2) > 0
         return (is_low and now_s >= self._ahead_from_s) or self._is_search_due(now_s)
 
+    def is_worth_less(self, below: Below) -> bool:
+        """Whether a new chunk would be among the first to go, so that it need not be written.
+
+        Only where little room is left, and victims were looked for lately.
+        """
+        floor = self._evictor.floor_rank
+        if below.rank is None or floor is None or time.monotonic() > self._floor_until_s:
+            return False
+        return below.rank <= floor and self.estimate.missing(2 * self._burst_bytes()) > 0
+
     @property
     def knows_victims(self) -> bool:
         """Whether something can be evicted without a search."""
@@ -144,12 +177,12 @@ class Reclaim:
 
     # -- what reads and changes the directory ---------------------------------------------------
 
-    def make_space(self, nbytes: int, before_ns: int | None, *, full: bool) -> bool:
+    def make_space(self, nbytes: int, below: Below = ANYTHING, *, full: bool = False) -> bool:
         """Return whether there is space for ``nbytes``, after evicting what it takes.
 
         Args:
             nbytes: what is to be written.
-            before_ns: only what has an older mtime may be evicted for it; None: everything.
+            below: what may be evicted for it.
             full: the disk was found full, whatever is estimated. The answer is then True also when
                 nothing could be evicted: another process may have.
         """
@@ -157,7 +190,7 @@ class Reclaim:
         if estimate.is_stale:
             self._measure()
         if full:
-            self._evict(nbytes + self._burst_bytes(), before_ns)
+            self._evict(nbytes + self._burst_bytes(), below)
             return True
         limits = estimate.limits
         if limits is None:
@@ -171,7 +204,7 @@ class Reclaim:
         if estimate.missing(nbytes) > 0:
             estimate.ask_disk()
         need = estimate.missing(nbytes)
-        if need <= 0 or self._evict(need + self._burst_bytes(), before_ns).nbytes >= need:
+        if need <= 0 or self._evict(need + self._burst_bytes(), below).nbytes >= need:
             return True
         if self._someone_evicts and estimate.is_tolerable(nbytes):
             return True
@@ -254,7 +287,7 @@ class Reclaim:
     def _evict(
         self,
         nbytes: int,
-        before_ns: int | None = None,
+        below: Below = ANYTHING,
         *,
         ttl_s: float | None = None,
         own_ttls: bool = False,
@@ -274,11 +307,12 @@ class Reclaim:
                         return NOTHING
                     now_ns = server_now_ns(directory)
                     if ahead:
-                        before_ns = self._ahead_before_ns(now_ns)
+                        below = Below(self._ahead_before_ns(now_ns))
                     freed = self._evictor.evict(
                         nbytes,
                         now_ns,
-                        before_ns=before_ns,
+                        before_ns=below.mtime_ns,
+                        below_rank=below.rank,
                         expired_ns=0 if ttl_s is None else now_ns - int(ttl_s * 1e9),
                         own_ttls=own_ttls,
                         pins_nbytes=None
@@ -292,6 +326,7 @@ class Reclaim:
             self._cannot_evict(problem)
             return NOTHING
         with self.lock:
+            self._floor_until_s = time.monotonic() + _FLOOR_S
             self.estimate.freed(freed.nbytes)
             self._counts["chunks_evicted"] += freed.chunks
             self._counts["bytes_evicted"] += freed.nbytes

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from vua.capacity.limits import Limits
-from vua.capacity.reclaim import Reclaim, StoppedError
+from vua.capacity.policy import LRU
+from vua.capacity.reclaim import ANYTHING, Below, Reclaim, StoppedError
 from vua.io.forks import watch
 
 __all__ = ["ReclaimThread"]
@@ -38,7 +39,7 @@ class _Request:
     """Space that a writer waits for."""
 
     nbytes: int
-    before_ns: int | None
+    below: Below
     full: bool = False
     """Whether the disk was found full, whatever is estimated."""
     granted: bool = False
@@ -49,10 +50,16 @@ class _Request:
 class ReclaimThread:
     """Reserves space for the writers of one process. Safe for threads."""
 
-    def __init__(self, root: str | os.PathLike[str], bounds: Limits, counts: Counter[str]) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        bounds: Limits,
+        counts: Counter[str],
+        policy: LRU | None = None,
+    ) -> None:
         """Reserve space in ``root``; add events to ``counts``. Starts nothing until needed."""
         self._root, self._counts = Path(root), counts
-        self.reclaim = Reclaim(root, bounds, counts)
+        self.reclaim = Reclaim(root, bounds, counts, policy)
         self._reset()
         watch(self)
 
@@ -75,12 +82,12 @@ class ReclaimThread:
             self._closed = self.reclaim.stopped = True
             self._changed.wait_for(lambda: not self._running, _CLOSE_WAIT_S)
 
-    def reserve(self, nbytes: int, before_ns: int | None, files: int = 1) -> bool:
+    def reserve(self, nbytes: int, below: Below = ANYTHING, files: int = 1) -> bool:
         """Reserve space for files; False: there is none, do not write them.
 
         Args:
             nbytes: size of all of them.
-            before_ns: what has an older mtime may be evicted for them; None: everything.
+            below: what may be evicted for them.
             files: how many they are.
 
         Returns at once where there is space, after ``_WAIT_S`` at the latest where there is none.
@@ -89,9 +96,11 @@ class ReclaimThread:
         with self._changed:
             if time.monotonic() < reclaim.paused_until_s:
                 return False
-            reclaim.note_request(nbytes, before_ns, files)
+            reclaim.note_request(nbytes, below.mtime_ns, files)
+            if reclaim.is_worth_less(below):
+                return False
             if reclaim.estimate.is_stale or reclaim.estimate.missing(nbytes) > 0:
-                return self._ask(_Request(nbytes, before_ns))
+                return self._ask(_Request(nbytes, below))
             reclaim.estimate.reserve(nbytes)
             if reclaim.is_due:
                 self._ahead = True
@@ -105,11 +114,11 @@ class ReclaimThread:
             if written_bytes:
                 self._pause_s = _PAUSES_S[0]  # the disk takes files: the next pause is short again
 
-    def relieve_full_disk(self, nbytes: int, before_ns: int | None) -> None:
+    def relieve_full_disk(self, nbytes: int, below: Below) -> None:
         """Evict because the disk was found full, whatever is estimated; waits as `reserve` does."""
         with self._changed:
             self._counts["full"] += 1
-            self._ask(_Request(nbytes, before_ns, full=True))
+            self._ask(_Request(nbytes, below, full=True))
 
     def pause(self, why: str) -> None:
         """Reserve nothing for a while, longer each time: the disk stays full."""
@@ -180,7 +189,7 @@ class ReclaimThread:
                 return False
             request = self._requests[0]
         granted = not request.given_up and self.reclaim.make_space(
-            request.nbytes, request.before_ns, full=request.full
+            request.nbytes, request.below, full=request.full
         )
         with self._changed:
             self._requests.popleft()

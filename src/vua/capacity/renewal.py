@@ -54,7 +54,7 @@ class Renewal:
         self._place, self._bounds, self._seen = place, bounds or Limits(), seen
         self.counts: Counter[str] = Counter()
         """So far: looked (chunks), renewed (objects), failed."""
-        self._touches = Touches(self._renew)
+        self._touches: Touches[Sequence[str]] = Touches(self._renew)
         self._stop_s = math.inf
         self._life_s: float | None = None
         self._asked_s = -_BOUNDS_S

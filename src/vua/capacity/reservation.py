@@ -20,17 +20,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, NamedTuple
 
 from vua.capacity import prefix_tree, ttl
 from vua.capacity.limits import Limits
 from vua.capacity.lru import MTIME_STEP_NS, inherit, mtime_ns_of, set_mtime
 from vua.capacity.pending import Pending
-from vua.capacity.policy import LRU, Policy
+from vua.capacity.policy import LRU, LeastHitDensity
+from vua.capacity.reclaim import Below
 from vua.capacity.reclaim_thread import ReclaimThread
 from vua.capacity.removal import evict_chunk
 from vua.capacity.scan import AFTER, Candidate, Space, mark
-from vua.capacity.touches import Touches
+from vua.capacity.touches import INTERVAL_S, Recent, Touches
 from vua.errors import StorageFullError
 from vua.format.keys import ChunkKey, Keys
 from vua.io.forks import watch
@@ -49,6 +50,16 @@ _BATCH_SHARE: Final = 1 / 256
 knowing of each other."""
 
 
+class _Use(NamedTuple):
+    """A request for a prompt."""
+
+    chunks: Sequence[str]
+    """Names, from the prompt's first one on."""
+    touched: int
+    """How many of them get new mtimes."""
+    is_logged: bool
+
+
 class Capacity:
     """The limits of one cache, seen from one namespace that is written. Safe for threads."""
 
@@ -57,7 +68,7 @@ class Capacity:
         root: str | os.PathLike[str],
         storage: LocalStorage,
         bounds: Limits | None = None,
-        policy: Policy | None = None,
+        policy: LRU | None = None,
     ) -> None:
         """Watch over ``storage``, a namespace of ``root``. Starts nothing until it is needed.
 
@@ -65,15 +76,17 @@ class Capacity:
             root: directory of the cache.
             storage: a namespace of it.
             bounds: what this process says of its size.
-            policy: what a use does to the order of eviction; least recently used by default.
+            policy: what goes first; by default what promises fewest hits.
         """
         self._root, self.storage = Path(root), storage
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_evicted, bytes_evicted, chunks_refused, orphans, full."""
-        self.reclaiming = ReclaimThread(root, Limits() if bounds is None else bounds, self.counts)
+        self.policy = policy or LeastHitDensity(root)
+        limits = Limits() if bounds is None else bounds
+        self.reclaiming = ReclaimThread(root, limits, self.counts, self.policy)
         self.pending = Pending(_ADOPT_WAIT_S)
-        used = (policy or LRU()).used
-        self.touches = Touches(lambda chunks: used(storage.fileno(), chunks))
+        self.touches: Touches[_Use] = Touches(self._note)
+        self._requests = Recent(INTERVAL_S)
         self.after_fork()
         watch(self)
 
@@ -139,14 +152,24 @@ class Capacity:
     # -- use ------------------------------------------------------------------------------------
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
-        """Note that the first ``chunks`` chunks of ``keys`` were used: at most once a minute.
+        """Note a request for ``keys``, of which the first ``chunks`` are stored, and used.
 
-        Returns at once and touches them in the background; ``wait`` does so here and now. Never
-        raises for the state of the storage.
+        At most once a minute for the same request. Returns at once and works in the background;
+        ``wait`` does so here and now. Never raises for the state of the storage.
         """
-        if chunks and (self.touches.wants(keys[chunks - 1].name) or wait):
-            names = [keys[place].name for place in range(chunks)]
-            self.touches.touch(names, wait=wait)
+        many = len(keys)
+        is_new = bool(many) and self._requests.passes(keys[many - 1].name)
+        touched = chunks if wait or (chunks and self.touches.wants(keys[chunks - 1].name)) else 0
+        if is_new or touched or (many and wait):
+            names = [keys[place].name for place in range(many if is_new or wait else touched)]
+            self.touches.touch(_Use(names, touched, is_new or wait), wait=wait)
+
+    def _note(self, use: _Use) -> None:
+        """Log a request, and only then show that its chunks are used: see `LeastHitDensity`."""
+        if use.is_logged:
+            self.policy.asked(use.chunks)
+        if use.touched:
+            self.policy.used(self.storage.fileno(), use.chunks[: use.touched])
 
     def pin(self, chunk: str) -> bool:
         """Keep a chunk and its prefix from eviction; returns whether any is held.
@@ -233,7 +256,8 @@ class Reservation:
             if self._before_ns is not None and len(keys) == 1:  # of more, some may be there already
                 capacity.pending.expect(keys[0].name, self._before_ns - MTIME_STEP_NS)
             whole = self._nbytes * len(keys)
-            self.granted = capacity.reclaiming.reserve(whole, self._before_ns, len(keys))
+            self._below = Below(self._before_ns, capacity.policy.rank_of_new(keys[-1].name))
+            self.granted = capacity.reclaiming.reserve(whole, self._below, len(keys))
         except BaseException:
             capacity.pending.leave(self._pending)
             raise
@@ -258,7 +282,7 @@ class Reservation:
     def relieve_full_disk(self) -> None:
         """Evict because the disk was found full, whatever is estimated; then write once more."""
         nbytes = max(1, self._reserved_bytes)
-        self._capacity.reclaiming.relieve_full_disk(nbytes, self._before_ns)
+        self._capacity.reclaiming.relieve_full_disk(nbytes, self._below)
 
     def commit(self, statuses: Sequence[int]) -> None:
         """Note what became of each chunk: those WRITTEN get their mtimes and their time to live.

@@ -1,4 +1,4 @@
-"""What lies in a cache directory, seen from above: namespaces, chunks, and which are oldest.
+"""What lies in a cache directory, seen from above: namespaces, chunks, and which are to go first.
 
 Reads names and times, no bytes of chunks; nothing here changes anything, and everything may run
 while others write and delete. Symbolic links are not followed. Prefix hashes are uniform over a
@@ -32,14 +32,15 @@ __all__ = [
     "Scan",
     "Show",
     "Space",
+    "by_mtime",
     "chunk_nbytes",
     "chunks_of",
     "fans_of",
     "files_nbytes",
     "is_fan",
     "listed",
+    "lowest",
     "mark",
-    "oldest",
     "silent",
     "spaces",
     "unmark",
@@ -158,8 +159,10 @@ class _Pool:
 
 
 class Candidate(NamedTuple):
-    """A chunk and when it was last used; these sort by age."""
+    """A chunk and when it was last used; these sort by rank, then by age."""
 
+    rank: int
+    """See :mod:`vua.capacity.policy`: the lowest goes first."""
     mtime_ns: int
     """See :mod:`vua.capacity.lru`: ns since 1970 by the server's clock."""
     space: str
@@ -277,29 +280,36 @@ def _inside(directory: int, chunk: str, work: Callable[[int], None]) -> bool:
 class Scan(NamedTuple):
     """What a pass over all mtimes found."""
 
-    oldest: list[Candidate]
-    """In order of age."""
+    lowest: list[Candidate]
+    """Those of the lowest rank, in order."""
     ahead: list[Candidate]
     """Those with mtimes from the future, the first of them in order."""
     empty: list[str]
     """Namespaces without a chunk."""
 
 
-def oldest(
+def by_mtime(chunk: str, mtime_ns: int) -> int:
+    """Rank a chunk as LRU does."""
+    del chunk
+    return mtime_ns
+
+
+def lowest(
     found: Sequence[Space],
     room: int,
     pulse: Callable[[], None] = lambda: None,
     *,
     latest_ns: int | None = None,
+    rank: Callable[[str, int], int] = by_mtime,
 ) -> Scan:
-    """Find the chunks of ``found`` that were not used for longest.
+    """Find the chunks of ``found`` that are to go first.
 
     Looks at every chunk's mtime (3 us each where names are cached), keeps only what is below the
     ``room``-th one as estimated from a sample, and so returns about ``room`` of them: the exact
-    oldest, in order. Calls ``pulse`` after every 256th of a namespace. A mtime after ``latest_ns``
-    is from the future.
+    lowest, in order. Calls ``pulse`` after every 256th of a namespace. A mtime after ``latest_ns``
+    is from the future. ``rank`` is called with names and mtimes.
     """
-    limit = _quantile(found, room, pulse)
+    limit = _quantile(found, room, pulse, rank)
     kept: list[Candidate] = []
     ahead: list[Candidate] = []
     empty = []
@@ -309,10 +319,11 @@ def oldest(
             pulse()
             for chunk, mtime_ns in chunks_of(space, fan):
                 chunks += 1
-                if limit is None or mtime_ns <= limit:
-                    kept.append(Candidate(mtime_ns, space.name, chunk))
+                one = rank(chunk, mtime_ns)
+                if limit is None or one <= limit:
+                    kept.append(Candidate(one, mtime_ns, space.name, chunk))
                 if latest_ns is not None and mtime_ns > latest_ns:
-                    ahead.append(Candidate(mtime_ns, space.name, chunk))
+                    ahead.append(Candidate(mtime_ns, mtime_ns, space.name, chunk))
             if len(ahead) > 2 * room:
                 ahead = sorted(ahead)[:room]
         if not chunks and not space.is_hidden:
@@ -322,9 +333,11 @@ def oldest(
     return Scan(kept, ahead, empty)
 
 
-def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None]) -> int | None:
-    """The mtime that about ``room`` chunks are not younger than; None for all there are."""
-    mtimes_ns: list[tuple[int, float]] = []  # (mtime, chunks it stands for)
+def _quantile(
+    found: Sequence[Space], room: int, pulse: Callable[[], None], rank: Callable[[str, int], int]
+) -> int | None:
+    """The rank that about ``room`` chunks are not above; None for all there are."""
+    ranks: list[tuple[int, float]] = []  # (rank, chunks it stands for)
     total = 0.0
     for space in found:
         fans = fans_of(space)
@@ -332,13 +345,13 @@ def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None]) -> i
         mine: list[int] = []
         for fan in picked:
             pulse()
-            mine += [mtime_ns for _, mtime_ns in chunks_of(space, fan)]
+            mine += [rank(chunk, mtime_ns) for chunk, mtime_ns in chunks_of(space, fan)]
         weight = len(fans) / len(picked) if picked else 0.0
-        mtimes_ns += [(mtime_ns, weight) for mtime_ns in mine]
+        ranks += [(one, weight) for one in mine]
         total += weight * len(mine)
     if total <= room:
         return None
-    mtimes_ns.sort()
-    below = itertools.accumulate(weight for _, weight in mtimes_ns)
-    pairs = zip(mtimes_ns, below, strict=True)
-    return next((mtime_ns for (mtime_ns, _), reached in pairs if reached >= room), None)
+    ranks.sort()
+    below = itertools.accumulate(weight for _, weight in ranks)
+    pairs = zip(ranks, below, strict=True)
+    return next((one for (one, _), reached in pairs if reached >= room), None)

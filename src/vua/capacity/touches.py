@@ -1,4 +1,4 @@
-"""Tells of prefixes that were used, in the background and not too often."""
+"""Tells of prompts and prefixes that were used, in the background and not too often."""
 
 from __future__ import annotations
 
@@ -7,29 +7,27 @@ import functools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
 
 from vua.io.forks import watch
 from vua.io.threads import Call, Threads
 
-__all__ = ["Recent", "Touches"]
+__all__ = ["INTERVAL_S", "Recent", "Touches"]
 
-_INTERVAL_S: Final = 60.0
+INTERVAL_S: Final = 60.0
 """A process touches the same prefix once in this time: 1000 hits a minute cost one touch."""
 _QUEUED_MAX: Final = 256
+T = TypeVar("T")
 
 
-class Touches:
-    """Touches chunks of one namespace on a thread of its own. Safe for threads."""
+class Touches(Generic[T]):
+    """Tells of uses of one namespace on a thread of its own. Safe for threads."""
 
-    def __init__(self, tell: Callable[[Sequence[str]], object]) -> None:
-        """Call ``tell``, which raises nothing, with the chunks of each prefix that is used.
-
-        For each prefix at most once a minute.
-        """
+    def __init__(self, tell: Callable[[T], object]) -> None:
+        """Call ``tell``, which raises nothing, with each use, in order."""
         self._tell = tell
-        self._recent = Recent(_INTERVAL_S)
+        self._recent = Recent(INTERVAL_S)
         self.after_fork()
         watch(self)
 
@@ -50,10 +48,10 @@ class Touches:
         """Whether a prefix whose last chunk is ``last`` is to be touched: once per interval."""
         return self._recent.passes(last)
 
-    def touch(self, chunks: Sequence[str], *, wait: bool = False) -> None:
-        """Touch these chunks, a prefix from its first one on: in the background, or (wait) now."""
+    def touch(self, use: T, *, wait: bool = False) -> None:
+        """Tell of a use: in the background, or (wait) now."""
         if wait:
-            self._tell(chunks)
+            self._tell(use)
             return
         with self._lock:
             if self._queued >= _QUEUED_MAX:
@@ -61,12 +59,12 @@ class Touches:
             if self._thread is None:
                 self._thread = Threads(1, "vua-touch")
             with contextlib.suppress(RuntimeError):  # no thread is to be had, or the process ends
-                self._thread.submit(functools.partial(self._touch, chunks))
+                self._thread.submit(functools.partial(self._touch, use))
                 self._queued += 1
 
-    def _touch(self, chunks: Sequence[str], _: Call[None]) -> None:
+    def _touch(self, use: T, _: Call[None]) -> None:
         try:
-            self._tell(chunks)
+            self._tell(use)
         finally:
             with self._lock:
                 self._queued -= 1

@@ -176,7 +176,7 @@ def expired(
                 if tidies:
                     remove_ttl(space, chunk)
             elif latest_ns is not None and mtime_ns > latest_ns:
-                ahead.append(Candidate(mtime_ns, space.name, chunk))
+                ahead.append(Candidate(mtime_ns, mtime_ns, space.name, chunk))
             elif mtime_ns + ttl_s * 10**9 < now_ns:
-                over.append(Candidate(mtime_ns, space.name, chunk))
+                over.append(Candidate(mtime_ns, mtime_ns, space.name, chunk))
     return sorted(over), sorted(ahead)

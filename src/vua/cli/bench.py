@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--simulated", action="store_true", help="replay: only the table of policies, no store"
     )
     parser.add_argument(
-        "--policies", default="S3-FIFO,uses/new,adaptive", metavar="NAMES",
+        "--policies", default="S3-FIFO,hit density", metavar="NAMES",
         help="replay: in that table beside LRU and Belady's; or all (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(

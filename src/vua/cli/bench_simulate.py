@@ -4,9 +4,7 @@ Nothing is stored here. A block's id stands for its whole prefix, so the blocks 
 a tree, and only the leading blocks of a request that are held count as hits. Whatever a policy
 proposes, a block goes only after all that follow it: a lookup never meets a gap.
 
-The policies that VUA could follow (:class:`vua.cli.bench_ranks.Ranked`) are those that a directory
-can hold: each block has one time, set where it is stored or used, and the earliest goes first.
-`docs/decisions/0028-which-chunk-goes.md` says what they find.
+`docs/decisions/0028-which-chunk-goes.md` says what the policies find.
 """
 
 from __future__ import annotations
@@ -16,17 +14,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from vua.cli.bench_policies import ARC, FIFO, LRU, S3FIFO, LeCaR, Policy, Random, SecondTouch
-from vua.cli.bench_ranks import (
-    Adaptive,
-    Clairvoyant,
-    Facts,
-    Past,
-    Ranked,
-    TwoUses,
-    Weighed,
-    doublings,
-    worth,
-)
+from vua.cli.bench_ranks import Clairvoyant, Dense, Past, Ranked, TwoUses
 from vua.errors import InputError
 
 __all__ = ["POLICIES", "Measured", "Outcome", "clairvoyant", "compare", "leading", "simulate"]
@@ -119,21 +107,8 @@ def leading(held: Container[int], blocks: Sequence[int]) -> int:
     return len(blocks)
 
 
-def _weighed(extra: Callable[[Facts, int], float]) -> Make:
-    """Return the policy that adds something to each block's worth, from the request and a place."""
-
-    def added(facts: Facts) -> list[float]:
-        return [one + extra(facts, place) for place, one in enumerate(worth(facts))]
-
-    return lambda capacity, past: Ranked(capacity, Weighed(past, added))
-
-
 def _plain(policy: Callable[[int], Policy]) -> Make:
     return lambda capacity, _: policy(capacity)
-
-
-def _by_uses(facts: Facts) -> list[float]:
-    return [doublings(one) for one in facts.uses]
 
 
 POLICIES: Final[Mapping[str, Make]] = {
@@ -145,19 +120,9 @@ POLICIES: Final[Mapping[str, Make]] = {
     "second touch": _plain(SecondTouch),
     "ARC": _plain(ARC),
     "LeCaR": _plain(LeCaR),
-    "uses": lambda capacity, past: Ranked(capacity, Weighed(past, _by_uses)),
-    "uses/new": lambda capacity, past: Ranked(capacity, Weighed(past, worth)),
-    "+depth": _weighed(lambda _, place: math.log2(1 + place) / 4),
-    "-depth": _weighed(lambda _, place: -math.log2(1 + place) / 4),
-    "-length": _weighed(lambda facts, _: -math.log2(1 + len(facts.uses)) / 4),
-    "+turns": _weighed(lambda facts, _: math.log2(1 + facts.turns) / 2),
-    "+children": _weighed(lambda facts, _: math.log2(1 + facts.forks) / 2),
-    "-gap": _weighed(lambda facts, _: -math.log2(1 + facts.age_s) / 4),
-    "adaptive": lambda capacity, past: Ranked(capacity, Adaptive(past, capacity)),
+    "hit density": Dense,
 }
-"""Each policy, for a store of so many blocks. Those with a sign are `uses/new` with one more thing
-weighed: depth in the tree (which is also the cost of computing again), the prompt's length, turns
-of the conversation, children of the last known block, time since its last use."""
+"""Each policy, for a store of so many blocks. `hit density` is what directories do."""
 
 
 def clairvoyant(requests: Iterable[Asked]) -> Make:

@@ -26,6 +26,7 @@ __all__ = [
     "MARK",
     "MAX_MARK_NBYTES",
     "UPKEEP",
+    "USES",
     "WRITTEN_BACK",
     "claim",
     "is_marked",
@@ -41,6 +42,8 @@ UPKEEP: Final = ".upkeep"
 """The directory of the lease, see :mod:`vua.capacity.lease`."""
 WRITTEN_BACK: Final = "written-back"
 """A file in it, see :class:`vua.store.tier_rules.DailyBudget`."""
+USES: Final = "uses"
+"""A directory in it, see :mod:`vua.capacity.use_log`."""
 
 _FORMAT: Final = "vua.root.v1"
 _FORMATS: Final = "vua.root."
@@ -123,7 +126,7 @@ def _describes_itself(root: str | os.PathLike[str], name: str) -> bool:
 def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:
     if name == UPKEEP:
         with contextlib.suppress(OSError):
-            ours = re.compile(f"lease|clock|{WRITTEN_BACK}")
+            ours = re.compile(f"lease|clock|{WRITTEN_BACK}|{USES}")
             return all(ours.match(one) for one in os.listdir(Path(root) / UPKEEP))
         return False
     return name in (MARK, LIMITS_FILE) or _NO_CONTENT.fullmatch(name) is not None

@@ -28,7 +28,7 @@ from vua.capacity.evictor import Evictor
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
 from vua.capacity.lru import CLOCK, mtime_ns_of, server_now_ns, set_mtime, touch
-from vua.capacity.scan import oldest, spaces
+from vua.capacity.scan import lowest, spaces
 from vua.capacity.touches import Recent
 from vua.capacity.usage import measure
 from vua.errors import ConfigError, StorageFullError
@@ -192,7 +192,7 @@ class TestSurvey(DirectoryTest):
         for place, name in enumerate(names):
             set_mtime(fd, name, DAY_NS + place * 1000)
         with spaces(self.root) as found:
-            some, whole = oldest(found, 50).oldest, oldest(found, 5000).oldest
+            some, whole = lowest(found, 50).lowest, lowest(found, 5000).lowest
 
         self.assertEqual(names, [one.chunk for one in whole])
         self.assertEqual(names[: len(some)], [one.chunk for one in some])

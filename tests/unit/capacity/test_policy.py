@@ -1,19 +1,27 @@
-"""Mirrors `vua.capacity.policy`: another eviction policy takes one class."""
+"""Mirrors `vua.capacity.policy`; that another eviction policy takes one class, too."""
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from unittest import mock
 
 from helpers import DirectoryTest
 from replay import LAYOUT, NBYTES
+from vua.capacity import evictor
+from vua.capacity.evictor import Evictor
 from vua.capacity.limits import Limits
-from vua.capacity.policy import LRU, Policy
+from vua.capacity.lru import server_now_ns, set_mtime
+from vua.capacity.policy import IN_USE, LRU, LeastHitDensity
 from vua.capacity.reservation import Capacity
+from vua.capacity.use_log import short_name
 from vua.device.slab import Slab
 from vua.format.identity import Identity
-from vua.format.keys import token_ids
+from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import WRITTEN
+from vua.storage.mark import UPKEEP, USES
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
@@ -23,7 +31,7 @@ TICK_S = 0.011
 """Longer than the step in which a kernel's clock goes on: mtimes differ then."""
 
 
-class FIFO:
+class FIFO(LRU):
     """Evicts what was stored first, however often it was used."""
 
     def used(self, directory: int, chunks: Sequence[str]) -> int:
@@ -35,7 +43,7 @@ class FIFO:
 class TestPolicy(DirectoryTest):
     """A small cache, of which the first chunk is used all the time."""
 
-    def evicted(self, policy: Policy) -> list[int]:
+    def evicted(self, policy: LRU) -> list[int]:
         """The numbers of the chunks that go, in order, and that `policy` was asked for."""
         root = self.root / type(policy).__name__
         space = Namespace.create(root, Identity(model="m", chunk_tokens=1), [LAYOUT])
@@ -64,3 +72,159 @@ class TestPolicy(DirectoryTest):
         gone = self.evicted(LRU())
         self.assertGreaterEqual(len(gone), STORED - ROOM)
         self.assertEqual([*range(1, 1 + len(gone))], gone)
+
+
+SECOND_NS = 10**9
+LOVED = 450
+"""Prompts that are asked for every 100 s, of two chunks each."""
+HISTORY_S = 1200
+
+
+def write_log(root: Path, requests: Iterable[tuple[float, Sequence[str]]]) -> None:
+    """Have requests in the log: when they came, and their chunks."""
+    records = b"".join(
+        struct.pack(f"<QI{len(chunks)}Q", int(time_s * 1e6), len(chunks), *map(short_name, chunks))
+        for time_s, chunks in requests
+    )
+    folder = root / UPKEEP / USES
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "0123456789abcdef.uses").write_bytes(b"VUAuses1" + records)
+
+
+class TestLeastHitDensity(DirectoryTest):
+    """A cache whose users ask for some prompts again and again."""
+
+    def setUp(self) -> None:
+        """Log the last twenty minutes: prompts in turn, and between these others, once each."""
+        super().setUp()
+        self.space = Namespace.create(self.root, Identity(model="m", chunk_tokens=1), [LAYOUT])
+        self.fd = self.space.storage.fileno()
+        self.now_ns = server_now_ns(self.fd)
+        self.loved = [self.prompt(number, 1) for number in range(LOVED)]
+        self.once = [self.prompt(1000 + number, *range(9)) for number in range(600)]
+        began_s, apart_s = self.now_ns / 1e9 - HISTORY_S, 100 / LOVED
+        often = [
+            (began_s + number * apart_s, self.names(self.loved[number % LOVED]))
+            for number in range(int(HISTORY_S / apart_s))
+        ]
+        once = [(began_s + 2 * at, self.names(keys)) for at, keys in enumerate(self.once)]
+        requests = sorted([*often, *once])
+        write_log(self.root, requests)
+
+    def prompt(self, *tokens: int) -> KeyChain:
+        """The keys of a prompt, one token each."""
+        return self.space.keys(token_ids(tokens))
+
+    def names(self, keys: KeyChain) -> list[str]:
+        """Their names."""
+        return [keys[at].name for at in range(len(keys))]
+
+    def store(self, prompts: Sequence[KeyChain], ago_s: float) -> None:
+        """Store prompts, used so long ago and each a second later than the one before."""
+        capacity = Capacity(self.root, self.space.storage, Limits(min_free_bytes=0))
+        self.addCleanup(capacity.close)
+        store = Store(self.space.storage, self.space.name, LAYOUT, capacity)
+        saver = store.writer(Slab(LAYOUT, LAYOUT.full, 1).memory)
+        for number, keys in enumerate(prompts):
+            for at in range(len(keys)):
+                saver.save([keys[at]])
+                mtime_ns = self.now_ns - int((ago_s - number) * SECOND_NS) - 1000 * at
+                set_mtime(self.fd, keys[at].name, mtime_ns)
+
+    def stored(self, prompts: Sequence[KeyChain]) -> int:
+        """How many of these prompts are there, with all chunks."""
+        there = [one.name for one in self.space.storage.list()]
+        chunks = {name.partition("/")[0] for name in there}
+        return sum({*self.names(keys)} <= chunks for keys in prompts)
+
+    def evict(self, chunks: int, policy: LRU) -> None:
+        """Make room for so many."""
+        Evictor(self.root, policy=policy).evict(chunks * NBYTES, server_now_ns(self.fd))
+
+    def test_what_comes_back_stays(self) -> None:
+        """What was read once goes, and not what is due, although that was used before it."""
+        for policy, left in ((LeastHitDensity(self.root), 40), (LRU(), 0)):
+            self.store(self.loved[:40], 100)
+            self.store(self.once[:10], 30)
+            self.evict(80, policy)
+            self.assertEqual(left, self.stored(self.loved[:40]), type(policy).__name__)
+
+    def test_prefix_stays(self) -> None:
+        """What is left of a prompt is its front."""
+        self.store(self.once[:1], 30)
+        self.evict(4, LeastHitDensity(self.root))
+        names = {one.name.partition("/")[0] for one in self.space.storage.list()}
+        self.assertEqual({*self.names(self.once[0])[:6]}, names)
+
+    def test_unknown_goes_first(self) -> None:
+        """What nobody has logged goes before all that somebody has, the oldest first."""
+        strangers = [self.prompt(5000 + number) for number in range(6)]
+        self.store(self.once[:2], 500)
+        self.store(strangers, 200)
+        self.evict(4, LeastHitDensity(self.root))
+        self.assertEqual((2, 2), (self.stored(strangers), self.stored(self.once[:2])))
+        self.assertEqual(2, self.stored(strangers[4:]))
+
+    def test_in_use(self) -> None:
+        """What was touched after the log was read stays, and what is new and not logged yet."""
+        policy = LeastHitDensity(self.root)
+        rank = policy.rank(self.now_ns)
+        assert rank is not None
+        old, stranger = self.names(self.once[0])[0], self.names(self.prompt(5000))[0]
+        self.assertEqual(IN_USE, rank(old, self.now_ns))
+        self.assertGreater(IN_USE, rank(old, self.now_ns - 1))
+        self.assertEqual(IN_USE, rank(stranger, self.now_ns - 59 * SECOND_NS))
+        self.assertGreater(IN_USE, rank(stranger, self.now_ns - 61 * SECOND_NS))
+        self.store(self.once[:1], -5)  # all in the future of this
+        Evictor(self.root, policy=policy).evict(NBYTES, self.now_ns)
+        self.assertEqual(1, self.stored(self.once[:1]))
+
+    def test_use_that_is_not_logged(self) -> None:
+        """A mtime that tells of a later use than the log makes a chunk worth more again."""
+        now_ns = self.now_ns + 500 * SECOND_NS
+        rank = LeastHitDensity(self.root).rank(now_ns)
+        assert rank is not None
+        name = self.names(self.loved[0])[0]
+        long_ago, due = (rank(name, now_ns - ago_s * SECOND_NS) for ago_s in (590, 90))
+        self.assertGreater(due, 2 * long_ago)
+
+    def test_not_worth_to_be_written(self) -> None:
+        """In a full cache prompts that will not come back are not stored; others are."""
+        limits = Limits(max_bytes=850 * NBYTES, min_free_bytes=0)
+        capacity = Capacity(self.root, self.space.storage, limits)
+        self.addCleanup(capacity.close)
+        store = Store(self.space.storage, self.space.name, LAYOUT, capacity)
+        saver = store.writer(Slab(LAYOUT, LAYOUT.full, 1).memory)
+
+        def ask(keys: KeyChain) -> int:
+            """Ask for a prompt, store the rest of it; return how many chunks were written."""
+            found = store.lookup(keys)
+            store.used(keys, found, wait=True)
+            written = 0
+            for at in range(found, len(keys)):
+                if saver.save([keys[at]]) != [WRITTEN]:
+                    break  # what follows would not be found
+                written += 1
+            return written
+
+        for keys in self.loved[:400]:
+            self.assertEqual(2, ask(keys))
+        new = [self.prompt(7000 + number, *range(9)) for number in range(30)]
+        written = [ask(keys) for keys in new]
+        self.assertLess(sum(written), 100, written)  # ten chunks each; there was room for 50
+        with mock.patch.object(evictor, "lowest", wraps=evictor.lowest) as passes:
+            others = [ask(self.prompt(7100 + number, *range(9))) for number in range(10)]
+            self.assertEqual([0] * 10, others)
+            passes.assert_not_called()  # no search in vain for each of them
+        self.assertEqual([2] * 10, [ask(keys) for keys in self.loved[400:410]])
+        self.assertGreater(self.stored(self.loved[:400]), 380)
+
+    def test_told_to_all(self) -> None:
+        """What one process asks for another knows, also of prompts of which nothing is stored."""
+        one = Capacity(self.root, self.space.storage)
+        self.addCleanup(one.close)
+        keys, other = self.prompt(8000, 8001), LeastHitDensity(self.root)
+        self.assertIsNone(other.rank_of_new(keys[1].name))
+        one.used(keys, 0, wait=True)
+        time.sleep(0.3)  # others look so often
+        self.assertIsNotNone(other.rank_of_new(keys[1].name))

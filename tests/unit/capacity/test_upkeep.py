@@ -256,7 +256,7 @@ class TestClocks(UpkeepTest):
             evictor = vua._writing.stores[0].capacity.reclaiming.reclaim._evictor  # type: ignore[union-attr]
             with spaces(self.root) as found:
                 space = next(iter(found))
-                fresh = eviction.oldest([space], 1 << 16).oldest
+                fresh = eviction.lowest([space], 1 << 16).lowest
             self.shift(7200)
             evictor._pool = [
                 one._replace(mtime_ns=one.mtime_ns + 7200 * 10**9) for one in fresh[::-1]
@@ -312,7 +312,7 @@ class TestClocks(UpkeepTest):
         space = self.space()
         with spaces(self.root) as found:
             (one,) = found
-            chunk = eviction.oldest([one], 1 << 16).oldest[0].chunk
+            chunk = eviction.lowest([one], 1 << 16).lowest[0].chunk
         ttl.settle(space, chunk, "", 60)
         stamp = time.time_ns() + HOUR_NS
         path = self.root / space.name / chunk[:2] / chunk

@@ -1,0 +1,205 @@
+"""Which prompts were asked for, told to all processes that use a directory.
+
+Each process appends to a file of its own in ``<root>/.upkeep/uses/`` and reads those of others: no
+locks, and no server. A record is a request: when it came, and the first eight bytes of the names
+of its prompt's chunks. It costs 8 bytes a chunk, where the chunk itself has a megabyte. All files
+together keep some 8 MiB: who begins a new one deletes the oldest.
+
+Nothing depends on it but the order of eviction. What cannot be written or read is not known;
+whatever else lies there is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from vua.capacity.lease import upkeep_directory
+from vua.storage.mark import UPKEEP, USES, is_marked
+
+__all__ = ["Request", "UseLog", "short_name"]
+
+_MAGIC: Final = b"VUAuses1"
+_HEAD: Final = struct.Struct("<QI")
+"""Time in microseconds since 1970, number of chunks."""
+_MOST_CHUNKS: Final = 1 << 17
+_FILE_NBYTES: Final = 1 << 20
+_ALL_NBYTES: Final = 8 << 20
+"""A million chunks: whoever begins to evict reads them within a second or two."""
+_PAUSE_S: Final = 60.0
+"""After a failure nothing is written for so long."""
+_SUFFIX: Final = ".uses"
+_OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def short_name(chunk: str) -> int:
+    """Return the number that stands for a chunk (64 hex) here: the first eight bytes of it."""
+    return int(chunk[:16], 16)
+
+
+class Request(NamedTuple):
+    """A request for a prompt."""
+
+    time_s: float
+    """Since 1970, by the server's clock."""
+    chunks: Sequence[int]
+    """See :func:`short_name`; from the prompt's first one on."""
+
+
+class UseLog:
+    """One process's view of the log of a directory. For one thread at a time."""
+
+    def __init__(self, root: str | os.PathLike[str], all_nbytes: int = _ALL_NBYTES) -> None:
+        """Use the log of ``root``; touches nothing yet.
+
+        All files keep about ``all_nbytes``: what is older is forgotten.
+        """
+        self._root, self._all_nbytes = Path(root), all_nbytes
+        self._file_nbytes = min(_FILE_NBYTES, all_nbytes // 4)
+        self._path: Path | None = None
+        """This process's file; None: it is to begin one."""
+        self._written_nbytes = 0
+        self._from_s = 0.0
+        self._ahead_s: float | None = None
+        """How far the server's clock is ahead of this process's; None: it is not known yet."""
+        self._read: dict[str, int] = {}
+        """Other files, and how far they were read."""
+        self._mine: set[str] = set()
+        self._unread: list[Request] = []
+        """What this process wrote since the last :meth:`read`."""
+
+    def append(self, chunks: Sequence[str]) -> None:
+        """Note a request for a prompt's chunks (64 hex), from its first one on; never raises."""
+        numbers = [short_name(chunk) for chunk in chunks[:_MOST_CHUNKS]]
+        self._write(numbers)
+        if self._ahead_s is not None:
+            self._unread.append(Request(time.monotonic() + self._ahead_s, numbers))
+
+    def _write(self, numbers: Sequence[int]) -> None:
+        now_s = time.monotonic()
+        if now_s < self._from_s:
+            return
+        try:
+            if self._path is None or self._written_nbytes >= self._file_nbytes:
+                self._path = self._begin()
+            time_us = int((time.monotonic() + (self._ahead_s or 0.0)) * 1e6)
+            body = np.array(numbers, dtype="<u8").tobytes()
+            record = _HEAD.pack(max(0, time_us), len(numbers)) + body
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | _OPEN)
+            try:
+                self._written_nbytes += len(record)
+                whole = os.write(fd, record) == len(record)
+            finally:
+                os.close(fd)  # a server then shows it to other hosts
+        except OSError:
+            whole = False
+        if not whole:  # what is there is read up to the last whole record
+            self._path, self._from_s = None, now_s + _PAUSE_S
+
+    def read(self) -> list[Request]:
+        """Return the requests of all processes since the last call, in order of time.
+
+        What this process appended is among them.
+        """
+        found, self._unread = self._unread, []
+        try:
+            directory = self._open_directory()
+        except OSError:
+            return found
+        try:
+            there = [one for one in os.listdir(directory) if one.endswith(_SUFFIX)]
+            for name in sorted(set(there) - self._mine):
+                with contextlib.suppress(OSError):
+                    found += self._new_in(directory, name)
+            self._read = {name: at for name, at in self._read.items() if name in there}
+        except OSError:
+            pass
+        finally:
+            os.close(directory)
+        return sorted(found, key=lambda one: one.time_s)
+
+    def _new_in(self, directory: int, name: str) -> Iterator[Request]:
+        fd = os.open(name, os.O_RDONLY | _OPEN, dir_fd=directory)
+        try:
+            status = os.fstat(fd)
+            at = self._read.get(name, len(_MAGIC))
+            most = 2 * _FILE_NBYTES
+            if not stat.S_ISREG(status.st_mode) or not at < status.st_size <= most:
+                return
+            data = os.pread(fd, status.st_size, 0)
+        finally:
+            os.close(fd)
+        if data[: len(_MAGIC)] != _MAGIC:
+            return
+        latest_s = status.st_mtime_ns / 1e9
+        while at + _HEAD.size <= len(data):
+            time_us, chunks = _HEAD.unpack_from(data, at)
+            end = at + _HEAD.size + 8 * chunks
+            if chunks > _MOST_CHUNKS:
+                at = most  # no record: the rest cannot be told apart
+                break
+            if end > len(data):
+                break  # still being written
+            numbers = np.frombuffer(data, "<u8", chunks, at + _HEAD.size)
+            yield Request(min(time_us / 1e6, latest_s), numbers.tolist())
+            at = end
+        self._read[name] = at
+
+    def _open_directory(self) -> int:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(self._root / UPKEEP / USES, flags)
+
+    def _begin(self) -> Path:
+        """Begin a file, and make room for it; return its path. Raises OSError."""
+        if not is_marked(self._root):
+            raise OSError(errno.EPERM, "nothing is deleted here, so nobody wants to know")
+        above = upkeep_directory(self._root)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(USES, 0o700, dir_fd=above)
+                mode = stat.S_IMODE(os.fstat(above).st_mode)
+                os.chmod(USES, mode, dir_fd=above)  # whoever may use the lease may use this
+        finally:
+            os.close(above)
+        directory = self._open_directory()
+        try:
+            self._forget_oldest(directory)
+            name = f"{secrets.token_hex(8)}{_SUFFIX}"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
+            mode = 0o600 | (stat.S_IMODE(os.fstat(directory).st_mode) & 0o040)
+            fd = os.open(name, flags, mode, dir_fd=directory)
+            try:
+                self._mine.add(name)
+                os.write(fd, _MAGIC)
+                self._ahead_s = os.fstat(fd).st_mtime_ns / 1e9 - time.monotonic()
+            finally:
+                os.close(fd)
+        finally:
+            os.close(directory)
+        self._written_nbytes = len(_MAGIC)
+        return self._root / UPKEEP / USES / name
+
+    def _forget_oldest(self, directory: int) -> None:
+        there = []
+        for name in os.listdir(directory):
+            if name.endswith(_SUFFIX):
+                with contextlib.suppress(OSError):
+                    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                    there.append((status.st_mtime_ns, name, status.st_size))
+        left = sum(nbytes for _, _, nbytes in there) - (self._all_nbytes - self._file_nbytes)
+        for _, name, nbytes in sorted(there):
+            if left <= 0:
+                break
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=directory)
+                left -= nbytes

@@ -1,0 +1,114 @@
+"""Mirrors `vua.capacity.use_log`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import unittest
+from pathlib import Path
+
+from helpers import DirectoryTest
+from vua.capacity.use_log import UseLog, short_name
+from vua.storage.mark import UPKEEP, USES, make_mark
+
+
+def chunk(number: int) -> str:
+    """The name of some chunk."""
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+class TestUseLog(DirectoryTest):
+    """A directory that two processes use."""
+
+    def setUp(self) -> None:
+        """Make it ours, and let two write."""
+        super().setUp()
+        make_mark(self.root)
+        self.one, self.other = UseLog(self.root), UseLog(self.root)
+
+    def numbers(self, log: UseLog) -> list[list[int]]:
+        """What a process learns now."""
+        return [[*request.chunks] for request in log.read()]
+
+    def files_of_log(self) -> list[Path]:
+        """The files of all processes."""
+        return sorted((self.root / UPKEEP / USES).glob("*"))
+
+    def test_all_know_all(self) -> None:
+        """Each learns what all have asked for, once, and when."""
+        self.one.append([chunk(1), chunk(2)])
+        self.other.append([chunk(3)])
+        both = [[short_name(chunk(1)), short_name(chunk(2))], [short_name(chunk(3))]]
+        self.assertEqual(both, self.numbers(self.one))
+        found = self.other.read()
+        self.assertEqual(both, [[*request.chunks] for request in found])
+        for request in found:
+            self.assertAlmostEqual(time.time(), request.time_s, delta=5)
+        self.assertEqual([[], []], [self.numbers(self.one), self.numbers(self.other)])
+        self.one.append([chunk(1)])
+        self.assertEqual([[short_name(chunk(1))]], self.numbers(self.other))
+
+    def test_begins_anew(self) -> None:
+        """A process that comes later knows what was asked for before."""
+        for number in range(100):
+            self.one.append([chunk(number)])
+        self.assertEqual(100, len(self.numbers(UseLog(self.root))))
+
+    def test_bounded(self) -> None:
+        """All files together keep so many bytes; the oldest requests are forgotten."""
+        self.one = UseLog(self.root, all_nbytes=64 << 10)
+        names = [chunk(number) for number in range(100)]
+        for number in range(1000):
+            self.one.append([chunk(number), *names])
+        nbytes = sum(path.stat().st_size for path in self.files_of_log())
+        self.assertLess(nbytes, 80 << 10)
+        self.assertGreater(nbytes, 40 << 10)
+        first = [request[0] for request in self.numbers(self.other)]
+        self.assertEqual(short_name(chunk(999)), first[-1])
+
+    def test_whatever_lies_there(self) -> None:
+        """Foreign files, torn records and nonsense are passed over; what is sound is read."""
+        self.one.append([chunk(1)])
+        self.one.append([chunk(2)])
+        (mine,) = self.files_of_log()
+        whole = mine.read_bytes()
+        mine.with_name("torn.uses").write_bytes(whole[:-3])
+        mine.with_name("zeros.uses").write_bytes(bytes(1000))
+        mine.with_name("long.uses").write_bytes(whole + b"\xff" * 100)
+        mine.with_name("notes.txt").write_bytes(whole)
+        mine.with_name("folder.uses").mkdir()
+        mine.with_name("link.uses").symlink_to(mine)
+        os.mkfifo(mine.with_name("pipe.uses"))
+        one, two = [short_name(chunk(1))], [short_name(chunk(2))]
+        self.assertEqual(sorted([one, two, one, one, two]), sorted(self.numbers(self.other)))
+        with mine.with_name("torn.uses").open("ab") as stream:
+            stream.write(whole[-3:])  # it was still being written
+        self.assertEqual([two], self.numbers(self.other))
+
+    def test_not_to_be_written(self) -> None:
+        """Without the mark, or where the folder is in the way, nothing is written nor raised."""
+        bare = self.root / "bare"
+        bare.mkdir()
+        log = UseLog(bare)
+        log.append([chunk(1)])
+        self.assertEqual([], [*bare.iterdir()])
+        self.assertEqual([], log.read())
+        (self.root / UPKEEP).mkdir()
+        (self.root / UPKEEP / USES).write_bytes(b"in the way")
+        self.one.append([chunk(1)])
+        self.assertEqual(b"in the way", (self.root / UPKEEP / USES).read_bytes())
+
+    def test_file_vanishes(self) -> None:
+        """Somebody deletes the log: what comes later is written into a new one."""
+        self.one.append([chunk(1)])
+        for path in self.files_of_log():
+            path.unlink()
+        self.one.append([chunk(2)])  # is lost for others
+        self.one = UseLog(self.root)
+        self.one.append([chunk(3)])
+        self.assertEqual([[short_name(chunk(3))]], self.numbers(self.other))
+
+
+if __name__ == "__main__":
+    unittest.main()
