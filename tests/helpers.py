@@ -27,6 +27,7 @@ from vua.core import VUA
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
 from vua.native import bindings
+from vua.storage.mark import USES
 from vua.store.namespace import Namespace
 
 Arrays = list[npt.NDArray[np.uint8]]
@@ -99,8 +100,9 @@ class DirectoryTest(unittest.TestCase):
         return [path for path in found if "quarantine" not in path.parts]
 
     def snapshot(self) -> dict[str, bytes]:
-        """Every file below the directory with its bytes."""
-        paths = (path for path in self.root.rglob("*") if path.is_file())
+        """Every file below the directory with its bytes, but for the log of requests."""
+        found = (path for path in self.root.rglob("*") if USES not in path.parts)
+        paths = (path for path in found if path.is_file())
         return {str(path.relative_to(self.root)): path.read_bytes() for path in paths}
 
 

@@ -123,10 +123,6 @@ class HitDensity:
         """Return the row of each chunk that is known; changes with the next request."""
         return self._rows
 
-    def last_uses_s(self) -> npt.NDArray[np.float64]:
-        """Return when the chunk of each row was used last; a copy."""
-        return self._last_s.copy()
-
     def worth_at(self, row: int, age_s: float) -> float:
         """Return the hits per second that a chunk promises so long after its last use."""
         fitted = self._fitted(self._last_s[row] + age_s)

@@ -25,6 +25,7 @@ from vua.storage.local import chunk_path
 
 __all__ = [
     "MTIME_STEP_NS",
+    "ORPHAN_MTIME_NS",
     "inherit",
     "mtime_ns_of",
     "server_now_ns",
@@ -34,6 +35,10 @@ __all__ = [
 
 MTIME_STEP_NS: Final = 1000
 """By this much a child's mtime is older than its parent's. All common file systems resolve it."""
+
+ORPHAN_MTIME_NS: Final = 10**18
+"""mtime (in 2001) of a chunk whose parent is missing. With 'now' it would look recently used and
+evict the front of its own prompt."""
 
 CLOCK: Final = "clock"
 
@@ -78,9 +83,12 @@ def touch(directory: int, chunks: Sequence[str]) -> int:
 
 
 def inherit(directory: int, chunk: str, parent: str) -> bool:
-    """Set the mtime of a new chunk before its parent's; False when the parent is gone."""
+    """Set the mtime of a new chunk before its parent's; False when the parent is gone.
+
+    A parent that is an orphan itself is as good as gone.
+    """
     mtime_ns = mtime_ns_of(directory, parent)
-    if mtime_ns is None:
+    if mtime_ns is None or mtime_ns <= ORPHAN_MTIME_NS:
         return False
     try:
         set_mtime(directory, chunk, mtime_ns - MTIME_STEP_NS)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from vua.capacity.hit_density import HitDensity
-from vua.capacity.lru import touch
+from vua.capacity.lru import ORPHAN_MTIME_NS, touch
 from vua.capacity.touches import INTERVAL_S
 from vua.capacity.use_log import UseLog, short_name
 from vua.io.forks import watch
@@ -32,8 +32,9 @@ _PER_UNIT: Final = 1e18
 """Ranks are whole numbers: hits per second times this."""
 _UNKNOWN: Final = -(1 << 62)
 """Added to the mtimes of chunks that nobody knows: these go first, the oldest one first."""
-_LATER_S: Final = 1.0
-"""A mtime so much after the last use that is known of tells of one that is not."""
+_TICK_NS: Final = 50 * 10**6
+"""Kernels' clocks for mtimes go on by ticks of 10 ms at most, and a prompt's chunks are touched a
+microsecond before each other."""
 _SETTLED_NS: Final = int(INTERVAL_S * 1e9)
 """What is used gets a new mtime after so long at the latest."""
 IN_USE: Final = 1 << 100
@@ -104,8 +105,8 @@ class LeastHitDensity(LRU):
 
         Whoever uses chunks logs that before it sets mtimes, and stores others behind them after
         that. So a mtime of before ``now_ns`` tells of a use that is in the log, which is read after
-        that time; what has a later one stays. Of a chunk that is not in the log the one before it
-        may have been touched within the last minute, and not again.
+        that time; what has a later one stays. So does for a minute what is not in the log: it may
+        have come after that, behind chunks that were touched before and not again.
         """
         with self._lock:
             self._read_s = -_READ_S
@@ -113,20 +114,15 @@ class LeastHitDensity(LRU):
             density = self._density
             if not density.is_learned:
                 return None
-            worths, last_s = density.worths(now_ns / 1e9), density.last_uses_s()
-            rows = dict(density.known())
+            worths, rows = density.worths(now_ns / 1e9), dict(density.known())
 
         def rank(chunk: str, mtime_ns: int) -> int:
             row = rows.get(short_name(chunk))
-            if mtime_ns >= now_ns or (row is None and mtime_ns > now_ns - _SETTLED_NS):
+            if mtime_ns > now_ns - (_SETTLED_NS if row is None else _TICK_NS):
                 return IN_USE
-            if row is None:
+            if row is None or mtime_ns <= ORPHAN_MTIME_NS:
                 return mtime_ns + _UNKNOWN
-            worth = worths[row]
-            if mtime_ns / 1e9 > last_s[row] + _LATER_S:
-                with self._lock:
-                    worth = max(worth, density.worth_at(row, (now_ns - mtime_ns) / 1e9))
-            return int(worth * _PER_UNIT)
+            return int(worths[row] * _PER_UNIT)
 
         return rank
 

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 from vua.capacity import prefix_tree, ttl
 from vua.capacity.limits import Limits
-from vua.capacity.lru import MTIME_STEP_NS, inherit, mtime_ns_of, set_mtime
+from vua.capacity.lru import MTIME_STEP_NS, ORPHAN_MTIME_NS, inherit, mtime_ns_of, set_mtime
 from vua.capacity.pending import Pending
 from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.reclaim import Below
@@ -42,9 +42,6 @@ __all__ = ["Capacity", "Reservation", "Unlimited"]
 
 _ADOPT_WAIT_S: Final = 5.0
 """A chunk that was stored before its parent, or whose parent vanished, is looked at after this."""
-_ORPHAN_MTIME_NS: Final = 10**18
-"""mtime (in 2001) of a chunk whose parent is missing. With 'now' it would look recently used and
-evict the front of its own prompt."""
 _BATCH_SHARE: Final = 1 / 256
 """Share of the limit that one reservation may ask for: several processes do so at a time, without
 knowing of each other."""
@@ -57,7 +54,6 @@ class _Use(NamedTuple):
     """Names, from the prompt's first one on."""
     touched: int
     """How many of them get new mtimes."""
-    is_logged: bool
 
 
 class Capacity:
@@ -129,10 +125,10 @@ class Capacity:
         return 0 if limits is None else int(limits.max_bytes * _BATCH_SHARE)
 
     def add_orphan(self, chunk: str, parent: str) -> None:
-        """Note a new chunk whose parent is not there: it may come soon."""
+        """Note a new chunk whose parent is not there, or is an orphan itself: it may come soon."""
         self._orphans.append((time.monotonic(), chunk, parent))
         with contextlib.suppress(OSError):
-            set_mtime(self.storage.fileno(), chunk, _ORPHAN_MTIME_NS)
+            set_mtime(self.storage.fileno(), chunk, ORPHAN_MTIME_NS)
 
     def adopt_orphans(self) -> None:
         """Give orphans their mtimes, or delete them, when their parents had time to come."""
@@ -161,13 +157,11 @@ class Capacity:
         is_new = bool(many) and self._requests.passes(keys[many - 1].name)
         touched = chunks if wait or (chunks and self.touches.wants(keys[chunks - 1].name)) else 0
         if is_new or touched or (many and wait):
-            names = [keys[place].name for place in range(many if is_new or wait else touched)]
-            self.touches.touch(_Use(names, touched, is_new or wait), wait=wait)
+            self.touches.touch(_Use([keys[at].name for at in range(many)], touched), wait=wait)
 
     def _note(self, use: _Use) -> None:
         """Log a request, and only then show that its chunks are used: see `LeastHitDensity`."""
-        if use.is_logged:
-            self.policy.asked(use.chunks)
+        self.policy.asked(use.chunks)
         if use.touched:
             self.policy.used(self.storage.fileno(), use.chunks[: use.touched])
 
@@ -322,7 +316,7 @@ class Reservation:
             if status == WRITTEN:
                 if key.previous:
                     mark(self._fd, key.name, AFTER + key.before.hex())
-                if mtime_ns is not None and not key.previous:
+                if mtime_ns is not None and mtime_ns > ORPHAN_MTIME_NS and not key.previous:
                     with contextlib.suppress(OSError):
                         mtime_ns -= MTIME_STEP_NS
                         set_mtime(self._fd, key.name, mtime_ns)

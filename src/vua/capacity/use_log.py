@@ -179,6 +179,7 @@ class UseLog:
             mode = 0o600 | (stat.S_IMODE(os.fstat(directory).st_mode) & 0o040)
             fd = os.open(name, flags, mode, dir_fd=directory)
             try:
+                os.fchmod(fd, mode)  # an unusual umask
                 self._mine.add(name)
                 os.write(fd, _MAGIC)
                 self._ahead_s = os.fstat(fd).st_mtime_ns / 1e9 - time.monotonic()

@@ -34,6 +34,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "Replayed",
     "Request",
+    "Session",
     "block_file_nbytes",
     "read",
     "replay",
@@ -146,7 +147,7 @@ def replay(
         MeasurementError: a load brought another block, or less than the lookup found for another
             reason than eviction.
     """
-    session = _Session(root, max_bytes)
+    session = Session(root, max_bytes)
     seen: set[int] = set()
     hit = ideal = written = vanished = refused = 0
     lookups, start = [], time.perf_counter()
@@ -163,7 +164,7 @@ def replay(
         ideal += leading(seen, request.whole)
         seen.update(request.whole)
         show("", number + 1, len(requests), amount=number + 1, unit="requests")
-    session.store.close()
+    session.close()
     file_nbytes = block_file_nbytes()
     blocks = sum(len(request.whole) for request in requests)
     p50, p90, p99 = (np.percentile(lookups, (50, 90, 99)) * 1e3).tolist()
@@ -176,10 +177,11 @@ def replay(
     )  # fmt: skip
 
 
-class _Session:
-    """A store of blocks, and the memory that they pass through."""
+class Session:
+    """A store of blocks, and the memory that they pass through. For one thread."""
 
     def __init__(self, root: Path, max_bytes: int | str | None) -> None:
+        """Open, or make, a store below ``root`` of at most ``max_bytes``; None: without a bound."""
         self._bounded = max_bytes is not None
         bounds = Limits(max_bytes=max_bytes if self._bounded else "100%", min_free_bytes=0)
         identity = Identity(model="replay", chunk_tokens=BLOCK_TOKENS)
@@ -188,6 +190,16 @@ class _Session:
         self._id, one = _staged(1)
         self._ids, many = _staged(_ROOM)
         self._saver, self._loader = self.store.writer(one.memory), self.store.loader(many.memory)
+
+    def close(self) -> None:
+        """Finish what is still to be done."""
+        self.store.close()
+
+    def ask(self, request: Request) -> tuple[int, int]:
+        """Look a request up, load what is there, save the rest; return how many of each."""
+        chain = self.namespace.keys(token_ids(_prompt(request)))
+        loaded = self.load(request, chain, self.store.lookup(chain))
+        return loaded, self.save(request, chain, loaded)[0]
 
     def load(self, request: Request, chain: KeyChain, found: int) -> int:
         """Note the use of the blocks that were found, load and compare them; return how many."""

@@ -1,0 +1,133 @@
+"""A trace through one directory that several processes of two hosts use, beside the simulator.
+
+    python benchmarks/shared_replay.py TRACE [--requests 3000] [--processes 4] [--sizes 1%,3%]
+
+Each request goes to one of the processes by chance, the next one when it is answered: it is looked
+up, loaded and compared, and the rest is stored. Half of the processes stand for another host: other
+clocks and another name. Then the simulator of `vua bench replay` is given the same requests at the
+times at which they came here: the hits of the two are to agree, whatever process saw what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vua.cli.bench_ranks import Past
+from vua.cli.bench_replay import Request, block_file_nbytes, read
+from vua.cli.bench_simulate import POLICIES, Outcome, simulate
+
+CHILD = """
+import socket, sys, time
+other = sys.argv[3] == "other"
+if other:
+    clock, wall = time.monotonic, time.time
+    time.monotonic = lambda: clock() + 12345.0
+    time.time = lambda: wall() - 86400.0
+    socket.gethostname = lambda: "other-host"
+import json
+from pathlib import Path
+from vua.cli.bench_replay import Request, Session
+
+session = Session(Path(sys.argv[1]), int(sys.argv[2]))
+print("ready", flush=True)
+for line in sys.stdin:
+    blocks, tokens = json.loads(line)
+    hits, written = session.ask(Request(tuple(blocks), tokens))
+    print(hits, written, flush=True)
+session.close()
+"""
+
+
+@contextlib.contextmanager
+def children(root: Path, max_bytes: int, processes: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start processes that use ``root``, half of them as of another host."""
+    found: list[subprocess.Popen[str]] = []
+    try:
+        for number in range(processes):
+            host = "other" if number % 2 else "this"
+            words = [sys.executable, "-c", CHILD, str(root), str(max_bytes), host]
+            pipe = subprocess.PIPE
+            found.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True))
+        for child in found:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+        yield found
+        for child in found:
+            child.communicate(timeout=60)
+    finally:
+        for child in found:
+            child.kill()
+            child.wait()
+
+
+def shared(root: Path, requests: Sequence[Request], room: int, processes: int) -> list[Outcome]:
+    """Return what processes found and wrote together, and what simulated ones would have.
+
+    Args:
+        root: an empty directory.
+        requests: in order; their times are not looked at.
+        room: blocks that fit.
+        processes: how many.
+
+    Returns of the directory, of its policy simulated, and of LRU.
+    """
+    chance, timed, hits, written = random.Random(1), [], 0, 0
+    with children(root, room * block_file_nbytes(), processes) as started:
+        began_s = time.monotonic()
+        for request in requests:
+            child = chance.choice(started)
+            assert child.stdin is not None
+            assert child.stdout is not None
+            timed.append(replace(request, time_s=time.monotonic() - began_s))
+            child.stdin.write(json.dumps([request.blocks, request.tokens]) + "\n")
+            child.stdin.flush()
+            one, other = map(int, child.stdout.readline().split())
+            hits, written = hits + one, written + other
+    real = Outcome(sum(len(one.whole) for one in requests), hits, written)
+    policies = [POLICIES[name](room, Past()) for name in ("hit density", "LRU")]
+    return [real, *simulate(timed, policies)]
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--sizes", default="1%,3%", help="of the distinct blocks")
+    parser.add_argument("--dir", type=Path, help="where to keep the store meanwhile")
+    asked = parser.parse_args()
+    requests = read(asked.trace, asked.requests)
+    distinct = len({block for request in requests for block in request.whole})
+    print(
+        "| room, blocks | hits | simulated | of it | LRU, simulated | written per hit | simulated |"
+    )
+    print("|--:|--:|--:|--:|--:|--:|--:|")
+    for size in asked.sizes.split(","):
+        room = max(1, round(float(size.rstrip("%")) / 100 * distinct))
+        root = Path(tempfile.mkdtemp(prefix="vua-shared-", dir=asked.dir))
+        try:
+            real, dense, lru = shared(root, requests, room, asked.processes)
+        finally:
+            shutil.rmtree(root)
+        ratio = real.hit_ratio / dense.hit_ratio
+        print(
+            f"| {room} | {real.hit_ratio:.4f} | {dense.hit_ratio:.4f} | {ratio:.3f} "
+            f"| {lru.hit_ratio:.4f} | {real.written_per_hit:.2f} | {dense.written_per_hit:.2f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
