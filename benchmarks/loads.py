@@ -79,7 +79,7 @@ def main() -> None:
     asked = parse.parse_args()
     with tempfile.TemporaryDirectory(prefix="vua-loads-") as root:
         side = worker(root)
-        group = side._groups[0]
+        group = side.groups[0]
         chain = KeyChain(token_ids(range(asked.tokens)), LLAMA_8B.chunk_tokens)
         keys = list(chain)
         slab = Slab(LLAMA_8B, LLAMA_8B.full, 1)

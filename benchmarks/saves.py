@@ -109,7 +109,7 @@ class SavingEngine:
         caches = {f"layers.{at}": torch.zeros(shape, dtype=dtype) for at in range(layout.layers)}
         layer_of = {name: at for at, name in enumerate(caches)}
         self.worker.register(caches, layer_of, dict.fromkeys(caches, 0), page_layout)
-        self.group = self.worker._groups[0]
+        self.group = self.worker.groups[0]
         self.group.store.storage = sink
         self.group.store.capacity = None
         self.most_pending, self.blocked_s = 0, 0.0

@@ -6,33 +6,28 @@ Stops at the first input that raises anything but CorruptEntryError, takes longe
 is accepted although it begins like no golden file; that input is written to `crash-vua`.
 """
 
-# ruff: noqa: SLF001 - follows the branches of private functions
-
 from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import random
 import sys
 import time
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 from scorecard.attacks import hostile_bytes, mutated
 from vua.errors import CorruptEntryError
 from vua.format import compressed, entry, header, layout
-from vua.format.compressed import Compressed, decompressed
+from vua.format.compressed import decompressed
 from vua.format.entry import parse_entry
 
 HERE = Path(__file__).parent
 COMPRESSED = sorted((HERE / "golden_compressed").rglob("*.safetensors"))
 SLOW_S = 1.0
-FUNCTIONS = (
-    *(entry.parse_entry, entry._with_check, header.claims, header.json_header),
-    *(entry.EntryCodec.__init__, entry.EntryCodec._tensors, entry.EntryCodec._middle),
-    *(layout.Shard.parse.__func__, layout.KVLayout.__post_init__),
-    *(Compressed.parse.__func__, Compressed.plain, Compressed._expand, compressed._start),
-)
-"""What is followed branch by branch."""
+PARSERS = (entry, header, compressed, layout)
+"""Modules whose branches are followed, all of them."""
 MOST_TIMES = 64
 """What a file claims must not fill memory."""
 
@@ -74,6 +69,21 @@ class Parser:
             raise AssertionError(f"took {elapsed_s:.1f} s")
 
 
+def functions(*modules: ModuleType) -> list[FunctionType]:
+    """All functions and methods that are written in the modules, each once."""
+    found: dict[FunctionType, None] = {}
+    for module in modules:
+        classes = [one for one in vars(module).values() if isinstance(one, type)]
+        for owner in (module, *classes):
+            for value in vars(owner).values():
+                function = inspect.unwrap(getattr(value, "__func__", value))
+                if not isinstance(function, FunctionType):
+                    continue
+                if function.__code__.co_filename == module.__file__:
+                    found[function] = None
+    return list(found)
+
+
 def fuzz_with_atheris(parser: Parser, seconds: float) -> None:
     """Let libFuzzer look for inputs that reach new code."""
     import atheris
@@ -86,7 +96,7 @@ def fuzz_with_atheris(parser: Parser, seconds: float) -> None:
     ]
     for number, data in enumerate(seeds):
         (corpus / f"seed-{number}").write_bytes(data)
-    for function in FUNCTIONS:  # all others would only be slower
+    for function in functions(*PARSERS):  # all others would only be slower
         atheris.instrument_func(function)
     words = [sys.argv[0], f"-max_total_time={int(seconds)}", "-max_len=16384", str(corpus)]
     atheris.Setup(words, parser)

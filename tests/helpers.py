@@ -71,7 +71,7 @@ def save_step(side: Any, orders: Any) -> None:
 
 def namespace_of(vua: VUA) -> Namespace:
     """The open namespace of a cache, whose counts and parts engines see, and users do not."""
-    found = vua._writing or vua._reading  # noqa: SLF001
+    found = vua.namespace()
     assert found is not None
     return found
 
@@ -81,7 +81,7 @@ def native_code(wish: str) -> Iterator[None]:
     """Choose anew between the native code and Python, as VUA_NATIVE says: auto, off or require."""
     with (
         mock.patch.dict(os.environ, VUA_NATIVE=wish),
-        mock.patch.object(bindings._choice, "status", None),  # noqa: SLF001
+        mock.patch.object(bindings.choice, "status", None),
     ):
         yield
 

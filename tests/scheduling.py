@@ -20,6 +20,29 @@ def request_of(name: str, **settings: Any) -> Any:
     return SimpleNamespace(**given)
 
 
+def bare_connector(path: str, **extra: Any) -> Any:
+    """VLLM's connector of an engine that cannot be cached, so without a half; tests give it one."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1
+
+    transfer = SimpleNamespace(
+        kv_connector_extra_config={"shared_storage_path": path, **extra},
+        is_kv_consumer=True,
+        is_kv_producer=True,
+    )
+    engine: Any = SimpleNamespace(
+        kv_transfer_config=transfer,
+        model_config=SimpleNamespace(dtype="float32", enable_sleep_mode=True),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(),
+    )
+    cache: Any = SimpleNamespace(kv_cache_groups=[])
+    made = VUAStorageConnector_V1(engine, KVConnectorRole.WORKER, cache)
+    assert made.worker is None
+    return made
+
+
 def step(computed: dict[str, int]) -> ScheduledStep:
     """A step that computes these new requests, all 64 tokens of each."""
     blocks = [[1, 2, 3, 4]]

@@ -168,7 +168,7 @@ def one_thread(load: Callable[[], None]) -> None:
 
 def in_python(load: Callable[[], None]) -> None:
     """Load by the path that is always there."""
-    kept, choice = bindings.status(), bindings._choice
+    kept, choice = bindings.status(), bindings.choice
     choice.status = bindings.Status(None, "Python does the work")
     try:
         load()

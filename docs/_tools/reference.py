@@ -172,7 +172,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
 
 def commands() -> str:
     """Every command of `vua`, with its arguments, from its parser."""
-    parser = cli._parser()  # noqa: SLF001
+    parser = cli.make_parser()
     (several,) = [
         one
         for one in parser._actions  # noqa: SLF001

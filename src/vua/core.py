@@ -252,7 +252,7 @@ class VUA:
             InputError: the tokens are unusable. Never for the state of the directory.
         """
         batch = sequences(tokens)
-        namespace = self._namespace_to_read()
+        namespace = self.namespace()
         answers = self._threads.map(
             lambda _, pair: self._get(namespace, pair[0], pair[1], torch.device(device)),
             zip(batch.ids, batch.rows, strict=True),
@@ -271,11 +271,12 @@ class VUA:
         Raises:
             InputError: the tokens are unusable. Never for the state of the directory.
         """
-        namespace = self._namespace_to_read()
+        namespace = self.namespace()
         found = [self._stored(namespace, ids)[1] for ids in sequences(tokens).ids]
         return [chunks * self.config.split_factor for chunks in found]
 
-    def _namespace_to_read(self) -> Namespace | None:
+    def namespace(self) -> Namespace | None:
+        """Return what is read from now, with its counts; None where there is nothing to read."""
         with self._lock:
             if self._reading is None or self._reading.storage.gone:
                 try:
@@ -356,7 +357,7 @@ class VUA:
         tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int],
         change: Callable[[Namespace, Sequence[ChunkKey]], int],
     ) -> list[int]:
-        batch, namespace, held = sequences(tokens), self._namespace_to_read(), []
+        batch, namespace, held = sequences(tokens), self.namespace(), []
         for ids in batch.ids:
             keys, stored = self._stored(namespace, ids)
             chunks = change(namespace, keys.first(stored)) if namespace and keys else 0

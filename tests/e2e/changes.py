@@ -1,7 +1,5 @@
 """Weights and adapters that change under a running engine. Called in the engine's process."""
 
-# ruff: noqa: SLF001 - another project's name, which has no public form
-
 from __future__ import annotations
 
 import zlib

@@ -6,8 +6,6 @@ that importing vLLM takes. Answers are lines on stdout that start with `MARK`; w
 into the answer's "log". Ends when stdin does.
 """
 
-# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
-
 from __future__ import annotations
 
 import ctypes
@@ -189,7 +187,7 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
             return {"problem": traceback.format_exc()}
         finally:
             llm.llm_engine.engine_core.shutdown()
-            worker = getattr(side, "_worker", None)
+            worker = getattr(side, "worker", None)
             counts |= dict(worker.counts) if worker is not None else {}
             del llm, side, worker
             gc.collect()
@@ -286,7 +284,7 @@ def wait_for_saves(patience_s: float = 60.0) -> None:
     """Wait until this process has stored what it has to: the next prompt may rely on it."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+    worker = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
     until = time.monotonic() + patience_s
     while worker is not None and worker.saves.pending and time.monotonic() < until:
         time.sleep(0.01)
@@ -297,7 +295,7 @@ def settle(llm: Any) -> None:
     from vllm import SamplingParams
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
+    worker = get_kv_transfer_group().worker if has_kv_transfer_group() else None
     until = time.monotonic() + 120
     while worker is not None and worker.saves.pending:
         if time.monotonic() > until:
@@ -316,7 +314,7 @@ def throttle(bytes_per_s: float | None, pause_s: float) -> None:
 
     from vua.testing.throttle import ThrottledStorage
 
-    for group in get_kv_transfer_group()._worker._groups:
+    for group in get_kv_transfer_group().worker.groups:
         store = group.store
         if not isinstance(store.storage, ThrottledStorage):
             store.storage = ThrottledStorage(store.storage)

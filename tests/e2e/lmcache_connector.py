@@ -11,4 +11,4 @@ from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 
 __all__ = ["LMCacheMPConnector"]
 
-ffi.lib._fntab["__dict__"] = {}  # noqa: SLF001 - where it keeps what it has answered
+ffi.lib._fntab["__dict__"] = {}  # where it keeps what it has answered

@@ -1,7 +1,5 @@
 """A tiny model that sees (LLaVA), and its pictures. Runs where torchvision is missing."""
 
-# ruff: noqa: SLF001 - another project's name, which has no public form
-
 from __future__ import annotations
 
 import sys

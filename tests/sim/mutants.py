@@ -4,8 +4,6 @@ Where a bug can be made by changing what passes between vLLM and the connector, 
 that little here depends on how the connector is written inside.
 """
 
-# ruff: noqa: SLF001 - makes the bug inside that a test has to notice
-
 from __future__ import annotations
 
 import copy
@@ -95,9 +93,9 @@ def local_hit_is_ignored(patches: ExitStack) -> None:
     """Loads begin at the first token, whatever vLLM's own prefix cache has."""
 
     def change(self: Any, orders: ConnectorMetadata, _output: Any) -> None:
-        size = self._scheduler._model.chunk_tokens
+        size = self.scheduler.model.chunk_tokens
         for order in orders.loads:
-            keys = self._scheduler._states[order.request_id].lookup.answer.result().keys
+            keys = self.scheduler.states[order.request_id].lookup.answer.result().keys
             for part in order.parts:
                 part.stop, part.start = part.stop - part.start, 0
                 part.keys = keys.first(-(-part.stop // size))

@@ -1,7 +1,5 @@
 """Connectors with one bug each in what they do for models with states or drafts, see `mutants`."""
 
-# ruff: noqa: SLF001 - makes the bug inside that a test has to notice
-
 from __future__ import annotations
 
 from contextlib import ExitStack
@@ -43,7 +41,7 @@ def states_of_any_point_are_saved(patches: ExitStack) -> None:
         latest = next(block for block in reversed(ids) if block)
         original(self, [latest] * len(ids), start, *rest)
 
-    original = saving._state
+    original = saving.state_to_save
 
     def state(model: Any, group: Any, number: int, found: Any, step: Any, _every: int) -> Any:
         last = step.complete // model.align * model.align
@@ -51,10 +49,12 @@ def states_of_any_point_are_saved(patches: ExitStack) -> None:
         return original(model, group, number, found, step._replace(complete=last, tables=tables), 1)
 
     instead(patches, StatePages, "gather", gather)
-    patches.enter_context(mock.patch.object(saving, "_state", state))
+    patches.enter_context(mock.patch.object(saving, "state_to_save", state))
 
 
 @mutation(**STATES | {"damage": 0.2})
 def states_are_not_looked_up(patches: ExitStack) -> None:
     """Where there are K and V of a prefix its state is taken for granted."""
-    patches.enter_context(mock.patch("vua.connector.prefix_match._Probe.gap", return_value=None))
+    patches.enter_context(
+        mock.patch("vua.connector.prefix_match.WindowProbe.gap", return_value=None)
+    )

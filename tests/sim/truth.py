@@ -5,8 +5,6 @@ normal bit patterns with 14 random bits each; two different prefixes agree in a 
 once in 2**14 per element, and a slot has hundreds of elements.
 """
 
-# ruff: noqa: SLF001 - another project's name, which has no public form
-
 from __future__ import annotations
 
 import zlib

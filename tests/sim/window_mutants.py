@@ -1,7 +1,5 @@
 """Connectors with one bug each in what they do for models with sliding windows, see `mutants`."""
 
-# ruff: noqa: SLF001 - makes the bug inside that a test has to notice
-
 from __future__ import annotations
 
 import copy
@@ -105,9 +103,9 @@ def the_local_hit_is_ignored_in_one_group(patches: ExitStack) -> None:
 
     def change(self: Any, request_id: str, part: GroupLoad) -> None:
         if part.group == 0:
-            keys = self._scheduler._states[request_id].lookup.answer.result().keys
+            keys = self.scheduler.states[request_id].lookup.answer.result().keys
             part.stop, part.start = part.stop - part.start, 0
-            part.keys = keys.first(-(-part.stop // self._scheduler._model.chunk_tokens))
+            part.keys = keys.first(-(-part.stop // self.scheduler.model.chunk_tokens))
 
     change_loads(patches, change)
 
@@ -163,7 +161,9 @@ def windows_are_not_saved(patches: ExitStack) -> None:
 @mutation(model="hybrid", **UNHINDERED | {"damage": 0.2, "requests": 10}, first_seed=4)
 def windows_are_not_looked_up(patches: ExitStack) -> None:
     """What the layers that attend to everything have is promised."""
-    patches.enter_context(mock.patch("vua.connector.prefix_match._Probe.gap", return_value=None))
+    patches.enter_context(
+        mock.patch("vua.connector.prefix_match.WindowProbe.gap", return_value=None)
+    )
 
 
 @mutation(model="hybrid", damage=0.2, first_seed=3)

@@ -1,7 +1,5 @@
 """Mirrors `vua.core`: what a user of the library sees."""
 
-# ruff: noqa: SLF001 - another project's name, which has no public form
-
 from __future__ import annotations
 
 import doctest
@@ -11,6 +9,7 @@ import os
 import shutil
 import stat
 import tempfile
+import tracemalloc
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,9 +85,13 @@ class TestPutAndGet(CoreTest):
         self.assertEqual(place, third.data[0][0].data_ptr())
         self.check(third, cache, 256)
         self.assertEqual(expected, held.numpy().tobytes())
-        none_kept = self.open(buffer_bytes=0)
-        self.check(none_kept.get_closest(tokens), cache, 256)
-        self.assertEqual(0, none_kept._buffers.idle_nbytes)
+        for buffer_bytes, kept in ((0, False), (1 << 30, True)):
+            opened = self.open(buffer_bytes=buffer_bytes)
+            tracemalloc.start()
+            self.addCleanup(tracemalloc.stop)
+            self.check(opened.get_closest(tokens), cache, 256)
+            self.assertEqual(kept, tracemalloc.get_traced_memory()[0] > 1 << 22)
+            tracemalloc.stop()
 
     def test_dtypes(self) -> None:
         """Every dtype that a file can hold round-trips, NaN payloads included."""

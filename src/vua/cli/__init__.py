@@ -46,7 +46,7 @@ from vua.cli.warm import add_warm, warm
 from vua.errors import StorageError, VUAError
 from vua.storage.bucket_path import is_url
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 class _Version(argparse.Action):
@@ -61,7 +61,8 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return what takes the command line apart, all commands of it."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON for other programs")
     keys = key_arguments()
@@ -353,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    parser = _parser()
+    parser = make_parser()
     answer_shell(parser)
     options = parsed(parser, sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all

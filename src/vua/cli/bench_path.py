@@ -30,7 +30,7 @@ from vua.cli.bench_files import (
 from vua.errors import InputError
 from vua.format.layout import KVLayout
 
-__all__ = ["LENGTHS", "MODELS", "Demand", "layout_of", "probe", "token_nbytes"]
+__all__ = ["LENGTHS", "MODELS", "Demand", "layout_of", "probe", "token_nbytes", "worth"]
 
 MODELS: Final = {
     # layers, KV heads, K dim, V dim: from the models' published configs
@@ -137,7 +137,7 @@ def probe(
             "metadata_us": rates,
             "bandwidth": [asdict(speed) for speed in speeds],
             "unmeasured": unmeasured,
-            "worth_loading": None if demand is None else _worth(demand, speeds, rates),
+            "worth_loading": None if demand is None else worth(demand, speeds, rates),
         }
     finally:
         shutil.rmtree(home, ignore_errors=True)
@@ -269,7 +269,7 @@ def _round(
     return sum(file.nbytes for file in files) / (time.perf_counter() - start) / 1e9
 
 
-def _worth(demand: Demand, speeds: Sequence[Speed], rates: dict[str, float]) -> dict[str, object]:
+def worth(demand: Demand, speeds: Sequence[Speed], rates: dict[str, float]) -> dict[str, object]:
     """Where loading beats computing: ``n / prefill > fixed + n * bytes / bandwidth``."""
     needed = demand.token_nbytes * demand.prefill_tokens_s / 1e9
     cases = list(_states(demand, speeds, rates, needed))

@@ -17,7 +17,16 @@ from vua.cli.bench_policies import ARC, FIFO, LRU, S3FIFO, LeCaR, Policy, Random
 from vua.cli.bench_ranks import Clairvoyant, Dense, Past, Ranked, TwoUses
 from vua.errors import InputError
 
-__all__ = ["POLICIES", "Measured", "Outcome", "clairvoyant", "compare", "leading", "simulate"]
+__all__ = [
+    "POLICIES",
+    "Measured",
+    "Outcome",
+    "SimulatedStore",
+    "clairvoyant",
+    "compare",
+    "leading",
+    "simulate",
+]
 
 _BELADY: Final = "Belady"
 _APART_NS: Final = 10**7
@@ -60,7 +69,7 @@ class Outcome(NamedTuple):
 
 def simulate(requests: Iterable[Asked], policies: Sequence[Policy]) -> list[Outcome]:
     """Send requests through a store for each policy, in one pass."""
-    stores, asked, now_ns = [_Store(policy) for policy in policies], 0, 0
+    stores, asked, now_ns = [SimulatedStore(policy) for policy in policies], 0, 0
     for request in requests:
         blocks = request.whole
         now_ns = max(int(request.time_s * 1e9), now_ns + _APART_NS)
@@ -70,18 +79,18 @@ def simulate(requests: Iterable[Asked], policies: Sequence[Policy]) -> list[Outc
     return [Outcome(asked, store.hit_blocks, store.written_blocks) for store in stores]
 
 
-class _Store:
+class SimulatedStore:
     """What is held under one policy."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._held: dict[int, int] = {}  # block -> the one before it
+        self.policy = policy
+        self.held: dict[int, int] = {}  # block -> the one before it
         self._after: dict[int, set[int]] = {}  # held blocks that follow a block
         self.hit_blocks = self.written_blocks = 0
 
     def use(self, blocks: Sequence[int], now_ns: int) -> None:
         """Find a request's leading blocks, store the others, evict."""
-        held, after, policy = self._held, self._after, self._policy
+        held, after, policy = self.held, self._after, self.policy
         hits = leading(held, blocks)
         keep = policy.use(blocks, hits, now_ns)
         for place in range(hits, keep):

@@ -95,7 +95,7 @@ def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
     return found
 
 
-def _file_system(ground: Ground) -> Finding:
+def file_system(ground: Ground) -> Finding:
     mount, name = ground.mount, "file system"
     if mount.kind.startswith("nfs"):
         if {"lookupcache=positive", "lookupcache=pos", "lookupcache=none"} & {*mount.options}:
@@ -113,7 +113,7 @@ def _file_system(ground: Ground) -> Finding:
     return Finding(name, "ok", mount.kind or "unknown: no /proc/self/mountinfo here")
 
 
-def _publish(ground: Ground) -> Finding:
+def publish(ground: Ground) -> Finding:
     name = "publish"
     ground.create("new", b"content")
     try:
@@ -130,7 +130,7 @@ def _publish(ground: Ground) -> Finding:
     return Finding(name, "ok", "files appear whole, by a rename over nothing")
 
 
-def _symlinks(ground: Ground) -> Finding:
+def symlinks(ground: Ground) -> Finding:
     name = "symbolic links"
     os.mkdir("real", 0o700, dir_fd=ground.fd)
     ground.create("real/file")
@@ -147,7 +147,7 @@ def _symlinks(ground: Ground) -> Finding:
     return Finding(name, "bad", "they are followed: who may write here can point VUA elsewhere")
 
 
-def _cached_open(ground: Ground) -> Finding:
+def cached_open(ground: Ground) -> Finding:
     name = "openat2"
     ground.create("seen")
     os.close(posix.open_beneath(ground.fd, "seen"))
@@ -159,7 +159,7 @@ def _cached_open(ground: Ground) -> Finding:
     return Finding(name, "ok", "names in the kernel's cache are found without waiting")
 
 
-def _cached_read(ground: Ground) -> Finding:
+def cached_read(ground: Ground) -> Finding:
     name = "RWF_NOWAIT"
     ground.create("warm", bytes(_PAGE))
     fd = os.open("warm", os.O_RDONLY, dir_fd=ground.fd)
@@ -177,7 +177,7 @@ def _cached_read(ground: Ground) -> Finding:
     return Finding(name, "ok", "cached bytes are read without waiting")
 
 
-def _direct(ground: Ground) -> Finding:
+def direct(ground: Ground) -> Finding:
     name = "O_DIRECT"
     ground.create("direct", bytes(_PAGE))
     try:
@@ -192,7 +192,7 @@ def _direct(ground: Ground) -> Finding:
     return Finding(name, "ok" if whole else "note", "works" if whole else "reads come back short")
 
 
-def _cold(ground: Ground) -> Finding:
+def cold(ground: Ground) -> Finding:
     name = "cachestat"
     ground.create("cold", bytes(_PAGE))
     fd = os.open("cold", os.O_RDONLY, dir_fd=ground.fd)
@@ -207,7 +207,7 @@ def _cold(ground: Ground) -> Finding:
     return Finding(name, "ok", "files that are not cached are told, and read past the page cache")
 
 
-def _modes(ground: Ground) -> Finding:
+def modes(ground: Ground) -> Finding:
     name = "permissions"
     os.mkdir("private", 0o700, dir_fd=ground.fd)
     if stat.S_IMODE(os.stat("private", dir_fd=ground.fd).st_mode) & 0o700 != 0o700:
@@ -235,7 +235,7 @@ def _modes(ground: Ground) -> Finding:
     return Finding(name, "ok", "directories 0700, files 0600, our own")
 
 
-def _stamps(ground: Ground) -> Finding:
+def stamps(ground: Ground) -> Finding:
     name = "time stamps"
     os.mkdir("stamped", 0o700, dir_fd=ground.fd)
     wanted = os.stat("stamped", dir_fd=ground.fd).st_mtime_ns // 10**9 * 10**9 + 123_456_789
@@ -248,7 +248,7 @@ def _stamps(ground: Ground) -> Finding:
     return Finding(name, "ok", f"kept to {'the nanosecond' if off == 0 else 'the microsecond'}")
 
 
-def _clock(ground: Ground) -> Finding:
+def clock(ground: Ground) -> Finding:
     before = time.time_ns()
     server = server_now_ns(ground.fd)
     after = time.time_ns()
@@ -260,7 +260,7 @@ def _clock(ground: Ground) -> Finding:
     return Finding("clock", "ok", text)
 
 
-def _visible(ground: Ground) -> Finding:
+def visible(ground: Ground) -> Finding:
     """Whether a name that was absent a moment ago is seen when another process has made it."""
     name, path = "visibility", f"{ground.path}/published"
     if os.path.exists(path):
@@ -287,7 +287,7 @@ def _visible(ground: Ground) -> Finding:
     return Finding(name, "ok", text)
 
 
-def _hard_links(ground: Ground) -> Finding:
+def hard_links(ground: Ground) -> Finding:
     ground.create("one")
     try:
         os.link("one", "two", src_dir_fd=ground.fd, dst_dir_fd=ground.fd)
@@ -298,17 +298,17 @@ def _hard_links(ground: Ground) -> Finding:
 
 
 PROBES: Final[tuple[Callable[[Ground], Finding], ...]] = (
-    _file_system,
-    _publish,
-    _symlinks,
-    _cached_open,
-    _cached_read,
-    _direct,
-    _cold,
-    _modes,
-    _stamps,
-    _clock,
-    _visible,
-    _hard_links,
+    file_system,
+    publish,
+    symlinks,
+    cached_open,
+    cached_read,
+    direct,
+    cold,
+    modes,
+    stamps,
+    clock,
+    visible,
+    hard_links,
 )
 """In the order in which they are reported. Each may raise OSError or SubprocessError."""

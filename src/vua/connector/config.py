@@ -22,7 +22,7 @@ from vua.security.settings import Security
 from vua.storage.bucket_path import is_url
 from vua.store.tier_rules import TierRules
 
-__all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults"]
+__all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults", "warn_once"]
 
 log = logger()
 
@@ -238,7 +238,7 @@ def _with_new_names(extra: Mapping[str, object]) -> dict[str, Any]:
         _move(name, extra[name], values)
     if old:
         places = (f"{name} ({OLD_NAMES[name] or 'no effect any more'})" for name in old)
-        _warn(f"{_WHERE}: old names of settings, each with its new place: {', '.join(places)}")
+        warn_once(f"{_WHERE}: old names of settings, each with its new place: {', '.join(places)}")
     return values
 
 
@@ -328,6 +328,6 @@ _KIND_NAMES: Final = {
 
 
 @functools.cache
-def _warn(text: str) -> None:
+def warn_once(text: str) -> None:
     """Log a warning once: an engine reads its settings several times."""
     log.warning(text)

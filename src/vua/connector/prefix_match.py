@@ -17,7 +17,7 @@ from vua.connector.cache_spec import Group, Model
 from vua.format.keys import KeyChain, Keys
 from vua.store.store import Store
 
-__all__ = ["PrefixMatch", "find", "longest"]
+__all__ = ["PrefixMatch", "WindowProbe", "find", "longest"]
 
 _MAX_PROBES: Final = 1000
 """Probes for windows per lookup, a few ms locally; a prompt that needs more counts as not stored
@@ -98,7 +98,7 @@ def longest(model: Model, stores: Sequence[Store], keys: Keys, stored: int, most
         stored: how many of them, from the first on, the leading groups have.
         most: tokens to load at most.
     """
-    probe, size, align = _Probe(model, stores, keys), model.chunk_tokens, model.align
+    probe, size, align = WindowProbe(model, stores, keys), model.chunk_tokens, model.align
     while stored > 0:
         tokens = min(stored * size, most) // align * align
         gap = probe.gap(tokens)
@@ -122,7 +122,7 @@ def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]
     return frozenset(wanted)
 
 
-class _Probe:
+class WindowProbe:
     """Looks for the windows that a hit of a certain length needs."""
 
     def __init__(self, model: Model, stores: Sequence[Store], keys: Keys) -> None:

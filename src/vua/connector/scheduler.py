@@ -76,7 +76,7 @@ class SchedulerSide:
             setup: the engine's, see `vua.connector.proved`; empty: nothing is remembered.
             clock: gives seconds.
         """
-        self._model, self._config, self._events = model, config, events
+        self.model, self._config, self._events = model, config, events
         self._clock = clock
         self._setup, self.stats = setup, Recorder()
         self.witness = Witness(model, config, self.stats, setup, clock=clock)
@@ -86,10 +86,10 @@ class SchedulerSide:
         self._opening = Opening(model, config, identification)
         self._open = False
         """Whether there is a namespace: the two below are there then."""
-        self._namespace: Namespace
-        self._lookups: Lookups
+        self.namespace: Namespace
+        self.lookups: Lookups
         self._options = OptionReader(allow_pins="pins" in config.allow)
-        self._states: dict[str, RequestState] = {}
+        self.states: dict[str, RequestState] = {}
         self._adapters = AdapterBook(model.workers, config.timeouts.lookup_s, clock=clock)
         self._retry_s = 0.0
         self._loads: list[LoadOrder] = []
@@ -104,18 +104,18 @@ class SchedulerSide:
         """Use the namespace that was opened meanwhile."""
         if self._open or (opened := self._opening.take()) is None:
             return
-        epoch, model, namespace = self._model.identity.epoch, *opened
+        epoch, model, namespace = self.model.identity.epoch, *opened
         if epoch != model.identity.epoch:  # a reset came first
             model = model.in_epoch(epoch)
             namespace = open_namespace(self._config, model, model.identity)
         self._use(model, namespace)
 
     def _use(self, model: Model, namespace: Namespace) -> None:
-        self._model, self._namespace = model, namespace
+        self.model, self.namespace = model, namespace
         clock = self._clock
         self.witness = Witness(model, self._config, self.stats, self._setup, clock=clock)
         self._saves.use(model, self.witness)
-        self._lookups = Lookups(
+        self.lookups = Lookups(
             model, namespace, self._config, self._media, self._events, clock=clock
         )
         self._open = True
@@ -129,15 +129,15 @@ class SchedulerSide:
         Raises StorageError, LayoutError: nothing is changed then.
         """
         epoch = f"{self._config.epoch}+{secrets.token_hex(8)}"
-        model = self._model.in_epoch(epoch)
+        model = self.model.in_epoch(epoch)
         if self._open:
-            old = self._lookups
+            old = self.lookups
             self._use(model, open_namespace(self._config, model, model.identity))
             old.close()
         else:
-            self._model = model
+            self.model = model
         self._saves.reset()
-        for state in self._states.values():
+        for state in self.states.values():
             state.outdated = True
         if self._events is not None:
             self._events.forget()
@@ -150,9 +150,9 @@ class SchedulerSide:
         made) the workers go on refusing the old one, and say so again.
         """
         for number in self._adapters.learn(notes.adapters):
-            for state in self._states.values():
+            for state in self.states.values():
                 state.outdated |= state.adapter is not None and state.adapter.number == number
-        self._saves.learn(self._states, notes.unsaved, notes.retry)
+        self._saves.learn(self.states, notes.unsaved, notes.retry)
         now = self._clock()
         if notes.left_epoch is not None and notes.left_epoch == self.epoch and now > self._retry_s:
             self._retry_s = now + _RESET_AGAIN_S
@@ -166,8 +166,8 @@ class SchedulerSide:
         self._opening.close()
         self._use_what_is_known()
         if self._open:
-            self._lookups.close()
-            self._namespace.close()
+            self.lookups.close()
+            self.namespace.close()
 
     # -- per request --------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class SchedulerSide:
 
     def _busy(self) -> bool:
         """Whether some request computes or loads."""
-        return any(state.admitted for state in self._states.values())
+        return any(state.admitted for state in self.states.values())
 
     def _waits(self, state: RequestState, found: PrefixMatch) -> bool:
         """Whether to look again later: the client said that the prompt is being written."""
@@ -259,7 +259,7 @@ class SchedulerSide:
 
     def _state(self, request: Any) -> RequestState | None:  # noqa: ANN401
         """What is known of a request; None: not yet which adapter it has."""
-        state = self._states.get(request.request_id)
+        state = self.states.get(request.request_id)
         if state is None:
             options, adapter = self._options.read(request.kv_transfer_params), None
             if request.lora_request is not None and (options.load or options.store):
@@ -269,34 +269,34 @@ class SchedulerSide:
             lookup = self._ask(request, options, adapter)
             state = RequestState(request, options, lookup, lookup.asked_s, adapter)
             state.outdated = request.lora_request is not None and adapter is None
-            self._states[request.request_id] = state
+            self.states[request.request_id] = state
         return state
 
     def _ask(self, request: Any, options: RequestOptions, adapter: Adapter | None) -> Lookup:  # noqa: ANN401
         self._use_what_is_known()
         if self._open:
-            return self._lookups.ask(request, options, adapter)
+            return self.lookups.ask(request, options, adapter)
         self._media.look_at(request.mm_features)  # to know what identifiers stood for later
         return unasked(request, options, self._clock())
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Order the load that was promised, into the blocks that were allocated for it."""
-        if (known := self._states.get(request.request_id)) is not None:
+        if (known := self.states.get(request.request_id)) is not None:
             known.admitted = True
         if num_external_tokens == 0:
             if known is not None:
                 self.accounts.computing(request, known.local_tokens, known.decision)
             return
-        state = self._states[request.request_id]
+        state = self.states[request.request_id]
         found = state.lookup.answer.result()
         start, stop = state.local_tokens, state.local_tokens + num_external_tokens
         tables = [list(table) for table in blocks.get_block_ids()]
         parts = [
-            to_load(self._model, number, found, start, stop)
-            for number in range(len(self._model.groups))
+            to_load(self.model, number, found, start, stop)
+            for number in range(len(self.model.groups))
         ]
-        if self._model.plain:
-            block, (table,) = self._model.align, tables
+        if self.model.plain:
+            block, (table,) = self.model.align, tables
             state.loading = table[start // block : -(-stop // block)]
         self._loads.append(LoadOrder(request.request_id, tables, parts, state.adapter))
         self._saves.begins(state, tables, start)
@@ -305,7 +305,7 @@ class SchedulerSide:
 
     def finished(self, request: Any) -> None:  # noqa: ANN401
         """Forget a request that has ended or was aborted."""
-        if (state := self._states.pop(request.request_id, None)) is not None:
+        if (state := self.states.pop(request.request_id, None)) is not None:
             self._saves.ended(state)
         self.accounts.finished(request.request_id)
         self.witness.gone(request.request_id)
@@ -329,15 +329,15 @@ class SchedulerSide:
         A request with such blocks is computed and stored anew. Without remembering that, one whose
         first block fails would be asked about, promised and failed again for ever.
         """
-        for request_id, state in self._states.items():
+        for request_id, state in self.states.items():
             if request_id in failed_ids or not failed_blocks.isdisjoint(state.loading):
                 log.warning("request %s: a load failed, its tokens are recomputed", request_id)
                 state.failed = True
                 state.next_save, state.unsaved = 0, None
                 bad = (at for at, block in enumerate(state.loading) if block in failed_blocks)
-                self.accounts.load_failed(request_id, next(bad, 0) * self._model.align)
-        for request_id in (request_ids | failed_ids) & self._states.keys():
-            self._states[request_id].loading = []
+                self.accounts.load_failed(request_id, next(bad, 0) * self.model.align)
+        for request_id in (request_ids | failed_ids) & self.states.keys():
+            self.states[request_id].loading = []
             self.accounts.load_ended(request_id)
 
     # -- per step -----------------------------------------------------------------------------
@@ -363,16 +363,16 @@ class SchedulerSide:
     @property
     def identity(self) -> Identity | None:
         """Whose stores orders concern; None before the model is identified: there are none."""
-        return self._model.identity if self._open else None
+        return self.model.identity if self._open else None
 
     @property
     def epoch(self) -> str:
         """The epoch that orders belong to, also before the model is identified."""
-        return self._model.identity.epoch
+        return self.model.identity.epoch
 
     def add_saves(self, orders: ConnectorMetadata, step: ScheduledStep) -> None:
         """Add the chunks that are complete after this step's forward pass, if it has one."""
         orders.idle = not step.requests
         self.accounts.step_scheduled(*prompt_work(step.requests))
         if self._may_save or self.witness.watching:
-            self._saves.add(orders, self._states, step, saves=self._may_save)
+            self._saves.add(orders, self.states, step, saves=self._may_save)

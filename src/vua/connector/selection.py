@@ -10,7 +10,7 @@ from vua.connector.metadata import GroupLoad
 from vua.connector.prefix_match import PrefixMatch
 from vua.format.keys import ChunkKey
 
-__all__ = ["Step", "to_load", "to_save"]
+__all__ = ["Step", "state_to_save", "to_load", "to_save"]
 
 
 def to_load(
@@ -62,7 +62,7 @@ def to_save(
     if group.layout.window is None:
         return found.keys.run(step.chunks.start, step.chunks.stop)
     if group.keeps_state:
-        return _state(model, group, number, found, step, every_tokens)
+        return state_to_save(model, group, number, found, step, every_tokens)
     size, wanted = model.chunk_tokens, found.windows[number]
     keys = []
     for chunk in (*(chunk for chunk in step.reused if chunk in wanted), *step.chunks):
@@ -77,7 +77,7 @@ def to_save(
     return keys
 
 
-def _state(
+def state_to_save(
     model: Model, group: Group, number: int, found: PrefixMatch, step: Step, every_tokens: int
 ) -> Sequence[ChunkKey]:
     """The chunk with which the step ends, if its state is worth a file, and likewise begins.

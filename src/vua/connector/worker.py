@@ -81,12 +81,12 @@ class WorkerSide:
         self.stats = Recorder()
         self._place, self._rank = rank, rank.pp * len(model.groups[0].shards[0]) + rank.tp
         native.crew.share(sum(map(len, model.groups[0].shards)))  # of this machine, at most
-        self._groups = [
+        self.groups = [
             GroupTransfer(number, model, rank, config, self.stats)
             for number in range(len(model.groups))
         ]
         self.watch = watch
-        for group in self._groups:
+        for group in self.groups:
             group.watch = watch
         if model.identified:
             self._follow(model.identity)
@@ -111,7 +111,7 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._registered = False
-        self._gds: Gds | None = None
+        self.gds: Gds | None = None
 
     def _follow(self, identity: Identity | None) -> None:
         """Use the stores of an identity from now on. Raises StorageError, LayoutError."""
@@ -121,9 +121,9 @@ class WorkerSide:
         if identity is None or identity == self._identity:
             return
         namespace = open_namespace(self._config, self._model, identity)
-        if any(group.has_replicas for group in self._groups):
+        if any(group.has_replicas for group in self.groups):
             namespace.share_reads()
-        for group, store in zip(self._groups, namespace.stores, strict=True):
+        for group, store in zip(self.groups, namespace.stores, strict=True):
             group.reopen(store)
         self._watch(namespace)
         self._identity = identity
@@ -174,19 +174,19 @@ class WorkerSide:
         if lies_on_device(kv_caches):
             groups = [
                 DeviceGroupTransfer(at, self._model, self._place, self._config, self.stats)
-                for at in range(len(self._groups))
+                for at in range(len(self.groups))
             ]
-            for side, before in zip(groups, self._groups, strict=True):
+            for side, before in zip(groups, self.groups, strict=True):
                 side.watch = before.watch
                 if self._identity is not None:
                     side.reopen(before.store)
-            self._groups = [*groups]
-            self._gds = open_gds(self._config, next(iter(kv_caches.values())).device)
+            self.groups = [*groups]
+            self.gds = open_gds(self._config, next(iter(kv_caches.values())).device)
         elif self._config.gds_mode == "required":
             raise ConfigError('gds_mode is "required", but the KV cache lies in CPU memory')
-        for group in self._groups:
+        for group in self.groups:
             group.register(kv_caches, layer_of, tables, layouts)
-            group.gds = self._gds
+            group.gds = self.gds
         self._registered = True
 
     def shutdown(self) -> None:
@@ -195,12 +195,12 @@ class WorkerSide:
         self._comparisons.close()
         if not self.saves.close():
             log.warning("VUA: the storage does not answer; some chunks are not stored")
-        for group in self._groups:
+        for group in self.groups:
             group.close()
-        if self._gds is not None:
-            self._gds.close()
+        if self.gds is not None:
+            self.gds.close()
         if self._identity is not None:
-            self._groups[0].store.close()  # one capacity for all
+            self.groups[0].store.close()  # one capacity for all
         self._memory = Memory()  # the model may go
 
     # -- loads --------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class WorkerSide:
         To be called before the step's forward pass, which uses none of their blocks; where
         :meth:`start_loads` comes behind it the loads would otherwise wait for it.
         """
-        self._after = self._groups[0].mark() if orders.loads else None
+        self._after = self.groups[0].mark() if orders.loads else None
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
         """Begin this step's loads; returns before they have ended.
@@ -226,7 +226,7 @@ class WorkerSide:
         with self._lock:
             self._running += len(orders.loads)
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
-        after, self._after = self._after or self._groups[0].mark(), None  # all on one device
+        after, self._after = self._after or self.groups[0].mark(), None  # all on one device
         for order in orders.loads:
             try:
                 self._follow(orders.identity)
@@ -257,7 +257,7 @@ class WorkerSide:
         reason: str | None = "error"
         try:
             for part in order.parts:
-                reached, reason = self._groups[part.group].load(part, attempt, ready)
+                reached, reason = self.groups[part.group].load(part, attempt, ready)
                 short = reached if reached < part.stop else None
                 if short is not None:
                     break
@@ -276,7 +276,7 @@ class WorkerSide:
     def _give_up_loads(self) -> None:
         for attempt in self._loaders.overdue():
             order = attempt.what
-            for group in self._groups:
+            for group in self.groups:
                 group.fence()  # what it has queued; from now on it queues nothing
             log.warning("load of request %s hangs and is given up", order.request_id)
             self._loads_guard.went(well=False)
@@ -325,7 +325,7 @@ class WorkerSide:
         seen = self.watch.take() if self.watch is not None else []
         wanted, self._wanted = self._wanted, []
         adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
-        unsaved, retry = self.saves.take_unsaved(self._groups)
+        unsaved, retry = self.saves.take_unsaved(self.groups)
         news = self._load_s or seen or verdicts or adapters or unsaved or retry
         if not news and self._left is None:
             return None  # what just ends waits for the next step
@@ -357,7 +357,7 @@ class WorkerSide:
         for asked in orders.witnesses:
             if self._registered and current:
                 self._follow(orders.identity)
-                self._comparisons.begin(asked, self._groups)
+                self._comparisons.begin(asked, self.groups)
             else:
                 self._comparisons.cannot(asked)
         if not self._registered or not orders.saves or not current:
@@ -365,7 +365,7 @@ class WorkerSide:
         self._follow(orders.identity)
         self._memory.look()
         holds = self._memory.holds  # an adapter may have been replaced
-        self.saves.copy_out([one for one in orders.saves if holds(one.adapter)], self._groups)
+        self.saves.copy_out([one for one in orders.saves if holds(one.adapter)], self.groups)
 
     def finished(self, request_ids: Collection[str]) -> None:
         """Forget what was to be stored of requests whose blocks are freed now."""
@@ -380,6 +380,6 @@ class WorkerSide:
     def counts(self) -> Mapping[str, int]:
         """Events of this rank's stores so far."""
         counts: Counter[str] = Counter()
-        for group in self._groups if self._identity is not None else ():
+        for group in self.groups if self._identity is not None else ():
             counts.update(group.store.counts)
         return counts

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from vua.device.moves import Job
 
-__all__ = ["move"]
+__all__ = ["move", "move_kernel"]
 
 _TILE_NBYTES: Final = 16 << 10
 """About what one program moves: eight 16-byte accesses for each of its 128 threads."""
@@ -59,7 +59,7 @@ def _tile(
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
-def _move(
+def move_kernel(
     table,
     slots,
     k,
@@ -135,7 +135,7 @@ def move(job: Job, *, store: bool) -> None:
     tiles = -(-tokens // tile)
     grid = (chunks * tiles * layers * heads, len(job.chunks))
     with torch.cuda.device_of(k):
-        _move[grid](
+        move_kernel[grid](
             *(cache.table, job.slots, k, v, tokens, tiles),
             *(*pages[0], *pages[-1], *k.stride()[:4], *v.stride()[:4]),
             HEADS=heads,

@@ -40,7 +40,7 @@ from vua.errors import InputError, LayoutError
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
 from vua.io.posix import page_aligned
 
-__all__ = ["Fence", "StagedSlab", "Staging"]
+__all__ = ["Fence", "StagedSlab", "Staging", "clear_error"]
 
 
 class Fence:
@@ -67,7 +67,7 @@ def _end_of(stream: torch.cuda.Stream) -> Fence:
     return Fence(stream.record_event(torch.cuda.Event(blocking=True)))
 
 
-def _clear_error(device: torch.device) -> None:
+def clear_error(device: torch.device) -> None:
     """Take back the error that a refused call has left: the thread's next kernel would raise it."""
     with suppress(RuntimeError):
         torch.empty(1, device=device).fill_(0)
@@ -325,7 +325,7 @@ class Staging:
         with torch.cuda.device(self._device):
             status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
             if int(status) != 0:
-                _clear_error(self._device)
+                clear_error(self._device)
         return _Memory(host, mirror, slots, int(status) == 0)
 
     def _runs(self, slabs: Sequence[StagedSlab], slots: Sequence[Tensor]) -> list[_Run]:

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["Accumulate", "checksums", "on_host"]
+__all__ = ["Accumulate", "checksums", "kernel_for", "on_host"]
 
 _SHORT: Final = 240
 """Inputs up to this length have formulas of their own; units of files are longer."""
@@ -55,7 +55,7 @@ def checksums(
 
     On a GPU the work is queued on the current stream.
     """
-    kernel = accumulate or _kernel(data.device)
+    kernel = accumulate or kernel_for(data.device)
     if kernel is None or not len(starts) or int(lengths.min()) <= _SHORT:
         return on_host(data, starts, lengths)
     word = math.gcd(data.data_ptr(), 8, *starts.tolist(), *set(lengths.tolist()))
@@ -82,7 +82,7 @@ def _keys(device: torch.device) -> Tensor:
 
 
 @cache
-def _kernel(device: torch.device) -> Accumulate | None:
+def kernel_for(device: torch.device) -> Accumulate | None:
     """Triton's kernel, where it gives right sums on a device; None elsewhere."""
     if device.type != "cuda":
         return None

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["accumulate"]
+__all__ = ["accumulate", "accumulate_kernel", "add_pair"]
 
 
 @triton.jit
@@ -37,8 +37,8 @@ def _read64(base, at, mask, WORD: tl.constexpr):
 
 
 @triton.jit
-def _add(one, other):
-    # tl.sum's own function: it belongs to Triton and cannot be interpreted where Triton compiles.
+def add_pair(one, other) -> tl.tensor:
+    """Add; `tl.sum`'s own function is Triton's, and is not interpreted where Triton compiles."""
     return one + other
 
 
@@ -50,11 +50,11 @@ def _taken(base, at, keys, lane, mask, WORD: tl.constexpr):
     mixed = own ^ keys
     low = mixed & 0xFFFFFFFF
     product = low * (mixed >> 32) + neighbour
-    return tl.reduce(tl.where(mask, product, product * 0), 0, _add)
+    return tl.reduce(tl.where(mask, product, product * 0), 0, add_pair)
 
 
 @triton.jit
-def _accumulate(data, starts, lengths, keys, out, WORD: tl.constexpr) -> None:
+def accumulate_kernel(data, starts, lengths, keys, out, WORD: tl.constexpr) -> None:
     """Write the accumulators of one input. ``keys``: 16 x 8 of stripes, 3 x 8: last, end, first."""
     number = tl.program_id(0)
     base = data + tl.load(starts + number)
@@ -93,5 +93,5 @@ def accumulate(data: Tensor, starts: Tensor, lengths: Tensor, keys: Tensor, word
     """
     out = torch.empty(len(starts), 8, dtype=torch.int64, device=data.device)
     with torch.cuda.device_of(data):
-        _accumulate[(len(starts),)](data, starts, lengths, keys, out, WORD=word, num_warps=1)
+        accumulate_kernel[(len(starts),)](data, starts, lengths, keys, out, WORD=word, num_warps=1)
     return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["rope_order", "varies_with_length"]
+__all__ = ["INTERLEAVED", "NEOX", "rope_order", "varies_with_length"]
 
 # Read off both sides: `rotate_half` in transformers' modeling_<type>.py (5.19), and
 # `is_neox_style` of `get_rope` in vLLM's model of the same architecture (0.32), or vLLM's
@@ -18,13 +18,13 @@ __all__ = ["rope_order", "varies_with_length"]
 # gemma3 and cohere were also compared by number; mellum with SGLang's model (0.5.23).
 # Left out on purpose: the DeepSeek family (transformers regroups the pairs, vLLM does not) and
 # whatever rotates by sections (the "mrope" of vision models).
-_NEOX: Final = frozenset(
+NEOX: Final = frozenset(
     "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text "  # noqa: SIM905 - one word each
     "phi phi3 olmo olmo2 granite granitemoe starcoder2 stablelm smollm3 seed_oss "
     "gpt_neox gpt_oss nemotron arcee hunyuan_v1_dense hunyuan_v1_moe mellum "
     "opt".split()  # learned positions: K is not rotated, so there is nothing to order
 )
-_INTERLEAVED: Final = frozenset({"cohere", "cohere2", "ernie4_5", "glm", "glm4", "gptj"})
+INTERLEAVED: Final = frozenset({"cohere", "cohere2", "ernie4_5", "glm", "glm4", "gptj"})
 
 # transformers recomputes the frequencies when a sequence outgrows the original context; vLLM
 # chooses those of "longrope" by the longest context it was started for.
@@ -40,9 +40,9 @@ def rope_order(model_type: str) -> str:
     >>> rope_order("qwen3"), rope_order("cohere2"), rope_order("gpt2")
     ('neox', 'interleaved', '')
     """
-    if model_type in _NEOX:
+    if model_type in NEOX:
         return "neox"
-    return "interleaved" if model_type in _INTERLEAVED else ""
+    return "interleaved" if model_type in INTERLEAVED else ""
 
 
 def varies_with_length(config: Mapping[str, object]) -> bool:

@@ -343,7 +343,7 @@ def _transfer(call: str, fd: int, iovecs: Iovecs, offset: int) -> int:
     while start < len(todo):
         batch = todo[start : start + IOV_MAX]
         wanted = int(batch[:, 1].sum())
-        moved = _vector_call(call, fd, batch, offset + done)
+        moved = vector_call(call, fd, batch, offset + done)
         done += moved
         if moved == wanted:
             start += len(batch)
@@ -352,11 +352,11 @@ def _transfer(call: str, fd: int, iovecs: Iovecs, offset: int) -> int:
             if call == "preadv":
                 return done  # end of file
             raise OSError(errno.EIO, "the system wrote 0 bytes and gave no reason")
-        todo, start = _rest(todo[start:], moved), 0
+        todo, start = rest(todo[start:], moved), 0
     return done
 
 
-def _rest(iovecs: Iovecs, moved: int) -> Iovecs:
+def rest(iovecs: Iovecs, moved: int) -> Iovecs:
     """What is left of ``iovecs`` after their first ``moved`` bytes."""
     ends = np.cumsum(iovecs[:, 1])
     first = int(np.searchsorted(ends, moved, side="right"))
@@ -367,7 +367,8 @@ def _rest(iovecs: Iovecs, moved: int) -> Iovecs:
     return left
 
 
-def _vector_call(call: str, fd: int, batch: Iovecs, offset: int) -> int:
+def vector_call(call: str, fd: int, batch: Iovecs, offset: int) -> int:
+    """Return how many bytes one system call has moved: preadv or pwritev, by this name."""
     bound = calls.get(call)
     if bound is None:  # portable path: the same call through Python's own wrapper
         views = [memory_at(int(address), int(nbytes)) for address, nbytes in batch if nbytes]

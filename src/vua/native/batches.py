@@ -19,7 +19,7 @@ from vua.native import fallback
 from vua.native.bindings import library
 from vua.native.transfer import Headers, Transfer
 
-__all__ = ["THREADS", "crew", "fill_entry", "gather_entry", "read_entries"]
+__all__ = ["THREADS", "crew", "fill_entry", "gather_entry", "read_entries", "spare_bounces"]
 
 _NOWAIT, _DIRECT = 1, 2
 _HELD_NBYTES: Final = 2 << 20
@@ -133,7 +133,7 @@ def read_entries(
     with crew.joined(nbytes) as threads:
         done: int = bound.load(*batch, first, stop, place, threads, flags, *trusted, *room)
     if bounce is not None:
-        _spare_bounces.append(bounce)
+        spare_bounces.append(bounce)
     return done
 
 
@@ -180,12 +180,12 @@ def fill_entry(
     fallback.fill_entry(transfer, place, into, file, data, offset)
 
 
-_spare_bounces: Final[list[npt.NDArray[np.uint8]]] = []
+spare_bounces: Final[list[npt.NDArray[np.uint8]]] = []
 
 
 def _bounce() -> npt.NDArray[np.uint8]:
     """Return memory for direct reads; kept, since fresh memory costs more than the copy from it."""
     try:
-        return _spare_bounces.pop()
+        return spare_bounces.pop()
     except IndexError:
         return page_aligned(_BOUNCES * _BOUNCE_NBYTES)

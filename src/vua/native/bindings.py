@@ -21,7 +21,7 @@ from vua.errors import ConfigError
 from vua.io.forks import watch
 from vua.native.stamp import fault_of, library_path, sources_digest
 
-__all__ = ["Library", "Status", "library", "sha256", "status", "xxh3"]
+__all__ = ["Library", "Status", "choice", "library", "sha256", "status", "xxh3"]
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class _Choice:
         self.lock = threading.Lock()
 
 
-_choice = _Choice()
+choice = _Choice()
 
 
 def library() -> Library | None:
@@ -153,13 +153,13 @@ def library() -> Library | None:
     WARNING where a library is there that cannot be used. Safe for threads. Raises ConfigError when
     ``VUA_NATIVE`` is an unknown word, or is ``require`` and cannot be met.
     """
-    return (_choice.status or _choose()).library
+    return (choice.status or _choose()).library
 
 
 def status() -> Status:
     """Say whether the library does the work; raises nothing."""
     try:
-        return _choice.status or _choose()
+        return choice.status or _choose()
     except ConfigError as problem:
         return Status(None, str(problem), refused=True)
 
@@ -169,8 +169,8 @@ def _choose() -> Status:
     if wish not in ("auto", "off", "require"):
         msg = f"VUA_NATIVE must be auto, off or require, found {wish!r}"
         raise ConfigError(msg)
-    with _choice.lock:
-        if _choice.status is None:
+    with choice.lock:
+        if choice.status is None:
             found = Status(None, f"{_INSTEAD}: it is switched off by VUA_NATIVE=off")
             if wish != "off":
                 found = _find(library_path(FOLDER, platform.machine()))
@@ -178,8 +178,8 @@ def _choose() -> Status:
             if found.library is None and wish == "require":
                 msg = f"VUA_NATIVE=require cannot be met: {found.text}"
                 raise ConfigError(msg)
-            _choice.status = found
-        return _choice.status
+            choice.status = found
+        return choice.status
 
 
 def _find(path: Path) -> Status:

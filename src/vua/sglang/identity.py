@@ -25,13 +25,13 @@ from vua.format.rope import rope_order, varies_with_length
 from vua.serdes import DTYPES
 from vua.weights.model_files import code_digest
 
-__all__ = ["Described", "described", "shard_of"]
+__all__ = ["NEUTRAL", "Described", "described", "settings_that_count", "shard_of"]
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _KINDS: Final = ("BF16", "F16", "F32")
 _LOAD_FORMATS: Final = ("auto", "safetensors")
 """Those that load the files which `vua.weights.checkpoint_files` names."""
-_NEUTRAL: Final = frozenset(
+NEUTRAL: Final = frozenset(
     # One word each. Where the model comes from; its files, and their code, count by content.
     "model_path revision download_dir load_format trust_remote_code model_checksum "  # noqa: SIM905
     "delete_ckpt_after_loading startup_weight_load_mode weight_loader_disable_mmap "
@@ -115,7 +115,7 @@ def described(
     dtype = _dtype(pool)
     _check_supported(arguments, models, text is whole)
     config = dict(text.to_dict())
-    if changes := _settings(arguments):
+    if changes := settings_that_count(arguments):
         config["vua.sglang"] = changes
     if adapters:
         config["vua.sglang_adapters"] = dict(adapters)
@@ -260,7 +260,7 @@ def _check_supported(arguments: Any, models: Any, is_text: bool) -> None:  # noq
         raise UncachedError(msg)
 
 
-def _settings(arguments: Any) -> dict[str, Any]:  # noqa: ANN401
+def settings_that_count(arguments: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return the settings that are neither as SGLang has them by default nor harmless."""
     found: dict[str, Any] = {}
     for group in (model, exec_, lora, mm, spec):
@@ -273,7 +273,7 @@ def _settings(arguments: Any) -> dict[str, Any]:  # noqa: ANN401
 def _changed(kind: type[msgspec.Struct], arguments: Any) -> dict[str, Any]:  # noqa: ANN401
     changed = {}
     for each in msgspec.structs.fields(kind):
-        if each.name in _NEUTRAL or each.name.startswith("_"):
+        if each.name in NEUTRAL or each.name.startswith("_"):
             continue
         default = each.default
         if default is msgspec.NODEFAULT and each.default_factory is not msgspec.NODEFAULT:

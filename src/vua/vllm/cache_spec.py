@@ -32,7 +32,7 @@ from vua.format.states import state_layout
 from vua.vllm.engine_identity import engine_identity
 from vua.vllm.support import DRAFTS, check_engine, check_groups, check_latent, check_states
 
-__all__ = ["describe", "how_stored", "stored_as", "worker_shards"]
+__all__ = ["describe", "how_stored", "kind_of", "stored_as", "worker_shards"]
 
 DRAFT: Final = "d1"
 """The kind of a draft's layers, see `KVLayout.group`."""
@@ -143,7 +143,7 @@ def _groups_of(
     """
     kinds: dict[str, list[_Layers]] = {}
     for number, table in enumerate(tables):
-        kind, drafts = _kind(table.kv_cache_spec, vllm_config), _drafts_of(vllm_config, table)
+        kind, drafts = kind_of(table.kv_cache_spec, vllm_config), _drafts_of(vllm_config, table)
         own = [name for name in table.layer_names if name not in drafts]
         if own or not drafts:
             kinds.setdefault(kind, []).append(_Layers(number, table.kv_cache_spec, own))
@@ -182,7 +182,7 @@ def _drafts_of(vllm_config: Any, table: Any) -> list[str]:  # noqa: ANN401
     return [name for name in table.layer_names if extract_layer_index(name) >= count]
 
 
-def _kind(spec: Any, vllm_config: Any) -> str:  # noqa: ANN401
+def kind_of(spec: Any, vllm_config: Any) -> str:  # noqa: ANN401
     """The canonical name of a kind of layer, see `KVLayout.group`."""
     for name in ("num_head_slots", "state_content_bytes"):  # some backends' own forms of a page
         if getattr(spec, name, None) is not None:

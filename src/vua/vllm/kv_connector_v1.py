@@ -69,7 +69,7 @@ KVConnectorWorkerMetadata.register(WorkerOutput)
 class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     """Stores prompts' KV caches in a directory and loads what any process stored there before."""
 
-    _events: BlockEvents | None = None
+    events: BlockEvents | None = None
     """In the scheduler's process, if vLLM publishes KV cache events."""
     _copied = False
     """Whether this process is a forked copy of an engine's."""
@@ -94,8 +94,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         check_version(allow_untested="untested_vllm" in self._config.allow)
         locate(self._config.shared_storage_path, security=self._config.security)
         check_keys(self._config.security)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self.scheduler: SchedulerSide | None = None
+        self.worker: WorkerSide | None = None
         forks.watch(self)
         self._ahead: Identification | None = None
         """In the first worker: begins before the scheduler's half does, see `_make_worker`."""
@@ -106,20 +106,20 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             model = describe(vllm_config, kv_cache_config, self._config)
             if role == KVConnectorRole.SCHEDULER:
                 if enabled(vllm_config):
-                    self._events = BlockEvents(model, vllm_config, kv_cache_config)
-                self._scheduler = SchedulerSide(
+                    self.events = BlockEvents(model, vllm_config, kv_cache_config)
+                self.scheduler = SchedulerSide(
                     model,
                     self._config,
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
-                    events=self._events,
+                    events=self.events,
                     setup=setup_of(vllm_config),
                     identification=Identification(partial(find_weights, vllm_config)),
                 )
                 self._announce(transfer)
             else:
                 watch = FileEventLog(model) if enabled(vllm_config) else None
-                self._worker = self._make_worker(vllm_config, model, watch)
+                self.worker = self._make_worker(vllm_config, model, watch)
         except (UncachedError, VUAError) as problem:
             log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
 
@@ -132,9 +132,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def after_fork(self) -> None:
         """Do nothing in a copy of this process, whose threads are not there; see `vua.io.forks`."""
-        if self._scheduler is not None or self._worker is not None:
-            self._left = (self._scheduler, self._worker)  # the parent's, not to be taken apart here
-            self._scheduler = self._worker = None
+        if self.scheduler is not None or self.worker is not None:
+            self._left = (self.scheduler, self.worker)  # the parent's, not to be taken apart here
+            self.scheduler = self.worker = None
             if not VUAStorageConnector_V1._copied:  # its two halves may live in one process
                 VUAStorageConnector_V1._copied = True
                 log.warning("VUA: a forked copy of an engine's process neither loads nor stores")
@@ -187,7 +187,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def get_kv_connector_stats(self) -> VUAStats | None:
         """Return what this half has recorded since the last step."""
-        side = self._scheduler or self._worker
+        side = self.scheduler or self.worker
         with self._guarded():
             data = None if side is None else side.take_stats()
             return None if data is None else VUAStats(data=data)
@@ -211,10 +211,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def shutdown(self) -> None:
         """Finish running loads and waiting saves."""
-        if self._scheduler is not None:
-            self._scheduler.shutdown()
-        if self._worker is not None:
-            self._worker.shutdown()
+        if self.scheduler is not None:
+            self.scheduler.shutdown()
+        if self.worker is not None:
+            self.worker.shutdown()
         if self._ahead is not None:
             self._ahead.close()
 
@@ -224,7 +224,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local hit can be loaded; None: ask again."""
-        side = self._scheduler
+        side = self.scheduler
         with self._guarded():
             if side is not None:
                 return side.matched_tokens(request, num_computed_tokens)
@@ -234,14 +234,14 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Order the load of ``num_external_tokens`` into the request's blocks."""
-        side = self._scheduler
+        side = self.scheduler
         if side is not None:
             with self._guarded():
                 side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return this step's orders for the workers."""
-        side = self._scheduler
+        side = self.scheduler
         if side is None:
             return ConnectorMetadata()
         orders = ConnectorMetadata(identity=side.identity, epoch=side.epoch)
@@ -255,7 +255,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Learn from the workers which loads have failed."""
-        side = self._scheduler
+        side = self.scheduler
         received = connector_output.finished_recving or set()
         failed = getattr(connector_output, "failed_recving", None) or set()
         blocks = connector_output.invalid_block_ids or set()
@@ -270,7 +270,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if side is not None and (received or failed or blocks):  # not always in one step
             with self._guarded():
                 side.received(received, failed, blocks)
-        events = self._events
+        events = self.events
         if events is not None and isinstance(notes, WorkerOutput):
             with self._guarded():
                 events.learn(notes.seen)
@@ -278,14 +278,14 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV cache events since the last step, see `events`."""
         with self._guarded():
-            return self._events.take() if self._events is not None else ()
+            return self.events.take() if self.events is not None else ()
         return ()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; its blocks may be freed at once, saves have copied them out."""
-        side = self._scheduler
+        side = self.scheduler
         if side is not None:
             with self._guarded():
                 side.finished(request)
@@ -293,7 +293,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def reset_cache(self) -> bool | None:
         """Leave everything stored so far unused: the weights may have changed. False: could not."""
-        side = self._scheduler
+        side = self.scheduler
         if side is None:
             return None
         try:
@@ -320,14 +320,14 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Take over the worker's cache tensors."""
         from vllm.model_executor.models.utils import extract_layer_index
 
-        if self._worker is None:
+        if self.worker is None:
             return
         try:
             groups = self._kv_cache_config.kv_cache_groups
             tables = {name: n for n, group in enumerate(groups) for name in group.layer_names}
             own = page_layout.own_caches(kv_caches, tables)
             layer_of = {name: extract_layer_index(name) for name in own}
-            self._worker.register(own, layer_of, tables, page_layout)
+            self.worker.register(own, layer_of, tables, page_layout)
         except ConfigError:
             raise  # GPUDirect Storage is required and does not work
         except (VUAError, AssertionError) as problem:
@@ -340,7 +340,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take a step's orders, before its forward pass: its loads need not wait for that."""
         super().bind_connector_metadata(connector_metadata)
-        side = self._worker
+        side = self.worker
         if side is not None and isinstance(connector_metadata, ConnectorMetadata):
             with self._guarded():
                 side.mark_loads(connector_metadata)
@@ -349,9 +349,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Begin the ordered loads; does not wait for them."""
         orders = self._get_connector_metadata()
         self._idle = isinstance(orders, ConnectorMetadata) and orders.idle
-        if self._worker is not None and isinstance(orders, ConnectorMetadata):
+        if self.worker is not None and isinstance(orders, ConnectorMetadata):
             with self._guarded():
-                self._worker.start_loads(orders)
+                self.worker.start_loads(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: no forward pass reads a block before its load is reported."""
@@ -370,7 +370,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
         They are written while the engine goes on.
         """
-        side, orders = self._worker, self._get_connector_metadata()
+        side, orders = self.worker, self._get_connector_metadata()
         if side is None or not isinstance(orders, ConnectorMetadata):
             return
         with self._guarded():
@@ -380,30 +380,30 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return (None, requests whose loads have ended)."""
-        if self._worker is None:
+        if self.worker is None:
             return None, None
         with self._guarded():
-            self._worker.finished(finished_req_ids)
+            self.worker.finished(finished_req_ids)
         with self._guarded():
-            return None, self._worker.take_received(idle=self._idle)
+            return None, self.worker.take_received(idle=self._idle)
         return None, set()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401
         """As :meth:`get_finished`, with the requests whose loads failed as a whole."""
         results = super().get_transfer_results(finished_req_ids)
-        if self._worker is not None:
+        if self.worker is not None:
             with self._guarded():
-                results.failed_recving |= self._worker.take_failed()
+                results.failed_recving |= self.worker.take_failed()
         return results
 
     def build_connector_worker_meta(self) -> WorkerOutput | None:
         """Return how long loads took that have ended, and what was seen of files."""
         with self._guarded():
-            return None if self._worker is None else self._worker.take_notes()
+            return None if self.worker is None else self.worker.take_notes()
         return None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load did not fill; vLLM recomputes them."""
         with self._guarded():
-            return set() if self._worker is None else self._worker.take_failed_blocks()
+            return set() if self.worker is None else self.worker.take_failed_blocks()
         return set()

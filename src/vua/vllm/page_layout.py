@@ -28,6 +28,7 @@ __all__ = [
     "UnknownFormError",
     "axes_of",
     "device_pages",
+    "engine_writer",
     "host_pages",
     "learn_cpu_form",
     "own_caches",
@@ -111,7 +112,7 @@ def learn_cpu_form(
     if dtype not in _PROBED:
         raise UnknownFormError(f"{subject}: the writer converts, so they cannot be probed")
     try:
-        write = _engine_writer(dtype, block_size, head_dim, isa)
+        write = engine_writer(dtype, block_size, head_dim, isa)
         form = _probe(write, dtype, block_size, head_dim)
         proved = _proves(form, write, dtype)
     except Exception as error:  # whatever a future engine raises, it cannot be trusted
@@ -121,7 +122,8 @@ def learn_cpu_form(
     return form
 
 
-def _engine_writer(dtype: torch.dtype, block_size: int, head_dim: int, isa: str | None) -> _Writer:
+def engine_writer(dtype: torch.dtype, block_size: int, head_dim: int, isa: str | None) -> _Writer:
+    """Return vLLM's own function that puts K and V into slots of a CPU's pages."""
     from vllm._custom_ops import cpu_attn_reshape_and_cache
     from vllm.v1.attention.backends import cpu_attn
 

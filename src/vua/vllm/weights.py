@@ -18,7 +18,7 @@ from vua.errors import ConfigError
 from vua.vllm.support import DRAFTS
 from vua.weights import Weights, checkpoint_files, identify_weights, process_began_s
 
-__all__ = ["find_weights"]
+__all__ = ["find_weights", "has_secondary"]
 
 _READS_ALL: Final = frozenset(
     ("bitsandbytes", "gguf", "runai_streamer", "runai_streamer_sharded", "sharded_state")
@@ -125,13 +125,13 @@ def _chosen_by(loader: Any, model_config: Any, root: Path) -> list[Path]:  # noq
     except Exception as problem:  # whatever another release raises: nobody knows then
         msg = f"vLLM's loader does not say what it loads from {root}: {problem}"
         raise UncachedError(msg) from problem
-    if _has_secondary(model_class):
+    if has_secondary(model_class):
         msg = f"{model_class.__name__} loads weights from a second place"
         raise UncachedError(msg)
     return files
 
 
-def _has_secondary(model_class: type) -> bool:
+def has_secondary(model_class: type) -> bool:
     """Whether a model names further sources of weights, as its loader asks every model to.
 
     Instances do so in their code, and there is no instance here.

@@ -21,7 +21,7 @@ from vua.capacity.scan import silent
 from vua.cli import main
 from vua.cli.bench_bucket import BucketLoad, load_seconds, worth_from_tokens
 from vua.cli.bench_files import MeasurementError
-from vua.cli.bench_path import Demand, Speed, _worth, probe
+from vua.cli.bench_path import Demand, Speed, probe, worth
 from vua.cli.bench_replay import (
     Request,
     block_file_nbytes,
@@ -171,7 +171,7 @@ class TestPath(DirectoryTest):
 
         def cases(gb_s: float) -> dict[str, object]:
             speed = Speed("read, warm", 1 << 20, 1, gb_s, gb_s, gb_s)
-            (case,) = _worth(demand, [speed], rates)["cases"]  # type: ignore[misc]
+            (case,) = worth(demand, [speed], rates)["cases"]  # type: ignore[misc]
             return case
 
         fixed = 22 * 100e-6  # 2 log2(131072 / 64) lookups

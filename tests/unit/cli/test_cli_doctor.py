@@ -192,7 +192,7 @@ class TestProbes(DirectoryTest):
             (Mount("ext4"), "ok"), (Mount("nfs4", ("rw", "hard")), "note"), (Mount(""), "ok"),
             (Mount("nfs4", ("lookupcache=positive",)), "ok"), (Mount("tmpfs"), "note"),
         ):  # fmt: skip
-            self.assertEqual(level, self.probe("_file_system", mount).level, mount)
+            self.assertEqual(level, self.probe("file_system", mount).level, mount)
 
     def test_publish(self) -> None:
         """A rename that leaves the old name, and an O_EXCL that does not hold, are bad."""
@@ -204,8 +204,8 @@ class TestProbes(DirectoryTest):
         def no_excl(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
             return opened(path, flags & ~os.O_EXCL, mode, dir_fd=dir_fd)
 
-        self.assertEqual(("ok", "bad"), self.broken("_publish", "os.replace", copy))
-        self.assertEqual(("ok", "bad"), self.broken("_publish", "os.open", no_excl))
+        self.assertEqual(("ok", "bad"), self.broken("publish", "os.replace", copy))
+        self.assertEqual(("ok", "bad"), self.broken("publish", "os.open", no_excl))
 
     def test_symlinks(self) -> None:
         """A link that can be passed through is bad."""
@@ -214,7 +214,7 @@ class TestProbes(DirectoryTest):
             os.mkdir(link, dir_fd=dir_fd)
             os.close(os.open(f"{link}/file", os.O_CREAT | os.O_WRONLY, dir_fd=dir_fd))
 
-        self.assertEqual(("ok", "bad"), self.broken("_symlinks", "os.symlink", passable))
+        self.assertEqual(("ok", "bad"), self.broken("symlinks", "os.symlink", passable))
 
     def test_direct(self) -> None:
         """Without O_DIRECT there is a note."""
@@ -226,16 +226,16 @@ class TestProbes(DirectoryTest):
             return opened(path, flags, mode, dir_fd=dir_fd)
 
         with mock.patch("os.open", refuse):
-            self.assertEqual("note", self.probe("_direct").level)
+            self.assertEqual("note", self.probe("direct").level)
 
     def test_cold(self) -> None:
         """Where the system does not tell cold files there is a note; else it is as it tells."""
         with (self.root / "file").open("wb+") as file:
             known = posix.cached_pages(file.fileno()) is not None
-        self.assertEqual("ok" if known else "note", self.probe("_cold").level)
+        self.assertEqual("ok" if known else "note", self.probe("cold").level)
         with mock.patch.dict(posix.calls):
             posix.calls.pop("cachestat", None)
-            self.assertEqual("note", self.probe("_cold").level)
+            self.assertEqual("note", self.probe("cold").level)
 
     def test_modes(self) -> None:
         """Directories that come out wider are bad; files of another owner are noted."""
@@ -246,9 +246,9 @@ class TestProbes(DirectoryTest):
             if dir_fd is not None:
                 os.chmod(path, 0o755, dir_fd=dir_fd)
 
-        self.assertEqual(("ok", "bad"), self.broken("_modes", "os.mkdir", wide))
+        self.assertEqual(("ok", "bad"), self.broken("modes", "os.mkdir", wide))
         other = os.geteuid() + 1
-        self.assertEqual(("ok", "note"), self.broken("_modes", "os.geteuid", lambda: other))
+        self.assertEqual(("ok", "note"), self.broken("modes", "os.geteuid", lambda: other))
 
     def test_stamps(self) -> None:
         """Stamps in whole seconds are bad, in whole microseconds they are not."""
@@ -259,19 +259,19 @@ class TestProbes(DirectoryTest):
                 path, ns=tuple(one // step * step for one in ns), **rest
             )
 
-        self.assertEqual(("ok", "bad"), self.broken("_stamps", "os.utime", rounded(10**9)))
-        self.assertEqual(("ok", "ok"), self.broken("_stamps", "os.utime", rounded(1000)))
+        self.assertEqual(("ok", "bad"), self.broken("stamps", "os.utime", rounded(10**9)))
+        self.assertEqual(("ok", "ok"), self.broken("stamps", "os.utime", rounded(1000)))
 
     def test_clock(self) -> None:
         """A clock that is off by an hour is noted."""
         now = time.time_ns
-        late = self.broken("_clock", "time.time_ns", lambda: now() + 3600 * 10**9)
+        late = self.broken("clock", "time.time_ns", lambda: now() + 3600 * 10**9)
         self.assertEqual(("ok", "note"), late)
 
     def test_visible(self) -> None:
         """A file that another process makes and that does not show is bad."""
         with mock.patch.object(probes, "_VISIBLE_S", 0.1):
-            unseen = self.broken("_visible", "subprocess.run", lambda *_, **__: None)
+            unseen = self.broken("visible", "subprocess.run", lambda *_, **__: None)
         self.assertEqual(("ok", "bad"), unseen)
 
 

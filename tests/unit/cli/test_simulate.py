@@ -27,14 +27,14 @@ def asked(name: str, requests: int) -> list[Asked]:
     return [Asked(tuple(blocks), time_s) for time_s, blocks in mixture(name)[:requests]]
 
 
-class Watched(bench_simulate._Store):  # noqa: SLF001
+class Watched(bench_simulate.SimulatedStore):
     """A store that looks at itself after each request."""
 
     def use(self, blocks: Sequence[int], now_ns: int) -> None:
         """No block is held without the one before it, nor more than there is room for."""
         super().use(blocks, now_ns)
-        assert all(before in {*self._held, -1} for before in self._held.values())
-        assert len(self._held) <= self._policy.capacity
+        assert all(before in {*self.held, -1} for before in self.held.values())
+        assert len(self.held) <= self.policy.capacity
 
 
 class TestPolicies(unittest.TestCase):
@@ -45,7 +45,7 @@ class TestPolicies(unittest.TestCase):
         requests = asked("all", 60)
         makers = {**POLICIES, "Belady": clairvoyant(requests)}
         for name, make in makers.items():
-            with self.subTest(name), mock.patch.object(bench_simulate, "_Store", Watched):
+            with self.subTest(name), mock.patch.object(bench_simulate, "SimulatedStore", Watched):
                 first = simulate(requests, [make(60, Past())])
                 self.assertEqual(first, simulate(requests, [make(60, Past())]))
                 self.assertEqual(sum(len(one.whole) for one in requests), first[0].blocks)

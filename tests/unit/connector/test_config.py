@@ -1,7 +1,5 @@
 """The settings of the vLLM connector; no engine is needed to read them."""
 
-# ruff: noqa: SLF001 - the warning of an old name comes once in a process
-
 from __future__ import annotations
 
 import unittest
@@ -76,7 +74,7 @@ class ConnectorConfigTest(unittest.TestCase):
             if name != "path":
                 extra["shared_storage_path"] = "/kv"
             with self.subTest(name), self.assertLogs("vllm.vua", "WARNING") as log:
-                settings._warn.cache_clear()
+                settings.warn_once.cache_clear()
                 config = ConnectorConfig.from_extra_config(extra)
                 new = OLD_NAMES[name]
                 self.assertEqual(1, len(log.output))
@@ -90,7 +88,7 @@ class ConnectorConfigTest(unittest.TestCase):
                     self.assertEqual(value, attrgetter(str(new))(config))
 
         with self.assertLogs("vllm.vua", "WARNING") as log:
-            settings._warn.cache_clear()
+            settings.warn_once.cache_clear()
             config = ConnectorConfig.from_extra_config(old)
             ConnectorConfig.from_extra_config(old)
         self.assertEqual(1, len(log.output))

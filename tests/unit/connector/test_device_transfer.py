@@ -224,13 +224,13 @@ class FormsTest(DirectoryTest):
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from vua.connector.cache_spec import UncachedError
-        from vua.vllm.cache_spec import _kind
+        from vua.vllm.cache_spec import kind_of
 
         same = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
-        self.assertEqual("", _kind(FullAttentionSpec(**same), None))
+        self.assertEqual("", kind_of(FullAttentionSpec(**same), None))
         for name in ("num_head_slots", "state_content_bytes"):
             with self.subTest(name), self.assertRaisesRegex(UncachedError, name):
-                _kind(FullAttentionSpec(**same, **{name: 4}), None)
+                kind_of(FullAttentionSpec(**same, **{name: 4}), None)
 
     def test_required(self) -> None:
         """Where GDS is required and there is none, the engine does not start; `auto` goes on."""

@@ -1,12 +1,11 @@
 """Prompts that are computed faster than the storage writes, from both halves of the connector."""
 
-# ruff: noqa: SLF001 - one writer, so that files appear in order
-
 from __future__ import annotations
 
 import threading
 import unittest
 import unittest.mock
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from helpers import DirectoryTest, until
 from vua.connector.config import WorkerResources
+from vua.connector.writer_count import WriterCount
 from vua.format.layout import KVLayout
 
 pytestmark = pytest.mark.vllm
@@ -42,10 +42,11 @@ class LongPromptTest(DirectoryTest):
 
     def start(self, **settings: Any) -> SavingEngine:
         """An engine with Llama 8B's steps; its chunks are small."""
-        self.engine = SavingEngine(
-            str(self.root), self.sink, SMALL, step_tokens=STEP_TOKENS, **settings
-        )
-        self.engine.worker.saves._writers._most = 1
+        one = partial(WriterCount, most=1)  # so that files appear in order
+        with unittest.mock.patch("vua.connector.write_queue.WriterCount", one):
+            self.engine = SavingEngine(
+                str(self.root), self.sink, SMALL, step_tokens=STEP_TOKENS, **settings
+            )
         self.addCleanup(self.engine.close)
         self.addCleanup(self.allowed.release, 10_000)
         return self.engine

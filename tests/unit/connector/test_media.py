@@ -1,10 +1,10 @@
 """Images and sounds are named by their content; an identifier that lies costs hits and no more."""
 
-# ruff: noqa: SLF001 - only inside is seen what is kept of what is gone
-
 from __future__ import annotations
 
+import tracemalloc
 import unittest
+import weakref
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -148,13 +148,27 @@ class MediaTest(unittest.TestCase):
     def test_the_same_object_is_digested_once(self) -> None:
         """An image that comes with every turn of a conversation costs its digest once."""
         image = feature(pixels(1))
-        with mock.patch("vua.connector.media._feed", side_effect=lambda *_: None) as fed:
-            for _ in range(5):
-                self.media.look_at([image])
-        self.assertEqual(2, fed.call_count)  # a key and a value
-        self.assertEqual(1, len(self.media._digested))
-        del image
-        self.assertEqual(0, len(self.media._digested))
+        name = self.media.look_at([image])
+        image.data["pixel_values"].data.fill_(2)  # which nobody does: it shows who looks again
+        self.assertEqual(name, self.media.look_at([image]))
+
+    def test_nothing_is_kept_of_objects_that_are_gone(self) -> None:
+        """Neither they nor their digests, which another object at their address would get."""
+        images = [feature(pixels(at), f"n{at}") for at in range(2)]
+        gone = [weakref.ref(image.data) for image in images]
+        names = {str(self.media.look_at([images.pop()])) for _ in range(2)}
+        self.assertEqual([None, None], [kept() for kept in gone])
+        names |= {str(self.media.look_at([feature(pixels(at), f"n{at}")])) for at in range(2, 20)}
+        self.assertEqual(20, len(names))
+
+        tracemalloc.start()
+        self.addCleanup(tracemalloc.stop)
+        before = tracemalloc.get_traced_memory()[0]
+        several = [feature(pixels(1), "same") for _ in range(500)]
+        for image in several:
+            self.media.look_at([image])
+        del several, image
+        self.assertLess(tracemalloc.get_traced_memory()[0] - before, 100_000)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class RanksTest(DirectoryTest):
 
     def write(self, layout: KVLayout, caches: dict[str, torch.Tensor], shard: Any) -> None:
         """Let vLLM's own writer put the rank's part of the content into its pages."""
-        from vua.vllm.page_layout import _engine_writer
+        from vua.vllm.page_layout import engine_writer
 
         content = self.content(layout)
         slots = torch.tensor([b * BLOCK + s for b in self.table for s in range(BLOCK)])
@@ -74,7 +74,7 @@ class RanksTest(DirectoryTest):
             part = content[layer, shard.head_start : shard.head_stop].transpose(0, 1)
             k, v = part[..., : layout.k_dim].contiguous(), part[..., layout.k_dim :].contiguous()
             if layout.v_dim:
-                _engine_writer(cache.dtype, BLOCK, layout.k_dim, "vec")(cache, slots, k, v)
+                engine_writer(cache.dtype, BLOCK, layout.k_dim, "vec")(cache, slots, k, v)
             else:
                 cache.view(-1, layout.k_dim)[slots] = k[:, 0]
 

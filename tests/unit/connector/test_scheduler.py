@@ -1,7 +1,5 @@
 """The scheduler's half of the vLLM connector, without an engine around it."""
 
-# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
-
 from __future__ import annotations
 
 import tempfile
@@ -16,7 +14,7 @@ from unittest import mock
 import pytest
 
 from helpers import keys_of, until
-from scheduling import LAYOUT, answer, request_of, step
+from scheduling import LAYOUT, answer, bare_connector, request_of, step
 from vua.capacity.ttl import settle, ttl_s_of
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.step import ScheduledRequest, ScheduledStep
@@ -37,10 +35,10 @@ def asking(name: str, **options: Any) -> Any:
 
 def store(side: Any, first: int, stop: int) -> None:
     """Store these chunks of the request."""
-    layout = side._namespace.stores[0].layout
+    layout = side.namespace.stores[0].layout
     memory = Slab(layout, layout.full, 1).memory
     for key in keys_of(range(64), 16)[first:stop]:
-        side._namespace.stores[0].save(key, memory)
+        side.namespace.stores[0].save(key, memory)
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
@@ -108,7 +106,7 @@ class SchedulerTest(unittest.TestCase):
             for name in ("a", "b"):
                 answer(side, request_of(name))
             answer(side, request_of("c", num_tokens=48))
-            side._states["c"].local_tokens = 16
+            side.states["c"].local_tokens = 16
             begins = ScheduledRequest("c", 16, 32, [[1, 5, 6]], begins=True)
             for now in (step({"a": 0, "b": 0}), ScheduledStep([begins], lambda _: [[1, 5, 6]])):
                 orders = ConnectorMetadata()
@@ -123,7 +121,7 @@ class SchedulerTest(unittest.TestCase):
         keys = Path(self.enterContext(tempfile.TemporaryDirectory()))
         write_key(keys / f"{tenant_of(b'alice')}.key")
         side = self.side(security=Security(tenant_keys=str(keys)))
-        store = side._namespace.stores[0]
+        store = side.namespace.stores[0]
         chain = KeyChain(
             token_ids(range(64)), 16, {0: [("salt", b"alice")]}, store.keyring.naming(b"alice")
         )
@@ -168,15 +166,12 @@ class SchedulerTest(unittest.TestCase):
         """The scheduler's half learns of it in that step; otherwise it would promise it again."""
         from vllm.v1.outputs import KVConnectorOutput
 
-        from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1
-
         side = self.side(layout=KVLayout(1, 1, 8, 8, "U8", 16, "w10"))
         store(side, 0, 3)
         request = request_of("r")
         self.assertEqual((48, True), answer(side, request))
-        connector = VUAStorageConnector_V1.__new__(VUAStorageConnector_V1)
-        connector._scheduler = side
-        connector._config = side._config
+        connector = bare_connector("/nowhere", strict=True)
+        connector.scheduler = side
 
         for output in ({"failed_recving": {"r"}}, {"finished_recving": {"r"}}):
             connector.update_connector_output(KVConnectorOutput(**output))
@@ -189,14 +184,14 @@ class SchedulerTest(unittest.TestCase):
 
         side, asked, go = self.side(timeouts=Timeouts(lookup_s=1.0)), [], threading.Event()
         self.addCleanup(go.set)
-        look_up = side._namespace.stores[0].lookup
+        look_up = side.namespace.stores[0].lookup
 
         def hanging(*args: Any) -> int:
             asked.append(1)
             go.wait()
             return look_up(*args)
 
-        side._namespace.stores[0].lookup = hanging  # type: ignore[method-assign]
+        side.namespace.stores[0].lookup = hanging  # type: ignore[method-assign]
         with self.assertLogs("vllm.vua.storage", "WARNING"):
             for at in range(3):
                 late = request_of(f"late {at}")
@@ -274,10 +269,10 @@ class SchedulerTest(unittest.TestCase):
         """A client's word counts for a prompt that others stored, unless it wants none stored."""
         side = self.side(allow=("pins",))
         store(side, 0, 3)
-        space = side._namespace.stores[0].capacity.space
+        space = side.namespace.stores[0].capacity.space
         names = [key.name for key in keys_of(range(64), 16)[:3]]
         settle(space, names[2], "", 10)
-        root = side._namespace.stores[0].storage.directory
+        root = side.namespace.stores[0].storage.directory
 
         answer(side, asking("not", store=False, ttl_s=60, pin=True))
         self.assertEqual([10, 0], [ttl_s_of(space, names[2]), len([*root.rglob("pin-*")])])
@@ -307,20 +302,21 @@ class SchedulerTest(unittest.TestCase):
 
     def test_prompts_that_come_together(self) -> None:
         """An idle engine waits for the lookups of both; one that computes does not wait so long."""
-        side, go = self.side(), threading.Event()
-        look_up = side._lookups._look_up
+        side, go, pause_s = self.side(), threading.Event(), 0.02
+        look_up = side.namespace.stores[0].lookup
 
-        def slowly(lookup: Any) -> Any:
-            go.wait(0.02 if lookup.request.request_id != "third" else 30)
-            return look_up(lookup)
+        def slowly(*args: Any) -> int:
+            go.wait(pause_s)
+            return look_up(*args)
 
-        side._lookups._look_up = slowly
+        side.namespace.stores[0].lookup = slowly
         both = [request_of(name, num_computed_tokens=0) for name in ("one", "other")]
         with mock.patch("vua.connector.lookup._IDLE_STEP_WAIT_S", 30):
             for request in both:
                 self.assertEqual((0, False), side.matched_tokens(request, 0))
                 side.allocated(request, None, 0)
             side.take_loads()
+            pause_s = 30
             third = request_of("third")
             self.assertEqual((None, False), side.matched_tokens(third, 0))
             side.take_loads()

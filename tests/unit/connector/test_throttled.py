@@ -1,7 +1,5 @@
 """Both halves of the vLLM connector on a storage that becomes slow, without an engine."""
 
-# ruff: noqa: SLF001 - puts a half of the connector into a connector without an engine
-
 from __future__ import annotations
 
 import pickle
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
+from scheduling import bare_connector
 from vua.connector.step import ScheduledRequest, ScheduledStep
 from vua.device.slab import Slab
 from vua.errors import ConfigError
@@ -117,7 +116,6 @@ class ThrottledConnectorTest(DirectoryTest):
         from vua.connector.scheduler import SchedulerSide
         from vua.connector.worker import WorkerSide
         from vua.vllm import page_layout
-        from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1
 
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
@@ -131,15 +129,13 @@ class ThrottledConnectorTest(DirectoryTest):
         self.layers = {f"model.layers.{at}": noise(12, 1, 16, 12, seed=at) for at in range(2)}
         layer_of = {name: at for at, name in enumerate(self.layers)}
         self.worker.register(self.layers, layer_of, dict.fromkeys(self.layers, 0), page_layout)
-        self.connectors = [VUAStorageConnector_V1.__new__(VUAStorageConnector_V1) for _ in range(2)]
-        for connector in self.connectors:
-            connector._config, connector._scheduler, connector._worker = config, None, None
-        self.connectors[0]._scheduler, self.connectors[1]._worker = self.side, self.worker
+        self.connectors = [bare_connector(str(self.root), strict=True) for _ in range(2)]
+        self.connectors[0].scheduler, self.connectors[1].worker = self.side, self.worker
 
         keys = keys_of(range(64), 16)
         save_step(self.worker, ConnectorMetadata(saves=[SaveOrder([[1, 2, 3, 4]], [(0, keys)])]))
         until(lambda: len(self.files()) == 4)
-        store = self.worker._groups[0].store
+        store = self.worker.groups[0].store
         self.storage = SlowStorage(store.storage, self.clock)
         store.storage = self.storage
         self.served = 0

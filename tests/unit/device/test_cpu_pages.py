@@ -403,7 +403,7 @@ class RefusalTest(PagedTestCase):
 @contextmanager
 def writer(write: object) -> Iterator[None]:
     """Put a function in the place of vLLM's writer."""
-    with mock.patch("vua.vllm.page_layout._engine_writer", return_value=write):
+    with mock.patch("vua.vllm.page_layout.engine_writer", return_value=write):
         yield
 
 
@@ -482,7 +482,7 @@ class VllmTest(PagedTestCase):
             from vllm._custom_ops import cpu_attn_reshape_and_cache
         except ImportError as error:
             self.skipTest(f"vLLM has no CPU attention here: {error}")
-        if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):  # noqa: SLF001
+        if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
             self.skipTest("this vLLM was built without CPU attention")
         self.write = cpu_attn_reshape_and_cache
 

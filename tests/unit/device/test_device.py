@@ -1,5 +1,3 @@
-# ruff: noqa: SLF001 - compiles a kernel of a private name
-
 from __future__ import annotations
 
 import doctest
@@ -16,6 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -307,21 +306,17 @@ class RunsTest(BlocksTest):
 
     def setUp(self) -> None:
         """Never fall back to indexing."""
-        indexed = mock.patch.object(moves, "_move_indexed", side_effect=AssertionError)
-        for patch in (mock.patch.object(moves, "_RUN_TOKENS", 1), indexed):
-            patch.start()
-            self.addCleanup(patch.stop)
+        self.enterContext(mock.patch.object(moves, "_RUN_TOKENS", 1))
 
     def test_runs(self) -> None:
         """Runs end with blocks, chunks and wherever a slot is not the next one."""
-        engine = fused(torch.bfloat16)
-        k, v = chunks_of(engine, torch.bfloat16, 2, 5)
-        slots = torch.tensor([[2, 3, 4, 5, 9], [10, -1, 0, 2, 3]])
+        slots = np.array([[2, 3, 4, 5, 9], [10, -1, 0, 2, 3]])
 
-        runs = moves._runs(plan(engine.paged, slots, k, v))
+        first, slot, counts = moves.runs(slots, SLOTS)
 
+        found = [*zip(*divmod(first, 5), slot, counts, strict=True)]
         expected = [(0, 0, 2, 2), (0, 2, 4, 2), (0, 4, 9, 1), (1, 0, 10, 1), (1, 2, 0, 1)]
-        self.assertEqual([*expected, (1, 3, 2, 2)], runs)
+        self.assertEqual([*expected, (1, 3, 2, 2)], found)
 
 
 @unittest.skipUnless(has_native(), "native code is not built: python3 dev.py build")
@@ -622,7 +617,7 @@ def compile_for(capability: int, kernels: ModuleType, sizes: dict[str, object]) 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = kernels._move.arg_names
+    names = kernels.move_kernel.arg_names
     signature, hints = {}, {}
     for number, name in enumerate(names):
         pointer = name in ("table", "slots", "k", "v")
@@ -630,7 +625,7 @@ def compile_for(capability: int, kernels: ModuleType, sizes: dict[str, object]) 
         if name not in sizes and name not in ("tokens", "tiles"):
             hints[number,] = [["tt.divisibility", 16]]
     values = {(names.index(name),): value for name, value in sizes.items()}
-    source = ASTSource(kernels._move, signature, values, hints)
+    source = ASTSource(kernels.move_kernel, signature, values, hints)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about Triton's own defaults
         return str(triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"])

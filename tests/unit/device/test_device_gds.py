@@ -1,7 +1,5 @@
 """Files straight into device memory: movers, the trial, checksums there, reads of chunks."""
 
-# ruff: noqa: SLF001 - compiles a kernel of a private name
-
 from __future__ import annotations
 
 import importlib.util
@@ -120,7 +118,7 @@ class InterpretedChecksumsTest(ChecksumsTest):
 
         kernel = interpreted()
         self.accumulate = kernel.accumulate
-        self.enterContext(mock.patch.object(tl.standard, "_sum_combine", kernel._add))
+        self.enterContext(mock.patch.object(tl.standard, "_sum_combine", kernel.add_pair))
 
     @pytest.mark.thorough
     def test_every_length(self) -> None:
@@ -147,10 +145,12 @@ class InterpretedChecksumsTest(ChecksumsTest):
 
         if os.environ.get("TRITON_INTERPRET") == "1":
             self.skipTest("Triton interprets everything in this process")
-        names = compiled._accumulate.arg_names
+        names = compiled.accumulate_kernel.arg_names
         signature = dict.fromkeys(names, "*i64") | {"data": "*u8", "WORD": "constexpr"}
         for word, access in ((8, ".b64"), (1, ".b8")):
-            source = ASTSource(compiled._accumulate, signature, {(names.index("WORD"),): word}, {})
+            source = ASTSource(
+                compiled.accumulate_kernel, signature, {(names.index("WORD"),): word}, {}
+            )
             with self.subTest(word=word), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
@@ -167,7 +167,7 @@ class GPUChecksumsTest(ChecksumsTest):
 
     def test_choice(self) -> None:
         """The kernel is used where Triton is installed."""
-        self.assertEqual(HAS_TRITON, xxh3._kernel(self.device) is not None)
+        self.assertEqual(HAS_TRITON, xxh3.kernel_for(self.device) is not None)
 
 
 class MoverTest(DirectoryTest):
@@ -278,7 +278,9 @@ class TrialTest(DirectoryTest):
         with self.assertRaisesRegex(ConfigError, "no answer for 0 s"):
             Gds("required", hang, self.root, CPU, timeout_s=0.05)
         go.set()
-        self.assertTrue(gds._proved.wait(SOON_S))
+        for thread in threading.enumerate():
+            if thread.name == "vua-gds":
+                thread.join(SOON_S)
         self.assertIsNone(gds.mover)
         gds.close()
 
@@ -291,7 +293,9 @@ class TrialTest(DirectoryTest):
             library = mock.MagicMock()
             modules = {"cuda": library, "cuda.bindings": library.bindings}
             with self.subTest(release), found, driver, mock.patch.dict(sys.modules, modules):
-                with mock.patch.object(CuFileMover, "_bind"):
+                with mock.patch.multiple(
+                    torch.cuda, set_device=mock.DEFAULT, mem_get_info=mock.DEFAULT
+                ):
                     if release in good:
                         CuFileMover(torch.device("cuda:0"))
                         continue

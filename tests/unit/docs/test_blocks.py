@@ -172,7 +172,7 @@ class BlockTest(unittest.TestCase):
     def parse(self, words: list[str]) -> None:
         """Parse one command."""
         if words[0] == "vua":
-            cli.arguments.parsed(cli._parser(), words[1:])  # noqa: SLF001
+            cli.arguments.parsed(cli.make_parser(), words[1:])
         else:
             self.assertIn(words[2].replace("-", "_"), TARGETS)
 

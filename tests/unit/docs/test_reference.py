@@ -38,7 +38,7 @@ class ReferenceTest(unittest.TestCase):
         groups = {one.partition(".")[0] for one in inner if "." in one}
         self.assertEqual({one.name for one in fields(ConnectorConfig)} - groups - settings, set())
         self.assertEqual(inner - settings, set())
-        self.assertEqual(set(VUAConfig._FIELDS) - settings, set())  # noqa: SLF001
+        self.assertEqual(set(VUAConfig._FIELDS) - settings, set())
         self.assertEqual(set(METRICS), names("metrics.md"))
 
     def test_new_metric(self) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from helpers import DirectoryTest, descriptors
 from properties import given
 from vua.io import posix
-from vua.io.posix import IOV_MAX, Iovecs, _rest
+from vua.io.posix import IOV_MAX, Iovecs, rest
 
 
 def iovecs_of(buffer: np.ndarray, lengths: list[int], gap: int = 0) -> Iovecs:
@@ -109,7 +109,7 @@ class TestTransfer(DirectoryTest):
 
         thread = threading.Thread(target=trickle)
         thread.start()
-        with mock.patch.object(posix, "_vector_call", new=read):  # a pipe knows no offsets
+        with mock.patch.object(posix, "vector_call", new=read):  # a pipe knows no offsets
             got = posix.preadv_all(ends[0], iovecs_of(target, lengths), 0)
         thread.join()
         os.close(ends[0])
@@ -128,10 +128,10 @@ class TestTransfer(DirectoryTest):
             written.extend(data[:1234])
             return min(1234, len(data))
 
-        with mock.patch.object(posix, "_vector_call", new=write):
+        with mock.patch.object(posix, "vector_call", new=write):
             self.assertEqual(9000, posix.pwritev_all(3, iovecs_of(source, [1, 999] * 9), 0))
         self.assertEqual(source.tobytes(), bytes(written))
-        with mock.patch.object(posix, "_vector_call", return_value=0):
+        with mock.patch.object(posix, "vector_call", return_value=0):
             with self.assertRaises(OSError) as caught:
                 posix.pwritev_all(3, iovecs_of(source, [9]), 0)
             self.assertEqual(errno.EIO, caught.exception.errno)
@@ -162,7 +162,7 @@ class TestTransfer(DirectoryTest):
         def places(table: Iovecs) -> list[int]:
             return [int(at) + n for at, nbytes in table for n in range(int(nbytes))]
 
-        self.assertEqual(places(pieces)[moved:], places(_rest(pieces, moved)))
+        self.assertEqual(places(pieces)[moved:], places(rest(pieces, moved)))
         np.testing.assert_array_equal(kept, pieces)
 
     def test_cached_read(self) -> None:

@@ -1,7 +1,5 @@
 """Threads of the library under signals and forks, and what a forked child makes of a VUA."""
 
-# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
-
 from __future__ import annotations
 
 import gc
@@ -20,7 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from helpers import SOON_S, TESTS, DirectoryTest, caches_of, in_child, kv_bits, until
+from helpers import SOON_S, TESTS, DirectoryTest, caches_of, in_child, kv_bits, namespace_of, until
 from vua.core import VUA, VUAConfig
 from vua.io.threads import Call, Threads
 from vua.io.workers import Workers
@@ -190,13 +188,16 @@ class TestForks(DirectoryTest):
     def test_locks_held(self) -> None:
         """Also when another thread held every lock there is."""
         vua: Any = self.vua
-        store = vua._writing.stores[0]
+        store: Any = namespace_of(vua).stores[0]
         capacity = store.capacity
         locks = [
+            # race: the fork comes while another thread holds these
             *(vua._lock, vua._buffers._lock, vua._threads._shared.lock, store.misses._lock),
+            # race: the fork comes while another thread holds the storage's and the touches'
             *(store.storage._lock, store.storage.first_reads._lock, capacity.touches._lock),
+            # race: the fork comes while another thread holds those of the capacity
             *(capacity.pending._changed, capacity.touches._recent._lock),
-            capacity.reclaiming._changed,
+            capacity.reclaiming._changed,  # race: and of the thread that evicts
         ]
         held, free = threading.Event(), threading.Event()
 

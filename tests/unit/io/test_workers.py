@@ -1,5 +1,3 @@
-# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
-
 from __future__ import annotations
 
 import os
@@ -72,8 +70,8 @@ class TestWorkers(unittest.TestCase):
         no_more = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
         with no_more, self.assertRaises(RuntimeError):
             pool.submit(self.do, "refused")
-        pool.submit(self.hang, "first")
-        until(lambda: bool(pool._running))
+        first = pool.submit(self.hang, "first")
+        until(lambda: first.started)
         with no_more:
             pool.submit(self.do, "second")
         self.release.set()
@@ -94,8 +92,7 @@ class TestWorkers(unittest.TestCase):
         self.assertEqual([], pool.overdue())
         self.assertFalse(attempt.settle())
         self.release.set()
-        until(lambda: not pool._running)
-        self.assertTrue(pool.close())
+        until(pool.close)
         self.assertEqual([], self.did)
 
     def test_in_time(self) -> None:
@@ -134,7 +131,6 @@ class TestWorkers(unittest.TestCase):
         self.now += 10.1
         self.assertEqual(2, len(pool.overdue()))
         self.release.set()
-        until(lambda: not pool._running)
         pool.submit(self.do, "new")
         pool.close()
 
@@ -197,8 +193,7 @@ class TestWorkers(unittest.TestCase):
 
         self.assertFalse(pool.close(finish=False))
         self.release.set()
-        until(lambda: not pool._running)
-        self.assertTrue(pool.close())
+        until(pool.close)
         self.assertEqual(["late"], self.did)
 
     def test_process_ends(self) -> None:

@@ -406,7 +406,7 @@ class TestDirectLoad(TestLoad):
             self.setUpMemory()
             with (
                 mock.patch.object(batches, "_BOUNCE_NBYTES", nbytes),
-                mock.patch.object(batches, "_spare_bounces", []),
+                mock.patch.object(batches, "spare_bounces", []),
             ):
                 self.assertEqual(CHUNKS, self.load())
             self.assertEqual(cold, sum(is_cold(path) for path in self.files()))

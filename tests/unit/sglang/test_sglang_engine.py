@@ -303,19 +303,19 @@ class SettingsTest(unittest.TestCase):
         """Every setting that is called harmless exists."""
         from sglang.srt.server_args import ServerArgs
 
-        from vua.sglang.identity import _NEUTRAL
+        from vua.sglang.identity import NEUTRAL
 
         arguments = ServerArgs(model_path="model")
-        self.assertEqual([], [name for name in sorted(_NEUTRAL) if not hasattr(arguments, name)])
+        self.assertEqual([], [name for name in sorted(NEUTRAL) if not hasattr(arguments, name)])
 
     def test_what_counts(self) -> None:
         """Settings as they are by default count for nothing; those that change K and V do."""
         from sglang.srt.server_args import ServerArgs
 
-        from vua.sglang.identity import _settings
+        from vua.sglang.identity import settings_that_count
 
         plain = ServerArgs(model_path="model", page_size=64, tp_size=2, attention_backend="triton")
-        self.assertEqual({}, _settings(plain))
+        self.assertEqual({}, settings_that_count(plain))
         for name, value in (
             ("quantization", "fp8"),
             ("enable_tf32_matmul", True),
@@ -324,7 +324,7 @@ class SettingsTest(unittest.TestCase):
         ):
             with self.subTest(name):
                 changed = ServerArgs(model_path="model", **{name: value})
-                self.assertEqual({name: value}, _settings(changed))
+                self.assertEqual({name: value}, settings_that_count(changed))
 
 
 class BackendTest(unittest.TestCase):

@@ -181,7 +181,11 @@ class TierTest(DirectoryTest):
 
     def test_without_the_bucket(self) -> None:
         """While it does not answer everything works with the directory; later it is sent."""
-        failing = mock.patch.object(Bucket, "_request", side_effect=StorageError(5, "it is down"))
+        down = StorageError(5, "it is down")
+        verbs = ("get", "head", "put", "walk", "folders", "renew", "try_renew", "delete")
+        failing = mock.patch.multiple(
+            Bucket, **{verb: mock.Mock(side_effect=down) for verb in verbs}
+        )
         with (
             self.assertLogs("vua", logging.WARNING),
             failing,

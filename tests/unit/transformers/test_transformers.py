@@ -1,7 +1,5 @@
 """The adapter for Hugging Face transformers: the same tokens with a stored prefix as without."""
 
-# ruff: noqa: SLF001 - hangs or watches a thread at one point inside
-
 from __future__ import annotations
 
 import json
@@ -25,7 +23,7 @@ from helpers import SOON_S, in_child, keys_of
 from vua import ConfigError, InputError
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity, config_digest, weights_fingerprint
-from vua.format.rope import _INTERLEAVED, _NEOX, rope_order, varies_with_length
+from vua.format.rope import INTERLEAVED, NEOX, rope_order, varies_with_length
 from vua.testing.models import Family, make_model
 from vua.weights import identify_weights
 
@@ -306,7 +304,7 @@ class TestTransformers(unittest.TestCase):
         held, free = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with prefixes._stored._lock:
+            with prefixes._stored._lock:  # race: the fork comes while another thread holds it
                 held.set()
                 free.wait(60)
 
@@ -359,7 +357,9 @@ class TestTransformers(unittest.TestCase):
             self.prefixes(model)
         with problem, mock.patch("vua.store.identified.Identification.wait", return_value=False):
             prefixes = self.prefixes(model)
-        self.assertTrue(prefixes._stored._identification.wait(60))
+        for thread in threading.enumerate():
+            if thread.name == "vua-identify":
+                thread.join(60)
         with self.assertLogs("vua.transformers", "WARNING") as logs:
             for _ in range(2):
                 self.assertEqual(0, prefixes.load(PROMPT).num_tokens)
@@ -695,7 +695,7 @@ class TestRope(unittest.TestCase):
             "interleaved": [-1, 0, -3, 2, -5, 4, -7, 6],
         }
         others = {"gptj", "opt"}  # its function is another one; it has learned positions
-        for model_type in sorted((_NEOX | _INTERLEAVED) - others):
+        for model_type in sorted((NEOX | INTERLEAVED) - others):
             with self.subTest(model_type):
                 name = model_type.removesuffix("_text")
                 module = import_module(f"transformers.models.{name}.modeling_{name}")

@@ -1,7 +1,5 @@
 """KV cache events without an engine: when chunks are announced, and what is remembered."""
 
-# ruff: noqa: SLF001 - only inside is seen what is kept for ever
-
 from __future__ import annotations
 
 import os
@@ -178,7 +176,11 @@ class AnnouncerTest(unittest.TestCase):
         for at in range(events.MAX_PENDING + 10):
             chain = KeyChain(token_ids([at, *IDS[1:]]), CHUNK)
             announcer.ordered(self.request, chain, range(1))
-        self.assertEqual(events.MAX_PENDING, len(announcer._pending))
+        plain = self.keys
+        for at, announced in ((0, 0), (9, 0), (10, 1), (11, 1)):  # the oldest are forgotten
+            self.keys = KeyChain(token_ids([at, *IDS[1:]]), CHUNK)
+            self.assertEqual(announced, len(self.store(announcer, [0])), at)
+        self.keys = plain
 
         with self.assertLogs("vllm.vua.events", "WARNING") as logged:
             for _ in range(events.MAX_QUEUED):

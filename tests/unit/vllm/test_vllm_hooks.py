@@ -1,7 +1,5 @@
 """What vLLM calls: no error leaves a hook unless a test asks for it; long prompts cost no more."""
 
-# ruff: noqa: SLF001 - puts a half of the connector into a connector without an engine
-
 from __future__ import annotations
 
 import gc
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from scheduling import bare_connector
 from vua.connector.config import ConnectorConfig
 from vua.device.slab import Slab
 from vua.errors import ConfigError
@@ -51,12 +50,9 @@ class Broken:
 class HooksTest(unittest.TestCase):
     def connector(self, *, strict: bool) -> Any:
         """A connector of which both halves are broken."""
-        made = VUAStorageConnector_V1.__new__(VUAStorageConnector_V1)
-        made._config = ConnectorConfig(shared_storage_path="/nowhere", strict=strict)
-        made._failures, made._idle = set(), False
-        made._scheduler = made._worker = made._events = Broken()  # type: ignore[assignment]
-        made._connector_metadata = ConnectorMetadata(loads=[], saves=[])
-        made._kv_cache_config = SimpleNamespace(kv_cache_groups=[])  # type: ignore[assignment]
+        made = bare_connector("/nowhere", strict=strict)
+        made.bind_connector_metadata(ConnectorMetadata(loads=[], saves=[]))
+        made.scheduler = made.worker = made.events = Broken()
         return made
 
     def test_directory_before_the_model(self) -> None:
@@ -127,14 +123,14 @@ class HooksTest(unittest.TestCase):
             prompt_embeds=None, lora_request=None, cache_salt=None, mm_features=[],
             kv_transfer_params=None,
         )  # fmt: skip
-        store, half = side._namespace.stores[0], tokens // 2
+        store, half = side.namespace.stores[0], tokens // 2
         memory = Slab(store.layout, store.layout.full, 1).memory
-        state = side._state(request)
-        assert state is not None
+        side.matched_tokens(request, 0)
+        state = side.states["r"]
         keys = state.lookup.answer.result(timeout=30).keys  # type: ignore[union-attr]
         for at in range(half // CHUNK):
             store.save(keys[at], memory)
-        state.lookup = side._lookups.ask(request, state.options)
+        state.lookup = side.lookups.ask(request, state.options)
         state.lookup.answer.result(timeout=30)
         table = list(range(1, 1 + tokens // CHUNK))
         new = ScheduledRequest("r", half, tokens - half, [table], begins=True)

@@ -3,8 +3,6 @@
 One case per field: those of the engine decide about the namespace, those of a request about keys.
 """
 
-# ruff: noqa: SLF001 - a scheduler without workers: what they would store is stored here
-
 from __future__ import annotations
 
 import dataclasses
@@ -303,10 +301,10 @@ class RequestFieldsTest(DirectoryTest):
 
         group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
-        config = ConnectorConfig(
+        self.config = ConnectorConfig(
             shared_storage_path=str(self.root / "kv"), chunk_tokens=16, witness_every=0
         )
-        self.side = SchedulerSide(model, config, loads=True, saves=True)
+        self.side = SchedulerSide(model, self.config, loads=True, saves=True)
         self.addCleanup(self.side.shutdown)
         self.serial = 0
         self.loaded: dict[int, str] = {}
@@ -346,7 +344,7 @@ class RequestFieldsTest(DirectoryTest):
             self.side.take_loads()
             self.answer()
         if save:
-            found = self.side._states[request.request_id].lookup.answer.result()
+            found = self.side.states[request.request_id].lookup.answer.result()
             if found is not None:
                 self.store(found.keys.first(4))
         self.side.finished(request)
@@ -356,7 +354,7 @@ class RequestFieldsTest(DirectoryTest):
         """Store chunks of these names."""
         slab = Slab(LAYOUT, LAYOUT.full, 1)
         for key in keys:
-            self.side._namespace.stores[0].save(key, slab.memory)
+            self.side.namespace.stores[0].save(key, slab.memory)
 
     def test_fields(self) -> None:
         """Each kind of request finds its own chunks and no other kind's."""
@@ -417,7 +415,7 @@ class RequestFieldsTest(DirectoryTest):
         }
         for fields in kinds.values():
             self.hits(**fields, save=True)
-        model, config = self.side._model, self.side._config
+        model, config = self.side.model, self.config
         other = dataclasses.replace(model, engine=EngineIdentity({}, "a", "m", ""))
         refusing = dataclasses.replace(model, engine=EngineIdentity({}, "", "", "no images"))
         for changed, expected in ((other, [0, 0, 64]), (refusing, [64, 0, 64]), (model, [64] * 3)):

@@ -1,7 +1,5 @@
 """Weights and adapters as they are in memory: what notices a change, and what follows from it."""
 
-# ruff: noqa: SLF001 - another project's name, which has no public form
-
 from __future__ import annotations
 
 import gc

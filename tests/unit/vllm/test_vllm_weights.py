@@ -1,7 +1,5 @@
 """Which weights a vLLM engine has: its own loader's files, and nothing before they are known."""
 
-# ruff: noqa: SLF001 - a worker without an engine, and a search that has to be seen ending
-
 from __future__ import annotations
 
 import copy
@@ -26,6 +24,7 @@ from scheduling import LAYOUT, answer, request_of, step
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
+from vua.format.layout import KVLayout
 from vua.testing.models import make_model
 from vua.weights import Identification, Weights
 
@@ -121,10 +120,10 @@ class FilesTest(unittest.TestCase):
         from vllm.model_executor.models.llama import LlamaForCausalLM
         from vllm.model_executor.models.ultravox import UltravoxModel
 
-        from vua.vllm.weights import _has_secondary
+        from vua.vllm.weights import has_secondary
 
         self.assertEqual(
-            [True, False], [_has_secondary(one) for one in (UltravoxModel, LlamaForCausalLM)]
+            [True, False], [has_secondary(one) for one in (UltravoxModel, LlamaForCausalLM)]
         )
 
     def test_a_description_of_quantisation_counts(self) -> None:
@@ -171,11 +170,11 @@ class UntilKnownTest(unittest.TestCase):
         self.enterContext(mock.patch("vua.connector.opening._START_WAIT_S", 0.01))
         self.config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
 
-    def model(self, *, identified: bool = False) -> Any:
+    def model(self, *, identified: bool = False, layout: KVLayout = LAYOUT) -> Any:
         """A model of one layer."""
         from vua.connector.cache_spec import Group, Model
 
-        group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
+        group = Group(layout, (0,), ((layout.full,),), (0,))
         identity = Identity(model="m", chunk_tokens=16)
         return Model(identity, (group,), (16,), latent=False, identified=identified)
 
@@ -184,6 +183,7 @@ class UntilKnownTest(unittest.TestCase):
         from vua.connector.scheduler import SchedulerSide
 
         def find(stop: threading.Event) -> Weights:
+            self.stop = stop
             self.go.wait(60)
             return end()
 
@@ -270,7 +270,7 @@ class UntilKnownTest(unittest.TestCase):
         """Ends at once, and the search is told to stop."""
         side = self.side()
         side.shutdown()
-        self.assertTrue(self.search._stop.is_set())
+        self.assertTrue(self.stop.is_set())
         self.known()
         self.assertEqual([], [*self.root.iterdir()])
 
@@ -279,21 +279,22 @@ class UntilKnownTest(unittest.TestCase):
         from vua.connector.group_transfer import Rank
         from vua.connector.metadata import ConnectorMetadata, SaveOrder
         from vua.connector.worker import WorkerSide
+        from vua.vllm import page_layout
 
-        worker = WorkerSide(self.model(), self.config, Rank(0, 0))
-        layers = {"model.layers.0": noise(4, 1, 16, 16).view(4, 1, 16, 16)}
+        model = self.model(layout=KVLayout(1, 1, 8, 4, "F32", 16))
+        worker = WorkerSide(model, self.config, Rank(0, 0))
+        layers = {"model.layers.0": noise(4, 1, 16, 12)}
         keys = keys_of(range(48), 16)
-        worker._registered = True
-        del layers
+        worker.register(layers, {"model.layers.0": 0}, {"model.layers.0": 0}, page_layout)
         saves = [SaveOrder([[1, 2, 3]], [(0, keys)])]
         with self.assertRaisesRegex(StorageError, "before the model is identified"):
             save_step(worker, ConnectorMetadata(saves=saves))
         self.assertEqual(({}, []), (dict(worker.counts), [*self.root.iterdir()]))
         found = []
         for weights in ("one", "two"):
-            identity = self.model().with_weights(weights).identity
-            worker._follow(identity)
-            found.append(worker._groups[0].store.namespace)
+            identity = model.with_weights(weights).identity
+            save_step(worker, ConnectorMetadata(saves=saves, identity=identity))
+            found.append(worker.groups[0].store.namespace)
             self.assertEqual(identity.namespace, found[-1])
         worker.shutdown()
         self.assertEqual(2, len(set(found)))
