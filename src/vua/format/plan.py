@@ -10,7 +10,7 @@ import numpy as np
 from vua.format.entry import EntryCodec
 from vua.format.layout import Shard
 from vua.io.plan import ARRAYS_MAX, EXTENT, READ, EntryPlan
-from vua.io.posix import IOV_MAX
+from vua.io.vectors import IOV_MAX
 
 __all__ = ["entry_plan", "header_plan"]
 

@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.errors import CorruptEntryError, EntryError, UntrustedError
-from vua.io import posix
+from vua.io import posix, vectors
 from vua.io.plain import Directory, Uids, close_plain, is_plain, make_directory, open_plain
-from vua.io.posix import FileStatus, Iovecs
+from vua.io.posix import FileStatus
 from vua.io.threads import Call, Threads
+from vua.io.vectors import Iovecs
 from vua.native.transfer import (
     FAILED,
     PRESENT,
@@ -101,10 +102,10 @@ def _read(fd: int, rows: Iovecs, nbytes: int, offset: int, *, cached: bool) -> t
 
     Keeps the GIL for as long as it has: once a read needs I/O the rest releases it.
     """
-    few = cached and len(rows) <= posix.IOV_MAX
-    if few and posix.preadv_cached(fd, rows.ctypes.data, len(rows), offset) == nbytes:
+    few = cached and len(rows) <= vectors.IOV_MAX
+    if few and vectors.preadv_cached(fd, rows.ctypes.data, len(rows), offset) == nbytes:
         return nbytes, True
-    return posix.preadv_all(fd, rows, offset), False
+    return vectors.preadv_all(fd, rows, offset), False
 
 
 def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[np.uint64]:
@@ -258,9 +259,7 @@ def _is_there(directory: int, name: str, nbytes: int, uids: Uids | None) -> bool
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    status = FileStatus(
-        *(found.st_mode, found.st_size, (found.st_dev, found.st_ino), found.st_uid, found.st_nlink)
-    )
+    status = FileStatus.of(found)
     return is_plain(status, uids) and status.nbytes == nbytes
 
 
@@ -279,7 +278,7 @@ def _write_bytes(
     """
     plan, rows, check_offset = transfer.plan, transfer.rows(place), options.check_offset
     if plan.file_nbytes >= options.allocate_nbytes:
-        posix.allocate(fd, plan.file_nbytes)
+        vectors.allocate(fd, plan.file_nbytes)
     blocks, digests = transfer.blocks(rows), np.zeros(plan.blocks, dtype=np.uint64)
     opening = np.array([[header.ctypes.data, plan.header_nbytes]], dtype=np.uint64)
     for extent, extent_stop, with_header, _, offset, block, stop in plan.reads.tolist():
@@ -289,12 +288,12 @@ def _write_bytes(
         if with_header:
             opening = np.concatenate([opening, part])
         else:
-            posix.pwritev_all(fd, part, offset)
+            vectors.pwritev_all(fd, part, offset)
     if check_offset:
         table = digests.view(np.uint8)
         header[plan.table_offset : plan.table_offset + len(table)] = table
         fill_check(header, check_offset)
-    posix.pwritev_all(fd, opening, 0)
+    vectors.pwritev_all(fd, opening, 0)
 
 
 Strided = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[npt.NDArray[np.uint64]]]
@@ -316,5 +315,5 @@ def _elements(
 ) -> npt.NDArray[np.unsignedinteger]:
     """The elements of a box, as an array over its memory."""
     last = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
-    buffer = posix.memory_at(address, last + item)
+    buffer = vectors.memory_at(address, last + item)
     return np.ndarray(tuple(shape), f"u{item}", buffer, strides=tuple(strides))

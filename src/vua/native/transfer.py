@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vua.io import posix
+from vua.io import posix, vectors
 from vua.io.plain import Uids
 from vua.io.plan import ARRAYS_MAX, EntryPlan
-from vua.io.posix import Iovecs
+from vua.io.vectors import Iovecs
 from vua.native.bindings import xxh3
 
 __all__ = [
@@ -230,7 +230,7 @@ class Transfer(ctypes.Structure):
         if not len(rows):
             return
         low, stops = int(rows[:, 0].min()), rows.sum(axis=1)
-        view = posix.memory_at(low, int(stops.max()) - low)  # only what rows name is touched
+        view = vectors.memory_at(low, int(stops.max()) - low)  # only what rows name is touched
         starts = rows[:, 0] - np.uint64(low)
         pieces = list(map(slice, starts.tolist(), (stops - np.uint64(low)).tolist()))
         edges = self.plan.block_extent * np.uint64(self.plan.segments)

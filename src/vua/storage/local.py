@@ -198,10 +198,7 @@ class LocalStorage:
             fd = posix.open_cached(self._fd, path) if self._local else None
             if fd is None:
                 found = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-                inode = (found.st_dev, found.st_ino)
-                status = FileStatus(
-                    found.st_mode, found.st_size, inode, found.st_uid, found.st_nlink
-                )
+                status = FileStatus.of(found)
             else:
                 try:
                     status = posix.status_cached(fd)

@@ -15,7 +15,7 @@ from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout, Shard
 from vua.format.plan import entry_plan, header_plan
 from vua.io.plan import ARRAYS_MAX, EntryPlan
-from vua.io.posix import memory_at
+from vua.io.vectors import memory_at
 from vua.native import Transfer
 
 

@@ -18,7 +18,7 @@ from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout
 from vua.format.plan import entry_plan
 from vua.io.plain import Directory
-from vua.io.posix import memory_at
+from vua.io.vectors import memory_at
 from vua.native import Headers, Transfer, fallback
 
 FILES = 3
