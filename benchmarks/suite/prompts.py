@@ -125,7 +125,7 @@ def file_rows(
     transfer = store.transfer(full, full, full, memory)
     headers = np.zeros((chunks, transfer.header_nbytes), dtype=np.uint8)
     rows = [
-        np.vstack([[header.ctypes.data, header.nbytes], transfer.rows(place)])
+        np.vstack([[header.ctypes.data, header.nbytes], rows_of(transfer, place)])
         for place, header in enumerate(headers)
     ]
     return np.array(rows, dtype=np.uint64), headers

@@ -17,7 +17,8 @@ import errno
 import os
 import struct
 import sys
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,16 +66,17 @@ def _bind() -> dict[str, ctypes._NamedFuncPointer]:
     if not LINUX64:
         return {}
     released, held = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)
-    number, size, text, how = ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p, _OpenHow
-    opening = [ctypes.c_long, number, text, ctypes.POINTER(how), size]
+    number, text, how = ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_OpenHow)
+    opening = (ctypes.c_long, number, text, how, ctypes.c_size_t)
+    wanted: dict[str, tuple[ctypes.CDLL, str, Sequence[Any]]] = {
+        "openat2": (released, "syscall", opening),
+        "openat2_cached": (held, "syscall", opening),
+        "fstatfs": (released, "fstatfs", (number, text)),
+        "close_cached": (held, "close", (number,)),
+        "statx": (held, "statx", (number, text, number, ctypes.c_uint, text)),
+    }
     found: dict[str, ctypes._NamedFuncPointer] = {}
-    for name, library, function, arguments in (
-        ("openat2", released, "syscall", opening),
-        ("openat2_cached", held, "syscall", opening),
-        ("fstatfs", released, "fstatfs", [number, text]),
-        ("close_cached", held, "close", [number]),
-        ("statx", held, "statx", [number, text, number, ctypes.c_uint, text]),
-    ):
+    for name, (library, function, arguments) in wanted.items():
         if hasattr(library, function):
             found[name] = library[function]
             found[name].argtypes = arguments

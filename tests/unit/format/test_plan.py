@@ -16,7 +16,7 @@ from vua.format.layout import KVLayout, Shard
 from vua.format.plan import entry_plan, header_plan
 from vua.io.plan import ARRAYS_MAX, EntryPlan
 from vua.io.vectors import memory_at
-from vua.native import Transfer
+from vua.native import Transfer, blocks_of, rows_of
 
 
 def plan_of(layout: KVLayout, stored: Shard, needed: Shard, tokens: int) -> EntryPlan | None:
@@ -95,7 +95,7 @@ class TestPlan(unittest.TestCase):
         model = model_arrays(layout, 2)
         memory = Memory(layout, needed, 2, block_tokens=block).fill(rectangle(model, needed)).map()
         transfer = Transfer(plan, memory.base, memory.head_stride, memory.piece_offset, memory)
-        rows = transfer.rows(1, discard.ctypes.data)
+        rows = rows_of(transfer, 1, discard.ctypes.data)
         found = b"".join(bytes(memory_at(int(at), int(nbytes))) for at, nbytes in rows)
         file = b"".join(
             array.transpose(1, 0, 2, 3)[:, :, layout.chunk_tokens :].tobytes()
@@ -113,7 +113,7 @@ class TestPlan(unittest.TestCase):
             want = b"\x5a" * (stop - first) if outside else expected[first:stop]
             self.assertEqual(want, found[first:stop])
         self.assertEqual(len(expected), len(found))
-        pieces = [list(map(len, views)) for views in transfer.blocks(rows)]
+        pieces = [list(map(len, views)) for views in blocks_of(transfer, rows)]
         self.assertEqual(plan.block_nbytes.tolist(), [sum(views) for views in pieces])
 
 

@@ -47,7 +47,9 @@ def damage(path: Path, how: str, at: int) -> None:
 def contents(transfer: Transfer, into: Headers, files: int) -> tuple[list[bytes], list[bytes]]:
     """What was read: the rows of memory that somebody wants, and the tables."""
     inside = np.repeat(transfer.plan.extents["array"] < 2, transfer.plan.segments)
-    rows = [row for place in range(files) for row in transfer.rows(place)[inside].tolist()]
+    rows = [
+        row for place in range(files) for row in native.rows_of(transfer, place)[inside].tolist()
+    ]
     kept = (into.headers, into.digests, into.inodes, into.discard)
     tables = [table[:files].tobytes() for table in kept if table is not None]
     return [bytes(memory_at(address, nbytes)) for address, nbytes in rows], tables
@@ -97,7 +99,9 @@ class TestReadEntries(DirectoryTest):
             done = read(transfer, Directory(fd), paths, 0, into, 0, FILES)
             found.append((done, *contents(transfer, into, done)))
             for place in range(done if keep else 0):
-                blocks = transfer.blocks(transfer.rows(place, into.discard[place].ctypes.data))
+                blocks = native.blocks_of(
+                    transfer, native.rows_of(transfer, place, into.discard[place].ctypes.data)
+                )
                 self.assertEqual(into.digests[place].tolist(), native.digests_of(blocks))
 
         self.assertEqual(bad if how not in ("", "other bytes") else FILES, found[0][0])
