@@ -47,9 +47,8 @@ def damage(path: Path, how: str, at: int) -> None:
 def contents(transfer: Transfer, into: Headers, files: int) -> tuple[list[bytes], list[bytes]]:
     """What was read: the rows of memory that somebody wants, and the tables."""
     inside = np.repeat(transfer.plan.extents["array"] < 2, transfer.plan.segments)
-    rows = [
-        row for place in range(files) for row in native.rows_of(transfer, place)[inside].tolist()
-    ]
+    chunks = [native.rows_of(transfer, place)[inside].tolist() for place in range(files)]
+    rows = [row for chunk in chunks for row in chunk]
     kept = (into.headers, into.digests, into.inodes, into.discard)
     tables = [table[:files].tobytes() for table in kept if table is not None]
     return [bytes(memory_at(address, nbytes)) for address, nbytes in rows], tables
