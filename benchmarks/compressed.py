@@ -230,7 +230,7 @@ def first_tokens(
 
 def expand(bucket: Bucket, prompt: list[int]) -> None:
     """Replace the compressed objects of one of the two prompts by plain ones."""
-    from vua.format.entry import parse_entry
+    from vua.format.parse import parse_entry
 
     found: dict[str, Any] = {}
     for one in bucket.walk():

@@ -19,15 +19,15 @@ from pathlib import Path
 
 from scorecard.attacks import hostile_bytes, mutated
 from vua.errors import CorruptEntryError
-from vua.format import compressed, entry, header, layout
+from vua.format import compressed, entry, layout, parse
 from vua.format.compressed import Compressed, decompressed
-from vua.format.entry import parse_entry
+from vua.format.parse import parse_entry
 
 HERE = Path(__file__).parent
 COMPRESSED = sorted((HERE / "golden_compressed").rglob("*.safetensors"))
 SLOW_S = 1.0
 FUNCTIONS = (
-    *(entry.parse_entry, entry._with_check, header.claims, header.json_header),
+    *(parse.parse_entry, parse.encode_header, parse.claims, parse.json_header),
     *(entry.EntryCodec.__init__, entry.EntryCodec._tensors, entry.EntryCodec._middle),
     *(layout.Shard.parse.__func__, layout.KVLayout.__post_init__),
     *(Compressed.parse.__func__, Compressed.plain, Compressed._expand, compressed._start),

@@ -19,8 +19,8 @@ from vua.cli.text import SHORT
 from vua.cli.walk import Found, walk_bucket
 from vua.errors import ConfigError, CorruptEntryError
 from vua.format.compressed import Compressed
-from vua.format.entry import parse_entry
-from vua.format.header import MAX_HEADER_NBYTES, EntryInfo
+from vua.format.header import MAX_HEADER_NBYTES
+from vua.format.parse import EntryInfo, parse_entry
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import KINDS, cost_dollars
 from vua.storage.bucket_mark import bucket_descriptions

@@ -32,9 +32,10 @@ from vua.errors import (
     LayoutError,
     StorageError,
 )
-from vua.format.entry import EntryCodec, EntryInfo
+from vua.format.entry import EntryCodec
 from vua.format.keys import KeyChain
 from vua.format.layout import Shard
+from vua.format.parse import EntryInfo
 from vua.security.settings import Security
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES
 from vua.storage.local import SUFFIX, chunk_path

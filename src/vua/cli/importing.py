@@ -41,10 +41,10 @@ from vua.errors import (
     StorageError,
     UntrustedError,
 )
-from vua.format.entry import parse_entry
 from vua.format.header import AUTHENTIC, ENCRYPTED
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard, payload_map
+from vua.format.parse import parse_entry
 from vua.storage.base import entry_name
 from vua.storage.bucket_mark import claim_bucket
 from vua.storage.bucket_path import BucketPath, is_url

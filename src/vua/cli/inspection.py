@@ -13,9 +13,10 @@ from vua.cli.check import Check, Checker, Place
 from vua.cli.names import resolve
 from vua.cli.text import DAMAGED, SOUND, UNUSABLE, Write, facts, size, when
 from vua.errors import ConfigError
-from vua.format.entry import FORMAT, EntryInfo
+from vua.format.entry import FORMAT
 from vua.format.header import SEALED
 from vua.format.layout import Shard
+from vua.format.parse import EntryInfo
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath, is_url
 from vua.storage.description import Description, read_description

@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.errors import CorruptEntryError
-from vua.format.entry import parse_entry
-from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES, json_header
+from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import ITEMSIZE
+from vua.format.parse import json_header, parse_entry
 
 __all__ = [
     "CODEC",

@@ -1,7 +1,6 @@
-"""Whether an entry's payload is what its header says: one judgement for everybody who reads one.
+"""Whether an entry is the one asked for, and its payload what its header says: one judgement.
 
-The header itself is judged by :meth:`vua.format.entry.EntryCodec.check_header` where the chunk is
-known, and by :func:`vua.format.entry.parse_entry` where it is not.
+Where the chunk is not known, :func:`vua.format.parse.parse_entry` judges the header.
 """
 
 from __future__ import annotations
@@ -11,10 +10,44 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vua.errors import CorruptEntryError
+from vua.errors import CorruptEntryError, ForeignEntryError
+from vua.format.entry import EntryCodec
+from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
+from vua.format.parse import parse_entry
 
-__all__ = ["check_payload"]
+__all__ = ["check_header", "check_payload"]
+
+
+def check_header(
+    codec: EntryCodec, header: memoryview, key: ChunkKey, key_id: str = ""
+) -> npt.NDArray[np.uint64]:
+    """Return the checksums of a file that is, byte for byte, the entry of ``key``.
+
+    Args:
+        codec: of the file.
+        header: the first ``header_nbytes`` bytes of the file.
+        key: the chunk that was asked for.
+        key_id: with which key a sealed file has to be sealed.
+
+    Raises:
+        CorruptEntryError: the header is damaged.
+        ForeignEntryError: it is sound, but of another chunk, shard, layout or namespace.
+    """
+    table = codec.table_of(header, key, key_id)
+    if table is not None:
+        return table
+    found = parse_entry(bytes(header))  # raises CorruptEntryError
+    msg = (
+        f"expected chunk {key.name[:12]} shard {codec.shard.name} of namespace "
+        f"{codec.namespace[:12]}, found chunk {found.prefix_hash[:12]} shard "
+        f"{found.shard.name} of namespace {found.namespace[:12]}; it will be treated as a miss"
+    )
+    foreign = ForeignEntryError(msg)
+    asked = (codec.namespace, key.name, codec.shard, codec.kind, key_id)
+    there = (found.namespace, found.prefix_hash, found.shard, found.kind, found.mark.key_id)
+    foreign.misplaced = there != asked
+    raise foreign
 
 
 def check_payload(

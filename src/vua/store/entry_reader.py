@@ -10,7 +10,7 @@ from vua.errors import EntryError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
 from vua.format.plan import header_plan
-from vua.format.verify import check_payload
+from vua.format.verify import check_header, check_payload
 from vua.native import Transfer
 from vua.storage.base import Batch, Storage, entry_name
 
@@ -111,7 +111,7 @@ class EntryReader:
         for index, key in enumerate(keys):
             header = memoryview(batch.headers[index].data)
             try:
-                table = codec.check_header(header, key, key_id)
+                table = check_header(codec, header, key, key_id)
                 table = table if whole else table[plan.block_place]
                 digests = batch.digests[index]
                 if table.tobytes() != digests.tobytes():

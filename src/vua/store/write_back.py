@@ -16,9 +16,9 @@ import numpy as np
 from vua.capacity.reservation import Reservation
 from vua.capacity.touches import Recent
 from vua.errors import EntryError, ForeignEntryError
-from vua.format.entry import codec_of, parse_entry
-from vua.format.header import MAX_HEADER_NBYTES, EntryInfo
+from vua.format.header import MAX_HEADER_NBYTES
 from vua.format.keys import ChunkKey
+from vua.format.parse import EntryInfo, codec_of, parse_entry
 from vua.format.verify import check_payload
 from vua.io.forks import watch
 from vua.io.plan import whole_plan

@@ -22,7 +22,8 @@ from scorecard.stores import StoreSubject
 from scorecard.subject import Key, Subject
 from scorecard.trial import Look, Trial, scored
 from vua.errors import EntryError
-from vua.format.entry import parse_entry
+from vua.format.parse import parse_entry
+from vua.format.verify import check_header
 
 __all__: list[str] = []
 
@@ -86,7 +87,7 @@ def fuzz(trial: Trial) -> None:
     for turn in range(trial.scale):
         data = mutated(trial, header)
         began_s = time.process_time()
-        for check in (parse_entry, lambda data: codec.check_header(memoryview(data), chunk)):
+        for check in (parse_entry, lambda data: check_header(codec, memoryview(data), chunk)):
             try:
                 check(data)
                 accepted += data != header
