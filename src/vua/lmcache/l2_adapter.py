@@ -28,7 +28,8 @@ from lmcache.v1.platform import create_event_notifier
 
 from vua.capacity.limits import Limits
 from vua.errors import ConfigError, VUAError
-from vua.format.identity import Identity, config_digest
+from vua.format.config import config_digest
+from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, MemoryMap
 from vua.storage.base import entry_name

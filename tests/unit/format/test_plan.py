@@ -13,7 +13,8 @@ from layouts import DEEP, SMALL, shards
 from properties import given
 from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout, Shard
-from vua.format.plan import entry_plan, header_plan
+from vua.format.plan import entry_plan
+from vua.io.header_plan import header_plan
 from vua.io.plan import ARRAYS_MAX, EntryPlan
 from vua.io.vectors import memory_at
 from vua.native import Transfer, blocks_of, rows_of
@@ -81,7 +82,9 @@ class TestPlan(unittest.TestCase):
     def test_header_alone(self) -> None:
         """A plan of headers reads nothing else."""
         codec = EntryCodec("0" * 64, DEEP, DEEP.full)
-        self.assertEqual([(0, codec.header_nbytes)], header_plan(codec).ranges)
+        self.assertEqual(
+            [(0, codec.header_nbytes)], header_plan(codec.file_nbytes, codec.header_nbytes).ranges
+        )
 
     @given(st.sampled_from([SMALL, DEEP]), st.sampled_from([None, 2, 4]), st.data())
     def test_addresses(self, layout: KVLayout, block: int | None, data: st.DataObject) -> None:
