@@ -27,7 +27,7 @@ from vua.storage.bucket_mark import bucket_descriptions
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
 from vua.storage.local import is_compressed
-from vua.store.locate import locate
+from vua.store.opening import locate
 
 __all__ = [
     "BucketChunk",

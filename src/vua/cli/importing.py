@@ -50,11 +50,13 @@ from vua.io.header_plan import header_plan
 from vua.native import Transfer
 from vua.storage.base import Batch, entry_name
 from vua.storage.bucket_mark import claim_bucket
-from vua.storage.bucket_path import BucketPath, is_url
+from vua.storage.bucket_path import BucketPath
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.local import SUFFIX
 from vua.storage.problems import explained
-from vua.store.namespace import Namespace, check_root
+from vua.storage.urls import is_url
+from vua.store.namespace import check_root
+from vua.store.opening import create_namespace
 from vua.store.store import Store
 
 __all__ = ["import_"]
@@ -192,7 +194,7 @@ class _Taker:
             msg = f"it describes namespace {identity.namespace[:SHORT]}"
             raise ConfigError(msg)
         if namespace not in self._stores:
-            stores = Namespace.create(self._root, identity, layouts).stores
+            stores = create_namespace(self._root, identity, layouts).stores
             self._stack.callback(stores[0].close)  # one capacity for all
             self._stores[namespace] = stores
             self._done.namespaces.append(namespace)

@@ -18,9 +18,11 @@ from vua.format.header import SEALED
 from vua.format.layout import Shard
 from vua.format.parse import EntryInfo
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_path import BucketPath, is_url
-from vua.storage.description import Description, read_description
+from vua.storage.bucket_path import BucketPath
+from vua.storage.description import Description
 from vua.storage.local import SUFFIX, is_compressed, plain_path
+from vua.storage.urls import is_url
+from vua.store.far import description_at
 from vua.store.namespace import check_root
 
 __all__ = ["inspect"]
@@ -105,7 +107,7 @@ def _place(path: Path | BucketPath) -> tuple[Description | None, Place]:
         return None, Place(shard=shard)
     if chunk.parent.name != chunk.name[:2] or not _is_digest(directory.name):
         return None, Place(chunk=chunk.name, shard=shard)
-    namespace = read_description(directory)
+    namespace = description_at(directory)
     return namespace, Place(directory.name, chunk.name, shard, namespace.layout_of(shard))
 
 

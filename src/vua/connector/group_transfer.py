@@ -28,7 +28,7 @@ from vua.format.layout import Shard
 from vua.io.machine import machine_memory_nbytes
 from vua.io.workers import Attempt
 from vua.serdes import DTYPES
-from vua.storage.bucket_path import is_url
+from vua.storage.urls import is_url
 from vua.store.store import EntryWriter, Loader, Store
 
 __all__ = [

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity.bucket import BucketCapacity
 from vua.capacity.reservation import Capacity, Reservation, Unlimited
 from vua.errors import StorageFullError
 from vua.format.entry import EntryCodec
@@ -25,6 +24,7 @@ from vua.store.quarantine import Misses
 from vua.store.search import Search
 
 if TYPE_CHECKING:
+    from vua.capacity.bucket import BucketCapacity
     from vua.security.seal import Seal  # needs an optional package
 
 __all__ = ["EntryWriter"]
