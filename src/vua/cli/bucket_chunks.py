@@ -26,7 +26,7 @@ from vua.storage.bucket_cost import KINDS, cost_dollars
 from vua.storage.bucket_mark import bucket_descriptions
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
-from vua.storage.local import is_compressed
+from vua.storage.names import is_compressed
 from vua.store.opening import locate
 
 __all__ = [

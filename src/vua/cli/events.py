@@ -33,7 +33,7 @@ from vua.format.layout import KVLayout, Shard, cover
 from vua.io.posix import is_local
 from vua.storage.base import parse_name
 from vua.storage.description import read_description
-from vua.storage.local import entry_at
+from vua.storage.names import entry_at
 from vua.storage.problems import explained
 from vua.storage.urls import is_url
 from vua.store.namespace import check_root

@@ -20,7 +20,8 @@ from vua.format.parse import EntryInfo
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
-from vua.storage.local import SUFFIX, is_compressed, plain_path
+from vua.storage.local import SUFFIX
+from vua.storage.names import is_compressed, plain_path
 from vua.storage.urls import is_url
 from vua.store.far import description_at
 from vua.store.namespace import check_root

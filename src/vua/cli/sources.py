@@ -22,7 +22,8 @@ from vua.cli.spread import over_fans
 from vua.format.compressed import PACKAGE, decompressed
 from vua.io import posix
 from vua.storage.description import Description, read_description
-from vua.storage.local import chunk_path, is_compressed, plain_path
+from vua.storage.local import chunk_path
+from vua.storage.names import is_compressed, plain_path
 from vua.storage.urls import is_url
 from vua.store.namespace import check_root
 

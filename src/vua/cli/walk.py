@@ -15,6 +15,7 @@ from vua.capacity.owned import is_trash
 from vua.capacity.scan import AFTER, PIN, SENT, Space, is_fan, listed
 from vua.errors import StorageError
 from vua.format.layout import Shard
+from vua.storage.aside import QUARANTINE
 from vua.storage.base import parse_name
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_mark import bucket_descriptions
@@ -25,8 +26,9 @@ from vua.storage.description import (
     descriptions,
     is_namespace_name,
 )
-from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, chunk_path, entry_at
+from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP
+from vua.storage.names import entry_at
 from vua.storage.problems import explained
 from vua.storage.urls import is_url
 from vua.store.namespace import check_root

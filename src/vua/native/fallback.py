@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from vua.errors import CorruptEntryError, EntryError, UntrustedError
 from vua.io import posix, vectors
-from vua.io.plain import Directory, Uids, close_plain, is_plain, make_directory, open_plain
+from vua.io.open_plain import close_plain, make_directory, open_plain
+from vua.io.plain import Directory, Uids, is_plain
 from vua.io.posix import FileStatus
 from vua.io.threads import Call, Threads
 from vua.io.vectors import Iovecs

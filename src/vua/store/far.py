@@ -33,7 +33,7 @@ from vua.storage.mark import MARK
 from vua.storage.object import ObjectStorage
 from vua.storage.tiered import TieredStorage
 from vua.storage.urls import is_url
-from vua.store.making import description_text, make_directory
+from vua.store.making import description_text, make_namespace
 from vua.store.namespace import Namespace, check_root, described
 from vua.store.tier_rules import TierRules
 from vua.store.travel import Travel
@@ -222,7 +222,7 @@ def _open_behind(
                 make = functools.partial(describe_in_bucket, path, text)
                 found.append(ObjectStorage(path, make, rules.codec))
             else:
-                make = functools.partial(make_directory, path, identity, layouts, security)
+                make = functools.partial(make_namespace, path, identity, layouts, security)
                 make()
                 found.append(LocalStorage(path, renew=make, security=security))
         except OSError as problem:

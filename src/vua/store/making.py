@@ -16,13 +16,13 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.io.atomic import atomic_write
 from vua.security.settings import Security, open_directory
+from vua.storage.claim import claim
 from vua.storage.description import DESCRIPTION, FORMAT, Description, read_description
-from vua.storage.mark import claim
 
-__all__ = ["description_text", "difference", "make_directory"]
+__all__ = ["description_text", "difference", "make_namespace"]
 
 
-def make_directory(
+def make_namespace(
     path: Path, identity: Identity, layouts: Sequence[KVLayout], security: Security
 ) -> None:
     """Make a namespace's directory and describe it, where that is not done yet.

@@ -24,11 +24,12 @@ from vua.format.layout import KVLayout
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner
 from vua.storage.base import Storage
+from vua.storage.claim import claim
 from vua.storage.description import DESCRIPTION, Description, read_description
 from vua.storage.local import LocalStorage
-from vua.storage.mark import MARK, claim
+from vua.storage.mark import MARK, is_marked
 from vua.storage.problems import explained
-from vua.store.making import difference, make_directory
+from vua.store.making import difference, make_namespace
 from vua.store.store import Store
 
 if TYPE_CHECKING:  # of places that most caches do not have
@@ -107,7 +108,7 @@ class Namespace:
             NotWritableError, StorageFullError, StorageError: it cannot be created.
         """
         security, path = security or Security(), root / identity.namespace
-        make = functools.partial(make_directory, path, identity, layouts, security)
+        make = functools.partial(make_namespace, path, identity, layouts, security)
         storage = described(
             lambda: read_description(path),
             layouts,
@@ -237,7 +238,8 @@ def check_root(
         if security is not None:
             check_owner(path, security)
         mode = (security or Security()).file_mode
-        if create and not claim(path, mode=mode) and os.access(path, os.W_OK):
+        marked = not create or is_marked(path) or claim(path, mode=mode)
+        if not marked and os.access(path, os.W_OK):
             log.warning(
                 "%s was made by a version of VUA that left no %s: it is used, and nothing in it is "
                 "ever deleted; `vua adopt %s` looks at it and makes one",

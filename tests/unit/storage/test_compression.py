@@ -23,7 +23,7 @@ from vua.format.compressed import CODEC
 from vua.format.layout import KVLayout, Shard
 from vua.storage.bucket_path import BucketPath
 from vua.storage.compression import Compression
-from vua.storage.local import is_compressed
+from vua.storage.names import is_compressed
 from vua.storage.object import ObjectStorage
 from vua.store.store import Store
 

@@ -36,9 +36,10 @@ from vua.errors import InputError, NotWritableError, StorageFullError
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
 from vua.io import posix, vectors
-from vua.io.plain import open_plain
+from vua.io.open_plain import open_plain
+from vua.storage.aside import MAX_QUARANTINED, version_of
 from vua.storage.base import PRESENT, WRITTEN, entry_name
-from vua.storage.local import MAX_QUARANTINED, LocalStorage, version_of
+from vua.storage.local import LocalStorage
 from vua.store.store import Loaded, Store
 
 NAMESPACE = "ab" * 32

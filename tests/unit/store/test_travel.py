@@ -26,7 +26,8 @@ from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.format.compressed import decompressed, is_available
 from vua.storage.bucket import Bucket
-from vua.storage.local import LocalStorage, is_compressed
+from vua.storage.local import LocalStorage
+from vua.storage.names import is_compressed
 from vua.store.opening import open_namespace
 from vua.store.tier_rules import TierRules
 from vua.store.write_back import WriteBack
