@@ -27,9 +27,7 @@ def open_plain(directory: Directory, path: str) -> tuple[int, FileStatus]:
     OSError (FileNotFoundError, EINVAL where it is not a regular file), UntrustedError where it has
     other names too or belongs to somebody else.
     """
-    fd = posix.open_cached(directory.fd, path) if directory.local else None
-    if fd is None:
-        fd = posix.open_beneath(directory.fd, path)
+    fd = posix.open_beneath(directory.fd, path, local=directory.local)
     try:
         status = posix.status_cached(fd)
         _check_plain(status, directory.uids)

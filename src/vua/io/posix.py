@@ -100,21 +100,21 @@ def has_openat2() -> bool:
     """Whether the kernel, and any seccomp filter, lets this process use openat2."""
     if "openat2" not in calls:
         return False
+    root = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fd = _openat2("openat2", os.open("/", os.O_RDONLY | os.O_DIRECTORY), b".", close=True)
+        os.close(_openat2("openat2", root, b"."))
     except OSError:
         return False
-    os.close(fd)
+    finally:
+        os.close(root)
     return True
 
 
-def _openat2(call: str, dir_fd: int, path: bytes, *, close: bool = False) -> int:
+def _openat2(call: str, dir_fd: int, path: bytes) -> int:
     how = _HOW_CACHED if call == "openat2_cached" else _HOW_PLAIN
     fd: int = calls[call](_SYS_OPENAT2, dir_fd, path, how, ctypes.sizeof(how))
-    code = ctypes.get_errno()
-    if close:
-        os.close(dir_fd)
     if fd < 0:
+        code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), os.fsdecode(path))
     return fd
 
@@ -163,12 +163,15 @@ def open_cached(dir_fd: int, path: str) -> int | None:
         raise
 
 
-def open_beneath(dir_fd: int, path: str) -> int:
+def open_beneath(dir_fd: int, path: str, *, local: bool = False) -> int:
     """Open ``path`` for reading: below ``dir_fd``, no symbolic link followed at any step.
 
-    Never waits for a FIFO's writer (O_NONBLOCK). Raises OSError: ENOENT when absent, ELOOP or
-    ENOTDIR for a symbolic link, EXDEV for a path that would leave ``dir_fd``.
+    Never waits for a FIFO's writer (O_NONBLOCK). With ``local``, see :func:`is_local`, the GIL is
+    kept where the path is in the dentry cache. Raises OSError: ENOENT when absent, ELOOP or ENOTDIR
+    for a symbolic link, EXDEV for a path that would leave ``dir_fd``.
     """
+    if local and (fd := open_cached(dir_fd, path)) is not None:
+        return fd
     if _HAS_OPENAT2:
         return _openat2("openat2", dir_fd, path.encode())
     *parents, name = path.split("/")

@@ -185,8 +185,7 @@ class LocalStorage:
 
     def _names(self, path: str) -> Sequence[str]:
         try:
-            fd = posix.open_cached(self._fd, path or ".") if self._local else None
-            fd = posix.open_beneath(self._fd, path or ".") if fd is None else fd
+            fd = posix.open_beneath(self._fd, path or ".", local=self._local)
         except OSError:
             return []
         try:

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from vua.capacity.limits import Limits
 from vua.capacity.reservation import Capacity
@@ -34,6 +34,7 @@ from vua.store.store import Store
 
 if TYPE_CHECKING:  # of places that most caches do not have
     from vua.capacity.bucket import BucketCapacity
+    from vua.storage.object import ObjectStorage
     from vua.store.travel import Travel
 
 __all__ = ["Namespace", "check_root", "described"]
@@ -160,15 +161,7 @@ class Namespace:
         return self.capacity.unpin_prefix([key.name for key in keys])
 
 
-class Closable(Storage, Protocol):
-    """A storage that can be closed."""
-
-    def close(self) -> None:
-        """Release what it holds."""
-        ...
-
-
-S = TypeVar("S", bound=Closable)
+S = TypeVar("S", bound="LocalStorage | ObjectStorage")
 
 
 def described(

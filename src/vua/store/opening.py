@@ -19,10 +19,9 @@ from vua.storage.urls import is_url
 from vua.store.namespace import Namespace, check_root
 
 if TYPE_CHECKING:
-    from vua.storage.bucket_path import BucketPath
     from vua.storage.location import Location
 
-__all__ = ["bucket_place", "create_namespace", "locate", "open_namespace"]
+__all__ = ["create_namespace", "locate", "open_namespace"]
 
 
 def locate(
@@ -42,13 +41,6 @@ def locate(
     from vua.store.far import locate_far  # noqa: PLC0415
 
     return locate_far(root, create=create, security=security)
-
-
-def bucket_place(url: str) -> BucketPath:
-    """Return the place of a URL, of which nobody asks anything. Raises ConfigError."""
-    from vua.store.far import at  # noqa: PLC0415
-
-    return at(url)
 
 
 def open_namespace(

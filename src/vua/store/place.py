@@ -22,7 +22,7 @@ from vua.storage.location import Location, Tiers
 from vua.storage.problems import explained
 from vua.storage.urls import is_url
 from vua.store.namespace import check_root
-from vua.store.opening import bucket_place, locate
+from vua.store.opening import locate
 
 __all__ = ["Place", "look_at", "prepare"]
 
@@ -57,7 +57,9 @@ class Place:
 def look_at(root: str | os.PathLike[str] | Sequence[str], *, made: bool = False) -> Place:
     """Return what is stored in a directory; takes about a tenth of a second. Raises OSError."""
     if is_url(root):
-        return Place(bucket_place(str(root)), made, None)
+        from vua.store import far  # noqa: PLC0415 - most caches are directories
+
+        return Place(far.at(root), made, None)
     if not isinstance(root, str | os.PathLike):
         return look_at(root[0], made=made)
     return Place(Path(os.path.abspath(root)), made, measure(root))  # noqa: PTH100 - keeps links
