@@ -30,7 +30,7 @@ from vua.device.xxh3 import checksums, on_host
 from vua.errors import ConfigError, EntryError, UntrustedError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
-from vua.format.verify import check_header, check_payload
+from vua.format.verify import check_payload
 from vua.io.posix import FileStatus
 from vua.io.workers import Attempt, Workers
 from vua.storage.base import Storage, entry_name
@@ -265,10 +265,8 @@ class DirectReader:
             if status.nbytes != self._codec.file_nbytes:
                 return None
             header = os.pread(fd, self._codec.header_nbytes, 0)
-            table = check_header(self._codec, memoryview(header), key)
-            return mover.open(fd), table
-        except EntryError:
-            return None
+            table = self._codec.table_of(memoryview(header), key)
+            return None if table is None else (mover.open(fd), table)
         except OSError as problem:
             log.debug("a file was not opened by %s: %s", mover.name, problem)
             self._gds.count(well=False)

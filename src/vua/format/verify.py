@@ -1,6 +1,7 @@
-"""Whether an entry is the one asked for, and its payload what its header says: one judgement.
+"""What is the matter with an entry that is not the one asked for, or not what its header says.
 
-Where the chunk is not known, :func:`vua.format.parse.parse_entry` judges the header.
+For all who read one. :meth:`vua.format.entry.EntryCodec.table_of` tells whether it is the one asked
+for; where the chunk is not known, :func:`vua.format.parse.parse_entry` judges the header.
 """
 
 from __future__ import annotations
@@ -10,34 +11,25 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vua.errors import CorruptEntryError, ForeignEntryError
+from vua.errors import CorruptEntryError, EntryError, ForeignEntryError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import parse_entry
 
-__all__ = ["check_header", "check_payload"]
+__all__ = ["check_payload", "mismatch"]
 
 
-def check_header(
-    codec: EntryCodec, header: memoryview, key: ChunkKey, key_id: str = ""
-) -> npt.NDArray[np.uint64]:
-    """Return the checksums of a file that is, byte for byte, the entry of ``key``.
+def mismatch(codec: EntryCodec, header: memoryview, key: ChunkKey, key_id: str = "") -> EntryError:
+    """Return why :meth:`EntryCodec.table_of`, which takes the same, does not take a header.
 
-    Args:
-        codec: of the file.
-        header: the first ``header_nbytes`` bytes of the file.
-        key: the chunk that was asked for.
-        key_id: with which key a sealed file has to be sealed.
-
-    Raises:
-        CorruptEntryError: the header is damaged.
-        ForeignEntryError: it is sound, but of another chunk, shard, layout or namespace.
+    A CorruptEntryError where it is damaged, a ForeignEntryError where it is sound, but of another
+    chunk, shard, layout or namespace.
     """
-    table = codec.table_of(header, key, key_id)
-    if table is not None:
-        return table
-    found = parse_entry(bytes(header))  # raises CorruptEntryError
+    try:
+        found = parse_entry(bytes(header))
+    except CorruptEntryError as problem:
+        return problem
     msg = (
         f"expected chunk {key.name[:12]} shard {codec.shard.name} of namespace "
         f"{codec.namespace[:12]}, found chunk {found.prefix_hash[:12]} shard "
@@ -47,7 +39,7 @@ def check_header(
     asked = (codec.namespace, key.name, codec.shard, codec.kind, key_id)
     there = (found.namespace, found.prefix_hash, found.shard, found.kind, found.mark.key_id)
     foreign.misplaced = there != asked
-    raise foreign
+    return foreign
 
 
 def check_payload(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from vua.errors import EntryError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
-from vua.format.verify import check_header, check_payload
+from vua.format.verify import check_payload, mismatch
 from vua.native import Transfer
 from vua.storage.base import Batch, Storage
 
@@ -97,7 +97,9 @@ class EntryReader:
         for index, key in enumerate(keys):
             header = memoryview(batch.headers[index].data)
             try:
-                table = check_header(codec, header, key, key_id)
+                table = codec.table_of(header, key, key_id)
+                if table is None:
+                    return index, mismatch(codec, header, key, key_id)
                 table = table if whole else table[plan.block_place]
                 digests = batch.digests[index]
                 if table.tobytes() != digests.tobytes():

@@ -18,7 +18,7 @@ from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, encode_header, parse_entry
-from vua.format.verify import check_header
+from vua.format.verify import mismatch
 
 NAMESPACE = "0123456789abcdef" * 4
 LAYOUT = KVLayout(layers=3, kv_heads=4, k_dim=8, v_dim=4, dtype="BF16", chunk_tokens=4)
@@ -27,6 +27,14 @@ FIRST, SECOND = keys_of(range(8), 4)
 
 
 NOTHING = b'"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},'
+
+
+def check_header(codec: EntryCodec, header: memoryview, key: ChunkKey) -> np.ndarray:
+    """The checksums in the header of a chunk's entry; raises where it is another's, or damaged."""
+    table = codec.table_of(header, key)
+    if table is None:
+        raise mismatch(codec, header, key)
+    return table
 
 
 def header_of(
