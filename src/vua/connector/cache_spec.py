@@ -27,7 +27,7 @@ class EngineIdentity:
     """What counts, and for which requests."""
 
     config: Mapping[str, object]
-    """For `vua.format.config.config_digest`."""
+    """For `vua.format.config_digest.config_digest`."""
     adapters: str
     """Counts beside an adapter's own files; "" for nothing."""
     media: str

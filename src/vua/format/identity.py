@@ -35,8 +35,8 @@ class Identity:
     False
 
     Args:
-        model: `config_digest` of the text config (see :mod:`vua.format.config`), or a label that
-            the caller answers for.
+        model: digest of the text config (:mod:`vua.format.config_digest`), or a label that the
+            caller answers for.
         weights: `weights_fingerprint` or a hub commit.
         adapter: fingerprint of the LoRA applied to every request; "" for none.
         kv_dtype: dtype of the stored values, such as "bfloat16" or "fp8_e4m3".

@@ -28,7 +28,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from vua.capacity.limits import Limits
 from vua.errors import ConfigError, VUAError
-from vua.format.config import config_digest
+from vua.format.config_digest import config_digest
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, MemoryMap

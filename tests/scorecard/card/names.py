@@ -15,7 +15,7 @@ import numpy as np
 from scorecard.stores import layout_of, memory_of
 from scorecard.subject import Key, noise
 from scorecard.trial import Trial, scored
-from vua.format.config import config_digest
+from vua.format.config_digest import config_digest
 from vua.format.identity import Identity, weights_fingerprint
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, Shard

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from helpers import SOON_S, in_child, keys_of
 from vua import ConfigError, InputError
 from vua.core import VUA, VUAConfig
-from vua.format.config import config_digest
+from vua.format.config_digest import config_digest
 from vua.format.identity import Identity, weights_fingerprint
 from vua.format.rope import _INTERLEAVED, _NEOX, rope_order, varies_with_length
 from vua.testing.models import Family, make_model
