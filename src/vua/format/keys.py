@@ -173,16 +173,18 @@ class KeyRun(Sequence[ChunkKey]):
             first, last = self._first + start, self._first + stop
             parents = {at: above for at, above in self._parents.items() if first <= at < last}
             if start < stop:
-                parents[first] = self[start].parent, self[start].previous
+                key = self.key(start)
+                parents[first] = key.parent, key.previous
             cut = bytes(self._digests[_HASH_NBYTES * start : _HASH_NBYTES * stop])
             return KeyRun(first, self._chunk_tokens, cut, parents, self._tenant)
-        at = range(len(self))[index]
-        place, chunk = at * _HASH_NBYTES, self._first + at
-        digest = bytes(self._digests[place : place + _HASH_NBYTES])
-        parent, previous = self._parents.get(chunk) or (
-            bytes(self._digests[place - _HASH_NBYTES : place]),
-            b"",
-        )
+        return self.key(range(len(self))[index])
+
+    def key(self, index: int) -> ChunkKey:
+        """Return the key at ``index``, 0 <= index < len."""
+        digests, place, chunk = self._digests, index * _HASH_NBYTES, self._first + index
+        digest = bytes(digests[place : place + _HASH_NBYTES])
+        above = self._parents.get(chunk)
+        parent, previous = above or (bytes(digests[place - _HASH_NBYTES : place]), b"")
         start = chunk * self._chunk_tokens
         stop = start + self._chunk_tokens
         return ChunkKey(digest, parent, start, stop, previous, self._tenant)
@@ -233,8 +235,9 @@ class KeyChain:
         if not 0 <= index < self._length:
             msg = f"chunk {index} of {self._length}"
             raise IndexError(msg)
-        self._extend(index + 1)
-        return self._hashed[index]
+        if (index + 1) * _HASH_NBYTES > len(self._digests):
+            self._extend(index + 1)
+        return self._hashed.key(index)
 
     @property
     def tenant(self) -> str:
