@@ -34,7 +34,7 @@ from vua.storage.object import ObjectStorage
 from vua.storage.tiered import TieredStorage
 from vua.storage.urls import is_url
 from vua.store.making import description_text, make_namespace
-from vua.store.namespace import Namespace, check_root, described
+from vua.store.namespace import Namespace, check_root, create_storage, described
 from vua.store.tier_rules import TierRules
 from vua.store.travel import Travel
 
@@ -179,14 +179,14 @@ def create_far(
         storage = _in_bucket(root / identity.namespace, identity, layouts, rules)
         capacity = RenewingCapacity(storage.directory, bounds)
         return Namespace(identity.namespace, storage, layouts, capacity, security)
-    near = Namespace.create(
-        *(root.near, identity, layouts), durable=durable, bounds=bounds, security=security
-    )
-    if not (root.far and isinstance(near.storage, LocalStorage)):
-        return near
+    if not root.far:
+        return Namespace.create(
+            *(root.near, identity, layouts), durable=durable, bounds=bounds, security=security
+        )
+    near = create_storage(root.near, identity, layouts, durable=durable, security=security)
     far = _open_behind(root.far, identity, layouts, security, rules)
     where = ", ".join(str(one.directory.parent) for one in far)
-    tiered = TieredStorage(near.storage, far, where)
+    tiered = TieredStorage(near, far, where)
     bounded = TieredCapacity(tiered, identity.namespace, bounds, rules)
     namespace = Namespace(identity.namespace, tiered, layouts, bounded, security)
     namespace.travel = bounded.travel

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # of places that most caches do not have
     from vua.storage.object import ObjectStorage
     from vua.store.travel import Travel
 
-__all__ = ["Namespace", "check_root", "described"]
+__all__ = ["Namespace", "check_root", "create_storage", "described"]
 
 log = logging.getLogger(__name__)
 
@@ -108,15 +108,10 @@ class Namespace:
             LayoutError: the namespace holds other layouts; nothing stored is touched.
             NotWritableError, StorageFullError, StorageError: it cannot be created.
         """
-        security, path = security or Security(), root / identity.namespace
-        make = functools.partial(make_namespace, path, identity, layouts, security)
-        storage = described(
-            lambda: read_description(path),
-            layouts,
-            make,
-            lambda: LocalStorage(path, durable=durable, renew=make, security=security),
-        )
-        return cls(path.name, storage, layouts, Capacity(root, storage, bounds), security)
+        security = security or Security()
+        storage = create_storage(root, identity, layouts, durable=durable, security=security)
+        capacity = Capacity(root, storage, bounds)
+        return cls(identity.namespace, storage, layouts, capacity, security)
 
     def share_reads(self) -> None:
         """Expect other processes of this host to read the same entries at the same time."""
@@ -159,6 +154,20 @@ class Namespace:
     def unpin(self, keys: Sequence[ChunkKey]) -> int:
         """Undo :meth:`pin` of these chunks and of prefixes of them; return how many it releases."""
         return self.capacity.unpin_prefix([key.name for key in keys])
+
+
+def create_storage(
+    root: Path, identity: Identity, layouts: Sequence[KVLayout], *, durable: bool, security: Security
+) -> LocalStorage:
+    """Open the directory of a namespace; arguments and errors are :meth:`Namespace.create`'s."""
+    path = root / identity.namespace
+    make = functools.partial(make_namespace, path, identity, layouts, security)
+    return described(
+        lambda: read_description(path),
+        layouts,
+        make,
+        lambda: LocalStorage(path, durable=durable, renew=make, security=security),
+    )
 
 
 S = TypeVar("S", bound="LocalStorage | ObjectStorage")
