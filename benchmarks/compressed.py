@@ -30,7 +30,7 @@ from buckets import seaweedfs, speaking_to
 from vua import VUA, VUAConfig
 from vua.format.compressed import CODEC, compress, decompressed
 from vua.storage.bucket import Bucket
-from vua.storage.local import is_compressed, plain_path
+from vua.storage.names import is_compressed, plain_path
 from vua.testing.proxy import FaultyProxy
 from vua.testing.real_model import real_model
 
@@ -230,7 +230,7 @@ def first_tokens(
 
 def expand(bucket: Bucket, prompt: list[int]) -> None:
     """Replace the compressed objects of one of the two prompts by plain ones."""
-    from vua.format.entry import parse_entry
+    from vua.format.parse import parse_entry
 
     found: dict[str, Any] = {}
     for one in bucket.walk():

@@ -40,6 +40,7 @@ from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.format.parse import encode_header
 from vua.storage.base import WRITTEN
 from vua.store.namespace import Namespace
 
@@ -79,7 +80,7 @@ def fill(root: Path, chunks: int) -> None:
             chunk = f"{base}/{key.name[:2]}/{key.name}"
             Path(chunk).mkdir(0o700)
             fd = os.open(f"{chunk}/{LAYOUT.full.name}.safetensors", os.O_WRONLY | os.O_CREAT, 0o600)
-            header = CODEC.encode_header(key, tables[byte], writer="benchmark")
+            header = encode_header(CODEC, key, tables[byte], writer="benchmark")
             os.write(fd, header + bytes([byte]) * nbytes)
             os.close(fd)
             os.utime(chunk, ns=(stamp - 1000 * place, stamp - 1000 * place))

@@ -13,8 +13,9 @@ from vua.format.entry import EntryCodec
 from vua.format.header import TAG_NBYTES, Mark
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout
+from vua.format.parse import checksums_of, encode_header
 from vua.storage.bucket import Bucket
-from vua.storage.local import is_compressed
+from vua.storage.names import is_compressed
 
 LAYOUT = KVLayout(layers=2, kv_heads=4, k_dim=64, v_dim=64, dtype="BF16", chunk_tokens=64)
 TOKENS = torch.arange(128)
@@ -45,11 +46,13 @@ def entry(layout: KVLayout = LAYOUT, kind: str = "") -> bytes:
     """An entry's file; of a sealed one the tags are none."""
     codec = EntryCodec("ab" * 32, layout, layout.full, kind)
     payload = numbers(layout.full.payload_nbytes(layout), ITEMSIZE[layout.dtype])
-    checksums = np.array(codec.checksums(np.frombuffer(payload, dtype=np.uint8)), dtype=np.uint64)
+    checksums = np.array(
+        checksums_of(codec, np.frombuffer(payload, dtype=np.uint8)), dtype=np.uint64
+    )
     (key,) = KeyChain(token_ids(range(layout.chunk_tokens)), layout.chunk_tokens).first(1)
     mark = Mark("0" * 16, "1" * 32) if kind else Mark()
     tags = bytes(TAG_NBYTES * codec.units) if kind else b""
-    return codec.encode_header(key, checksums, mark=mark, tags=tags) + payload
+    return encode_header(codec, key, checksums, mark=mark, tags=tags) + payload
 
 
 def packed(data: bytes) -> bytes:

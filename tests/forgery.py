@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from vua.format.entry import EntryCodec, parse_entry
+from vua.format.entry import EntryCodec
 from vua.format.header import Mark
 from vua.format.keys import ChunkKey
+from vua.format.parse import checksums_of, encode_header, parse_entry
 
 __all__ = ["forged"]
 
@@ -39,9 +40,10 @@ def forged(
         tags = own.seal_of(memoryview(data[:at]))[1].tobytes() if info.kind else b""
     stored = np.frombuffer(data[at:] if payload is None else payload, dtype=np.uint8)
     codec = own if codec is None else codec
-    header = codec.encode_header(
+    header = encode_header(
+        codec,
         info.key if key is None else key,
-        np.array(codec.checksums(stored), dtype=np.uint64),
+        np.array(checksums_of(codec, stored), dtype=np.uint64),
         writer=info.writer,
         mark=info.mark if mark is None else mark,
         tags=tags,

@@ -19,14 +19,14 @@ from types import FunctionType, ModuleType
 
 from scorecard.attacks import hostile_bytes, mutated
 from vua.errors import CorruptEntryError
-from vua.format import compressed, entry, header, layout
+from vua.format import compressed, entry, layout, parse
 from vua.format.compressed import decompressed
-from vua.format.entry import parse_entry
+from vua.format.parse import parse_entry
 
 HERE = Path(__file__).parent
 COMPRESSED = sorted((HERE / "golden_compressed").rglob("*.safetensors"))
 SLOW_S = 1.0
-PARSERS = (entry, header, compressed, layout)
+PARSERS = (entry, parse, compressed, layout)
 """Modules whose branches are followed, all of them."""
 MOST_TIMES = 64
 """What a file claims must not fill memory."""

@@ -26,7 +26,7 @@ from vua import native
 from vua.core import VUA
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
-from vua.native import bindings
+from vua.native import chosen
 from vua.storage.mark import USES
 from vua.store.namespace import Namespace
 
@@ -81,7 +81,7 @@ def native_code(wish: str) -> Iterator[None]:
     """Choose anew between the native code and Python, as VUA_NATIVE says: auto, off or require."""
     with (
         mock.patch.dict(os.environ, VUA_NATIVE=wish),
-        mock.patch.object(bindings.choice, "status", None),
+        mock.patch.object(chosen.choice, "status", None),
     ):
         yield
 

@@ -111,7 +111,7 @@ class Named:
 NAMED: tuple[Named, ...] = (
     Named(
         "every sound file counts as misplaced",
-        "vua/format/entry.py",
+        "vua/format/verify.py",
         "foreign.misplaced = there != asked",
         "foreign.misplaced = True",
     ),

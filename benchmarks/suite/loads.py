@@ -21,7 +21,7 @@ from vua.cli.bench_files import Buffer, RawFile, cool, direct_works, expect, in_
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.io import posix
-from vua.native import bindings
+from vua.native import chosen
 from vua.storage.local import LocalStorage
 from vua.store.namespace import Namespace
 from vua.store.store import Store
@@ -168,8 +168,8 @@ def one_thread(load: Callable[[], None]) -> None:
 
 def in_python(load: Callable[[], None]) -> None:
     """Load by the path that is always there."""
-    kept, choice = bindings.status(), bindings.choice
-    choice.status = bindings.Status(None, "Python does the work")
+    kept, choice = native.status(), chosen.choice
+    choice.status = native.Status(None, "Python does the work")
     try:
         load()
     finally:

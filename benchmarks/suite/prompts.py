@@ -11,6 +11,7 @@ import numpy.typing as npt
 from vua.device.slab import Slab
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout, MemoryMap
+from vua.native import rows_of
 from vua.store.store import Store
 
 __all__ = ["CASES", "TINY", "Case", "Memory", "dense", "keys_of", "paged", "staged"]
@@ -125,7 +126,7 @@ def file_rows(
     transfer = store.transfer(full, full, full, memory)
     headers = np.zeros((chunks, transfer.header_nbytes), dtype=np.uint8)
     rows = [
-        np.vstack([[header.ctypes.data, header.nbytes], transfer.rows(place)])
+        np.vstack([[header.ctypes.data, header.nbytes], rows_of(transfer, place)])
         for place, header in enumerate(headers)
     ]
     return np.array(rows, dtype=np.uint64), headers

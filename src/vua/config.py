@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ import torch
 from vua.capacity.limits import Limits, nbytes_of
 from vua.errors import ConfigError
 from vua.security.settings import Security
-from vua.storage.bucket_path import BucketPath
 from vua.storage.location import Location, Tiers
 from vua.store.tier_rules import TierRules
 
@@ -108,10 +108,10 @@ class VUAConfig:
 
         Raises ConfigError, and OSError where the file system of ``path`` cannot be asked.
         """
-        if self.max_bytes is None or isinstance(path, BucketPath):
+        near = path.near if isinstance(path, Tiers) else path
+        if self.max_bytes is None or not isinstance(near, Path):
             return
-        path = path.near if isinstance(path, Tiers) else path
-        system = os.statvfs(path)
+        system = os.statvfs(near)
         limit = nbytes_of(self.max_bytes, system.f_blocks * system.f_frsize)
         if chunk_nbytes > limit:
             msg = (

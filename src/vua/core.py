@@ -26,11 +26,10 @@ from vua.io.forks import watch
 from vua.io.threads import Call, Threads
 from vua.security.keyring import NoKeyError, check_keys
 from vua.store.label import Label
-from vua.store.locate import locate
 from vua.store.namespace import Namespace
+from vua.store.opening import create_namespace, locate, open_namespace
 from vua.store.store import Store
 from vua.store.tensors import Cache, KVCache, allocate, memory_map, sequences, sequences_with_caches
-from vua.store.tier_rules import TierRules
 
 __all__ = ["VUA", "ClosestKV", "VUAConfig"]
 
@@ -191,14 +190,14 @@ class VUA:
                 codec = EntryCodec(self._identity.namespace, layout, layout.full)
                 self.config.check_room(self.path, codec.file_nbytes)
                 self._writing = (
-                    Namespace.create(  # raises for another layout, unless it was emptied
+                    create_namespace(  # raises for another layout, unless it was emptied
                         self.path,
                         self._identity,
                         [layout],
                         durable=self.config.durable,
                         bounds=self.config.bounds,
                         security=self.config.security,
-                        rules=TierRules.of(self.config),
+                        rules=self.config,
                     )
                 )
                 self._reading = self._writing
@@ -280,11 +279,11 @@ class VUA:
         with self._lock:
             if self._reading is None or self._reading.storage.gone:
                 try:
-                    self._reading = self._writing or Namespace.open(
+                    self._reading = self._writing or open_namespace(
                         self.path / self._identity.namespace,
                         security=self.config.security,
                         bounds=self.config.bounds,
-                        rules=TierRules.of(self.config),
+                        rules=self.config,
                     )
                 except OSError as problem:
                     log.warning("%s cannot be read, all misses: %s", self.path, problem)

@@ -6,7 +6,7 @@ import pytest
 
 from e2e.damage import stored
 from e2e.harness import PROMPT, Batch, EngineTest
-from vua.format.entry import parse_entry
+from vua.format.parse import parse_entry
 from vua.security.keyring import tenant_of, write_key
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]

@@ -24,7 +24,7 @@ from scorecard.attacks import hostile_bytes, mutated
 from vua.core import VUA, VUAConfig
 from vua.errors import CorruptEntryError
 from vua.format.compressed import PACKAGE, Compressed, decompressed
-from vua.format.entry import parse_entry
+from vua.format.parse import parse_entry
 from vua.security.keyring import write_key
 
 GOLDEN = sorted(

@@ -17,7 +17,7 @@ from scorecard.runner import Plan, run_test
 from scorecard.subject import Key, NotApplicableError, Subject
 from scorecard.trial import TESTS
 from vua.capacity.lru import mtime_ns_of
-from vua.io import posix
+from vua.io import posix, vectors
 from vua.storage.base import entry_name
 from vua.storage.local import TEMPORARY, LocalStorage
 
@@ -120,9 +120,9 @@ class TestWhoHoldsTheInterpreter(DirectoryTest):
         """Where it is not local everything works as well, without any call that keeps the GIL."""
         world = World(self.root, layout_of(NBYTES))
         world.heal()
-        calls = ("openat2_cached", "close_cached", "preadv_cached")
-        kept = {name: posix.calls.pop(name) for name in calls if name in posix.calls}
-        self.addCleanup(posix.calls.update, kept)
+        for calls in (posix.calls, vectors.calls):
+            kept = {name: calls.pop(name) for name in list(calls) if name.endswith("_cached")}
+            self.addCleanup(calls.update, kept)
         with mock.patch.object(posix, "is_local", return_value=False):
             store = world.writer()
         self.addCleanup(store.close)

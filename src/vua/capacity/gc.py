@@ -38,8 +38,9 @@ from vua.capacity.scan import (
 )
 from vua.capacity.unreadable import evict_unreadable
 from vua.capacity.usage import TOLERANCE, Usage, measure
+from vua.storage.claim import claim
 from vua.storage.local import chunk_path
-from vua.storage.mark import UPKEEP, claim
+from vua.storage.mark import UPKEEP
 
 __all__ = ["GRACE_S", "Report", "collect"]
 

@@ -26,8 +26,9 @@ from vua.capacity.scan import (
     listed,
 )
 from vua.format.layout import Shard
+from vua.storage.aside import QUARANTINE
 from vua.storage.description import DESCRIPTION, is_described, is_namespace_name
-from vua.storage.local import QUARANTINE, SUFFIX
+from vua.storage.local import SUFFIX
 
 __all__ = [
     "QUARANTINED",

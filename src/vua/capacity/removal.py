@@ -20,8 +20,9 @@ from vua.capacity import ttl
 from vua.capacity.lru import mtime_ns_of, server_now_ns
 from vua.capacity.owned import QUARANTINED, is_chunk, is_chunk_file, is_leftover, is_trash
 from vua.capacity.scan import PIN, TRASH, TTL_FOLDER, Space, chunk_nbytes, is_fan, listed
+from vua.storage.aside import QUARANTINE
 from vua.storage.description import DESCRIPTION, is_described
-from vua.storage.local import QUARANTINE, chunk_path
+from vua.storage.local import chunk_path
 
 __all__ = [
     "GRACE_S",

@@ -19,7 +19,8 @@ from vua.capacity.bucket import read_bucket_bounds
 from vua.capacity.limits import Limits
 from vua.capacity.touches import Recent, Touches
 from vua.errors import ConfigError
-from vua.storage.local import chunk_path, entry_at
+from vua.storage.local import chunk_path
+from vua.storage.names import entry_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -25,8 +25,8 @@ from vua.capacity.scan import (
     silent,
 )
 from vua.errors import CorruptEntryError
-from vua.format.entry import EntryInfo, parse_entry
 from vua.format.header import MAX_HEADER_NBYTES, SEALED
+from vua.format.parse import EntryInfo, parse_entry
 from vua.io.posix import open_beneath
 from vua.storage.local import SUFFIX, chunk_path
 

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, TypeVar
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.scan import EXHAUSTED, Space, chunk_nbytes, fans_of, files_nbytes, listed, spaces
 from vua.errors import ConfigError
-from vua.storage.local import QUARANTINE
+from vua.storage.aside import QUARANTINE
 
 __all__ = ["TOLERANCE", "Usage", "UsageEstimate", "measure"]
 

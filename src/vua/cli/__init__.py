@@ -44,7 +44,7 @@ from vua.cli.ui import ui
 from vua.cli.verification import verify
 from vua.cli.warm import add_warm, warm
 from vua.errors import StorageError, VUAError
-from vua.storage.bucket_path import is_url
+from vua.storage.urls import is_url
 
 __all__ = ["main", "make_parser"]
 

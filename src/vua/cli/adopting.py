@@ -10,7 +10,8 @@ from vua.capacity.usage import Usage, measure
 from vua.cli.owner import confirm
 from vua.cli.text import SOUND, Write, plain, size
 from vua.errors import StorageError
-from vua.storage.mark import MARK, is_marked, make_mark, strangers
+from vua.storage.claim import make_mark, strangers
+from vua.storage.mark import MARK, is_marked
 from vua.storage.problems import explained
 from vua.store.namespace import check_root
 

@@ -12,7 +12,7 @@ from typing import Final, NoReturn
 
 from vua.cli.text import UNUSABLE, plain
 from vua.errors import ConfigError
-from vua.storage.bucket_path import is_url
+from vua.storage.urls import is_url
 
 __all__ = ["VARIABLE", "Parser", "between_looks_s", "duration", "duration_s", "parsed", "share"]
 

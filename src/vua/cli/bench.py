@@ -16,7 +16,7 @@ from vua.capacity.scan import Show
 from vua.cli.arguments import VARIABLE
 from vua.cli.text import SOUND, Write, progress, table
 from vua.errors import InputError
-from vua.storage.bucket_path import is_url
+from vua.storage.urls import is_url
 
 __all__ = ["add_arguments", "bench"]
 

@@ -15,8 +15,10 @@ import xxhash
 
 from vua import native
 from vua.errors import VUAError
-from vua.io import posix
-from vua.io.posix import IOV_MAX, Iovecs, page_aligned
+from vua.io import vectors
+from vua.io.machine import cached_pages
+from vua.io.posix import page_aligned
+from vua.io.vectors import IOV_MAX, Iovecs
 
 __all__ = [
     "Buffer",
@@ -131,11 +133,11 @@ def is_cold(path: str | Path) -> bool:
     """Whether a file would have to be read from the device: the page cache has nothing of it."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        if (pages := posix.cached_pages(fd)) is not None:
+        if (pages := cached_pages(fd)) is not None:
             return pages == 0
         room = np.zeros(PAGE, dtype=np.uint8)  # an older system: may make it fetch the file
         rows = np.array([[room.ctypes.data, PAGE]], dtype=np.uint64)
-        return posix.preadv_cached(fd, rows.ctypes.data, 1, 0) < 0
+        return vectors.preadv_cached(fd, rows.ctypes.data, 1, 0) < 0
     finally:
         os.close(fd)
 

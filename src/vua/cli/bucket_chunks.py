@@ -19,15 +19,15 @@ from vua.cli.text import SHORT
 from vua.cli.walk import Found, walk_bucket
 from vua.errors import ConfigError, CorruptEntryError
 from vua.format.compressed import Compressed
-from vua.format.entry import parse_entry
-from vua.format.header import MAX_HEADER_NBYTES, EntryInfo
+from vua.format.header import MAX_HEADER_NBYTES
+from vua.format.parse import EntryInfo, parse_entry
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import KINDS, cost_dollars
 from vua.storage.bucket_mark import bucket_descriptions
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
-from vua.storage.local import is_compressed
-from vua.store.locate import locate
+from vua.storage.names import is_compressed
+from vua.store.opening import locate
 
 __all__ = [
     "BucketChunk",

@@ -32,7 +32,7 @@ from vua.cli.spread import over_fans
 from vua.cli.text import DAMAGED, SHORT, SOUND, Write, progress, size, table, when
 from vua.errors import ConfigError, StorageError
 from vua.security.settings import Security
-from vua.storage.local import QUARANTINE
+from vua.storage.aside import QUARANTINE
 from vua.storage.problems import explained
 from vua.store.namespace import check_root
 

@@ -12,9 +12,9 @@ from typing import Final, Literal
 from vua.cli.keys import NO_KEYS
 from vua.errors import CorruptEntryError
 from vua.format.compressed import CODEC, PACKAGE, decompressed
-from vua.format.entry import EntryInfo, codec_of, parse_entry
 from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
+from vua.format.parse import EntryInfo, codec_of, parse_entry
 from vua.format.verify import check_payload
 from vua.native import Digest, digests_of
 from vua.security.keyring import KnownKeys

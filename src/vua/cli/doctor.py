@@ -25,7 +25,7 @@ from vua.capacity.usage import measure
 from vua.cli.probes import PROBES, Finding, Ground, Level, mount_of
 from vua.cli.text import DAMAGED, SOUND, Write, size, table
 from vua.errors import ConfigError
-from vua.io import posix
+from vua.io import vectors
 from vua.security.settings import Security, check_owner
 from vua.store.namespace import check_root
 
@@ -187,7 +187,7 @@ def _is_cached(ground: Ground, name: str) -> bool:
     page = np.empty(4096, dtype=np.uint8)
     where = np.array([[page.ctypes.data, page.nbytes]], dtype=np.uint64)
     with _opened(ground, name) as fd:
-        got = posix.preadv_cached(fd, where.ctypes.data, 1, _FILE_NBYTES // 2)
+        got = vectors.preadv_cached(fd, where.ctypes.data, 1, _FILE_NBYTES // 2)
     return got == page.nbytes
 
 

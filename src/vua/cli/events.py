@@ -32,10 +32,10 @@ from vua.errors import ConfigError, StorageError
 from vua.format.layout import KVLayout, Shard, cover
 from vua.io.posix import is_local
 from vua.storage.base import parse_name
-from vua.storage.bucket_path import is_url
 from vua.storage.description import read_description
-from vua.storage.local import entry_at
+from vua.storage.names import entry_at
 from vua.storage.problems import explained
+from vua.storage.urls import is_url
 from vua.store.namespace import check_root
 
 __all__ = ["Seen", "add_events", "events", "look"]

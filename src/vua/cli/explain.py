@@ -23,7 +23,7 @@ from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
 from vua.storage.description import Description
 from vua.storage.problems import explained
-from vua.store.namespace import Namespace
+from vua.store.opening import open_namespace
 
 __all__ = ["Question", "explain", "explain_ids"]
 
@@ -163,7 +163,7 @@ def _answer(
 ) -> Answer:
     length = len(ids) // 4
     try:
-        namespace = Namespace.open(found.path, security=question.security)
+        namespace = open_namespace(found.path, security=question.security)
     except OSError as problem:
         raise explained(problem, str(found.path)) from problem
     if namespace is None:

@@ -32,14 +32,15 @@ from vua.errors import (
     LayoutError,
     StorageError,
 )
-from vua.format.entry import EntryCodec, EntryInfo
+from vua.format.entry import EntryCodec
 from vua.format.keys import KeyChain
 from vua.format.layout import Shard
+from vua.format.parse import EntryInfo
 from vua.security.settings import Security
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.problems import explained
-from vua.store.namespace import Namespace
+from vua.store.opening import open_namespace
 
 __all__ = ["Choice", "export"]
 
@@ -117,7 +118,7 @@ def _wanted(found: Sequence[Source], choice: Choice, show: Show) -> dict[Source,
         )  # fmt: skip
         for source in found:
             security = replace(choice.security, trusted_uids="any")  # names are all it reads
-            namespace = Namespace.open(source.description.path, security=security)
+            namespace = open_namespace(source.description.path, security=security)
             if namespace is not None:
                 keys, _ = prompt_keys(namespace, ids, choice.salt)
                 wanted[source] = dict.fromkeys(_leading(source, keys))

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from vua.errors import ConfigError
-from vua.format.identity import Identity, config_digest
+from vua.format.config_digest import config_digest
+from vua.format.identity import Identity
 from vua.format.rope import rope_order, varies_with_length
 from vua.storage.description import Description
 from vua.weights import checkpoint_files, identify_weights

@@ -41,18 +41,22 @@ from vua.errors import (
     StorageError,
     UntrustedError,
 )
-from vua.format.entry import parse_entry
+from vua.format.entry import EntryCodec
 from vua.format.header import AUTHENTIC, ENCRYPTED
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard, payload_map
-from vua.storage.base import entry_name
+from vua.format.parse import parse_entry
+from vua.io.header_plan import header_plan
+from vua.native import Transfer
+from vua.storage.base import Batch, entry_name
 from vua.storage.bucket_mark import claim_bucket
-from vua.storage.bucket_path import BucketPath, is_url
+from vua.storage.bucket_path import BucketPath
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.local import SUFFIX
 from vua.storage.problems import explained
-from vua.store.entry_reader import stored_header
-from vua.store.namespace import Namespace, check_root
+from vua.storage.urls import is_url
+from vua.store.namespace import check_root
+from vua.store.opening import create_namespace
 from vua.store.store import Store
 
 __all__ = ["import_"]
@@ -190,7 +194,7 @@ class _Taker:
             msg = f"it describes namespace {identity.namespace[:SHORT]}"
             raise ConfigError(msg)
         if namespace not in self._stores:
-            stores = Namespace.create(self._root, identity, layouts).stores
+            stores = create_namespace(self._root, identity, layouts).stores
             self._stack.callback(stores[0].close)  # one capacity for all
             self._stores[namespace] = stores
             self._done.namespaces.append(namespace)
@@ -254,6 +258,19 @@ def _stored_end(store: Store, chunk: str) -> int | None:
     kinds = ("", AUTHENTIC, ENCRYPTED)
     for shard, kind in itertools.product(store.shards(chunk), kinds):
         with suppress(OSError, EntryError, UntrustedError, LayoutError):
-            header = stored_header(store.storage, store.codec(shard, kind), chunk)
-            return parse_entry(bytes(header)).stop
+            header = _stored_header(store, store.codec(shard, kind), chunk)
+            return parse_entry(header).stop
     return None
+
+
+def _stored_header(store: Store, codec: EntryCodec, chunk: str) -> bytes:
+    """The header of one entry, which nobody has judged; one as long as ``codec`` says.
+
+    Raises CorruptEntryError for an entry of another length, UntrustedError, OSError.
+    """
+    plan = header_plan(codec.file_nbytes, codec.header_nbytes)
+    batch = Batch.of([entry_name(chunk, codec.shard)], Transfer(plan, (), (), ()))
+    filled = store.storage.read(batch)
+    if filled.problem is not None:
+        raise filled.problem
+    return bytes(batch.headers[0])

@@ -13,13 +13,17 @@ from vua.cli.check import Check, Checker, Place
 from vua.cli.names import resolve
 from vua.cli.text import DAMAGED, SOUND, UNUSABLE, Write, facts, size, when
 from vua.errors import ConfigError
-from vua.format.entry import FORMAT, EntryInfo
+from vua.format.entry import FORMAT
 from vua.format.header import SEALED
 from vua.format.layout import Shard
+from vua.format.parse import EntryInfo
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_path import BucketPath, is_url
-from vua.storage.description import Description, read_description
-from vua.storage.local import SUFFIX, is_compressed, plain_path
+from vua.storage.bucket_path import BucketPath
+from vua.storage.description import Description
+from vua.storage.local import SUFFIX
+from vua.storage.names import is_compressed, plain_path
+from vua.storage.urls import is_url
+from vua.store.far import description_at
 from vua.store.namespace import check_root
 
 __all__ = ["inspect"]
@@ -104,7 +108,7 @@ def _place(path: Path | BucketPath) -> tuple[Description | None, Place]:
         return None, Place(shard=shard)
     if chunk.parent.name != chunk.name[:2] or not _is_digest(directory.name):
         return None, Place(chunk=chunk.name, shard=shard)
-    namespace = read_description(directory)
+    namespace = description_at(directory)
     return namespace, Place(directory.name, chunk.name, shard, namespace.layout_of(shard))
 
 

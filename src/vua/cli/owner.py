@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from vua.errors import ConfigError, StorageError
-from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES, WRITTEN_BACK, claim
+from vua.storage.claim import claim
+from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES, WRITTEN_BACK
 from vua.storage.problems import explained
 from vua.store.namespace import check_root
 

@@ -16,7 +16,7 @@ from vua.capacity.prefix_tree import PrefixTree
 from vua.errors import CorruptEntryError, ForeignEntryError
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, Shard, cover
-from vua.format.plan import header_plan
+from vua.io.header_plan import header_plan
 from vua.native import Transfer
 from vua.store.entry_reader import EntryReader
 from vua.store.store import Store
@@ -119,7 +119,8 @@ def _problem(store: Store, seal: Seal | None, key: ChunkKey, shard: Shard) -> st
     if not store.layout.full.contains(shard):
         return f"lies outside the layout's {store.layout.full.name}"
     codec = store.codec(shard, "" if seal is None else seal.kind)
-    header_only = Transfer(header_plan(codec), (), (), ())
+    plan = header_plan(codec.file_nbytes, codec.header_nbytes, codec.table_offset)
+    header_only = Transfer(plan, (), (), ())
     problem = EntryReader(store.storage, codec, header_only).read([key], seal=seal).problem
     if isinstance(problem, FileNotFoundError):
         return None

@@ -20,7 +20,8 @@ from typing import Final, Literal
 import numpy as np
 
 from vua.capacity.lru import server_now_ns
-from vua.io import posix
+from vua.io import posix, vectors
+from vua.io.machine import cached_pages
 
 __all__ = ["PROBES", "Finding", "Ground", "Level", "Mount", "mount_of"]
 
@@ -167,7 +168,7 @@ def cached_read(ground: Ground) -> Finding:
         os.pread(fd, _PAGE, 0)
         buffer = np.empty(_PAGE, dtype=np.uint8)
         where = np.array([[buffer.ctypes.data, _PAGE]], dtype=np.uint64)
-        got = posix.preadv_cached(fd, where.ctypes.data, 1, 0)
+        got = vectors.preadv_cached(fd, where.ctypes.data, 1, 0)
     finally:
         os.close(fd)
     if got != _PAGE:
@@ -198,7 +199,7 @@ def cold(ground: Ground) -> Finding:
     fd = os.open("cold", os.O_RDONLY, dir_fd=ground.fd)
     try:
         os.pread(fd, _PAGE, 0)
-        pages = posix.cached_pages(fd)
+        pages = cached_pages(fd)
     finally:
         os.close(fd)
     if not pages:

@@ -21,9 +21,10 @@ from vua.cli.check import Check, Checker, Place
 from vua.cli.spread import over_fans
 from vua.format.compressed import PACKAGE, decompressed
 from vua.io import posix
-from vua.storage.bucket_path import is_url
 from vua.storage.description import Description, read_description
-from vua.storage.local import chunk_path, is_compressed, plain_path
+from vua.storage.local import chunk_path
+from vua.storage.names import is_compressed, plain_path
+from vua.storage.urls import is_url
 from vua.store.namespace import check_root
 
 __all__ = ["Source", "SourceFile", "resolved", "sources"]

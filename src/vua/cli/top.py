@@ -30,9 +30,10 @@ from vua.cli.bucket_chunks import BucketSpace, cost, listed_spaces, opened_bucke
 from vua.cli.text import SHORT, SOUND, Write, clear_screen, progress, size, table
 from vua.errors import StorageError
 from vua.storage.bucket_cost import KINDS, cost_dollars
-from vua.storage.bucket_path import BucketPath, is_url
+from vua.storage.bucket_path import BucketPath
 from vua.storage.description import read_description
 from vua.storage.problems import explained
+from vua.storage.urls import is_url
 from vua.store.namespace import check_root
 
 __all__ = ["top"]

@@ -34,18 +34,21 @@ from vua.cli.text import (
 from vua.cli.verified import Result, report
 from vua.cli.walk import Found, described, open_root, walk, walk_bucket
 from vua.errors import VUAError
+from vua.format.codecs import AUTO
 from vua.io import posix
 from vua.io.plain import is_plain
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
+from vua.storage.aside import version_of
 from vua.storage.base import entry_name
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_mark import claim_bucket
-from vua.storage.bucket_path import BucketPath, is_url
-from vua.storage.compression import AUTO
+from vua.storage.bucket_path import BucketPath
 from vua.storage.description import DESCRIPTION, Description, read_description
-from vua.storage.local import LocalStorage, is_compressed, version_of
+from vua.storage.local import LocalStorage
+from vua.storage.names import is_compressed
 from vua.storage.object import ObjectStorage
+from vua.storage.urls import is_url
 
 __all__ = ["verify"]
 

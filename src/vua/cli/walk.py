@@ -15,19 +15,22 @@ from vua.capacity.owned import is_trash
 from vua.capacity.scan import AFTER, PIN, SENT, Space, is_fan, listed
 from vua.errors import StorageError
 from vua.format.layout import Shard
+from vua.storage.aside import QUARANTINE
 from vua.storage.base import parse_name
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_mark import bucket_descriptions
-from vua.storage.bucket_path import BucketPath, is_url
+from vua.storage.bucket_path import BucketPath
 from vua.storage.description import (
     DESCRIPTION,
     Description,
     descriptions,
     is_namespace_name,
 )
-from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, chunk_path, entry_at
+from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP
+from vua.storage.names import entry_at
 from vua.storage.problems import explained
+from vua.storage.urls import is_url
 from vua.store.namespace import check_root
 
 __all__ = ["Found", "Kind", "described", "open_root", "walk", "walk_bucket", "walk_chunk"]

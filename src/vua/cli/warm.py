@@ -25,7 +25,7 @@ from vua.cli.events import look
 from vua.cli.text import DAMAGED, SOUND, Write, progress, table
 from vua.errors import ConfigError, InputError
 from vua.format.keys import KeyChain, token_ids
-from vua.storage.bucket_path import is_url
+from vua.storage.urls import is_url
 from vua.weights import weights_fingerprint
 
 __all__ = ["add_warm", "warm"]

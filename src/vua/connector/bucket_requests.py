@@ -8,8 +8,8 @@ from typing import Final
 
 from vua.connector.metrics import Recorder
 from vua.io.forks import watch
-from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import KINDS, cost_dollars
+from vua.storage.bucket_counts import requests
 
 __all__ = ["record_requests"]
 
@@ -29,7 +29,7 @@ class _Taken:
     def new(self) -> Counter[str]:
         """Return what came since the last call, and note that it was taken."""
         with self.lock:
-            before, self.counts = self.counts, Bucket.all_counts()
+            before, self.counts = self.counts, requests.copy()
             return self.counts - before
 
 
@@ -38,7 +38,7 @@ _taken: Final = _Taken()
 
 def record_requests(stats: Recorder) -> None:
     """Record the requests of all buckets since the last call, once per process."""
-    if not Bucket.any_used():
+    if not requests:
         return
     new = _taken.new()
     for kind in (*KINDS, "failed"):

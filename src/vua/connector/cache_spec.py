@@ -14,7 +14,6 @@ from typing import Final
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
-from vua.format.states import state_nbytes
 
 __all__ = ["NOTHING_MORE", "EngineIdentity", "Group", "Model", "UncachedError", "division"]
 
@@ -28,7 +27,7 @@ class EngineIdentity:
     """What counts, and for which requests."""
 
     config: Mapping[str, object]
-    """For `vua.format.identity.config_digest`."""
+    """For `vua.format.config_digest.config_digest`."""
     adapters: str
     """Counts beside an adapter's own files; "" for nothing."""
     media: str
@@ -63,7 +62,7 @@ class Group:
     @property
     def keeps_state(self) -> bool:
         """Whether these layers keep a state, see `vua.format.states`."""
-        return state_nbytes(self.layout) is not None
+        return self.layout.keeps_state
 
     def first_needed(self, tokens: int) -> int:
         """The first token whose K/V matter to whoever goes on behind ``tokens`` tokens."""

@@ -19,7 +19,7 @@ from vua.capacity.limits import Limits
 from vua.connector.log import logger
 from vua.errors import ConfigError
 from vua.security.settings import Security
-from vua.storage.bucket_path import is_url
+from vua.storage.urls import is_url
 from vua.store.tier_rules import TierRules
 
 __all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults", "warn_once"]

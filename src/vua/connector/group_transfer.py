@@ -25,10 +25,10 @@ from vua.device.staging import Fence
 from vua.device.state_pages import StatePages
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
-from vua.io.posix import machine_memory_nbytes
+from vua.io.machine import machine_memory_nbytes
 from vua.io.workers import Attempt
 from vua.serdes import DTYPES
-from vua.storage.bucket_path import is_url
+from vua.storage.urls import is_url
 from vua.store.store import EntryWriter, Loader, Store
 
 __all__ = [

@@ -14,10 +14,9 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
 from vua.errors import VUAError
 from vua.format.identity import Identity
-from vua.store.locate import locate
 from vua.store.namespace import Namespace
+from vua.store.opening import create_namespace, locate
 from vua.store.place import look_at
-from vua.store.tier_rules import TierRules
 from vua.weights import Identification, Weights
 
 __all__ = ["Opened", "Opening", "open_namespace"]
@@ -38,14 +37,14 @@ class Opened(NamedTuple):
 
 def open_namespace(config: ConnectorConfig, model: Model, identity: Identity) -> Namespace:
     """Open an identity's namespace, one store per group. Raises StorageError, LayoutError."""
-    return Namespace.create(
+    return create_namespace(
         locate(config.shared_storage_path, security=config.security),
         identity,
         [group.layout for group in model.groups],
         durable=config.durable,
         bounds=config.limits,
         security=config.security,
-        rules=TierRules.of(config.worker),
+        rules=config.worker,
     )
 
 

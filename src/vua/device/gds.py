@@ -265,10 +265,8 @@ class DirectReader:
             if status.nbytes != self._codec.file_nbytes:
                 return None
             header = os.pread(fd, self._codec.header_nbytes, 0)
-            table = self._codec.check_header(memoryview(header), key)
-            return mover.open(fd), table
-        except EntryError:
-            return None
+            table = self._codec.table_of(memoryview(header), key)
+            return None if table is None else (mover.open(fd), table)
         except OSError as problem:
             log.debug("a file was not opened by %s: %s", mover.name, problem)
             self._gds.count(well=False)

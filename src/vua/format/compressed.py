@@ -25,9 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.errors import CorruptEntryError
-from vua.format.entry import parse_entry
-from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES, json_header
+from vua.format.codecs import CODEC
+from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import ITEMSIZE
+from vua.format.parse import json_header, parse_entry
 
 __all__ = [
     "CODEC",
@@ -40,8 +41,6 @@ __all__ = [
 ]
 
 COMPRESSED: Final = "vua.compressed.v1"
-CODEC: Final = "planes-zstd"
-"""High bytes through zstd, the others as they are: the one codec so far."""
 PACKAGE: Final = "zstandard"
 """What compresses; the extra ``vua[object]`` brings it."""
 _START_NBYTES: Final = 1 << 10

@@ -6,19 +6,13 @@ prefixes (to the strength of SHA-256), and the longest stored prefix is found by
 alone. Without extras this is the page hash of SGLang's HiCache (sha256 over parent digest and
 uint32 token ids), so engines that hand a store hashes instead of tokens find the same chunks.
 
-What belongs to one request and changes its K/V without being a token (cache salt, LoRA adapter,
-image content) enters as *extras*, at the chunk where it first matters. There a digest over a tag,
-the parent and the length-prefixed extras replaces the parent. Neither PYTHONHASHSEED, nor the
-dtype or container of the tokens, nor the engine changes a name.
-
-With a secret (:class:`Naming`) HMAC-SHA256 stands in place of SHA-256 throughout, and names tell
-nothing to whom does not have it: neither what was asked nor whether two know the same prompt.
+Neither PYTHONHASHSEED, nor the dtype or container of the tokens, nor the engine changes a name.
+What belongs to one request and changes its K/V without being a token, and secret names:
+:mod:`vua.format.naming`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
@@ -27,31 +21,18 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.errors import InputError
+from vua.format.naming import Naming, extras_parent, secret_chain
 from vua.native import hash_chain, narrow
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ChunkKey", "KeyChain", "KeyRun", "Keys", "Naming", "Tokens", "token_ids"]
+__all__ = ["ChunkKey", "KeyChain", "KeyRun", "Keys", "Tokens", "token_ids"]
 
 Tokens = "torch.Tensor | npt.NDArray[np.generic] | Sequence[int]"
 
-_EXTRAS_TAG = b"vua.extras.v1"
 _NO_PARENT = b""
 _HASH_NBYTES: Final = 32
-
-
-class Naming(NamedTuple):
-    """What names are made with where they are to be secret."""
-
-    tenant: str
-    """Whose key it is, see :class:`vua.security.keyring.Keyring`; empty for the directory's own."""
-    secret: bytes
-    """Of one namespace, 32 bytes."""
-
-    def __repr__(self) -> str:
-        """Return the name without the secret."""
-        return f"Naming({self.tenant!r})"
 
 
 class ChunkKey(NamedTuple):
@@ -68,7 +49,7 @@ class ChunkKey(NamedTuple):
     previous: bytes = b""
     """The chunk before it, where extras hide that in ``parent``; else empty."""
     tenant: str = ""
-    """With whose key its file is sealed, see :class:`Naming`."""
+    """With whose key its file is sealed, see :mod:`vua.format.naming`."""
 
     @property
     def before(self) -> bytes:
@@ -106,13 +87,9 @@ def token_ids(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) ->
         raise InputError(msg)
     if (narrowed := narrow(array)) is not None:
         return narrowed
-    if array.dtype != np.dtype("<u4") and array.dtype.itemsize > 2:
-        low, high = int(array.min()), int(array.max())
-        if low < 0 or high > 0xFFFFFFFF:
-            msg = f"token ids must lie in 0..2**32-1, found {low if low < 0 else high}"
-            raise InputError(msg)
-    elif array.dtype.kind == "i" and int(array.min()) < 0:
-        msg = f"token ids must lie in 0..2**32-1, found {int(array.min())}"
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > 0xFFFFFFFF:
+        msg = f"token ids must lie in 0..2**32-1, found {low if low < 0 else high}"
         raise InputError(msg)
     return array.astype("<u4", copy=False).tobytes()
 
@@ -134,25 +111,6 @@ def _as_array(tokens: torch.Tensor | npt.NDArray[Any] | Sequence[int]) -> npt.ND
         raise InputError(msg) from problem
 
 
-def extras_parent(
-    parent: bytes, extras: Sequence[tuple[str, bytes]], naming: Naming | None = None
-) -> bytes:
-    """Digest that stands in for ``parent`` where ``extras`` (tag, value) first matter.
-
-    Tags and values are length-prefixed and their number is counted, so that no two lists of
-    extras, and no extras and no plain parent, can be confused.
-    """
-    digest: hashlib._Hash | hmac.HMAC = hashlib.sha256(_EXTRAS_TAG)
-    if naming is not None:
-        digest = hmac.new(naming.secret, _EXTRAS_TAG, "sha256")
-    for part in (parent, len(extras).to_bytes(4, "little")):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    for tag, value in extras:
-        for part in (tag.encode(), value):
-            digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
-
-
 class Keys(Protocol):
     """A prompt's chunk keys: a list of them, a :class:`KeyChain` or a :class:`KeyRun`."""
 
@@ -163,6 +121,73 @@ class Keys(Protocol):
     def __getitem__(self, index: int, /) -> ChunkKey:
         """Return the key of chunk ``index``."""
         ...
+
+
+class KeyRun(Sequence[ChunkKey]):
+    """Keys of chunks that follow each other, a few bytes each: cheap to slice and pickle.
+
+    >>> run = KeyChain(token_ids(range(256)), 64).run(1, 4)
+    >>> len(run), run[0].start, run[1].parent == run[0].prefix_hash, len(run[1:])
+    (3, 64, True, 2)
+    """
+
+    __slots__ = ("_chunk_tokens", "_digests", "_first", "_parents", "_tenant")
+
+    def __init__(
+        self,
+        first: int,
+        chunk_tokens: int,
+        digests: bytes | bytearray,
+        parents: Mapping[int, tuple[bytes, bytes]],
+        tenant: str = "",
+    ) -> None:
+        """Take over what :class:`KeyChain` has put together.
+
+        Args:
+            first: index of the first chunk in its prompt.
+            chunk_tokens: tokens per chunk.
+            digests: prefix hashes, 32 bytes each.
+            parents: chunk index -> parent and ``previous`` of its key, for the first chunk and
+                wherever the parent is not the prefix hash before it.
+            tenant: of all its keys.
+        """
+        self._tenant = tenant
+        self._first, self._chunk_tokens = first, chunk_tokens
+        self._digests, self._parents = digests, parents
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self._digests) // _HASH_NBYTES
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkKey: ...
+    @overload
+    def __getitem__(self, index: slice) -> KeyRun: ...
+    def __getitem__(self, index: int | slice) -> ChunkKey | KeyRun:
+        """Return one key, or the run of a slice without a step."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                msg = f"a run of keys has no slices of step {step}"
+                raise ValueError(msg)
+            first, last = self._first + start, self._first + stop
+            parents = {at: above for at, above in self._parents.items() if first <= at < last}
+            if start < stop:
+                key = self.key(start)
+                parents[first] = key.parent, key.previous
+            cut = bytes(self._digests[_HASH_NBYTES * start : _HASH_NBYTES * stop])
+            return KeyRun(first, self._chunk_tokens, cut, parents, self._tenant)
+        return self.key(range(len(self))[index])
+
+    def key(self, index: int) -> ChunkKey:
+        """Return the key at ``index``, 0 <= index < len."""
+        digests, place, chunk = self._digests, index * _HASH_NBYTES, self._first + index
+        digest = bytes(digests[place : place + _HASH_NBYTES])
+        above = self._parents.get(chunk)
+        parent, previous = above or (bytes(digests[place - _HASH_NBYTES : place]), b"")
+        start = chunk * self._chunk_tokens
+        stop = start + self._chunk_tokens
+        return ChunkKey(digest, parent, start, stop, previous, self._tenant)
 
 
 class KeyChain:
@@ -194,9 +219,12 @@ class KeyChain:
         self._ids = memoryview(ids)
         self._chunk_tokens = chunk_tokens
         self._extras = dict(extras or {})
-        self._digests = bytearray()
-        self._parents: dict[int, tuple[bytes, bytes]] = {0: (_NO_PARENT, b"")}
         self._length = len(ids) // (4 * chunk_tokens)
+        self._adopt(bytearray(), {0: (_NO_PARENT, b"")})
+
+    def _adopt(self, digests: bytearray, parents: dict[int, tuple[bytes, bytes]]) -> None:
+        self._digests, self._parents = digests, parents
+        self._hashed = KeyRun(0, self._chunk_tokens, digests, parents, self.tenant)
 
     def __len__(self) -> int:
         """Return the number of whole chunks."""
@@ -207,12 +235,13 @@ class KeyChain:
         if not 0 <= index < self._length:
             msg = f"chunk {index} of {self._length}"
             raise IndexError(msg)
-        self._extend(index + 1)
-        return _key(self._digests, self._parents, index, index, self._chunk_tokens, self.tenant)
+        if (index + 1) * _HASH_NBYTES > len(self._digests):
+            self._extend(index + 1)
+        return self._hashed.key(index)
 
     @property
     def tenant(self) -> str:
-        """Whose key makes the names secret; see :class:`Naming`."""
+        """Whose key makes the names secret; see :class:`vua.format.naming.Naming`."""
         return self._naming.tenant if self._naming else ""
 
     def first(self, count: int) -> list[ChunkKey]:
@@ -222,11 +251,7 @@ class KeyChain:
     def run(self, first: int, stop: int) -> KeyRun:
         """Return the keys of chunks ``first`` to ``stop`` in a form that is cheap to hand on."""
         self._extend(stop)
-        parents = {at: above for at, above in self._parents.items() if first <= at < stop}
-        if first < stop:
-            parents[first] = _above(self[first])
-        digests = bytes(self._digests[_HASH_NBYTES * first : _HASH_NBYTES * stop])
-        return KeyRun(first, self._chunk_tokens, digests, parents, self.tenant)
+        return self._hashed[first:stop]
 
     def longer(self, ids: bytes) -> KeyChain:
         """Return the chain of a prompt that begins with this one and goes on.
@@ -236,7 +261,7 @@ class KeyChain:
                 chain has hashed is not hashed again.
         """
         other = KeyChain(ids, self._chunk_tokens, self._extras, self._naming)
-        other._digests, other._parents = self._digests[:], dict(self._parents)
+        other._adopt(self._digests[:], dict(self._parents))
         return other
 
     def _extend(self, count: int) -> None:
@@ -255,95 +280,4 @@ class KeyChain:
             if self._naming is None:
                 self._digests += hash_chain(parent, ids, nbytes)
             else:
-                self._digests += _secret_chain(self._naming.secret, parent, ids, nbytes)
-
-
-class KeyRun(Sequence[ChunkKey]):
-    """Keys of chunks that follow each other, a few bytes each: cheap to slice and pickle.
-
-    >>> run = KeyChain(token_ids(range(256)), 64).run(1, 4)
-    >>> len(run), run[0].start, run[1].parent == run[0].prefix_hash, len(run[1:])
-    (3, 64, True, 2)
-    """
-
-    __slots__ = ("_chunk_tokens", "_digests", "_first", "_parents", "_tenant")
-
-    def __init__(
-        self,
-        first: int,
-        chunk_tokens: int,
-        digests: bytes,
-        parents: Mapping[int, tuple[bytes, bytes]],
-        tenant: str = "",
-    ) -> None:
-        """Take over what :meth:`KeyChain.run` has put together.
-
-        Args:
-            first: index of the first chunk in its prompt.
-            chunk_tokens: tokens per chunk.
-            digests: prefix hashes, 32 bytes each.
-            parents: chunk index -> parent and ``previous`` of its key, for the first chunk and
-                wherever the parent is not the prefix hash before it.
-            tenant: of all its keys.
-        """
-        self._tenant = tenant
-        self._first, self._chunk_tokens = first, chunk_tokens
-        self._digests, self._parents = digests, parents
-
-    def __len__(self) -> int:
-        """Return the number of chunks."""
-        return len(self._digests) // _HASH_NBYTES
-
-    @overload
-    def __getitem__(self, index: int) -> ChunkKey: ...
-    @overload
-    def __getitem__(self, index: slice) -> KeyRun: ...
-    def __getitem__(self, index: int | slice) -> ChunkKey | KeyRun:
-        """Return one key, or the run of a slice without a step."""
-        if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            if step != 1:
-                msg = f"a run of keys has no slices of step {step}"
-                raise ValueError(msg)
-            stop, first = max(start, stop), self._first + start
-            inside = range(first, first + stop - start)
-            parents = {at: parent for at, parent in self._parents.items() if at in inside}
-            if start < stop:
-                parents[first] = _above(self[start])
-            cut = self._digests[_HASH_NBYTES * start : _HASH_NBYTES * stop]
-            return KeyRun(first, self._chunk_tokens, cut, parents, self._tenant)
-        at = range(len(self))[index]
-        return _key(
-            self._digests, self._parents, at, self._first + at, self._chunk_tokens, self._tenant
-        )
-
-
-def _secret_chain(secret: bytes, parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
-    """As :func:`vua.native.hash_chain`, by an HMAC with ``secret``."""
-    digests = bytearray()
-    for start in range(0, len(ids), chunk_nbytes):
-        text = parent + ids[start : start + chunk_nbytes]
-        parent = hmac.digest(secret, text, "sha256")
-        digests += parent
-    return bytes(digests)
-
-
-def _key(
-    digests: bytes | bytearray,
-    parents: Mapping[int, tuple[bytes, bytes]],
-    at: int,
-    chunk: int,
-    chunk_tokens: int,
-    tenant: str,
-) -> ChunkKey:
-    """The key of chunk ``chunk`` of a prompt, whose digest is the one at ``at``."""
-    place = at * _HASH_NBYTES
-    digest = bytes(digests[place : place + _HASH_NBYTES])
-    above = parents.get(chunk)
-    parent, previous = above or (bytes(digests[place - _HASH_NBYTES : place]), b"")
-    start = chunk * chunk_tokens
-    return ChunkKey(digest, parent, start, start + chunk_tokens, previous, tenant)
-
-
-def _above(key: ChunkKey) -> tuple[bytes, bytes]:
-    return key.parent, key.previous
+                self._digests += secret_chain(self._naming.secret, parent, ids, nbytes)

@@ -88,6 +88,11 @@ class KVLayout:
         return self.group.startswith("d")
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether these are layers with one state instead of K and V of each token."""
+        return self.group.startswith("s")
+
+    @property
     def dims(self) -> tuple[int, ...]:
         """Row lengths of the arrays a chunk holds: (k_dim, v_dim), or (k_dim,) without V."""
         return (self.k_dim, self.v_dim) if self.v_dim else (self.k_dim,)

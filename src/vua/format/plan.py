@@ -10,9 +10,9 @@ import numpy as np
 from vua.format.entry import EntryCodec
 from vua.format.layout import Shard
 from vua.io.plan import ARRAYS_MAX, EXTENT, READ, EntryPlan
-from vua.io.posix import IOV_MAX
+from vua.io.vectors import IOV_MAX
 
-__all__ = ["entry_plan", "header_plan"]
+__all__ = ["entry_plan"]
 
 _READ_NBYTES: Final = 256 << 10
 """Bytes read before they are hashed: they are still in cache then, see docs/performance.md."""
@@ -107,20 +107,3 @@ def _reads(
     else:
         reads.insert(0, (0, 0, 1, header_nbytes, 0, 0, 0))
     return reads
-
-
-def header_plan(codec: EntryCodec) -> EntryPlan:
-    """Plan how the headers of files of ``codec`` are read, and nothing else."""
-    none = np.zeros(0, dtype=np.uint64)
-    return EntryPlan(
-        file_nbytes=codec.file_nbytes,
-        header_nbytes=codec.header_nbytes,
-        table_offset=codec.table_offset,
-        reads=np.array([(0, 0, 1, codec.header_nbytes, 0, 0, 0)], dtype=READ),
-        extents=np.zeros(0, dtype=EXTENT),
-        block_extent=np.zeros(1, dtype=np.uint64),
-        block_nbytes=none,
-        block_place=none,
-        segments=1,
-        discard_nbytes=0,
-    )

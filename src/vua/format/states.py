@@ -46,7 +46,7 @@ def state_nbytes(layout: KVLayout) -> int | None:
 
     Raises LayoutError: the layout says that it is one of states, and cannot be.
     """
-    if not layout.group.startswith("s"):
+    if not layout.keeps_state:
         return None
     nbytes = int(layout.group[1:])
     expected = state_layout(

@@ -1,7 +1,7 @@
-"""Whether an entry's payload is what its header says: one judgement for everybody who reads one.
+"""What is the matter with an entry that is not the one asked for, or not what its header says.
 
-The header itself is judged by :meth:`vua.format.entry.EntryCodec.check_header` where the chunk is
-known, and by :func:`vua.format.entry.parse_entry` where it is not.
+For all who read one. :meth:`vua.format.entry.EntryCodec.table_of` tells whether it is the one asked
+for; where the chunk is not known, :func:`vua.format.parse.parse_entry` judges the header.
 """
 
 from __future__ import annotations
@@ -11,10 +11,35 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vua.errors import CorruptEntryError
+from vua.errors import CorruptEntryError, EntryError, ForeignEntryError
+from vua.format.entry import EntryCodec
+from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
+from vua.format.parse import parse_entry
 
-__all__ = ["check_payload"]
+__all__ = ["check_payload", "mismatch"]
+
+
+def mismatch(codec: EntryCodec, header: memoryview, key: ChunkKey, key_id: str = "") -> EntryError:
+    """Return why :meth:`EntryCodec.table_of`, which takes the same, does not take a header.
+
+    A CorruptEntryError where it is damaged, a ForeignEntryError where it is sound, but of another
+    chunk, shard, layout or namespace.
+    """
+    try:
+        found = parse_entry(bytes(header))
+    except CorruptEntryError as problem:
+        return problem
+    msg = (
+        f"expected chunk {key.name[:12]} shard {codec.shard.name} of namespace "
+        f"{codec.namespace[:12]}, found chunk {found.prefix_hash[:12]} shard "
+        f"{found.shard.name} of namespace {found.namespace[:12]}; it will be treated as a miss"
+    )
+    foreign = ForeignEntryError(msg)
+    asked = (codec.namespace, key.name, codec.shard, codec.kind, key_id)
+    there = (found.namespace, found.prefix_hash, found.shard, found.kind, found.mark.key_id)
+    foreign.misplaced = there != asked
+    return foreign
 
 
 def check_payload(

@@ -1,24 +1,17 @@
-"""Opens the files that a cache believes: regular, with one name, of a user who is trusted."""
+"""Which files a cache believes: regular ones with one name, of a user who is trusted."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
-import os
 import stat
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from vua.errors import UntrustedError
-from vua.io import posix
 from vua.io.posix import FileStatus
 
-__all__ = ["Directory", "Uids", "close_plain", "is_plain", "make_directory", "open_plain"]
+__all__ = ["Directory", "Uids", "is_plain"]
 
 Uids: TypeAlias = "ctypes.Array[ctypes.c_uint32]"
 """Users, in a form that C takes as well: ``(ctypes.c_uint32 * 2)(0, 1000)``."""
-
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Directory(NamedTuple):
@@ -32,75 +25,7 @@ class Directory(NamedTuple):
     opened and read without releasing the GIL."""
 
 
-def open_plain(directory: Directory, path: str) -> tuple[int, FileStatus]:
-    """Open a file below a directory for reading; no symbolic link is followed on the way.
-
-    ``..`` and absolute paths are refused.
-
-    Returns its descriptor, for :func:`close_plain`, and what the kernel knows of it. Raises
-    OSError (FileNotFoundError, EINVAL where it is not a regular file), UntrustedError where it has
-    other names too or belongs to somebody else.
-    """
-    fd = posix.open_cached(directory.fd, path) if directory.local else None
-    if fd is None:
-        fd = posix.open_beneath(directory.fd, path)
-    try:
-        status = posix.status_cached(fd)
-        _check_plain(status, directory.uids)
-    except BaseException:
-        close_plain(fd, local=directory.local)
-        raise
-    return fd, status
-
-
-def _check_plain(status: FileStatus, uids: Uids | None) -> None:
-    if is_plain(status, uids):
-        return
-    if not stat.S_ISREG(status.mode):
-        raise OSError(errno.EINVAL, "not a regular file")
-    msg = (
-        f"file of user {status.uid} with {status.links} names, expected one name and "
-        f"{'any user' if uids is None else f'one of the users {sorted(uids)}'}; set "
-        "trusted_uids if that user is to be believed"
-    )
-    raise UntrustedError(msg)
-
-
-def close_plain(fd: int, *, local: bool) -> None:
-    """Close a file that was only read; what a server says to that is of no interest."""
-    if local:
-        posix.close_cached(fd)
-    else:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
-
 def is_plain(status: FileStatus, uids: Uids | None) -> bool:
     """Whether it is a regular file with one name, and of one of these users."""
     whose = uids is None or status.uid in uids
     return stat.S_ISREG(status.mode) and status.links <= 1 and whose
-
-
-def make_directory(parent: int, name: str, mode: int) -> int:
-    """Open a directory below the descriptor ``parent``, making it where it is missing.
-
-    Args:
-        parent: descriptor of the directory above.
-        name: of the directory; a link is not followed.
-        mode: what a new one gets, whatever the umask.
-
-    Raises OSError.
-    """
-    try:
-        return os.open(name, _DIRECTORY, dir_fd=parent)
-    except FileNotFoundError:
-        pass
-    try:
-        os.mkdir(name, 0o700, dir_fd=parent)
-    except FileExistsError:
-        pass
-    else:
-        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        if stat.S_IMODE(status.st_mode) not in (mode, mode | stat.S_ISGID):  # of its parent
-            os.chmod(name, mode, dir_fd=parent)
-    return os.open(name, _DIRECTORY, dir_fd=parent)

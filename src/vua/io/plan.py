@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ARRAYS_MAX", "EXTENT", "READ", "EntryPlan", "whole_plan"]
+__all__ = ["ARRAYS_MAX", "EXTENT", "READ", "EntryPlan"]
 
 ARRAYS_MAX: Final = 2
 """Arrays of a chunk: K and V."""
@@ -91,20 +91,3 @@ class EntryPlan:
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return int(self.block_nbytes.sum())
-
-
-def whole_plan(nbytes: int) -> EntryPlan:
-    """Plan how files of ``nbytes`` are moved as they are: all of each counts as its header."""
-    none = np.zeros(0, dtype=np.uint64)
-    return EntryPlan(
-        file_nbytes=nbytes,
-        header_nbytes=nbytes,
-        table_offset=0,
-        reads=np.array([(0, 0, 1, nbytes, 0, 0, 0)], dtype=READ),
-        extents=np.zeros(0, dtype=EXTENT),
-        block_extent=np.zeros(1, dtype=np.uint64),
-        block_nbytes=none,
-        block_place=none,
-        segments=1,
-        discard_nbytes=0,
-    )

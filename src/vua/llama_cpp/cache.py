@@ -25,7 +25,7 @@ from vua.llama_cpp.model import described_model, refusal, try_form
 from vua.llama_cpp.state import parse
 from vua.serdes import DTYPES
 from vua.store.identified import Identified
-from vua.store.locate import locate
+from vua.store.opening import locate
 from vua.store.place import look_at
 
 __all__ = ["VUALlamaCache"]

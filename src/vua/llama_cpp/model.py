@@ -15,7 +15,8 @@ from typing import Any, Final
 import llama_cpp
 
 from vua.errors import ConfigError
-from vua.format.identity import Identity, config_digest
+from vua.format.config_digest import config_digest
+from vua.format.identity import Identity
 from vua.llama_cpp.state import StateForm, parse
 from vua.store.identified import Described
 from vua.weights import checkpoint_files, identify_weights

@@ -28,12 +28,13 @@ from lmcache.v1.platform import create_event_notifier
 
 from vua.capacity.limits import Limits
 from vua.errors import ConfigError, VUAError
-from vua.format.identity import Identity, config_digest
+from vua.format.config_digest import config_digest
+from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, MemoryMap
 from vua.storage.base import entry_name
-from vua.store.locate import locate
 from vua.store.namespace import Namespace
+from vua.store.opening import create_namespace, locate
 
 __all__ = ["VUAL2Adapter"]
 
@@ -316,7 +317,7 @@ class VUAL2Adapter(L2AdapterInterface):
                 place = self._root / identity.namespace
                 if not create and isinstance(place, Path) and not place.is_dir():
                     return None  # a bucket is not asked: to describe it costs as much
-                known = self._namespaces[form] = Namespace.create(
+                known = self._namespaces[form] = create_namespace(
                     self._root, identity, [form.layout], durable=self._durable, bounds=self._bounds
                 )
             return known

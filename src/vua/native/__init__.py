@@ -20,13 +20,17 @@ then. The environment variable ``VUA_NATIVE`` says whether the library is used: 
 default), ``off``, or ``require`` (fail without it). :func:`status` says whether it is.
 """
 
-from vua.native.batches import THREADS, crew, fill_entry, gather_entry, read_entries
-from vua.native.bindings import Status, library, status
+from vua.native.batches import THREADS, crew, read_entries
+from vua.native.bindings import Status
+from vua.native.chosen import library, status
 from vua.native.fallback import read_entry
+from vua.native.hashes import Digest, digests_of, fill_check
+from vua.native.memory import fill_entry, gather_entry
 from vua.native.moves import ITEMS, Boxes, copy_strided
 from vua.native.prefixes import hash_chain, narrow
+from vua.native.rows import blocks_of, rows_of
 from vua.native.saves import FAILED, PRESENT, WRITTEN, WriteOptions, write_entries
-from vua.native.transfer import Digest, Headers, Transfer, digests_of, fill_check
+from vua.native.transfer import Headers, Transfer
 
 __all__ = [
     "FAILED",
@@ -40,6 +44,7 @@ __all__ = [
     "Status",
     "Transfer",
     "WriteOptions",
+    "blocks_of",
     "copy_strided",
     "crew",
     "digests_of",
@@ -51,6 +56,7 @@ __all__ = [
     "narrow",
     "read_entries",
     "read_entry",
+    "rows_of",
     "status",
     "write_entries",
 ]

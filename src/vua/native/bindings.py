@@ -1,15 +1,12 @@
-"""Finds and loads the library; :mod:`vua.native` says what it is and how it is chosen."""
+"""Finds and loads the library, and the hashes that it is given; see :mod:`vua.native`."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import importlib
-import logging
-import os
 import platform
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +14,12 @@ from typing import Any, Final
 
 import xxhash
 
-from vua.errors import ConfigError
-from vua.io.forks import watch
 from vua.native.stamp import fault_of, library_path, sources_digest
 
-__all__ = ["Library", "Status", "choice", "library", "sha256", "status", "xxh3"]
-
-log = logging.getLogger(__name__)
+__all__ = ["INSTEAD", "Library", "Status", "find", "sha256", "xxh3"]
 
 FOLDER: Final = Path(__file__).parent
-_INSTEAD: Final = "no native code, Python does its work"
+INSTEAD: Final = "no native code, Python does its work"
 _REMEDY: Final = "install vua again (in a checkout: `python3 dev.py build`)"
 
 
@@ -129,72 +122,20 @@ class Status:
     """Whether it is to be mended: the library is unusable, or ``VUA_NATIVE`` is not met."""
 
 
-class _Choice:
-    """What came of looking for the library. One per process."""
-
-    def __init__(self) -> None:
-        self.status: Status | None = None
-        """None before it was looked for, or where ``VUA_NATIVE`` cannot be met."""
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """Begin with a free lock; see :mod:`vua.io.forks`."""
-        self.lock = threading.Lock()
-
-
-choice = _Choice()
-
-
-def library() -> Library | None:
-    """Return the library, or None where Python does its work.
-
-    The first call decides, which takes about a millisecond, and logs the outcome: INFO, or
-    WARNING where a library is there that cannot be used. Safe for threads. Raises ConfigError when
-    ``VUA_NATIVE`` is an unknown word, or is ``require`` and cannot be met.
-    """
-    return (choice.status or _choose()).library
-
-
-def status() -> Status:
-    """Say whether the library does the work; raises nothing."""
-    try:
-        return choice.status or _choose()
-    except ConfigError as problem:
-        return Status(None, str(problem), refused=True)
-
-
-def _choose() -> Status:
-    wish = os.environ.get("VUA_NATIVE", "auto")
-    if wish not in ("auto", "off", "require"):
-        msg = f"VUA_NATIVE must be auto, off or require, found {wish!r}"
-        raise ConfigError(msg)
-    with choice.lock:
-        if choice.status is None:
-            found = Status(None, f"{_INSTEAD}: it is switched off by VUA_NATIVE=off")
-            if wish != "off":
-                found = _find(library_path(FOLDER, platform.machine()))
-                log.log(logging.WARNING if found.refused else logging.INFO, "%s", found.text)
-            if found.library is None and wish == "require":
-                msg = f"VUA_NATIVE=require cannot be met: {found.text}"
-                raise ConfigError(msg)
-            choice.status = found
-        return choice.status
-
-
-def _find(path: Path) -> Status:
-    """Check the library and load it."""
+def find() -> Status:
+    """Check the library in :data:`FOLDER` and load it."""
+    path = library_path(FOLDER, platform.machine())
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
-        return Status(None, f"{_INSTEAD}: it needs Linux and 64 bits")
+        return Status(None, f"{INSTEAD}: it needs Linux and 64 bits")
     if xxh3 is None:
-        return Status(None, f"{_INSTEAD}: it needs the C functions of xxhash, which are not found")
+        return Status(None, f"{INSTEAD}: it needs the C functions of xxhash, which are not found")
     try:
         fault = fault_of(path.read_bytes(), sources_digest(FOLDER))
         if fault is None:
             return Status(Library(path), f"native code in use: {path}")
     except (FileNotFoundError, NotADirectoryError):  # the second: VUA in an archive
         missing = f"{path} is missing, as after an installation without a C compiler"
-        return Status(None, f"{_INSTEAD}: {missing}. With one, {_REMEDY}")
+        return Status(None, f"{INSTEAD}: {missing}. With one, {_REMEDY}")
     except (OSError, AttributeError) as problem:  # cannot be read or loaded, or lacks a function
         fault = str(problem)
-    return Status(None, f"{_INSTEAD}: {path} is not used: {fault}; {_REMEDY}", refused=True)
+    return Status(None, f"{INSTEAD}: {path} is not used: {fault}; {_REMEDY}", refused=True)

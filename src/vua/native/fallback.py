@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import hashlib
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,10 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.errors import CorruptEntryError, EntryError, UntrustedError
-from vua.io import posix
-from vua.io.plain import Directory, Uids, close_plain, is_plain, make_directory, open_plain
-from vua.io.posix import FileStatus, Iovecs
+from vua.io import posix, vectors
+from vua.io.open_plain import close_plain, make_directory, open_plain
+from vua.io.plain import Directory, Uids, is_plain
+from vua.io.posix import FileStatus
 from vua.io.threads import Call, Threads
+from vua.io.vectors import Iovecs
+from vua.native.hashes import digests_of, fill_check
+from vua.native.rows import blocks_of, reads_of, rows_of
 from vua.native.transfer import (
     FAILED,
     PRESENT,
@@ -30,8 +33,6 @@ from vua.native.transfer import (
     Headers,
     Transfer,
     WriteOptions,
-    digests_of,
-    fill_check,
 )
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
     "copy_strided",
     "fill_entry",
     "gather_entry",
-    "hash_chain",
     "read_entries",
     "read_entry",
     "write_entries",
@@ -85,7 +85,7 @@ def read_entry(
             msg = f"{status.nbytes} bytes long, expected {plan.file_nbytes}"
             raise CorruptEntryError(msg)
         found, cached = [], directory.local
-        for rows, nbytes, offset, blocks in transfer.reads_of(place + file, into, file):
+        for rows, nbytes, offset, blocks in reads_of(transfer, place + file, into, file):
             got, cached = _read(fd, rows, nbytes, offset, cached=cached)
             if got != nbytes:
                 msg = f"ends inside bytes {offset}..{offset + nbytes}"
@@ -101,29 +101,29 @@ def _read(fd: int, rows: Iovecs, nbytes: int, offset: int, *, cached: bool) -> t
 
     Keeps the GIL for as long as it has: once a read needs I/O the rest releases it.
     """
-    few = cached and len(rows) <= posix.IOV_MAX
-    if few and posix.preadv_cached(fd, rows.ctypes.data, len(rows), offset) == nbytes:
+    few = cached and len(rows) <= vectors.IOV_MAX
+    if few and vectors.preadv_cached(fd, rows.ctypes.data, len(rows), offset) == nbytes:
         return nbytes, True
-    return posix.preadv_all(fd, rows, offset), False
+    return vectors.preadv_all(fd, rows, offset), False
 
 
 def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[np.uint64]:
-    """Copy a chunk out of memory; see :func:`vua.native.batches.gather_entry`."""
-    rows, at = transfer.rows(place), np.frombuffer(to, dtype=np.uint8).ctypes.data
+    """Copy a chunk out of memory; see :func:`vua.native.memory.gather_entry`."""
+    rows, at = rows_of(transfer, place), np.frombuffer(to, dtype=np.uint8).ctypes.data
     at += transfer.plan.header_nbytes
     for address, nbytes in rows.tolist():
         ctypes.memmove(at, address, nbytes)  # without the GIL
         at += nbytes
-    return np.array(digests_of(transfer.blocks(rows)), dtype=np.uint64)
+    return np.array(digests_of(blocks_of(transfer, rows)), dtype=np.uint64)
 
 
 def fill_entry(
     transfer: Transfer, place: int, into: Headers, file: int, data: memoryview, offset: int
 ) -> None:
-    """Put bytes where they belong; see :func:`vua.native.batches.fill_entry`."""
+    """Put bytes where they belong; see :func:`vua.native.memory.fill_entry`."""
     plan, discard = transfer.plan, into.discard
     room = np.empty(plan.discard_nbytes, np.uint8) if discard is None else discard[file]
-    rows = transfer.rows(place, room.ctypes.data)
+    rows = rows_of(transfer, place, room.ctypes.data)
     for extent, extent_stop, header, nbytes, start, block, stop in plan.reads.tolist():
         if not offset <= start <= start + nbytes <= offset + len(data):
             continue
@@ -143,18 +143,6 @@ def _cut(view: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
     for size in sizes:
         yield view[:size]
         view = view[size:]
-
-
-def hash_chain(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
-    """Hash the chunks of a prompt; see :func:`vua.native.prefixes.hash_chain`."""
-    digests, fresh = bytearray(), hashlib.sha256().copy  # cheaper than to make each anew
-    for start in range(0, len(ids), chunk_nbytes):
-        digest = fresh()
-        digest.update(parent)
-        digest.update(ids[start : start + chunk_nbytes])
-        parent = digest.digest()
-        digests += parent
-    return bytes(digests)
 
 
 def write_entries(
@@ -258,9 +246,7 @@ def _is_there(directory: int, name: str, nbytes: int, uids: Uids | None) -> bool
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    status = FileStatus(
-        *(found.st_mode, found.st_size, (found.st_dev, found.st_ino), found.st_uid, found.st_nlink)
-    )
+    status = FileStatus.of(found)
     return is_plain(status, uids) and status.nbytes == nbytes
 
 
@@ -277,10 +263,10 @@ def _write_bytes(
     are what it gives back to a host when they are free; to have them again took ten times as long
     as the write (docs/decisions/0013-native-saves.md).
     """
-    plan, rows, check_offset = transfer.plan, transfer.rows(place), options.check_offset
+    plan, rows, check_offset = transfer.plan, rows_of(transfer, place), options.check_offset
     if plan.file_nbytes >= options.allocate_nbytes:
-        posix.allocate(fd, plan.file_nbytes)
-    blocks, digests = transfer.blocks(rows), np.zeros(plan.blocks, dtype=np.uint64)
+        vectors.allocate(fd, plan.file_nbytes)
+    blocks, digests = blocks_of(transfer, rows), np.zeros(plan.blocks, dtype=np.uint64)
     opening = np.array([[header.ctypes.data, plan.header_nbytes]], dtype=np.uint64)
     for extent, extent_stop, with_header, _, offset, block, stop in plan.reads.tolist():
         part = rows[extent * plan.segments : extent_stop * plan.segments]
@@ -289,12 +275,12 @@ def _write_bytes(
         if with_header:
             opening = np.concatenate([opening, part])
         else:
-            posix.pwritev_all(fd, part, offset)
+            vectors.pwritev_all(fd, part, offset)
     if check_offset:
         table = digests.view(np.uint8)
         header[plan.table_offset : plan.table_offset + len(table)] = table
         fill_check(header, check_offset)
-    posix.pwritev_all(fd, opening, 0)
+    vectors.pwritev_all(fd, opening, 0)
 
 
 Strided = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[npt.NDArray[np.uint64]]]
@@ -316,5 +302,5 @@ def _elements(
 ) -> npt.NDArray[np.unsignedinteger]:
     """The elements of a box, as an array over its memory."""
     last = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
-    buffer = posix.memory_at(address, last + item)
+    buffer = vectors.memory_at(address, last + item)
     return np.ndarray(tuple(shape), f"u{item}", buffer, strides=tuple(strides))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from vua.native import fallback
 from vua.native.batches import crew
-from vua.native.bindings import library
+from vua.native.chosen import library
 
 __all__ = ["ITEMS", "Boxes", "copy_strided"]
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import sys
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from vua.native import fallback
-from vua.native.bindings import library, sha256
+from vua.native.bindings import sha256
+from vua.native.chosen import library
 
 __all__ = ["hash_chain", "narrow"]
 
@@ -48,9 +49,20 @@ def hash_chain(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
     chunks = len(ids) // chunk_nbytes
     bound = library()
     if bound is None or sha256 is None or chunks < 2:
-        return fallback.hash_chain(parent, ids, chunk_nbytes)
+        return _in_python(parent, ids, chunk_nbytes)
     digests = ctypes.create_string_buffer(chunks * _DIGEST_NBYTES)
     data = bytes(ids)
     hash_all = bound.chain_held if len(data) <= _HELD_NBYTES else bound.chain
     hash_all(sha256, parent, len(parent), data, chunk_nbytes, chunks, digests)
     return digests.raw
+
+
+def _in_python(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
+    digests, fresh = bytearray(), hashlib.sha256().copy  # cheaper than to make each anew
+    for start in range(0, len(ids), chunk_nbytes):
+        digest = fresh()
+        digest.update(parent)
+        digest.update(ids[start : start + chunk_nbytes])
+        parent = digest.digest()
+        digests += parent
+    return bytes(digests)

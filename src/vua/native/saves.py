@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from vua.native import fallback
 from vua.native.batches import crew
-from vua.native.bindings import library
+from vua.native.chosen import library
 from vua.native.transfer import FAILED, PRESENT, WRITTEN, Transfer, WriteOptions
 
 __all__ = ["FAILED", "PRESENT", "WRITTEN", "WriteOptions", "write_entries"]

@@ -1,65 +1,30 @@
-"""A plan and the memory it is for, as C wants them and as Python does; and the hash of blocks."""
+"""A plan and the memory it is for, as C wants them."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from vua.io import posix
 from vua.io.plain import Uids
 from vua.io.plan import ARRAYS_MAX, EntryPlan
-from vua.io.posix import Iovecs
+from vua.io.posix import page_aligned
 from vua.native.bindings import xxh3
 
 __all__ = [
     "FAILED",
     "PRESENT",
     "WRITTEN",
-    "Digest",
     "Headers",
     "Transfer",
     "WriteOptions",
-    "digests_of",
-    "fill_check",
 ]
 
-CHECK_DIGITS: Final = 16
 FAILED, PRESENT, WRITTEN = 0, 1, 2
 """What became of a file: it could not be written, or not be tried; was there before; is there."""
-
-
-_KEPT_ROWS: Final = 1 << 14
-"""Addresses that a transfer keeps for Python, which takes as long to work them out as to read."""
-
-
-class Digest(Protocol):
-    """What the bytes of one block are fed to: a hash, or one block's seal."""
-
-    def update(self, view: memoryview, /) -> object:
-        """Take the next bytes."""
-        ...
-
-    def intdigest(self) -> int:
-        """Return the result as a number."""
-        ...
-
-
-class Read(NamedTuple):
-    """What one system call reads of a file."""
-
-    rows: Iovecs
-    """Where the bytes go, ``[n, 2]``."""
-    nbytes: int
-    offset: int
-    """Of the first of them in the file."""
-    blocks: Sequence[Sequence[memoryview]]
-    """The checksum blocks that they are, in parts; the header before them is none."""
 
 
 class Headers(ctypes.Structure):
@@ -78,7 +43,7 @@ class Headers(ctypes.Structure):
     def __init__(self, plan: EntryPlan, files: int, *, keep_discarded: bool = False) -> None:
         """Take memory for ``files`` files, with ``keep_discarded`` for what is discarded, too."""
         nbytes = plan.header_nbytes
-        self.headers = posix.page_aligned(files * nbytes).reshape(files, nbytes)
+        self.headers = page_aligned(files * nbytes).reshape(files, nbytes)
         """``[files, header_nbytes]``, without gaps."""
         self.digests = np.zeros((files, plan.blocks), dtype=np.uint64)
         """The xxh3-64 of each block, ``[files, blocks]``."""
@@ -149,112 +114,17 @@ class Transfer(ctypes.Structure):
         """
         u64 = np.uint64
         self.plan, self.owner = plan, owner
-        self._base = [np.ascontiguousarray(array, dtype=u64) for array in base]
-        self._stride = list(head_stride)
-        self._offset = [np.ascontiguousarray(array, dtype=u64) for array in segment_offset]
-        self._starts: npt.NDArray[np.uint64] | None = None
-        self._reads: dict[int, tuple[Iovecs, list[Read]]] = {}
+        self.bases = [np.ascontiguousarray(array, dtype=u64) for array in base]
+        self.strides = list(head_stride)
+        self.offsets = [np.ascontiguousarray(array, dtype=u64) for array in segment_offset]
+        self.memo: dict[int | str, Any] = {}
+        """What `vua.native.rows` works out of this once."""
         super().__init__(*(xxh3 or (0, 0, 0)), *plan.tables)
-        memory = zip(self._base, self._stride, self._offset, strict=True)
+        memory = zip(self.bases, self.strides, self.offsets, strict=True)
         for array, (first, stride, offset) in enumerate(memory):
             self.base[array] = first.ctypes.data
             self.head_stride[array] = stride
             self.segment_offset[array] = offset.ctypes.data
-
-    def _extent_starts(self) -> npt.NDArray[np.uint64]:
-        """Return the addresses of extents, without their segments' offsets."""
-        if self._starts is not None:
-            return self._starts
-        extents = self.plan.extents
-        starts = extents["discard"].copy()
-        for array, (base, stride) in enumerate(zip(self._base, self._stride, strict=True)):
-            mine = extents["array"] == array
-            heads = extents["head"][mine] * np.uint64(stride)
-            starts[mine] = base[extents["layer"][mine]] + heads
-        self._starts = starts  # two threads may both compute it; a lock would not survive a fork
-        return starts
-
-    def rows(self, place: int, discard: int = 0) -> Iovecs:
-        """Return where a chunk's extents lie: ``[extents * segments, 2]``, in file order.
-
-        Args:
-            place: the chunk place in memory.
-            discard: address of the discard buffer.
-        """
-        plan = self.plan
-        segments, extents = plan.segments, plan.extents
-        offsets = np.empty((ARRAYS_MAX + 1, segments), dtype=np.uint64)
-        for array, offset in enumerate(self._offset):
-            offsets[array] = offset[place * segments : (place + 1) * segments]
-        step = plan.discard_nbytes // segments
-        offsets[ARRAYS_MAX] = discard + np.arange(segments, dtype=np.uint64) * np.uint64(step)
-        rows = np.empty((len(extents), segments, 2), dtype=np.uint64)
-        rows[..., 0] = self._extent_starts()[:, None] + offsets[extents["array"].astype(np.intp)]
-        rows[..., 1] = extents["nbytes"][:, None]
-        return rows.reshape(-1, 2)
-
-    def reads_of(self, place: int, into: Headers, file: int) -> Iterator[Read]:
-        """Yield what is to be read of a file, for Python; for one thread at a time.
-
-        Args:
-            place: the chunk place in memory.
-            into: memory for the header, and for what is discarded.
-            file: the row of it.
-        """
-        plan, kept = self.plan, self._reads.get(place)
-        if kept is None:
-            discard = np.empty(plan.discard_nbytes, np.uint8)
-            if into.discard is not None:
-                discard = into.discard[file]
-            payload = self.rows(place, discard.ctypes.data)
-            rows = np.concatenate([np.array([[0, plan.header_nbytes]], np.uint64), payload])
-            blocks, reads = list(self.blocks(payload)), []
-            for extent, extent_stop, header, nbytes, offset, block, stop in plan.reads.tolist():
-                first = 0 if header else 1 + extent * plan.segments
-                part = rows[first : 1 + extent_stop * plan.segments]
-                reads.append(Read(part, nbytes, offset, blocks[block:stop]))
-            kept = (rows, reads)
-            if not plan.discard_nbytes:
-                if len(self._reads) * len(rows) > _KEPT_ROWS:
-                    self._reads.clear()
-                self._reads[place] = kept
-        kept[0][0, 0] = into.headers[file].ctypes.data
-        yield from kept[1]
-
-    def blocks(self, rows: Iovecs) -> Iterator[list[memoryview]]:
-        """Yield the bytes of each checksum block, piece by piece.
-
-        Args:
-            rows: what :meth:`rows` returned; its memory may be read and written.
-        """
-        if not len(rows):
-            return
-        low, stops = int(rows[:, 0].min()), rows.sum(axis=1)
-        view = posix.memory_at(low, int(stops.max()) - low)  # only what rows name is touched
-        starts = rows[:, 0] - np.uint64(low)
-        pieces = list(map(slice, starts.tolist(), (stops - np.uint64(low)).tolist()))
-        edges = self.plan.block_extent * np.uint64(self.plan.segments)
-        for first, stop in pairwise(edges.tolist()):
-            yield [view[piece] for piece in pieces[first:stop]]
-
-
-def digests_of(blocks: Iterable[Iterable[memoryview]]) -> list[int]:
-    """Return the xxh3-64 of each block: the only place where Python hashes K and V."""
-    digests = []
-    for block in blocks:
-        digest = xxhash.xxh3_64()
-        for piece in block:
-            digest.update(piece)
-        digests.append(digest.intdigest())
-    return digests
-
-
-def fill_check(header: npt.NDArray[np.uint8], check_offset: int) -> None:
-    """Complete a header by its check of itself: taken with zeros for the check's own digits."""
-    check = header[check_offset : check_offset + CHECK_DIGITS]
-    check[:] = ord("0")
-    digits = xxhash.xxh3_64_hexdigest(header.data).encode()
-    check[:] = np.frombuffer(digits, dtype=np.uint8)
 
 
 class WriteOptions(ctypes.Structure):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from vua.errors import ConfigError
-from vua.format.keys import Naming
+from vua.format.naming import Naming
 from vua.security.settings import Security
 
 if TYPE_CHECKING:

@@ -67,7 +67,7 @@ class Seal:
     key_id: str
     """16 hex that name the key in headers."""
     naming: bytes
-    """For :class:`vua.format.keys.Naming`."""
+    """For :class:`vua.format.naming.Naming`."""
     _files: bytes
 
     @classmethod

@@ -19,7 +19,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from vua.connector.cache_spec import Group, UncachedError, division
 from vua.connector.model_files import local_directory
 from vua.errors import ConfigError
-from vua.format.identity import Identity, config_digest
+from vua.format.config_digest import config_digest
+from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.format.rope import rope_order, varies_with_length
 from vua.serdes import DTYPES

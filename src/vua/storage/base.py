@@ -117,14 +117,14 @@ class Batch:
     def rows(self, index: int) -> npt.NDArray[np.uint64]:
         """Return (address, nbytes) of each part of an entry's payload, in file order."""
         discard = 0 if self.discard is None else self.discard[index].ctypes.data
-        return self.transfer.rows(self.place + index, discard)
+        return native.rows_of(self.transfer, self.place + index, discard)
 
     def blocks(self, index: int) -> Iterator[list[memoryview]]:
         """Yield the bytes in memory of each checksum block of an entry, in parts.
 
         With a plan that discards extents this needs :attr:`discard`.
         """
-        return self.transfer.blocks(self.rows(index))
+        return native.blocks_of(self.transfer, self.rows(index))
 
     def fill(self, index: int, data: bytes | memoryview, offset: int = 0) -> None:
         """Put bytes that were read where they belong, and hash them.

@@ -30,6 +30,7 @@ from vua.io.buffers import BufferPool
 from vua.io.byte_gate import ByteGate
 from vua.io.forks import watch
 from vua.io.threads import Threads
+from vua.storage.bucket_counts import requests
 from vua.storage.bucket_problems import explained, told
 from vua.storage.signed_reads import Meta, SignedReads
 
@@ -152,17 +153,6 @@ class Bucket:
                 cls._open[url] = cls(url)
             return cls._open[url]
 
-    @staticmethod
-    def any_used() -> bool:
-        """Whether this process has sent requests, so that its forked children cannot."""
-        return _runtime.is_used
-
-    @classmethod
-    def all_counts(cls) -> Counter[str]:
-        """Return the sum of :attr:`counts` over all buckets of this process."""
-        with cls._opening:
-            return sum((one.counts for one in cls._open.values()), Counter())
-
     def __repr__(self) -> str:
         """Return the place, and no credentials."""
         return f"Bucket({self.url!r})"
@@ -179,13 +169,13 @@ class Bucket:
         options: Any = {} if part is None else {"range": part}
         with self._request("get", key):
             if self._signed and (found := self._signed.get(key, part)):
-                self.counts["read_nbytes"] += len(found[1])
+                self._count("read_nbytes", len(found[1]))
                 return found
             answer = self._library.get(self._reads, key, options=options)
             start, stop = answer.range
             if stop - start <= _SMALL_NBYTES:
                 data = memoryview(answer.bytes())
-                self.counts["read_nbytes"] += len(data)
+                self._count("read_nbytes", len(data))
                 return _meta(answer.meta), data
             data, place = _runtime.buffers.take(stop - start).data, 0
             for piece in answer.stream(min_chunk_size=_PIECE_NBYTES):
@@ -195,7 +185,7 @@ class Bucket:
                 room[:] = memoryview(piece)
                 place += len(piece)
             data = data[:place]
-        self.counts["read_nbytes"] += len(data)
+        self._count("read_nbytes", len(data))
         return _meta(answer.meta), data
 
     def head(self, key: str) -> Meta:
@@ -212,7 +202,7 @@ class Bucket:
         mode: Any = "create" if create else "overwrite"
         with self._request("put", key):
             self._library.put(self._writes, key, data, mode=mode, use_multipart=False)
-        self.counts["written_nbytes"] += len(data)
+        self._count("written_nbytes", len(data))
 
     def walk(self, prefix: str = "") -> Iterator[Meta]:
         """Yield all objects whose key begins with the folder ``prefix``. Raises StorageError."""
@@ -284,7 +274,7 @@ class Bucket:
             raise StorageError(errno.EHOSTDOWN, msg)
         _runtime.is_used = True
         errors = self._library.exceptions
-        self.counts[kind] += 1
+        self._count(kind)
         try:
             yield
         except FileNotFoundError:
@@ -296,7 +286,7 @@ class Bucket:
             self.breaker.succeeded()
             raise FileExistsError(errno.EEXIST, "object exists", where) from None
         except (errors.BaseError, OSError) as problem:
-            self.counts["failed"] += 1
+            self._count("failed")
             error = explained(problem, kind, where)
             if isinstance(error, NotWritableError):
                 self.breaker.succeeded()  # it answers: who may only read goes on reading
@@ -304,6 +294,10 @@ class Bucket:
                 self.breaker.failed()
             raise error from None
         self.breaker.succeeded()
+
+    def _count(self, what: str, by: int = 1) -> None:
+        self.counts[what] += by
+        requests[what] += by
 
     # -- many at once -------------------------------------------------------------------------
 

@@ -17,14 +17,21 @@ from vua.storage.bucket import Meta
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import (
     DESCRIPTION,
+    MAX_DESCRIPTION_NBYTES,
     Description,
     is_namespace_name,
+    judged,
     parse_description,
-    read_description,
 )
 from vua.storage.mark import LIMITS_FILE, MARK, MAX_MARK_NBYTES, judge_mark, mark_text
 
-__all__ = ["bucket_descriptions", "claim_bucket", "describe_in_bucket", "is_marked_bucket"]
+__all__ = [
+    "bucket_descriptions",
+    "claim_bucket",
+    "describe_in_bucket",
+    "is_marked_bucket",
+    "read_bucket_description",
+]
 
 
 def is_marked_bucket(place: BucketPath) -> bool:
@@ -93,7 +100,12 @@ def bucket_descriptions(root: BucketPath) -> list[Description]:
     """Return what each namespace of a cache says about itself. Raises StorageError."""
     folders, _ = root.bucket.folders(root.key)
     names = sorted(path.rpartition("/")[2] for path in folders)
-    return [read_description(root / name) for name in names if is_namespace_name(name)]
+    return [read_bucket_description(root / name) for name in names if is_namespace_name(name)]
+
+
+def read_bucket_description(place: BucketPath) -> Description:
+    """Read a namespace's description; never raises for what the object says."""
+    return judged(place, lambda: (place / DESCRIPTION).read(MAX_DESCRIPTION_NBYTES))
 
 
 def describe_in_bucket(place: BucketPath, text: bytes) -> None:
@@ -107,5 +119,5 @@ def describe_in_bucket(place: BucketPath, text: bytes) -> None:
         place.bucket.put(key, text, create=True)
     except FileExistsError:
         found, _ = parse_description(text)
-        if read_description(place).identity is None and found.namespace == place.name:
+        if read_bucket_description(place).identity is None and found.namespace == place.name:
             place.bucket.put(key, text)  # instead of one that is damaged

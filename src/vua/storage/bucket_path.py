@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import errno
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from vua.errors import StorageError
 
 if TYPE_CHECKING:
     from vua.storage.bucket import Bucket
 
-__all__ = ["BucketPath", "is_url"]
-
-_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-
-
-def is_url(path: object) -> bool:
-    """Whether a cache's path is a URL, of whatever kind, and no directory."""
-    return isinstance(path, str) and _URL.match(path) is not None
+__all__ = ["BucketPath"]
 
 
 @dataclass(frozen=True, slots=True)

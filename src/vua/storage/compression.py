@@ -6,15 +6,13 @@ import logging
 import time
 from typing import Final
 
-from vua.errors import ConfigError, CorruptEntryError
-from vua.format.compressed import CODEC, PACKAGE, Compressed, compress, decompressed, is_available
+from vua.errors import CorruptEntryError
+from vua.format.codecs import AUTO
+from vua.format.compressed import PACKAGE, Compressed, compress, decompressed, is_available
 
-__all__ = ["AUTO", "OFF", "Compression", "check_codec"]
+__all__ = ["Compression"]
 
 log = logging.getLogger(__name__)
-
-OFF: Final = "off"
-AUTO: Final = "auto"
 
 _LEAST_NBYTES: Final = 256 << 10
 """Shorter transfers say more of a server's latency than of its link."""
@@ -22,13 +20,6 @@ _NEWEST: Final = 0.2
 """Weight of the newest measurement in each mean."""
 _LEAST_GAIN: Final = 0.9
 """Of the time of a plain read: what saves less is not worth the work."""
-
-
-def check_codec(codec: object) -> None:
-    """Refuse what is no setting. Raises ConfigError."""
-    if codec not in (OFF, AUTO, CODEC):
-        msg = f'codec must be "{OFF}", "{AUTO}" or "{CODEC}", found {codec!r:.60}'
-        raise ConfigError(msg)
 
 
 class Compression:

@@ -10,15 +10,17 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
-from vua.storage.bucket_path import BucketPath
+
+if TYPE_CHECKING:
+    from vua.storage.bucket_path import BucketPath
 
 __all__ = [
     "DESCRIPTION",
@@ -27,6 +29,7 @@ __all__ = [
     "descriptions",
     "is_described",
     "is_namespace_name",
+    "judged",
     "parse_description",
     "read_description",
 ]
@@ -60,7 +63,7 @@ class Description:
     @property
     def directory(self) -> Path:
         """Its path, where it is a directory. Raises ConfigError for a place in a bucket."""
-        if isinstance(self.path, BucketPath):
+        if not isinstance(self.path, Path):
             msg = f"{self.path} is a bucket: this needs a directory"
             raise ConfigError(msg)
         return self.path
@@ -88,14 +91,18 @@ def descriptions(root: str | os.PathLike[str]) -> Iterator[Description]:
             yield read_description(path)
 
 
-def read_description(path: Path | BucketPath) -> Description:
+def read_description(path: Path) -> Description:
     """Read a namespace's description; never raises for what the file says."""
+    return judged(path, lambda: _read(os.fspath(path / DESCRIPTION)))
+
+
+def judged(path: Path | BucketPath, read: Callable[[], bytes]) -> Description:
+    """Return what the namespace at ``path`` says about itself in the bytes that ``read`` returns.
+
+    ``read`` may raise OSError and ConfigError.
+    """
     try:
-        if isinstance(path, BucketPath):
-            data = (path / DESCRIPTION).read(MAX_DESCRIPTION_NBYTES)
-        else:
-            data = _read(os.fspath(path / DESCRIPTION))
-        identity, layouts = parse_description(data)
+        identity, layouts = parse_description(read())
     except FileNotFoundError:
         return Description(path, None)
     except (OSError, ConfigError) as problem:

@@ -17,7 +17,6 @@ import os
 import secrets
 import socket
 import stat
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,30 +28,19 @@ from vua.errors import EntryError, UntrustedError
 from vua.format.layout import Shard
 from vua.io import posix
 from vua.io.forks import watch
-from vua.io.plain import Directory, is_plain, make_directory, open_plain
+from vua.io.open_plain import open_plain
+from vua.io.plain import Directory, is_plain
 from vua.io.posix import FileStatus
 from vua.security.settings import Security, open_directory
+from vua.storage.aside import set_aside
 from vua.storage.base import FAILED, Batch, Capabilities, Entry, Filled, Written, entry_name
-from vua.storage.description import is_namespace_name
 from vua.storage.direct import FirstReads
 from vua.storage.problems import explained
 
-__all__ = [
-    "LocalStorage",
-    "chunk_path",
-    "entry_at",
-    "entry_path",
-    "is_compressed",
-    "plain_path",
-]
+__all__ = ["LocalStorage", "chunk_path", "entry_path"]
 
 SUFFIX: Final = ".safetensors"
-COMPRESSED_SUFFIX: Final = ".compressed.safetensors"
-"""Of an entry in the form of `vua.format.compressed`, which only buckets hold."""
 TEMPORARY: Final = ".tmp-"
-QUARANTINE: Final = "quarantine"
-MAX_QUARANTINED: Final = 16
-"""Damaged files kept per namespace for a look; further ones are deleted."""
 
 _ALLOCATED_NBYTES: Final = 1 << 20
 """On ext4 files of this size and more get their room on the disk before their bytes."""
@@ -70,37 +58,6 @@ def chunk_path(chunk: str) -> str:
 def entry_path(name: str, suffix: str = SUFFIX) -> str:
     """Return the file of an entry below its namespace."""
     return f"{name[:2]}/{name}{suffix}"
-
-
-def entry_at(path: str) -> str:
-    """Return the name of the entry whose file, or object of either form, lies at ``path``.
-
-    Nothing where it is none; ``path`` is relative to the namespace.
-    """
-    path = plain_path(path)
-    name = path[3:].removesuffix(SUFFIX)
-    chunk, _, shard = name.partition("/")
-    named = is_namespace_name(chunk) and Shard.parse(shard) is not None
-    return name if named and entry_path(name) == path else ""
-
-
-def is_compressed(path: str) -> bool:
-    """Whether an object is a compressed entry, by its name."""
-    return path.endswith(COMPRESSED_SUFFIX)
-
-
-def plain_path(path: str) -> str:
-    """Return the path of the plain form of what lies at ``path``."""
-    return path.removesuffix(COMPRESSED_SUFFIX) + SUFFIX if is_compressed(path) else path
-
-
-def version_of(status: FileStatus) -> bytes:
-    """Return what :meth:`LocalStorage.delete` knows an open file by."""
-    return _version(*status.inode)
-
-
-def _version(device: int, inode: int) -> bytes:
-    return device.to_bytes(8, sys.byteorder) + inode.to_bytes(8, sys.byteorder)
 
 
 class LocalStorage:
@@ -182,7 +139,7 @@ class LocalStorage:
         return Filled(done, None, into.version)
 
     def open_file(self, name: str) -> tuple[int, FileStatus]:
-        """Open an entry's file, see :func:`vua.io.plain.open_plain`, for ways to read of one's own.
+        """Open an entry's file for ways to read of one's own; see :mod:`vua.io.open_plain`.
 
         Raises OSError, UntrustedError.
         """
@@ -198,10 +155,7 @@ class LocalStorage:
             fd = posix.open_cached(self._fd, path) if self._local else None
             if fd is None:
                 found = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
-                inode = (found.st_dev, found.st_ino)
-                status = FileStatus(
-                    found.st_mode, found.st_size, inode, found.st_uid, found.st_nlink
-                )
+                status = FileStatus.of(found)
             else:
                 try:
                     status = posix.status_cached(fd)
@@ -231,8 +185,7 @@ class LocalStorage:
 
     def _names(self, path: str) -> Sequence[str]:
         try:
-            fd = posix.open_cached(self._fd, path or ".") if self._local else None
-            fd = posix.open_beneath(self._fd, path or ".") if fd is None else fd
+            fd = posix.open_beneath(self._fd, path or ".", local=self._local)
         except OSError:
             return []
         try:
@@ -307,41 +260,8 @@ class LocalStorage:
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Move a file to ``quarantine/`` (a few are kept there for a look), or delete it."""
         chunk, _, shard = name.partition("/")
-        file = f"{shard}{SUFFIX}"
-        with contextlib.ExitStack() as stack:
-            try:
-                directory = posix.open_beneath(self._fd, chunk_path(chunk))
-                stack.callback(os.close, directory)
-                if if_version is not None:
-                    found = os.stat(file, dir_fd=directory, follow_symlinks=False)
-                    if _version(found.st_dev, found.st_ino) != if_version:
-                        return True  # already replaced by somebody who wrote it anew
-                aside = make_directory(self._fd, QUARANTINE, self._security.directory_mode)
-                stack.callback(os.close, aside)
-                full = len(os.listdir(aside)) >= MAX_QUARANTINED
-                if not (full and _deleted(file, directory)):
-                    kept = f"{chunk}.{shard}.{secrets.token_hex(3)}"
-                    os.replace(file, kept, src_dir_fd=directory, dst_dir_fd=aside)
-            except FileNotFoundError:
-                return True
-            except OSError:
-                return False
-        return True
-
-
-def _deleted(name: str, directory: int) -> bool:
-    """Delete a file, or an empty directory in a file's place; False for one with something in it.
-
-    Raises OSError.
-    """
-    try:
-        os.unlink(name, dir_fd=directory)
-    except IsADirectoryError:
-        try:
-            os.rmdir(name, dir_fd=directory)
-        except OSError:
-            return False
-    return True
+        where = self._fd, chunk_path(chunk), f"{shard}{SUFFIX}"
+        return set_aside(*where, f"{chunk}.{shard}", self._security.directory_mode, if_version)
 
 
 def _close(fd: int) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from vua.storage.bucket_path import BucketPath
+if TYPE_CHECKING:
+    from vua.storage.bucket_path import BucketPath
+
 
 __all__ = ["Location", "Tiers"]
 
@@ -38,4 +40,4 @@ class Tiers:
         return ", ".join(map(str, (self.near, *self.far)))
 
 
-Location: TypeAlias = Path | BucketPath | Tiers
+Location: TypeAlias = "Path | BucketPath | Tiers"

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Final
 
 from vua.errors import CorruptEntryError, StorageError
+from vua.format.codecs import OFF
 from vua.format.compressed import Compressed, is_available
 from vua.storage.base import (
     FAILED,
@@ -31,15 +32,9 @@ from vua.storage.base import (
 )
 from vua.storage.bucket import Meta
 from vua.storage.bucket_path import BucketPath
-from vua.storage.compression import OFF, Compression
-from vua.storage.local import (
-    COMPRESSED_SUFFIX,
-    SUFFIX,
-    chunk_path,
-    entry_at,
-    entry_path,
-    is_compressed,
-)
+from vua.storage.compression import Compression
+from vua.storage.local import SUFFIX, chunk_path, entry_path
+from vua.storage.names import COMPRESSED_SUFFIX, entry_at, is_compressed
 
 __all__ = ["ObjectStorage"]
 

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Final
 from vua.errors import EntryError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
-from vua.format.plan import header_plan
-from vua.format.verify import check_payload
+from vua.format.verify import check_payload, mismatch
 from vua.native import Transfer
-from vua.storage.base import Batch, Storage, entry_name
+from vua.storage.base import Batch, Storage
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
 
-__all__ = ["EntryReader", "Verified", "stored_header"]
+__all__ = ["EntryReader", "Verified"]
 
 _BATCH_ENTRIES: Final = 256
 """Entries read by one call; bounds what memory headers take."""
@@ -36,19 +35,6 @@ class Verified:
     UntrustedError, FileNotFoundError or another OSError."""
     version: bytes | None = None
     """Of the one behind them, as far as the storage knows; see :meth:`Storage.delete`."""
-
-
-def stored_header(storage: Storage, codec: EntryCodec, chunk: str) -> memoryview:
-    """Read the header of one entry, which nobody has judged; one as long as ``codec`` says.
-
-    Raises CorruptEntryError for an entry of another length, UntrustedError, OSError.
-    """
-    transfer = Transfer(header_plan(codec), (), (), ())
-    batch = Batch.of([entry_name(chunk, codec.shard)], transfer)
-    filled = storage.read(batch)
-    if filled.problem is not None:
-        raise filled.problem
-    return memoryview(batch.headers[0].data)
 
 
 class EntryReader:
@@ -111,7 +97,9 @@ class EntryReader:
         for index, key in enumerate(keys):
             header = memoryview(batch.headers[index].data)
             try:
-                table = codec.check_header(header, key, key_id)
+                table = codec.table_of(header, key, key_id)
+                if table is None:
+                    return index, mismatch(codec, header, key, key_id)
                 table = table if whole else table[plan.block_place]
                 digests = batch.digests[index]
                 if table.tobytes() != digests.tobytes():

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity.bucket import BucketCapacity
 from vua.capacity.reservation import Capacity, Reservation, Unlimited
 from vua.errors import StorageFullError
 from vua.format.entry import EntryCodec
@@ -18,13 +17,14 @@ from vua.format.header import ENCRYPTED, PLAIN
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import KVLayout, MemoryMap, Shard, payload_map
 from vua.io.posix import page_aligned
-from vua.native import Transfer
+from vua.native import Transfer, blocks_of, rows_of
 from vua.security.keyring import Keyring, NoKeyError
 from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Storage, entry_name
 from vua.store.quarantine import Misses
 from vua.store.search import Search
 
 if TYPE_CHECKING:
+    from vua.capacity.bucket import BucketCapacity
     from vua.security.seal import Seal  # needs an optional package
 
 __all__ = ["EntryWriter"]
@@ -163,7 +163,7 @@ class EntryWriter:
         for at, key in enumerate(run):
             mark, tags = PLAIN, b""
             if seal is not None:
-                blocks = transfer.blocks(transfer.rows(place + at))
+                blocks = blocks_of(transfer, rows_of(transfer, place + at))
                 into = encrypted[at] if len(encrypted) else None
                 mark, tags = seal.close(codec, key, blocks, into)
             headers.append(codec.blank_header(key, writer=_WRITER, mark=mark, tags=tags))

@@ -2,48 +2,42 @@
 
 ``<root>/<namespace>/namespace.json`` says in clear which identity and which layouts the chunks
 beside it belong to (:mod:`vua.storage.description`). Whoever stores first writes it; no chunk needs
-it to be verified, since the files say it themselves.
+it to be verified, since the files say it themselves. Of other places than a directory:
+:mod:`vua.store.far`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
-import json
 import logging
 import os
-import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
-from vua.capacity.bucket import BucketCapacity
 from vua.capacity.limits import Limits
-from vua.capacity.renewal import Renewal
 from vua.capacity.reservation import Capacity
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout
-from vua.io.atomic import atomic_write
 from vua.security.keyring import Keyring
-from vua.security.settings import Security, check_owner, open_directory
-from vua.storage.bucket_mark import describe_in_bucket
-from vua.storage.bucket_path import BucketPath
-from vua.storage.compression import AUTO
-from vua.storage.description import DESCRIPTION, FORMAT, read_description
+from vua.security.settings import Security, check_owner
+from vua.storage.base import Storage
+from vua.storage.claim import claim
+from vua.storage.description import DESCRIPTION, Description, read_description
 from vua.storage.local import LocalStorage
-from vua.storage.location import Location, Tiers
-from vua.storage.mark import MARK, claim
-from vua.storage.object import ObjectStorage
+from vua.storage.mark import MARK, is_marked
 from vua.storage.problems import explained
-from vua.storage.tiered import TieredStorage
+from vua.store.making import difference, make_namespace
 from vua.store.store import Store
-from vua.store.tier_rules import TierRules
-from vua.store.travel import Travel
 
-__all__ = ["Namespace", "check_root"]
+if TYPE_CHECKING:  # of places that most caches do not have
+    from vua.capacity.bucket import BucketCapacity
+    from vua.storage.object import ObjectStorage
+    from vua.store.travel import Travel
+
+__all__ = ["Namespace", "check_root", "create_storage", "described"]
 
 log = logging.getLogger(__name__)
 
@@ -54,160 +48,81 @@ class Namespace:
     Safe for threads, processes, hosts and forks, like all that it consists of.
     """
 
+    travel: Travel | None = None
+    """What copies entries between the places of a tiered cache."""
+
     def __init__(
         self,
-        storage: LocalStorage | ObjectStorage | TieredStorage,
+        name: str,
+        storage: Storage,
         layouts: Sequence[KVLayout],
+        capacity: Capacity | BucketCapacity,
         security: Security,
-        bounds: Limits | None = None,
-        rules: TierRules | None = None,
     ) -> None:
         """Use an open storage; :meth:`open` and :meth:`create` call this."""
-        path = storage.directory
-        self.name = path.name
+        self.name = name
         """The identity's digest, 64 hex."""
-        self.storage, self.layouts = storage, tuple(layouts)
-        self.capacity: Capacity | BucketCapacity
-        self.travel: Travel | None = None
-        """What copies entries between the places of a tiered cache."""
-        if isinstance(storage, ObjectStorage):
-            self.capacity = BucketCapacity(storage.directory, bounds)
-        elif isinstance(storage, LocalStorage):
-            self.capacity = Capacity(storage.directory.parent, storage, bounds)
-        else:
-            near = storage.near
-            self.capacity = Capacity(near.directory.parent, near, bounds)
-            self.capacity.reclaiming.reclaim.spare_unsent()
-            self.travel = storage.travels = Travel(
-                *(near, storage.far, self.name, self.capacity),
-                where=storage.where,
-                rules=rules,
-            )
-        places = storage.far if isinstance(storage, TieredStorage) else (storage,)
-        seen = None if self.travel is None else self.travel.seen_behind
-        self.renewals = [
-            Renewal(one.directory, bounds, seen) for one in places if isinstance(one, ObjectStorage)
-        ]
-        """What keeps objects young that are used, one for each bucket."""
-        self.keyring = Keyring(self.name, security)
+        self.storage, self.layouts, self.capacity = storage, tuple(layouts), capacity
+        self.keyring = Keyring(name, security)
         self.stores = [
-            Store(storage, self.name, layout, self.capacity, self.keyring, self.renewals)
-            for layout in self.layouts
+            Store(storage, name, layout, capacity, self.keyring) for layout in self.layouts
         ]
         """One per group of layers, in the order of the layouts."""
 
     @classmethod
-    def open(
-        cls,
-        path: Location,
-        *,
-        security: Security | None = None,
-        bounds: Limits | None = None,
-        rules: TierRules | None = None,
-    ) -> Namespace | None:
-        """Open what is stored in ``path``, or return None when nothing describes it.
+    def open(cls, path: Path, *, security: Security | None = None) -> Namespace | None:
+        """Open what is stored in the directory ``path``; None when nothing describes it.
 
-        Of several places it is enough that one of them describes it; then the nearest does, too.
-        Without ``rules`` compressed entries of a bucket are read, too. The rest as for
-        :meth:`create`. Raises OSError; StorageError where it belongs to a user who is not trusted.
+        Raises OSError; StorageError where it belongs to a user who is not trusted.
         """
-        rules = rules or TierRules(codec=AUTO)
-        if isinstance(path, Tiers):
-            described = map(read_description, (path.near, *path.far))
-            found = next((one for one in described if one.identity is not None), None)
-            if found is None or found.identity is None:
-                return None
-            return cls.create(
-                *(path.parent, found.identity, found.layouts),
-                bounds=bounds,
-                security=security,
-                rules=rules,
-            )
         layouts = read_description(path).layouts
         if not layouts:
             return None
-        storage: LocalStorage | ObjectStorage
-        if isinstance(path, BucketPath):
-            storage = ObjectStorage(path, codec=rules.codec)
-        else:
-            storage = LocalStorage(path, security=security)
-        return cls(storage, layouts, security or Security())
+        storage = LocalStorage(path, security=security)
+        capacity = Capacity(path.parent, storage)
+        return cls(path.name, storage, layouts, capacity, security or Security())
 
     @classmethod
     def create(
         cls,
-        root: Location,
+        root: Path,
         identity: Identity,
         layouts: Sequence[KVLayout],
         *,
         durable: bool = False,
         bounds: Limits | None = None,
         security: Security | None = None,
-        rules: TierRules | None = None,
     ) -> Namespace:
         """Open the namespace of ``identity`` for reading and writing, made where it is missing.
 
         Args:
-            root: directory of the cache, or its place in a bucket.
+            root: directory of the cache.
             identity: what the K/V depend on.
             layouts: one per group of the model's layers.
             durable: as for :class:`vua.storage.local.LocalStorage`.
             bounds: what this process says of the cache's size; ``bounds.json`` and the defaults of
                 :mod:`vua.capacity.limits` hold, too.
             security: whose files are read, the modes of what is written, and the keys.
-            rules: of several places, what is copied between them when; of buckets, the codec.
 
         Raises:
             LayoutError: the namespace holds other layouts; nothing stored is touched.
             NotWritableError, StorageFullError, StorageError: it cannot be created.
         """
-        wanted, security = tuple(layouts), security or Security()
-        first = root.near if isinstance(root, Tiers) else root
-        path = first / identity.namespace
-        make = functools.partial(_make, path, identity, wanted, security)
-        found = read_description(path)
-        try:
-            if not found.layouts:
-                make()
-                found = read_description(path)
-            storage: LocalStorage | ObjectStorage
-            if isinstance(path, BucketPath):
-                storage = ObjectStorage(path, make, (rules or TierRules()).codec)
-            else:
-                storage = LocalStorage(path, durable=durable, renew=make, security=security)
-        except StorageError:
-            raise
-        except OSError as problem:
-            raise explained(problem, str(path)) from problem
-        if not found.layouts:
-            storage.close()
-            msg = f"{path / DESCRIPTION} could not be read back; is the storage healthy?"
-            raise StorageError(5, msg)
-        if found.layouts != wanted:
-            storage.close()
-            raise LayoutError(_difference(path, found.layouts, wanted))
-        if isinstance(root, Tiers) and root.far and isinstance(storage, LocalStorage):
-            far = _open_behind(root.far, identity, wanted, security, (rules or TierRules()).codec)
-            where = ", ".join(str(one.directory.parent) for one in far)
-            tiered = TieredStorage(storage, far, where)
-            return cls(tiered, wanted, security, bounds, rules)
-        return cls(storage, wanted, security, bounds)
+        security = security or Security()
+        storage = create_storage(root, identity, layouts, durable=durable, security=security)
+        capacity = Capacity(root, storage, bounds)
+        return cls(identity.namespace, storage, layouts, capacity, security)
 
     def share_reads(self) -> None:
         """Expect other processes of this host to read the same entries at the same time."""
-        near = self.storage.near if isinstance(self.storage, TieredStorage) else self.storage
-        if isinstance(near, LocalStorage):
-            near.shares_reads = True
+        if isinstance(self.capacity, Capacity):
+            self.capacity.storage.shares_reads = True
 
     def close(self) -> None:
         """Finish what the capacity still has to do; a second call does nothing.
 
         The directory stays open until nobody holds the storage: a thread may be reading there.
         """
-        if self.travel is not None:
-            self.travel.close()
-        for one in self.renewals:
-            one.close()
         self.capacity.close()
 
     def keys(
@@ -241,27 +156,62 @@ class Namespace:
         return self.capacity.unpin_prefix([key.name for key in keys])
 
 
-def _open_behind(
-    places: Sequence[Path | BucketPath],
+def create_storage(
+    root: Path,
     identity: Identity,
     layouts: Sequence[KVLayout],
+    *,
+    durable: bool,
     security: Security,
-    codec: str,
-) -> list[LocalStorage | ObjectStorage]:
-    """Open the places behind a directory; one that is not there is left out, and said."""
-    found: list[LocalStorage | ObjectStorage] = []
-    for root in places:
-        path = root / identity.namespace
-        make = functools.partial(_make, path, identity, layouts, security)
-        try:
-            if isinstance(path, BucketPath):
-                found.append(ObjectStorage(path, make, codec))
-            else:
-                make()
-                found.append(LocalStorage(path, renew=make, security=security))
-        except OSError as problem:
-            log.warning("%s is left out: %s", root, problem)
-    return found
+) -> LocalStorage:
+    """Open the directory of a namespace; arguments and errors are :meth:`Namespace.create`'s."""
+    path = root / identity.namespace
+    make = functools.partial(make_namespace, path, identity, layouts, security)
+    return described(
+        lambda: read_description(path),
+        layouts,
+        make,
+        lambda: LocalStorage(path, durable=durable, renew=make, security=security),
+    )
+
+
+S = TypeVar("S", bound="LocalStorage | ObjectStorage")
+
+
+def described(
+    read: Callable[[], Description],
+    layouts: Sequence[KVLayout],
+    make: Callable[[], None],
+    open_: Callable[[], S],
+) -> S:
+    """Open a namespace's storage; what does not say what it is gets made before.
+
+    Args:
+        read: returns what it says about itself.
+        layouts: what it has to hold, one per group of layers.
+        make: describes it, where nothing sound does yet.
+        open_: opens it then.
+
+    Raises LayoutError where it holds others, StorageError.
+    """
+    found = read()
+    try:
+        if not found.layouts:
+            make()
+            found = read()
+        storage = open_()
+    except StorageError:
+        raise
+    except OSError as problem:
+        raise explained(problem, str(found.path)) from problem
+    if not found.layouts:
+        storage.close()
+        msg = f"{found.path / DESCRIPTION} could not be read back; is the storage healthy?"
+        raise StorageError(5, msg)
+    if found.layouts != tuple(layouts):
+        storage.close()
+        raise LayoutError(difference(found, layouts))
+    return storage
 
 
 def check_root(
@@ -295,7 +245,8 @@ def check_root(
         if security is not None:
             check_owner(path, security)
         mode = (security or Security()).file_mode
-        if create and not claim(path, mode=mode) and os.access(path, os.W_OK):
+        marked = not create or is_marked(path) or claim(path, mode=mode)
+        if not marked and os.access(path, os.W_OK):
             log.warning(
                 "%s was made by a version of VUA that left no %s: it is used, and nothing in it is "
                 "ever deleted; `vua adopt %s` looks at it and makes one",
@@ -310,65 +261,3 @@ def check_root(
     except OSError as problem:
         raise explained(problem, str(path)) from problem
     return path
-
-
-def _difference(
-    path: Path | BucketPath, stored: Sequence[KVLayout], given: Sequence[KVLayout]
-) -> str:
-    if len(stored) == len(given):
-        parts = [
-            f"{name} {value} (stored: {old.describe().get(name, 'none')})"
-            for old, new in zip(stored, given, strict=True)
-            for name, value in new.describe().items()
-            if value != old.describe().get(name)
-        ]
-    else:
-        parts = [f"{len(given)} groups of layers (stored: {len(stored)})"]
-    return (
-        f"the KV cache does not fit what {path} holds: {', '.join(parts)}. Nothing was written; "
-        "use another directory, or another VUAConfig.model for another model"
-    )
-
-
-def _make(
-    path: Path | BucketPath, identity: Identity, layouts: Sequence[KVLayout], security: Security
-) -> None:
-    """Make a namespace's directory and describe it, where that is not done yet.
-
-    Raises OSError; StorageError where its parent holds other things than a cache.
-    """
-    if isinstance(path, BucketPath):
-        describe_in_bucket(path, _description(identity, layouts))
-        return
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        claim(path.parent, mode=security.file_mode)
-    except ConfigError as problem:
-        raise StorageError(errno.EPERM, str(problem)) from problem
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    fd = open_directory(path, security)  # it may be a link, or somebody else's
-    try:
-        status, wanted = os.fstat(fd), security.directory_mode
-        if stat.S_IMODE(status.st_mode) & wanted != wanted and status.st_uid == os.geteuid():
-            os.fchmod(fd, wanted)  # an unusual umask
-        atomic_write(
-            DESCRIPTION,
-            _description(identity, layouts),
-            dir_fd=fd,
-            mode=security.file_mode,
-            keep=lambda: bool(read_description(path).layouts),
-        )
-    finally:
-        os.close(fd)
-
-
-def _description(identity: Identity, layouts: Sequence[KVLayout]) -> bytes:
-    described: dict[str, Any] = {
-        "format": FORMAT,
-        "identity": identity.describe(),
-        "layout": layouts[0].describe(),
-    }
-    if len(layouts) > 1:
-        described["further_groups"] = [layout.describe() for layout in layouts[1:]]
-    return json.dumps(described, indent=1).encode() + b"\n"

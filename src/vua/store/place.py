@@ -16,13 +16,13 @@ from pathlib import Path
 from vua.capacity.usage import Usage, measure
 from vua.errors import ConfigError, NotWritableError, StorageError, VUAError
 from vua.security.settings import Security
-from vua.storage.bucket import Bucket
-from vua.storage.bucket_path import BucketPath, is_url
+from vua.storage.bucket_counts import requests
 from vua.storage.local import TEMPORARY
-from vua.storage.location import Location
+from vua.storage.location import Location, Tiers
 from vua.storage.problems import explained
-from vua.store.locate import locate
+from vua.storage.urls import is_url
 from vua.store.namespace import check_root
+from vua.store.opening import locate
 
 __all__ = ["Place", "look_at", "prepare"]
 
@@ -57,7 +57,9 @@ class Place:
 def look_at(root: str | os.PathLike[str] | Sequence[str], *, made: bool = False) -> Place:
     """Return what is stored in a directory; takes about a tenth of a second. Raises OSError."""
     if is_url(root):
-        return Place(BucketPath(Bucket.at(str(root))), made, None)
+        from vua.store import far  # noqa: PLC0415 - most caches are directories
+
+        return Place(far.at(root), made, None)
     if not isinstance(root, str | os.PathLike):
         return look_at(root[0], made=made)
     return Place(Path(os.path.abspath(root)), made, measure(root))  # noqa: PTH100 - keeps links
@@ -109,7 +111,7 @@ def _in_a_child(work: Callable[[], object]) -> None:
 
     Those could use no connection that this process has made. Raises what ``work`` raises.
     """
-    if Bucket.any_used():
+    if requests:
         work()
         return
     reading, writing = os.pipe()
@@ -143,7 +145,7 @@ def _try_bucket(root: str | os.PathLike[str], *, writes: bool) -> None:
     Raises ConfigError, StorageError.
     """
     place = locate(root, create=writes)
-    if not (writes and isinstance(place, BucketPath)):
+    if not writes or isinstance(place, Path | Tiers):
         return
     key = (place / f"{TEMPORARY}{secrets.token_hex(8)}").key
     place.bucket.put(key, b"")

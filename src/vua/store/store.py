@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vua.capacity.bucket import BucketCapacity
-from vua.capacity.renewal import Renewal
 from vua.capacity.reservation import Capacity
 from vua.errors import EntryError, InputError
 from vua.format.entry import EntryCodec
@@ -25,13 +23,13 @@ from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
 from vua.storage.base import WRITTEN, Storage, entry_name, parse_name
-from vua.storage.tiered import TieredStorage
 from vua.store.entry_reader import EntryReader, Verified
 from vua.store.entry_writer import EntryWriter
 from vua.store.quarantine import Misses
 from vua.store.search import Search
 
 if TYPE_CHECKING:
+    from vua.capacity.bucket import BucketCapacity
     from vua.security.seal import Seal  # needs an optional package
 
 __all__ = ["EntryWriter", "Keys", "Loaded", "Loader", "Store"]
@@ -60,16 +58,14 @@ class Store:
         layout: KVLayout,
         capacity: Capacity | BucketCapacity | None = None,
         keyring: Keyring | None = None,
-        renewals: Sequence[Renewal] = (),
     ) -> None:
         """Use ``storage`` for chunks of ``layout`` in ``namespace`` (64 hex).
 
         With the ``capacity`` of that storage the cache stays within its limits; with a
-        ``keyring`` of the namespace files are sealed as it says. The ``renewals`` are told what is
-        used: they are those of the buckets that it lies in.
+        ``keyring`` of the namespace files are sealed as it says.
         """
         self.storage, self.namespace, self.layout = storage, namespace, layout
-        self.capacity, self.renewals = capacity, tuple(renewals)
+        self.capacity = capacity
         self.keyring = keyring or Keyring(namespace, Security())
         self._codecs: dict[tuple[Shard, str], EntryCodec] = {}
         self._plans: dict[tuple[Shard, Shard, Shard, int, str], EntryPlan] = {}
@@ -83,10 +79,6 @@ class Store:
 
     def close(self) -> None:
         """Finish what is still to be done, within some seconds; a second call does nothing."""
-        if isinstance(self.storage, TieredStorage) and self.storage.travels is not None:
-            self.storage.travels.close()
-        for one in self.renewals:
-            one.close()
         if self.capacity is not None:
             self.capacity.close()
 
@@ -157,8 +149,6 @@ class Store:
         """Note that the first ``chunks`` chunks were used; see :meth:`Capacity.used`."""
         if self.capacity is not None:
             self.capacity.used(keys, chunks, wait=wait)
-        for one in self.renewals:
-            one.used(keys, chunks)
 
     # -- load ---------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Final
 from vua.capacity.lease import upkeep_directory
 from vua.capacity.lru import server_now_ns
 from vua.errors import ConfigError
-from vua.storage.compression import OFF, check_codec
+from vua.format.codecs import OFF, check_codec
 from vua.storage.mark import WRITTEN_BACK
 
 __all__ = ["DailyBudget", "TierRules"]

@@ -16,12 +16,12 @@ import numpy as np
 from vua.capacity.reservation import Reservation
 from vua.capacity.touches import Recent
 from vua.errors import EntryError, ForeignEntryError
-from vua.format.entry import codec_of, parse_entry
-from vua.format.header import MAX_HEADER_NBYTES, EntryInfo
+from vua.format.header import MAX_HEADER_NBYTES
 from vua.format.keys import ChunkKey
+from vua.format.parse import EntryInfo, codec_of, parse_entry
 from vua.format.verify import check_payload
 from vua.io.forks import watch
-from vua.io.plan import whole_plan
+from vua.io.header_plan import header_plan
 from vua.io.threads import Call, Threads
 from vua.native import Transfer, digests_of
 from vua.storage.base import Batch, Storage, entry_name
@@ -188,7 +188,8 @@ class WriteBack:
 
 def whole_batch(name: str, data: bytes | memoryview) -> Batch:
     """Return a batch of one entry as it is: all of it counts as a header."""
-    batch = Batch.of([name], Transfer(whole_plan(len(data)), (), (), ()))
+    plan = header_plan(len(data), len(data))
+    batch = Batch.of([name], Transfer(plan, (), (), ()))
     batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
     return batch
 

@@ -22,7 +22,7 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.serdes import DTYPES
 from vua.store.identified import Identified
-from vua.store.locate import locate
+from vua.store.opening import locate
 from vua.transformers.batch import Row, rows_of
 from vua.transformers.layers import LayerCache, StoredLayers, groups_of
 from vua.transformers.model import DTYPE_NAMES, LAYERS, described_model, layout_of, windows_of

@@ -26,6 +26,7 @@ from vua.io.buffers import BufferPool
 from vua.io.forks import watch
 from vua.storage.location import Location
 from vua.store.namespace import Namespace
+from vua.store.opening import create_namespace, open_namespace
 from vua.store.tensors import Cache, allocate, memory_map
 
 __all__ = ["LayerCache", "StoredLayers", "groups_of"]
@@ -153,7 +154,7 @@ class StoredLayers:
         """Return what is open, or can be opened by now. Raises OSError."""
         with self._lock:
             if self._reading is None or self._reading.storage.gone:
-                self._reading = self._writing or Namespace.open(
+                self._reading = self._writing or open_namespace(
                     self._root / self._identity.namespace
                 )
                 wanted = tuple(group.layout for group in self._model.groups)
@@ -180,7 +181,7 @@ class StoredLayers:
         """
         with self._lock:
             if self._writing is None:
-                self._writing = self._reading = Namespace.create(
+                self._writing = self._reading = create_namespace(
                     *(self._root, self._identity, [group.layout for group in self._model.groups]),
                     durable=self._durable,
                 )

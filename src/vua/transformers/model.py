@@ -19,7 +19,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from vua.connector.cache_spec import division
 from vua.errors import ConfigError
-from vua.format.identity import Identity, config_digest
+from vua.format.config_digest import config_digest
+from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.format.rope import rope_order, varies_with_length
 from vua.serdes import DTYPES

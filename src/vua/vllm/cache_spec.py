@@ -25,7 +25,8 @@ from vua.connector.cache_spec import Group, Model, UncachedError, division
 from vua.connector.config import ConnectorConfig
 from vua.connector.model_files import local_directory
 from vua.errors import ConfigError
-from vua.format.identity import Identity, config_digest
+from vua.format.config_digest import config_digest
+from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.format.rope import rope_order
 from vua.format.states import state_layout

@@ -15,7 +15,7 @@ import torch
 
 from vua.connector.cache_spec import EngineIdentity, UncachedError
 from vua.errors import ConfigError
-from vua.format.identity import config_digest
+from vua.format.config_digest import config_digest
 from vua.format.rope import rope_order, varies_with_length
 from vua.vllm.settings import Settings, settings_of
 from vua.vllm.support import DRAFTS

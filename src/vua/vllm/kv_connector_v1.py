@@ -34,7 +34,7 @@ from vua.connector.worker import WorkerSide
 from vua.errors import ConfigError, VUAError
 from vua.io import forks
 from vua.security.keyring import check_keys
-from vua.store.locate import locate
+from vua.store.opening import locate
 from vua.store.place import prepare
 from vua.vllm import page_layout
 from vua.vllm.cache_spec import describe

@@ -17,6 +17,7 @@ from scorecard.stores import StoreSubject, memory_of
 from scorecard.subject import Key
 from scorecard.trial import Trial, scored
 from vua import native
+from vua.format.parse import encode_header
 from vua.storage.base import Batch, Filled, Storage, Written
 
 __all__ = ["timings"]
@@ -82,7 +83,7 @@ def verification(trial: Trial) -> None:
     plain, blank = trial.stored(subject, 2)
     path = only_file(subject, blank)
     sums = np.full(codec.units, _no_hash(), dtype=np.uint64)
-    header = codec.encode_header(subject.chunk(blank), sums)
+    header = encode_header(codec, subject.chunk(blank), sums)
     restore(path, header + path.read_bytes()[len(header) :])
     memories = [memory_of(subject.layout, memoryview(bytearray(1 << 20))) for _ in range(2)]
     unhashed = subject.make_store("model")

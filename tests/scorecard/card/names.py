@@ -15,7 +15,8 @@ import numpy as np
 from scorecard.stores import layout_of, memory_of
 from scorecard.subject import Key, noise
 from scorecard.trial import Trial, scored
-from vua.format.identity import Identity, config_digest, weights_fingerprint
+from vua.format.config_digest import config_digest
+from vua.format.identity import Identity, weights_fingerprint
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, Shard
 from vua.serdes import tensor_to_bytes

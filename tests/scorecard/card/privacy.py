@@ -17,7 +17,8 @@ from scorecard.card.damage import hurt, only_file, restore
 from scorecard.stores import VuaSubject
 from scorecard.subject import Key, noise
 from scorecard.trial import Trial, scored
-from vua.format.entry import EntryCodec, parse_entry
+from vua.format.entry import EntryCodec
+from vua.format.parse import checksums_of, encode_header, parse_entry
 from vua.security.keyring import write_key
 from vua.security.settings import Security
 
@@ -138,8 +139,8 @@ def _renamed(plain: VuaSubject, ours: VuaSubject, victim: Key) -> bytes:
     """Return a plain file that says it is the chunk for which ``ours`` has a secret name."""
     codec = plain.store().codec(plain.layout.full)
     payload = victim.payload(plain.nbytes)
-    sums = np.array(codec.checksums(np.frombuffer(payload, np.uint8)), dtype=np.uint64)
-    return codec.encode_header(ours.chunk(victim), sums) + payload
+    sums = np.array(checksums_of(codec, np.frombuffer(payload, np.uint8)), dtype=np.uint64)
+    return encode_header(codec, ours.chunk(victim), sums) + payload
 
 
 def _resealed(ours: VuaSubject, sound: bytes) -> bytes:
@@ -147,9 +148,9 @@ def _resealed(ours: VuaSubject, sound: bytes) -> bytes:
     found = parse_entry(sound)
     codec = EntryCodec(found.namespace, ours.layout, ours.layout.full, found.kind)
     payload = noise(ours.nbytes, 5)
-    sums = np.array(codec.checksums(np.frombuffer(payload, np.uint8)), dtype=np.uint64)
+    sums = np.array(checksums_of(codec, np.frombuffer(payload, np.uint8)), dtype=np.uint64)
     tags = sound[codec.table_offset + 8 * codec.units : codec.header_nbytes]
-    return codec.encode_header(found.key, sums, mark=found.mark, tags=tags) + payload
+    return encode_header(codec, found.key, sums, mark=found.mark, tags=tags) + payload
 
 
 def _price(trial: Trial) -> None:

@@ -18,7 +18,7 @@ from seals import ALICE, BOB, CHUNKS, WIDE, KeysTest
 from vua.capacity.prefix_tree import pin, unpin
 from vua.capacity.scan import spaces
 from vua.capacity.unreadable import evict_unreadable
-from vua.format.entry import parse_entry
+from vua.format.parse import parse_entry
 from vua.security.keyring import KnownKeys, write_key
 from vua.security.settings import Security
 from vua.storage.bucket import Bucket

@@ -18,7 +18,8 @@ from commands import run, run_json
 from helpers import DirectoryTest, Memory, caches_of, flip, keys_of, model_arrays
 from vua.cli.identify import compare, expect
 from vua.core import VUA, VUAConfig
-from vua.format.identity import Identity, config_digest, weights_fingerprint
+from vua.format.config_digest import config_digest
+from vua.format.identity import Identity, weights_fingerprint
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.store.namespace import Namespace

@@ -15,10 +15,10 @@ from commands import run, run_json
 from forgery import forged
 from helpers import flip
 from seals import ALICE, CHUNKS, KINDS, LONG, SMALL, WIDE, KeysTest
-from vua.format.entry import codec_of, parse_entry
 from vua.format.header import AUTHENTIC, ENCRYPTED, Mark
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
+from vua.format.parse import codec_of, parse_entry
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.store.namespace import Namespace

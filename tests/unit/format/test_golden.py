@@ -18,10 +18,10 @@ from safetensors import safe_open
 import make_golden
 from helpers import ROOT, DirectoryTest, contents
 from vua.core import VUA, VUAConfig
-from vua.format.entry import parse_entry
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import MemoryMap
+from vua.format.parse import parse_entry
 from vua.storage.mark import MARK
 from vua.store.namespace import Namespace
 

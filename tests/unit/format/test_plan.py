@@ -13,10 +13,11 @@ from layouts import DEEP, SMALL, shards
 from properties import given
 from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout, Shard
-from vua.format.plan import entry_plan, header_plan
+from vua.format.plan import entry_plan
+from vua.io.header_plan import header_plan
 from vua.io.plan import ARRAYS_MAX, EntryPlan
-from vua.io.posix import memory_at
-from vua.native import Transfer
+from vua.io.vectors import memory_at
+from vua.native import Transfer, blocks_of, rows_of
 
 
 def plan_of(layout: KVLayout, stored: Shard, needed: Shard, tokens: int) -> EntryPlan | None:
@@ -81,7 +82,9 @@ class TestPlan(unittest.TestCase):
     def test_header_alone(self) -> None:
         """A plan of headers reads nothing else."""
         codec = EntryCodec("0" * 64, DEEP, DEEP.full)
-        self.assertEqual([(0, codec.header_nbytes)], header_plan(codec).ranges)
+        self.assertEqual(
+            [(0, codec.header_nbytes)], header_plan(codec.file_nbytes, codec.header_nbytes).ranges
+        )
 
     @given(st.sampled_from([SMALL, DEEP]), st.sampled_from([None, 2, 4]), st.data())
     def test_addresses(self, layout: KVLayout, block: int | None, data: st.DataObject) -> None:
@@ -95,7 +98,7 @@ class TestPlan(unittest.TestCase):
         model = model_arrays(layout, 2)
         memory = Memory(layout, needed, 2, block_tokens=block).fill(rectangle(model, needed)).map()
         transfer = Transfer(plan, memory.base, memory.head_stride, memory.piece_offset, memory)
-        rows = transfer.rows(1, discard.ctypes.data)
+        rows = rows_of(transfer, 1, discard.ctypes.data)
         found = b"".join(bytes(memory_at(int(at), int(nbytes))) for at, nbytes in rows)
         file = b"".join(
             array.transpose(1, 0, 2, 3)[:, :, layout.chunk_tokens :].tobytes()
@@ -113,7 +116,7 @@ class TestPlan(unittest.TestCase):
             want = b"\x5a" * (stop - first) if outside else expected[first:stop]
             self.assertEqual(want, found[first:stop])
         self.assertEqual(len(expected), len(found))
-        pieces = [list(map(len, views)) for views in transfer.blocks(rows)]
+        pieces = [list(map(len, views)) for views in blocks_of(transfer, rows)]
         self.assertEqual(plan.block_nbytes.tolist(), [sum(views) for views in pieces])
 
 

@@ -1,4 +1,4 @@
-"""Mirrors `vua.io.posix`: system calls that move all the bytes, or say why not."""
+"""System calls that move all the bytes, or say why not: `vua.io.posix`, `vectors`, `machine`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from helpers import DirectoryTest, descriptors
 from properties import given
-from vua.io import posix
-from vua.io.posix import IOV_MAX, Iovecs, rest
+from vua.io import posix, vectors
+from vua.io.machine import cached_pages
+from vua.io.vectors import IOV_MAX, Iovecs, rest
 
 
 def iovecs_of(buffer: np.ndarray, lengths: list[int], gap: int = 0) -> Iovecs:
@@ -38,8 +39,8 @@ def as_portable(test: Callable[..., None]) -> Callable[..., None]:
     """Run a test with the system's calls, and once more without."""
 
     def both(self: unittest.TestCase) -> None:
-        for calls in (dict(posix.calls), {}):
-            with self.subTest(calls=len(calls)), mock.patch.dict(posix.calls, calls, clear=True):
+        for calls in (dict(vectors.calls), {}):
+            with self.subTest(calls=len(calls)), mock.patch.dict(vectors.calls, calls, clear=True):
                 test(self)
 
     both.__doc__ = test.__doc__
@@ -66,10 +67,10 @@ class TestTransfer(DirectoryTest):
             fd = self.open()
             os.ftruncate(fd, 0)
 
-            self.assertEqual(sum(lengths), posix.pwritev_all(fd, pieces, 5))
+            self.assertEqual(sum(lengths), vectors.pwritev_all(fd, pieces, 5))
             target = np.full(len(source), 0xA5, dtype=np.uint8)
             there = iovecs_of(target, lengths, gap=3)
-            self.assertEqual(sum(lengths), posix.preadv_all(fd, there, 5))
+            self.assertEqual(sum(lengths), vectors.preadv_all(fd, there, 5))
             expected, at = np.full(len(source), 0xA5, dtype=np.uint8), 0
             for length in lengths:
                 expected[at : at + length] = source[at : at + length]
@@ -84,7 +85,7 @@ class TestTransfer(DirectoryTest):
         os.pwrite(fd, source.tobytes(), 0)
         for offset in (0, 1, 999, 1000, 5000):
             target = np.zeros(3000, dtype=np.uint8)
-            got = posix.preadv_all(fd, iovecs_of(target, [7] * 400), offset)
+            got = vectors.preadv_all(fd, iovecs_of(target, [7] * 400), offset)
 
             self.assertEqual(max(0, 1000 - offset), got)
             np.testing.assert_array_equal(source[offset:], target[:got])
@@ -104,13 +105,13 @@ class TestTransfer(DirectoryTest):
             os.close(ends[1])
 
         def read(call: str, fd: int, batch: Iovecs, offset: int) -> int:
-            views = [posix.memory_at(int(a), int(n)) for a, n in batch if n]
+            views = [vectors.memory_at(int(a), int(n)) for a, n in batch if n]
             return os.readv(fd, views)
 
         thread = threading.Thread(target=trickle)
         thread.start()
-        with mock.patch.object(posix, "vector_call", new=read):  # a pipe knows no offsets
-            got = posix.preadv_all(ends[0], iovecs_of(target, lengths), 0)
+        with mock.patch.object(vectors, "vector_call", new=read):  # a pipe knows no offsets
+            got = vectors.preadv_all(ends[0], iovecs_of(target, lengths), 0)
         thread.join()
         os.close(ends[0])
 
@@ -124,16 +125,16 @@ class TestTransfer(DirectoryTest):
 
         def write(call: str, fd: int, batch: Iovecs, offset: int) -> int:
             self.assertEqual(len(written), offset)
-            data = b"".join(bytes(posix.memory_at(int(a), int(n))) for a, n in batch)
+            data = b"".join(bytes(vectors.memory_at(int(a), int(n))) for a, n in batch)
             written.extend(data[:1234])
             return min(1234, len(data))
 
-        with mock.patch.object(posix, "vector_call", new=write):
-            self.assertEqual(9000, posix.pwritev_all(3, iovecs_of(source, [1, 999] * 9), 0))
+        with mock.patch.object(vectors, "vector_call", new=write):
+            self.assertEqual(9000, vectors.pwritev_all(3, iovecs_of(source, [1, 999] * 9), 0))
         self.assertEqual(source.tobytes(), bytes(written))
-        with mock.patch.object(posix, "vector_call", return_value=0):
+        with mock.patch.object(vectors, "vector_call", return_value=0):
             with self.assertRaises(OSError) as caught:
-                posix.pwritev_all(3, iovecs_of(source, [9]), 0)
+                vectors.pwritev_all(3, iovecs_of(source, [9]), 0)
             self.assertEqual(errno.EIO, caught.exception.errno)
 
     @as_portable
@@ -142,12 +143,12 @@ class TestTransfer(DirectoryTest):
         buffer = noise(8)
         fd = self.open("other", os.O_RDONLY | os.O_CREAT)
         with self.assertRaises(OSError) as caught:
-            posix.pwritev_all(fd, iovecs_of(buffer, [8]), 0)
+            vectors.pwritev_all(fd, iovecs_of(buffer, [8]), 0)
         self.assertEqual(errno.EBADF, caught.exception.errno)
         directory = os.open(self.root, os.O_RDONLY)
         self.addCleanup(os.close, directory)
         with self.assertRaises(IsADirectoryError):
-            posix.preadv_all(directory, iovecs_of(buffer, [8]), 0)
+            vectors.preadv_all(directory, iovecs_of(buffer, [8]), 0)
 
     @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.data())
     def test_rest(self, lengths: list[int], data: st.DataObject) -> None:
@@ -172,25 +173,26 @@ class TestTransfer(DirectoryTest):
         os.fsync(fd)
         target = np.zeros(100_000, dtype=np.uint8)
         pieces = iovecs_of(target, [50_000, 50_000])
-        warm = posix.preadv_cached(fd, pieces.ctypes.data, 2, 0)
+        warm = vectors.preadv_cached(fd, pieces.ctypes.data, 2, 0)
         if warm == -1:
             self.skipTest("this system cannot read without blocking")
         self.assertEqual(100_000, warm)
         np.testing.assert_array_equal(source, target)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self.assertIn(
-            posix.preadv_cached(fd, pieces.ctypes.data, 2, 0), (-1, *range(0, 100_001, 4096), warm)
+            vectors.preadv_cached(fd, pieces.ctypes.data, 2, 0),
+            (-1, *range(0, 100_001, 4096), warm),
         )
-        self.assertEqual(100_000, posix.preadv_all(fd, pieces, 0))
+        self.assertEqual(100_000, vectors.preadv_all(fd, pieces, 0))
 
     def test_cached_pages(self) -> None:
         """What was written is in the page cache, page by page; the system may not tell."""
         fd = self.open()
-        found = [posix.cached_pages(fd)]
+        found = [cached_pages(fd)]
         os.write(fd, bytes(3 * posix.PAGE - 1))
-        found.append(posix.cached_pages(fd))
-        with mock.patch.dict(posix.calls, {}, clear=True):
-            self.assertIsNone(posix.cached_pages(fd))
+        found.append(cached_pages(fd))
+        with mock.patch("vua.io.machine.LINUX64", new=False):
+            self.assertIsNone(cached_pages(fd))
         if found[0] is None:
             self.skipTest("before Linux 6.5")
         self.assertEqual([0, 3], found)

@@ -18,7 +18,7 @@ from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout
 from vua.format.plan import entry_plan
 from vua.io.plain import Directory
-from vua.io.posix import memory_at
+from vua.io.vectors import memory_at
 from vua.native import Headers, Transfer, fallback
 
 FILES = 3
@@ -47,7 +47,8 @@ def damage(path: Path, how: str, at: int) -> None:
 def contents(transfer: Transfer, into: Headers, files: int) -> tuple[list[bytes], list[bytes]]:
     """What was read: the rows of memory that somebody wants, and the tables."""
     inside = np.repeat(transfer.plan.extents["array"] < 2, transfer.plan.segments)
-    rows = [row for place in range(files) for row in transfer.rows(place)[inside].tolist()]
+    chunks = [native.rows_of(transfer, place)[inside].tolist() for place in range(files)]
+    rows = [row for chunk in chunks for row in chunk]
     kept = (into.headers, into.digests, into.inodes, into.discard)
     tables = [table[:files].tobytes() for table in kept if table is not None]
     return [bytes(memory_at(address, nbytes)) for address, nbytes in rows], tables
@@ -97,7 +98,9 @@ class TestReadEntries(DirectoryTest):
             done = read(transfer, Directory(fd), paths, 0, into, 0, FILES)
             found.append((done, *contents(transfer, into, done)))
             for place in range(done if keep else 0):
-                blocks = transfer.blocks(transfer.rows(place, into.discard[place].ctypes.data))
+                blocks = native.blocks_of(
+                    transfer, native.rows_of(transfer, place, into.discard[place].ctypes.data)
+                )
                 self.assertEqual(into.digests[place].tolist(), native.digests_of(blocks))
 
         self.assertEqual(bad if how not in ("", "other bytes") else FILES, found[0][0])

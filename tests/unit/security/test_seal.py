@@ -30,10 +30,12 @@ from seals import CHUNKS, DEEP, KINDS, LATENT, NAMESPACE, SMALL, SealTest
 from vua.cli import main
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
-from vua.format.entry import EntryCodec, EntryInfo, parse_entry
+from vua.format.entry import EntryCodec
 from vua.format.header import PLAIN, Mark
-from vua.format.keys import KeyChain, Naming, token_ids
+from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
+from vua.format.naming import Naming
+from vua.format.parse import EntryInfo, parse_entry
 from vua.security.keyring import Keyring, NoKeyError, check_keys, read_key, tenant_of, write_key
 from vua.security.settings import Security
 from vua.store.store import Loaded

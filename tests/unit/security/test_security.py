@@ -36,7 +36,8 @@ from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.security.settings import Security
 from vua.storage.base import entry_name
-from vua.storage.mark import MARK, claim
+from vua.storage.claim import claim
+from vua.storage.mark import MARK
 
 TOKENS = torch.arange(24)
 CACHE = caches_of(layers=2, heads=2, tokens=24, dim=16)

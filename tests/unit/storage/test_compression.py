@@ -18,11 +18,12 @@ from vua import VUA, VUAConfig
 from vua.cli import check
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError
+from vua.format.codecs import AUTO, OFF
 from vua.format.compressed import CODEC
 from vua.format.layout import KVLayout, Shard
 from vua.storage.bucket_path import BucketPath
-from vua.storage.compression import AUTO, OFF, Compression
-from vua.storage.local import is_compressed
+from vua.storage.compression import Compression
+from vua.storage.names import is_compressed
 from vua.storage.object import ObjectStorage
 from vua.store.store import Store
 

@@ -13,7 +13,7 @@ from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arra
 from vua.cli.bench_files import cool, direct_works, is_cold
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.io import posix
+from vua.io import posix, vectors
 from vua.storage.direct import FirstReads
 from vua.storage.local import LocalStorage
 from vua.store.namespace import Namespace
@@ -27,14 +27,14 @@ class TestAllocate(DirectoryTest):
     def test_allocate(self) -> None:
         """Room is found where the file system can do that; elsewhere nothing happens."""
         with (self.root / "file").open("w+b") as stream:
-            posix.allocate(stream.fileno(), 1 << 20)
+            vectors.allocate(stream.fileno(), 1 << 20)
             status = os.fstat(stream.fileno())
             self.assertIn(status.st_size, (0, 1 << 20))
             if posix.is_ext4(stream.fileno()):
                 self.assertEqual(1 << 20, status.st_size)
                 self.assertGreaterEqual(512 * status.st_blocks, 1 << 20)
         inside, outside = os.pipe()
-        posix.allocate(outside, 100)
+        vectors.allocate(outside, 100)
         self.assertFalse(posix.is_ext4(outside))
         os.close(inside)
         os.close(outside)

@@ -35,10 +35,11 @@ from vua import native
 from vua.errors import InputError, NotWritableError, StorageFullError
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
-from vua.io import posix
-from vua.io.plain import open_plain
+from vua.io import posix, vectors
+from vua.io.open_plain import open_plain
+from vua.storage.aside import MAX_QUARANTINED, version_of
 from vua.storage.base import PRESENT, WRITTEN, entry_name
-from vua.storage.local import MAX_QUARANTINED, LocalStorage, version_of
+from vua.storage.local import LocalStorage
 from vua.store.store import Loaded, Store
 
 NAMESPACE = "ab" * 32
@@ -645,21 +646,22 @@ class TestWays(StoreTest):
 
     def test_without_cached_calls(self) -> None:
         """On a kernel that cannot say whether a read would block."""
-        calls = {name: call for name, call in posix.calls.items() if name not in CACHED_CALLS}
+        some, others = (
+            {name: call for name, call in one.calls.items() if name not in CACHED_CALLS}
+            for one in (posix, vectors)
+        )
         with (
-            mock.patch.dict(posix.calls, calls, clear=True),
+            mock.patch.dict(posix.calls, some, clear=True),
+            mock.patch.dict(vectors.calls, others, clear=True),
             mock.patch.object(posix, "_HAS_OPENAT2", new=False),
         ):
             self.use()
 
     def test_refusing_cached_calls(self) -> None:
         """On a kernel that has the calls and refuses their flags."""
-        refuse = {
-            "preadv_cached": lambda *_: -1,
-            "statx": lambda *_: -1,
-        }
         with (
-            mock.patch.dict(posix.calls, refuse),
+            mock.patch.dict(posix.calls, statx=lambda *_: -1),
+            mock.patch.dict(vectors.calls, preadv_cached=lambda *_: -1),
             mock.patch.object(posix, "open_cached", return_value=None),
         ):
             self.use()
@@ -668,6 +670,7 @@ class TestWays(StoreTest):
         """On a system that is not Linux."""
         with (
             mock.patch.dict(posix.calls, clear=True),
+            mock.patch.dict(vectors.calls, clear=True),
             mock.patch.object(posix, "_HAS_OPENAT2", new=False),
         ):
             self.use()

@@ -13,7 +13,7 @@ from helpers import DirectoryTest, kv_bits, namespace_of
 from vua.connector.config import ConnectorConfig
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
-from vua.storage.mark import claim
+from vua.storage.claim import claim
 from vua.store.tier_rules import DailyBudget
 
 TOKENS = prompt(0)

@@ -26,8 +26,9 @@ from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.format.compressed import decompressed, is_available
 from vua.storage.bucket import Bucket
-from vua.storage.local import LocalStorage, is_compressed
-from vua.store.namespace import Namespace
+from vua.storage.local import LocalStorage
+from vua.storage.names import is_compressed
+from vua.store.opening import open_namespace
 from vua.store.tier_rules import TierRules
 from vua.store.write_back import WriteBack
 
@@ -174,7 +175,7 @@ class TierTest(DirectoryTest):
         chunks = sorted(self.root.glob("a/*/??/*"))
         times = [path.stat().st_mtime_ns for path in chunks]
         namespace = next(path for path in (self.root / "a").iterdir() if len(path.name) == 64)
-        opened = Namespace.open(VUA(CONFIG, self.tiers("a")).path / namespace.name)
+        opened = open_namespace(VUA(CONFIG, self.tiers("a")).path / namespace.name)
         until(lambda: opened.travel.counts["sent"] == 4 and not opened.travel.waiting)
         opened.close()
         self.assertEqual(times, [path.stat().st_mtime_ns for path in chunks])

@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from helpers import SOON_S, in_child, keys_of
 from vua import ConfigError, InputError
 from vua.core import VUA, VUAConfig
-from vua.format.identity import Identity, config_digest, weights_fingerprint
+from vua.format.config_digest import config_digest
+from vua.format.identity import Identity, weights_fingerprint
 from vua.format.rope import INTERLEAVED, NEOX, rope_order, varies_with_length
 from vua.testing.models import Family, make_model
 from vua.weights import identify_weights

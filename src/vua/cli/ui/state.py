@@ -19,7 +19,7 @@ from vua.cli.ui.watch import View, watch
 from vua.cli.verification import verify
 from vua.errors import ConfigError, VUAError
 from vua.security.settings import Security
-from vua.storage.bucket_path import is_url
+from vua.storage.urls import is_url
 from vua.store.namespace import check_root
 
 __all__ = ["State"]

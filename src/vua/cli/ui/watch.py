@@ -26,8 +26,8 @@ from vua.cli.ui.child import Talk
 from vua.cli.ui.runs import Runs, runs_of
 from vua.cli.walk import described, open_root
 from vua.errors import VUAError
-from vua.storage.bucket_path import is_url
 from vua.storage.description import Description
+from vua.storage.urls import is_url
 
 __all__ = ["View", "watch"]
 

@@ -1,0 +1,250 @@
+"""Whole headers, for whoever has one and does not know what to expect: tools, and explanations.
+
+What a file says about itself is taken apart before any of it is believed. No length, number or name
+is used before it is checked; then the header is built anew from what was found, and compared. Pure
+functions over bytes. Who knows the chunk compares by :meth:`vua.format.entry.EntryCodec.table_of`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.errors import CorruptEntryError, LayoutError
+from vua.format.entry import EntryCodec
+from vua.format.header import ENCRYPTED, FORMAT, MAX_HEADER_NBYTES, NO_HASH, PLAIN, SEALED, Mark
+from vua.format.keys import ChunkKey
+from vua.format.layout import ITEMSIZE, KVLayout, Shard
+from vua.native import digests_of, fill_check
+
+__all__ = [
+    "EntryInfo",
+    "checksums_of",
+    "claims",
+    "codec_of",
+    "encode_header",
+    "json_header",
+    "parse_entry",
+]
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_MARK: Final = re.compile(r"[0-9a-f]{16} [0-9a-f]{32}| ")
+
+
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """What a file says about itself, read without knowing what to expect."""
+
+    namespace: str
+    prefix_hash: str
+    parent: str
+    """Hex of the parent digest, or empty for a first chunk."""
+    start: int
+    stop: int
+    shard: Shard
+    layout: KVLayout
+    created: int
+    """Seconds since 1970 by the writer's clock."""
+    writer: str
+    header_nbytes: int
+    file_nbytes: int
+    checksums: npt.NDArray[np.uint64]
+    kind: str = ""
+    """Of a sealed file the kind of its seal."""
+    mark: Mark = PLAIN
+
+    def check_length(self, nbytes: int) -> None:
+        """Raise CorruptEntryError where the file is not as long as it says."""
+        if nbytes != self.file_nbytes:
+            msg = f"{nbytes} bytes long, expected {self.file_nbytes}"
+            raise CorruptEntryError(msg)
+
+    @property
+    def key(self) -> ChunkKey:
+        """The chunk's key as the file states it."""
+        return ChunkKey(
+            bytes.fromhex(self.prefix_hash), bytes.fromhex(self.parent), self.start, self.stop
+        )
+
+
+def parse_entry(data: bytes) -> EntryInfo:
+    """Read a file's header without knowing the chunk: for tools, and to explain a mismatch.
+
+    Args:
+        data: at least the whole header; more is ignored. Nothing is allocated by its claims.
+
+    Raises:
+        CorruptEntryError: anything but a header that :func:`encode_header` wrote, with
+            what was found and expected.
+    """
+    header, payload_at = json_header(data)
+    metadata = header.get("__metadata__")
+    if not isinstance(metadata, dict) or metadata.get("format") not in (FORMAT, SEALED):
+        found = metadata.get("format") if isinstance(metadata, dict) else None
+        msg = f"format {found!r:.40}, expected {FORMAT!r}: not a VUA entry of this version"
+        raise CorruptEntryError(msg)
+    try:
+        kind = metadata["seal"] if metadata["format"] == SEALED else ""
+        mark = Mark(metadata["key"], metadata["nonce"]) if kind else PLAIN
+        key, shard, layout = claims(metadata, header, mark)
+        codec = _codec(str(metadata["namespace"]), layout, shard, kind)
+        created, writer = int(metadata["created"]), str(metadata["writer"]).rstrip()
+        tags_at = codec.table_offset + 8 * codec.units
+        checksums = np.frombuffer(data[codec.table_offset : tags_at], dtype="<u8")
+        tags, check = bytes(data[tags_at : codec.header_nbytes]), int(metadata["check"], 16)
+        again = encode_header(
+            codec, key, checksums, writer=writer, mark=mark, tags=tags, created=created
+        )
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+        msg = f"header fields are not those of a VUA entry: {problem!r:.200}"
+        raise CorruptEntryError(msg) from problem
+    if payload_at != codec.table_offset or again != bytes(data[: codec.header_nbytes]):
+        msg = f"header differs from what its own fields demand (check {check:016x}): it is damaged"
+        raise CorruptEntryError(msg)
+    return EntryInfo(
+        namespace=codec.namespace,
+        prefix_hash=key.prefix_hash.hex(),
+        parent=key.parent.hex(),
+        start=key.start,
+        stop=key.stop,
+        shard=shard,
+        layout=layout,
+        created=created,
+        writer=writer,
+        header_nbytes=codec.header_nbytes,
+        file_nbytes=codec.file_nbytes,
+        checksums=checksums,
+        kind=kind,
+        mark=mark,
+    )
+
+
+def codec_of(info: EntryInfo) -> EntryCodec:
+    """Return the codec of the file that says this about itself."""
+    return _codec(info.namespace, info.layout, info.shard, info.kind)
+
+
+@functools.lru_cache(maxsize=16)
+def _codec(namespace: str, layout: KVLayout, shard: Shard, kind: str) -> EntryCodec:
+    """A codec for tools, which look at many files of one kind in a row."""
+    return EntryCodec(namespace, layout, shard, kind)
+
+
+def encode_header(
+    codec: EntryCodec,
+    key: ChunkKey,
+    checksums: npt.NDArray[np.uint64],
+    *,
+    writer: str = "",
+    mark: Mark = PLAIN,
+    tags: bytes = b"",
+    created: int | None = None,
+) -> bytes:
+    """Return the ``header_nbytes`` bytes that stand before the payload of ``key``'s file.
+
+    Args:
+        codec: of the file.
+        key: the chunk.
+        checksums: xxh3-64 of each unit, ``[units]`` in file order.
+        writer: who writes (library version, host), for people to read; cut at 48 characters.
+        mark: of a sealed file, which key, and what this file's own key is made with.
+        tags: of a sealed file, 16 bytes for each unit in file order.
+        created: seconds since 1970; by default now.
+
+    Raises LayoutError: checksums or tags are too few or too many.
+    """
+    if len(checksums) != codec.units:
+        msg = f"expected {codec.units} checksums, found {len(checksums)}"
+        raise LayoutError(msg)
+    blank = codec.blank_header(key, writer=writer, mark=mark, tags=tags, created=created)
+    header = np.frombuffer(bytearray(blank), dtype=np.uint8)
+    table = np.ascontiguousarray(checksums, dtype="<u8").view(np.uint8)
+    header[codec.table_offset : codec.table_offset + len(table)] = table
+    fill_check(header, codec.check_offset)
+    return header.tobytes()
+
+
+def checksums_of(codec: EntryCodec, payload: npt.NDArray[np.uint8]) -> list[int]:
+    """Return the xxh3-64 of each unit of a whole payload that lies in one piece."""
+    edges = [0, *itertools.accumulate(codec.unit_nbytes())]
+    view = memoryview(payload.data)
+    return digests_of([view[a:b]] for a, b in itertools.pairwise(edges))
+
+
+def json_header(data: bytes) -> tuple[Mapping[str, Any], int]:
+    """Return the JSON object at the start of a safetensors file, and where its data begin.
+
+    Raises CorruptEntryError when ``data`` does not begin with a whole header of at most 1 MiB.
+    """
+    if len(data) < 8:
+        msg = f"{len(data)} bytes are no safetensors header: the file was cut short"
+        raise CorruptEntryError(msg)
+    (nbytes,) = struct.unpack_from("<Q", data)
+    if nbytes > MAX_HEADER_NBYTES or 8 + nbytes > len(data):
+        msg = f"header claims {nbytes} bytes, {len(data) - 8} are there, the limit is 1 MiB"
+        raise CorruptEntryError(msg)
+    try:
+        header = json.loads(data[8 : 8 + nbytes].decode())
+    except (ValueError, RecursionError) as problem:
+        msg = f"header is not JSON: {problem!r:.120}"
+        raise CorruptEntryError(msg) from problem
+    if not isinstance(header, dict):
+        msg = f"header is a JSON {type(header).__name__}, expected an object"
+        raise CorruptEntryError(msg)
+    return header, 8 + nbytes
+
+
+def claims(
+    metadata: Mapping[str, Any], header: Mapping[str, Any], mark: Mark
+) -> tuple[ChunkKey, Shard, KVLayout]:
+    """Return the key, shard and layout that header fields state.
+
+    Raises LookupError, TypeError, ValueError or AttributeError on anything ill-typed.
+    """
+    shard = Shard.parse(metadata["shard"])
+    if shard is None:
+        msg = f"shard {metadata['shard']!r:.40}"
+        raise ValueError(msg)
+    start, _, stop = metadata["tokens"].partition("-")
+    parent = metadata["parent"]
+    key = ChunkKey(
+        bytes.fromhex(metadata["prefix_hash"]),
+        b"" if parent == NO_HASH else bytes.fromhex(parent),
+        int(start),
+        int(stop),
+    )
+    k_shape, dtype, itemsize = header["k"]["shape"], header["k"]["dtype"], 1
+    if metadata.get("seal") == ENCRYPTED:
+        dtype = metadata["dtype"]
+        itemsize = ITEMSIZE[dtype]
+    layout = KVLayout(
+        layers=int(metadata["layers"]),
+        kv_heads=int(metadata["kv_heads"]),
+        k_dim=int(k_shape[3]) // itemsize,
+        v_dim=int(header["v"]["shape"][3]) // itemsize if "v" in header else 0,
+        dtype=dtype,
+        chunk_tokens=int(k_shape[2]),
+        group=shard.group,
+    )
+    digests = metadata["prefix_hash"], metadata["namespace"], key.parent.hex() or NO_HASH
+    place, odd = divmod(key.start, layout.chunk_tokens)
+    if (
+        not all(len(digest) == len(NO_HASH) for digest in digests)
+        or _DIGEST.fullmatch(metadata["namespace"]) is None
+        or _MARK.fullmatch(f"{mark.key_id} {mark.nonce}") is None
+        or (odd, key.stop - key.start) != (0, layout.chunk_tokens)
+        or (place and not key.parent)
+        or Shard.parse(layout.full.name) is None
+    ):
+        msg = "digests, token range or layout are of the wrong form"
+        raise ValueError(msg)
+    return key, shard, layout

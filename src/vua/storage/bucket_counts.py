@@ -1,0 +1,12 @@
+"""What this process has asked of buckets: here, so that who looks at it need not import them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+__all__ = ["requests"]
+
+requests: Final[Counter[str]] = Counter()
+"""The sum of :attr:`vua.storage.bucket.Bucket.counts` over all buckets of this process; empty where
+it has sent nothing."""

@@ -1,0 +1,230 @@
+"""Caches in a bucket, or in a directory with places behind it: opened as a directory alone is."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from vua.capacity.bucket import BucketCapacity
+from vua.capacity.limits import Limits
+from vua.capacity.renewal import Renewal
+from vua.capacity.reservation import Capacity
+from vua.errors import StorageError
+from vua.format.codecs import AUTO
+from vua.format.identity import Identity
+from vua.format.keys import Keys
+from vua.format.layout import KVLayout
+from vua.security.settings import Security
+from vua.storage.bucket import Bucket
+from vua.storage.bucket_mark import (
+    claim_bucket,
+    describe_in_bucket,
+    is_marked_bucket,
+    read_bucket_description,
+)
+from vua.storage.bucket_path import BucketPath
+from vua.storage.description import Description, read_description
+from vua.storage.local import LocalStorage
+from vua.storage.location import Tiers
+from vua.storage.mark import MARK
+from vua.storage.object import ObjectStorage
+from vua.storage.tiered import TieredStorage
+from vua.storage.urls import is_url
+from vua.store.making import description_text, make_namespace
+from vua.store.namespace import Namespace, check_root, create_storage, described
+from vua.store.tier_rules import TierRules
+from vua.store.travel import Travel
+
+__all__ = ["at", "create_far", "description_at", "locate_far", "open_far"]
+
+log = logging.getLogger(__name__)
+
+
+class RenewingCapacity(BucketCapacity):
+    """That of a bucket, whose objects are kept young while they are used."""
+
+    def __init__(self, place: BucketPath, bounds: Limits | None) -> None:
+        """Watch over the namespace in ``place``."""
+        super().__init__(place, bounds)
+        self.renewals = [Renewal(place, bounds)]
+
+    def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
+        """Renew what is old of the first ``chunks``, in the background."""
+        super().used(keys, chunks, wait=wait)
+        for one in self.renewals:
+            one.used(keys, chunks)
+
+    def close(self) -> None:
+        """Finish what is queued, for some seconds at most."""
+        for one in self.renewals:
+            one.close()
+        super().close()
+
+
+class TieredCapacity(Capacity):
+    """That of a directory with places behind it: entries travel on, and stay young in buckets."""
+
+    def __init__(
+        self, storage: TieredStorage, name: str, bounds: Limits | None, rules: TierRules
+    ) -> None:
+        """Watch over a namespace; what is not sent yet is not evicted."""
+        near = storage.near
+        super().__init__(near.directory.parent, near, bounds)
+        self.reclaiming.reclaim.spare_unsent()
+        where = storage.where
+        self.travel = Travel(near, storage.far, name, self, where=where, rules=rules)
+        storage.travels, seen = self.travel, self.travel.seen_behind
+        self.renewals = [
+            Renewal(one.directory, bounds, seen)
+            for one in storage.far
+            if isinstance(one, ObjectStorage)
+        ]
+        """What keeps objects young that are used, one for each bucket."""
+
+    def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
+        """As in a directory; and renew what is old in buckets, in the background."""
+        super().used(keys, chunks, wait=wait)
+        for one in self.renewals:
+            one.used(keys, chunks)
+
+    def close(self) -> None:
+        """Send what waits, for some seconds at most, and finish what is to be done."""
+        self.travel.close()
+        for one in self.renewals:
+            one.close()
+        super().close()
+
+
+def at(url: str | os.PathLike[str]) -> BucketPath:
+    """Return the place of a URL. Raises ConfigError."""
+    return BucketPath(Bucket.at(str(url)))
+
+
+def locate_far(
+    root: str | os.PathLike[str] | Sequence[str], *, create: bool, security: Security | None
+) -> BucketPath | Tiers:
+    """Return the place of a URL, or several; see :func:`vua.store.opening.locate`."""
+    if isinstance(root, str | os.PathLike):
+        return _locate_bucket(root, create=create)
+    near, *far = root
+    return Tiers(
+        check_root(near, create=create, security=security),
+        tuple(_locate_behind(place, create=create, security=security) for place in far),
+    )
+
+
+def _locate_behind(root: str, *, create: bool, security: Security | None) -> Path | BucketPath:
+    """Return a place behind a directory, whether it answers or not. Raises ConfigError."""
+    place = at(root) if is_url(root) else Path(root)
+    try:
+        if isinstance(place, BucketPath):
+            _locate_bucket(root, create=create)
+        else:
+            check_root(root, create=create, security=security)
+    except StorageError as problem:
+        log.warning("%s does not answer; what is stored is sent later: %s", place, problem)
+    return place
+
+
+def _locate_bucket(root: str | os.PathLike[str], *, create: bool) -> BucketPath:
+    place = at(root)
+    marked = claim_bucket(place) if create else is_marked_bucket(place)
+    if create and not marked:
+        log.warning("%s has no %s: it is used, and nothing in it is ever deleted", place, MARK)
+    return place
+
+
+def description_at(path: Path | BucketPath) -> Description:
+    """Read what a namespace says about itself, wherever it is; never raises for what that is."""
+    return read_bucket_description(path) if isinstance(path, BucketPath) else read_description(path)
+
+
+def open_far(
+    path: BucketPath | Tiers, *, security: Security | None, bounds: Limits | None, rules: object
+) -> Namespace | None:
+    """Open what is stored in a bucket, or in several places, if it is described somewhere."""
+    rules = TierRules(codec=AUTO) if rules is None else rules
+    places = (path.near, *path.far) if isinstance(path, Tiers) else (path,)
+    found = next((one for one in map(description_at, places) if one.identity is not None), None)
+    if found is None or found.identity is None:
+        return None
+    if isinstance(path, BucketPath):
+        storage = ObjectStorage(path, codec=TierRules.of(rules).codec)
+        capacity = RenewingCapacity(path, None)
+        return Namespace(path.name, storage, found.layouts, capacity, security or Security())
+    return create_far(
+        *(path.parent, found.identity, found.layouts),
+        bounds=bounds,
+        security=security,
+        rules=rules,
+    )
+
+
+def create_far(
+    root: BucketPath | Tiers,
+    identity: Identity,
+    layouts: Sequence[KVLayout],
+    *,
+    durable: bool = False,
+    bounds: Limits | None = None,
+    security: Security | None = None,
+    rules: object = None,
+) -> Namespace:
+    """Open a namespace; see :func:`vua.store.opening.create_namespace`."""
+    security, rules = security or Security(), TierRules() if rules is None else TierRules.of(rules)
+    if isinstance(root, BucketPath):
+        storage = _in_bucket(root / identity.namespace, identity, layouts, rules)
+        capacity = RenewingCapacity(storage.directory, bounds)
+        return Namespace(identity.namespace, storage, layouts, capacity, security)
+    if not root.far:
+        return Namespace.create(
+            *(root.near, identity, layouts), durable=durable, bounds=bounds, security=security
+        )
+    near = create_storage(root.near, identity, layouts, durable=durable, security=security)
+    far = _open_behind(root.far, identity, layouts, security, rules)
+    where = ", ".join(str(one.directory.parent) for one in far)
+    tiered = TieredStorage(near, far, where)
+    bounded = TieredCapacity(tiered, identity.namespace, bounds, rules)
+    namespace = Namespace(identity.namespace, tiered, layouts, bounded, security)
+    namespace.travel = bounded.travel
+    return namespace
+
+
+def _in_bucket(
+    path: BucketPath, identity: Identity, layouts: Sequence[KVLayout], rules: TierRules
+) -> ObjectStorage:
+    make = functools.partial(describe_in_bucket, path, description_text(identity, layouts))
+    return described(
+        lambda: read_bucket_description(path),
+        layouts,
+        make,
+        lambda: ObjectStorage(path, make, rules.codec),
+    )
+
+
+def _open_behind(
+    places: Sequence[Path | BucketPath],
+    identity: Identity,
+    layouts: Sequence[KVLayout],
+    security: Security,
+    rules: TierRules,
+) -> list[LocalStorage | ObjectStorage]:
+    """Open the places behind a directory; one that is not there is left out, and said."""
+    found: list[LocalStorage | ObjectStorage] = []
+    for root in places:
+        path = root / identity.namespace
+        try:
+            if isinstance(path, BucketPath):
+                text = description_text(identity, layouts)
+                make = functools.partial(describe_in_bucket, path, text)
+                found.append(ObjectStorage(path, make, rules.codec))
+            else:
+                make = functools.partial(make_namespace, path, identity, layouts, security)
+                make()
+                found.append(LocalStorage(path, renew=make, security=security))
+        except OSError as problem:
+            log.warning("%s is left out: %s", root, problem)
+    return found
