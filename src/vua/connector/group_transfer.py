@@ -24,7 +24,7 @@ from vua.device.slab import Slab, SlabPool
 from vua.device.staging import Fence
 from vua.device.state_pages import StatePages
 from vua.format.keys import ChunkKey
-from vua.format.layout import Shard
+from vua.format.layout import MemoryMap, Shard
 from vua.io.posix import machine_memory_nbytes
 from vua.io.workers import Attempt
 from vua.serdes import DTYPES
@@ -46,6 +46,9 @@ _LEAST_CHUNKS: Final = 256
 """Buffers for saves, as many as one of these allows: a disk may stand still for a while."""
 _LOAD_SLAB_NBYTES: Final = 16 << 20
 """Memory that one load fills at a time."""
+_CACHED_NBYTES: Final = 64 << 20
+"""What is read from the page cache at a time: some milliseconds, in which no load is given up."""
+_CACHED_CHUNKS: Final = 256
 _BUCKET_LOAD_CHUNKS: Final = 16
 """Chunks that one load from a bucket asks for at once: each answer takes a round trip, however
 short it is. As many requests are under way there at most."""
@@ -73,6 +76,17 @@ class PageLayouts(Protocol):
         self, group: Group, shard: Shard, caches: Sequence[torch.Tensor], block_size: int
     ) -> PagedCache:
         """Return the same in GPU memory, of which this rank holds ``shard``."""
+
+
+class _Straight(NamedTuple):
+    """What one thread loads by into the engine's blocks."""
+
+    table: int
+    pages: PagedKV
+    memory: MemoryMap
+    loader: Loader
+    chunks: int
+    """At a time."""
 
 
 class Rank(NamedTuple):
@@ -146,6 +160,7 @@ class GroupTransfer:
         self.save_limit = save_limit(model, payload, config.worker.max_pending_save_mib)
         self.save_slabs: Any = SlabPool(layout, self.shard, chunks=1, limit=self.save_limit)
         self._loader_of: dict[Any, Loader] = {}
+        self._straight_of: dict[Any, _Straight | None] = {}
         self._saver_of: dict[Any, EntryWriter] = {}
         self._places: list[tuple[int, slice, PagedKV | StatePages]] = []
         """Where layers lie: (cache group, which of this rank's layers, the pages)."""
@@ -184,6 +199,7 @@ class GroupTransfer:
     def reopen(self, store: Store) -> None:
         """Use a store from now on; what is running goes on with the one it began with."""
         self.store, self._loader_of, self._saver_of = store, {}, {}
+        self._straight_of = {}
 
     # What blocks in GPU memory need, see `vua.connector.device_transfer`; nothing on the CPU.
 
@@ -212,13 +228,21 @@ class GroupTransfer:
         slab = self.load_slabs.take() if self._places else None
         if slab is None:
             return part.start, "unable"
-        reached = part.start
+        reached, at = part.start, 0
         try:
             loaders = self._loader_of
             loader = loaders.get(slab)
             if loader is None:
                 loader = loaders[slab] = self.store.loader(slab.memory, target=self.shard)
-            for at in range(0, len(part.keys), slab.chunks):
+            while at < len(part.keys):
+                ready()
+                with attempt.use() as wanted:
+                    cached = self._load_straight(slab, part, at, attempt.what) if wanted else 0
+                if cached:
+                    attempt.progress()
+                    at += cached
+                    reached = min(part.keys[at - 1].stop, part.stop)
+                    continue
                 keys = part.keys[at : at + slab.chunks]
                 loaded = loader.load(keys)
                 attempt.progress()
@@ -235,9 +259,45 @@ class GroupTransfer:
                     if loaded.reason != "error":
                         self._weed(attempt, loader, part.keys[at + loaded.chunks + 1 :])
                     return reached, loaded.reason
+                at += loaded.chunks
         finally:
             self.load_slabs.give_back(slab)  # not earlier: a hanging read may still write to it
         return reached, None
+
+    def _load_straight(self, slab: Slab, part: GroupLoad, at: int, order: LoadOrder) -> int:
+        """Load chunks from ``at`` on that the page cache has into their blocks; return how many.
+
+        Waits for no storage. What is in order is verified before it is copied; of what is not the
+        blocks are left alone, and the slower way finds out why.
+        """
+        if slab not in self._straight_of:
+            self._straight_of[slab] = self._straight()
+        straight = self._straight_of[slab]
+        if straight is None:
+            return 0
+        keys = part.keys[at : at + straight.chunks]
+        start, stop = max(keys[0].start, part.start), min(keys[-1].stop, part.stop)
+        where = (order.block_ids[straight.table], start, stop - start, start - keys[0].start)
+        if not straight.pages.aim(straight.memory, *where):
+            return 0
+        done = straight.loader.load_cached(keys)
+        if done:
+            nbytes = done * self.shard.payload_nbytes(self.group.layout)
+            self._stats.add("vua_loaded_bytes_total", nbytes, "blocks")
+        return done
+
+    def _straight(self) -> _Straight | None:
+        """Return what loads into the engine's blocks without a slab between; None: nothing can."""
+        if len(self._places) > 1 or self.store.files is None:
+            return None
+        ((table, _, pages),), layout = self._places, self.group.layout
+        chunks = _CACHED_NBYTES // self.shard.payload_nbytes(layout)
+        chunks = max(1, min(_CACHED_CHUNKS, chunks))
+        memory = pages.memory(layout.chunk_tokens, chunks)
+        if memory is None or isinstance(pages, StatePages):
+            return None
+        loader = self.store.loader(memory, target=self.shard)
+        return _Straight(table, pages, memory, loader, chunks)
 
     def _scatter(
         self, slab: Slab, keys: Sequence[ChunkKey], part: GroupLoad, order: LoadOrder

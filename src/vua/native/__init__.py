@@ -26,17 +26,27 @@ from vua.native.fallback import read_entry
 from vua.native.moves import ITEMS, Boxes, copy_strided
 from vua.native.prefixes import hash_chain, narrow
 from vua.native.saves import FAILED, PRESENT, WRITTEN, WriteOptions, write_entries
-from vua.native.transfer import Digest, Headers, Transfer, digests_of, fill_check
+from vua.native.transfer import (
+    NOWHERE,
+    Digest,
+    Headers,
+    Spread,
+    Transfer,
+    digests_of,
+    fill_check,
+)
 
 __all__ = [
     "FAILED",
     "ITEMS",
+    "NOWHERE",
     "PRESENT",
     "THREADS",
     "WRITTEN",
     "Boxes",
     "Digest",
     "Headers",
+    "Spread",
     "Status",
     "Transfer",
     "WriteOptions",
