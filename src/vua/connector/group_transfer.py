@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 import torch
 
 from vua.connector.cache_spec import Group, Model, UncachedError
+from vua.connector.cached_loads import CachedLoads
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
 from vua.connector.metadata import GroupLoad, LoadOrder
@@ -24,7 +25,7 @@ from vua.device.slab import Slab, SlabPool
 from vua.device.staging import Fence
 from vua.device.state_pages import StatePages
 from vua.format.keys import ChunkKey
-from vua.format.layout import MemoryMap, Shard
+from vua.format.layout import Shard
 from vua.io.posix import machine_memory_nbytes
 from vua.io.workers import Attempt
 from vua.serdes import DTYPES
@@ -46,9 +47,6 @@ _LEAST_CHUNKS: Final = 256
 """Buffers for saves, as many as one of these allows: a disk may stand still for a while."""
 _LOAD_SLAB_NBYTES: Final = 16 << 20
 """Memory that one load fills at a time."""
-_CACHED_NBYTES: Final = 64 << 20
-"""What is read from the page cache at a time: some milliseconds, in which no load is given up."""
-_CACHED_CHUNKS: Final = 256
 _BUCKET_LOAD_CHUNKS: Final = 16
 """Chunks that one load from a bucket asks for at once: each answer takes a round trip, however
 short it is. As many requests are under way there at most."""
@@ -76,17 +74,6 @@ class PageLayouts(Protocol):
         self, group: Group, shard: Shard, caches: Sequence[torch.Tensor], block_size: int
     ) -> PagedCache:
         """Return the same in GPU memory, of which this rank holds ``shard``."""
-
-
-class _Straight(NamedTuple):
-    """What one thread loads by into the engine's blocks."""
-
-    table: int
-    pages: PagedKV
-    memory: MemoryMap
-    loader: Loader
-    chunks: int
-    """At a time."""
 
 
 class Rank(NamedTuple):
@@ -160,7 +147,8 @@ class GroupTransfer:
         self.save_limit = save_limit(model, payload, config.worker.max_pending_save_mib)
         self.save_slabs: Any = SlabPool(layout, self.shard, chunks=1, limit=self.save_limit)
         self._loader_of: dict[Any, Loader] = {}
-        self._straight_of: dict[Any, _Straight | None] = {}
+        self._cached: list[CachedLoads] = []
+        """Those that no thread uses."""
         self._saver_of: dict[Any, EntryWriter] = {}
         self._places: list[tuple[int, slice, PagedKV | StatePages]] = []
         """Where layers lie: (cache group, which of this rank's layers, the pages)."""
@@ -199,7 +187,7 @@ class GroupTransfer:
     def reopen(self, store: Store) -> None:
         """Use a store from now on; what is running goes on with the one it began with."""
         self.store, self._loader_of, self._saver_of = store, {}, {}
-        self._straight_of = {}
+        self._cached = []
 
     # What blocks in GPU memory need, see `vua.connector.device_transfer`; nothing on the CPU.
 
@@ -225,84 +213,79 @@ class GroupTransfer:
         written. It is called when something has been read. Returns the token up to which all is in
         its blocks, and why it stopped early, or None.
         """
-        slab = self.load_slabs.take() if self._places else None
-        if slab is None:
+        if not self._places:
             return part.start, "unable"
-        reached, at = part.start, 0
+        spare, slab = self._cached, None
         try:
-            loaders = self._loader_of
-            loader = loaders.get(slab)
-            if loader is None:
-                loader = loaders[slab] = self.store.loader(slab.memory, target=self.shard)
-            while at < len(part.keys):
-                ready()
-                with attempt.use() as wanted:
-                    cached = self._load_straight(slab, part, at, attempt.what) if wanted else 0
-                if cached:
-                    attempt.progress()
-                    at += cached
-                    reached = min(part.keys[at - 1].stop, part.stop)
-                    continue
-                keys = part.keys[at : at + slab.chunks]
-                loaded = loader.load(keys)
-                attempt.progress()
+            cached: CachedLoads | None = spare.pop()
+        except IndexError:  # others use them
+            cached = self._cached_loads()
+        reached, reason, at = part.start, None, 0
+        try:
+            while at < len(part.keys) and reason is None:
                 ready()
                 with attempt.use() as wanted:
                     if not wanted:  # the blocks may be another request's by now
-                        return reached, None
-                    if loaded.chunks:
-                        reached = self._scatter(slab, keys[: loaded.chunks], part, attempt.what)
-                if loaded.chunks:
-                    self._stats.add("vua_loaded_bytes_total", loaded.nbytes, "slab")
-                if loaded.reason is not None:
-                    self._lost(part.keys[at + loaded.chunks], loaded.reason)
-                    if loaded.reason != "error":
-                        self._weed(attempt, loader, part.keys[at + loaded.chunks + 1 :])
-                    return reached, loaded.reason
-                at += loaded.chunks
+                        break
+                    done = 0 if cached is None else cached.load(part, at, attempt.what)
+                path = "blocks"
+                if done == 0:
+                    slab, path = slab or self.load_slabs.take(), "slab"
+                    if slab is None:
+                        return reached, "unable"
+                    done, reason = self._load_by(slab, part, at, attempt, ready)
+                attempt.progress()
+                if done:
+                    at += done
+                    reached = min(part.keys[at - 1].stop, part.stop)
+                    nbytes = done * self.shard.payload_nbytes(self.group.layout)
+                    self._stats.add("vua_loaded_bytes_total", nbytes, path)
         finally:
-            self.load_slabs.give_back(slab)  # not earlier: a hanging read may still write to it
-        return reached, None
+            if cached is not None:
+                spare.append(cached)
+            if slab is not None:  # not earlier: a hanging read may still write to it
+                self.load_slabs.give_back(slab)
+        return reached, reason
 
-    def _load_straight(self, slab: Slab, part: GroupLoad, at: int, order: LoadOrder) -> int:
-        """Load chunks from ``at`` on that the page cache has into their blocks; return how many.
-
-        Waits for no storage. What is in order is verified before it is copied; of what is not the
-        blocks are left alone, and the slower way finds out why.
-        """
-        if slab not in self._straight_of:
-            self._straight_of[slab] = self._straight()
-        straight = self._straight_of[slab]
-        if straight is None:
-            return 0
-        keys = part.keys[at : at + straight.chunks]
-        start, stop = max(keys[0].start, part.start), min(keys[-1].stop, part.stop)
-        where = (order.block_ids[straight.table], start, stop - start, start - keys[0].start)
-        if not straight.pages.aim(straight.memory, *where):
-            return 0
-        done = straight.loader.load_cached(keys)
-        if done:
-            nbytes = done * self.shard.payload_nbytes(self.group.layout)
-            self._stats.add("vua_loaded_bytes_total", nbytes, "blocks")
-        return done
-
-    def _straight(self) -> _Straight | None:
-        """Return what loads into the engine's blocks without a slab between; None: nothing can."""
-        if len(self._places) > 1 or self.store.files is None:
+    def _cached_loads(self) -> CachedLoads | None:
+        if len(self._places) > 1:
             return None
-        ((table, _, pages),), layout = self._places, self.group.layout
-        chunks = _CACHED_NBYTES // self.shard.payload_nbytes(layout)
-        chunks = max(1, min(_CACHED_CHUNKS, chunks))
-        memory = pages.memory(layout.chunk_tokens, chunks)
-        if memory is None or isinstance(pages, StatePages):
+        ((table, _, pages),) = self._places
+        if isinstance(pages, StatePages):
             return None
-        loader = self.store.loader(memory, target=self.shard)
-        return _Straight(table, pages, memory, loader, chunks)
+        return CachedLoads.of(self.store, self.shard, pages, table)
+
+    def _load_by(
+        self,
+        slab: Slab,
+        part: GroupLoad,
+        at: int,
+        attempt: Attempt[LoadOrder],
+        ready: Callable[[], None],
+    ) -> tuple[int, str | None]:
+        """Load some chunks by way of a slab; return how many, and why they are the last."""
+        loader = self._loader_of.get(slab)
+        if loader is None:
+            loader = self._loader_of[slab] = self.store.loader(slab.memory, target=self.shard)
+        keys = part.keys[at : at + slab.chunks]
+        loaded = loader.load(keys)
+        attempt.progress()
+        ready()
+        with attempt.use() as wanted:
+            if not wanted:
+                return 0, None
+            if loaded.chunks:
+                self._scatter(slab, keys[: loaded.chunks], part, attempt.what)
+        if loaded.reason is not None:
+            self._lost(part.keys[at + loaded.chunks], loaded.reason)
+            if loaded.reason != "error":
+                self._weed(attempt, loader, part.keys[at + loaded.chunks + 1 :])
+        return loaded.chunks, loaded.reason
 
     def _scatter(
         self, slab: Slab, keys: Sequence[ChunkKey], part: GroupLoad, order: LoadOrder
-    ) -> int:
-        """Bring chunks from the slab into their blocks; return the token after the last."""
+    ) -> None:
+        """Bring chunks from the slab into their blocks."""
         start, stop = max(keys[0].start, part.start), min(keys[-1].stop, part.stop)
         skip, dtype = start - keys[0].start, DTYPES[self.group.layout.dtype]
         arrays = [
@@ -313,7 +296,6 @@ class GroupTransfer:
             k, *rest = (array[:, :, layers] for array in arrays)
             v = rest[0] if rest else None
             pages.scatter_chunks(order.block_ids[table], start, stop - start, skip, k, v)
-        return stop
 
     def _weed(self, attempt: Attempt[LoadOrder], loader: Loader, keys: Sequence[ChunkKey]) -> None:
         """Read what follows a bad chunk too.

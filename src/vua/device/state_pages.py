@@ -103,9 +103,6 @@ class StatePages:
             end = min(token_start - skip + (number + 1) * size, stop)
             self.scatter(block_ids, token_start, end - token_start, chunk, v_in)
 
-    def memory(self, chunk_tokens: int, chunks: int) -> None:
-        """Return None: a state goes to its page through a buffer."""
-
     def _block(self, block_ids: Sequence[SupportsIndex], tokens: int) -> int:
         column, rest = divmod(tokens, self._block_size)
         if rest or not 0 < column <= len(block_ids):
