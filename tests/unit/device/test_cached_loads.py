@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from test_cpu_pages import column_form, shuffled_form
+from forms import column_form, shuffled_form
 
 from helpers import DirectoryTest, bits, flip, has_native, keys_of, native_code, noise, swap
 from vua import native
