@@ -128,8 +128,11 @@ class CachedLoadTest(DirectoryTest):
         memory = pages.memory(SIZE, CHUNKS)
         assert memory is not None
         self.assertTrue(pages.aim(memory, ids, 0, CHUNKS * SIZE, 0))
-        store._last_cover[shard] = [(LONG.full, shard)]  # noqa: SLF001 - what a first load learns
-        self.assertEqual(CHUNKS, store.loader(memory, target=shard).load_cached(keys))
+        loader = store.loader(memory, target=shard)
+        self.assertEqual(0, loader.load_cached(keys))
+        room = Slab(LONG, shard, 1)
+        self.assertEqual(1, store.load(keys[:1], room.memory, target=shard).chunks)
+        self.assertEqual(CHUNKS, loader.load_cached(keys), "the other one has found the files")
         k, v = self.scattered(slab, LONG, CHUNKS)
         assert k is not None
         assert v is not None
