@@ -347,10 +347,11 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
     """Count tokens put into this process's engine's cache or drafted for it, and preemptions."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    from vua.connector.cached_loads import CachedLoads
     from vua.device.cpu_pages import PagedKV
 
     scatter, preempt = PagedKV.scatter_chunks, Scheduler._preempt_request
-    schedule = Scheduler.schedule
+    schedule, load = Scheduler.schedule, CachedLoads.load
 
     def add(event: str, number: int) -> None:
         counts[event] = counts.get(event, 0) + number
@@ -358,6 +359,13 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
     def counting_scatter(self: PagedKV, ids: Any, start: int, count: int, *rest: Any) -> None:
         scatter(self, ids, start, count, *rest)
         add("tokens_loaded", count)
+
+    def counting_load(self: CachedLoads, part: Any, at: int, order: Any) -> int:
+        done = load(self, part, at, order)
+        if done:
+            stop = min(part.keys[at + done - 1].stop, part.stop)
+            add("tokens_loaded", stop - max(part.keys[at].start, part.start))
+        return done
 
     def counting_preempt(*args: Any, **kwargs: Any) -> None:
         preempt(*args, **kwargs)
@@ -371,6 +379,7 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
 
     with (
         mock.patch.object(PagedKV, "scatter_chunks", counting_scatter),
+        mock.patch.object(CachedLoads, "load", counting_load),
         mock.patch.object(Scheduler, "_preempt_request", counting_preempt),
         mock.patch.object(Scheduler, "schedule", counting_schedule),
     ):

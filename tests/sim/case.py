@@ -303,6 +303,9 @@ def ailing_storage(case: Case) -> Iterator[list[OSError]]:
 
     class AilingStorage(LocalStorage):
         def read(self, batch: Batch) -> Filled:
+            if batch.transfer.spread is not None:  # of the page cache, which has half of it
+                cold = Filled(0, BlockingIOError(errno.EAGAIN, "not cached"), lambda _at: None)
+                return cold if chance.random() < 0.5 else super().read(batch)
             pause(case.read_s)
             if chance.random() < case.read_errors:
                 failures.append(OSError(errno.EIO, "the disk is broken"))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from sim.case import Case, draw
+from vua.connector.cached_loads import CachedLoads
 from vua.connector.metadata import ConnectorMetadata
 from vua.device.cpu_pages import PagedKV
 from vua.device.slab import Slab
@@ -52,6 +53,11 @@ def scenario(name: str, seed: int) -> Case:
     """A scenario in which the bug of this name is likely to matter."""
     likely = {"requests": 5, "longest": 240, "first_seed": 0} | MUTATIONS[name][1]
     return dataclasses.replace(draw(seed + likely.pop("first_seed")), **likely)
+
+
+def by_slab(patches: ExitStack) -> None:
+    """Let all loads pass through slabs, as those of cold files do."""
+    patches.enter_context(mock.patch.object(CachedLoads, "of", return_value=None))
 
 
 def instead(patches: ExitStack, of: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -259,6 +265,18 @@ def chunks_come_from_the_wrong_place(patches: ExitStack) -> None:
         return [(np.tile(data[:1], (len(data), 1)), shape) for data, shape in original(self)]
 
     instead(patches, Slab, "rows", rows)
+    by_slab(patches)
+
+
+@mutation()
+def cached_chunks_go_to_the_wrong_place(patches: ExitStack) -> None:
+    """What the page cache has goes to the blocks in their reverse order."""
+
+    class Turned(PagedKV):
+        def aim(self, memory: Any, ids: Any, start: int, *rest: Any) -> bool:
+            return super().aim(memory, list(ids)[::-1], start, *rest)
+
+    patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", Turned))
 
 
 @mutation(prefix_caching=True, block_sizes=(16, 16), chunk_tokens=96, requests=10, room=2.0)
@@ -272,6 +290,10 @@ def chunks_are_not_cut_at_the_start(patches: ExitStack) -> None:
             del skip
             super().scatter_chunks(ids, start, count, 0, *kv)
 
+        def aim(self, memory: Any, ids: Any, start: int, count: int, skip: int) -> bool:
+            del skip
+            return super().aim(memory, ids, start, count, 0)
+
     patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", Uncut))
 
 
@@ -284,6 +306,7 @@ def pieces_end_one_token_early(patches: ExitStack) -> None:
             super().scatter_chunks(ids, start, count - 1, *rest)
 
     patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", Short))
+    by_slab(patches)
 
 
 @mutation()

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 import torch
 
 from vua.connector.cache_spec import Group, Model, UncachedError
+from vua.connector.cached_loads import CachedLoads
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
 from vua.connector.metadata import GroupLoad, LoadOrder
@@ -146,6 +147,8 @@ class GroupTransfer:
         self.save_limit = save_limit(model, payload, config.worker.max_pending_save_mib)
         self.save_slabs: Any = SlabPool(layout, self.shard, chunks=1, limit=self.save_limit)
         self._loader_of: dict[Any, Loader] = {}
+        self._cached: list[CachedLoads] = []
+        """Those that no thread uses."""
         self._saver_of: dict[Any, EntryWriter] = {}
         self._places: list[tuple[int, slice, PagedKV | StatePages]] = []
         """Where layers lie: (cache group, which of this rank's layers, the pages)."""
@@ -184,6 +187,7 @@ class GroupTransfer:
     def reopen(self, store: Store) -> None:
         """Use a store from now on; what is running goes on with the one it began with."""
         self.store, self._loader_of, self._saver_of = store, {}, {}
+        self._cached = []
 
     # What blocks in GPU memory need, see `vua.connector.device_transfer`; nothing on the CPU.
 
@@ -209,40 +213,79 @@ class GroupTransfer:
         written. It is called when something has been read. Returns the token up to which all is in
         its blocks, and why it stopped early, or None.
         """
-        slab = self.load_slabs.take() if self._places else None
-        if slab is None:
+        if not self._places:
             return part.start, "unable"
-        reached = part.start
+        spare, slab = self._cached, None
         try:
-            loaders = self._loader_of
-            loader = loaders.get(slab)
-            if loader is None:
-                loader = loaders[slab] = self.store.loader(slab.memory, target=self.shard)
-            for at in range(0, len(part.keys), slab.chunks):
-                keys = part.keys[at : at + slab.chunks]
-                loaded = loader.load(keys)
-                attempt.progress()
+            cached: CachedLoads | None = spare.pop()
+        except IndexError:  # others use them
+            cached = self._cached_loads()
+        reached, reason, at = part.start, None, 0
+        try:
+            while at < len(part.keys) and reason is None:
                 ready()
                 with attempt.use() as wanted:
                     if not wanted:  # the blocks may be another request's by now
-                        return reached, None
-                    if loaded.chunks:
-                        reached = self._scatter(slab, keys[: loaded.chunks], part, attempt.what)
-                if loaded.chunks:
-                    self._stats.add("vua_loaded_bytes_total", loaded.nbytes, "slab")
-                if loaded.reason is not None:
-                    self._lost(part.keys[at + loaded.chunks], loaded.reason)
-                    if loaded.reason != "error":
-                        self._weed(attempt, loader, part.keys[at + loaded.chunks + 1 :])
-                    return reached, loaded.reason
+                        break
+                    done = 0 if cached is None else cached.load(part, at, attempt.what)
+                path = "blocks"
+                if done == 0:
+                    slab, path = slab or self.load_slabs.take(), "slab"
+                    if slab is None:
+                        return reached, "unable"
+                    done, reason = self._load_by(slab, part, at, attempt, ready)
+                attempt.progress()
+                if done:
+                    at += done
+                    reached = min(part.keys[at - 1].stop, part.stop)
+                    nbytes = done * self.shard.payload_nbytes(self.group.layout)
+                    self._stats.add("vua_loaded_bytes_total", nbytes, path)
         finally:
-            self.load_slabs.give_back(slab)  # not earlier: a hanging read may still write to it
-        return reached, None
+            if cached is not None:
+                spare.append(cached)
+            if slab is not None:  # not earlier: a hanging read may still write to it
+                self.load_slabs.give_back(slab)
+        return reached, reason
+
+    def _cached_loads(self) -> CachedLoads | None:
+        if len(self._places) > 1:
+            return None
+        ((table, _, pages),) = self._places
+        if isinstance(pages, StatePages):
+            return None
+        return CachedLoads.of(self.store, self.shard, pages, table)
+
+    def _load_by(
+        self,
+        slab: Slab,
+        part: GroupLoad,
+        at: int,
+        attempt: Attempt[LoadOrder],
+        ready: Callable[[], None],
+    ) -> tuple[int, str | None]:
+        """Load some chunks by way of a slab; return how many, and why they are the last."""
+        loader = self._loader_of.get(slab)
+        if loader is None:
+            loader = self._loader_of[slab] = self.store.loader(slab.memory, target=self.shard)
+        keys = part.keys[at : at + slab.chunks]
+        loaded = loader.load(keys)
+        attempt.progress()
+        ready()
+        with attempt.use() as wanted:
+            if not wanted:
+                return 0, None
+            if loaded.chunks:
+                self._scatter(slab, keys[: loaded.chunks], part, attempt.what)
+        if loaded.reason is not None:
+            self._lost(part.keys[at + loaded.chunks], loaded.reason)
+            if loaded.reason != "error":
+                self._weed(attempt, loader, part.keys[at + loaded.chunks + 1 :])
+        return loaded.chunks, loaded.reason
 
     def _scatter(
         self, slab: Slab, keys: Sequence[ChunkKey], part: GroupLoad, order: LoadOrder
-    ) -> int:
-        """Bring chunks from the slab into their blocks; return the token after the last."""
+    ) -> None:
+        """Bring chunks from the slab into their blocks."""
         start, stop = max(keys[0].start, part.start), min(keys[-1].stop, part.stop)
         skip, dtype = start - keys[0].start, DTYPES[self.group.layout.dtype]
         arrays = [
@@ -253,7 +296,6 @@ class GroupTransfer:
             k, *rest = (array[:, :, layers] for array in arrays)
             v = rest[0] if rest else None
             pages.scatter_chunks(order.block_ids[table], start, stop - start, skip, k, v)
-        return stop
 
     def _weed(self, attempt: Attempt[LoadOrder], loader: Loader, keys: Sequence[ChunkKey]) -> None:
         """Read what follows a bad chunk too.

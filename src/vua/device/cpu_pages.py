@@ -8,6 +8,7 @@ writes the same tokens meanwhile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex, TypeAlias
@@ -20,7 +21,8 @@ from vua import native
 from vua.device.paged import WORDS, spans
 from vua.device.strided_copy import Pages, Piece
 from vua.errors import InputError, LayoutError
-from vua.native import Boxes
+from vua.format.layout import MemoryMap
+from vua.native import NOWHERE, Boxes, Spread
 
 __all__ = ["PageForm", "PagedKV", "fused_form", "latent_form"]
 
@@ -215,6 +217,61 @@ class PagedKV:
         for chunk, dim in zip(chunks, self._dims, strict=True):
             self._check(chunk, len(k_in), *self._shape, size, dim)
         self._copy(list(self._pieces(block_ids, token_start, n_tokens, skip, size)), chunks)
+
+    def memory(self, chunk_tokens: int, chunks: int) -> MemoryMap | None:
+        """Return a map of ``chunks`` chunk places in these pages, which :meth:`aim` aims.
+
+        None where elements lie at no fixed strides, and C cannot write to them.
+        """
+        halves = [half for half in self._halves if half is not None]
+        strided = [half for half in halves if isinstance(half, _Strided)]
+        item, tokens = self._integer.itemsize, math.gcd(chunk_tokens, self._slots)
+        if len(strided) < len(halves):
+            return None
+        dims = [dim for dim in self._dims if dim]
+        offsets = np.full(chunks * (chunk_tokens // tokens), NOWHERE, dtype=np.uint64)
+        return MemoryMap(
+            base=tuple(self._pages.layers(half.offset) for half in strided),
+            head_stride=(self._pages.head_nbytes,) * len(strided),
+            piece_offset=tuple(offsets.copy() for _ in strided),
+            piece_tokens=tokens,
+            owner=self,
+            spread=Spread(
+                item,
+                [
+                    (dim, half.token * item, half.dim * item)
+                    for dim, half in zip(dims, strided, strict=True)
+                ],
+            ),
+        )
+
+    def aim(
+        self, memory: MemoryMap, block_ids: _Ids, token_start: int, n_tokens: int, skip: int
+    ) -> bool:
+        """Let chunk places of :meth:`memory` be those of a request's tokens.
+
+        The arguments are those of :meth:`scatter_chunks`; what the places have beside these tokens
+        is nowhere. Returns False, and aims at nothing, where the tokens cut a piece. Raises
+        InputError.
+        """
+        pieces, spread = memory.piece_tokens, memory.spread
+        if (token_start | skip) % pieces or n_tokens % pieces or spread is None:
+            return False
+        ids = [int(block) for block in block_ids]
+        at = np.arange(token_start, token_start + n_tokens, pieces)
+        if token_start < 0 or token_start + n_tokens > len(ids) * self._block_size:
+            raise InputError(
+                f"{n_tokens} tokens from {token_start} on need more than {len(ids)} blocks"
+            )
+        blocks = np.array(ids, dtype=np.int64)[at // self._block_size]
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self._blocks:
+            raise InputError(f"block ids {ids} are not all among {self._blocks} blocks")
+        pages, slots = np.divmod(blocks * self._block_size + at % self._block_size, self._slots)
+        first = skip // pieces
+        for offsets, token in zip(memory.piece_offset, spread.token, strict=False):
+            offsets[:] = NOWHERE
+            offsets[first : first + len(at)] = pages * self._pages.page_nbytes + slots * token
+        return True
 
     def _move(self, ids: _Ids, start: int, count: int, chunks: _Chunks, *, store: bool) -> None:
         pieces = list(self._pieces(ids, start, count, 0, count))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from vua.native import Boxes
@@ -32,8 +33,12 @@ class Pages:
         """Note the addresses; who uses them keeps the tensors."""
         first = layers[0]
         self._item, self._heads = first.element_size(), first.shape[1]
-        self._page, self._head = (first.stride(axis) * self._item for axis in (0, 1))
+        self.page_nbytes, self.head_nbytes = (first.stride(axis) * self._item for axis in (0, 1))
         self._layers = np.array([layer.data_ptr() for layer in layers], dtype=np.int64)[:, None]
+
+    def layers(self, element: int) -> npt.NDArray[np.uint64]:
+        """Return the address of an element of each layer's first page."""
+        return self._layers[:, 0].astype(np.uint64) + np.uint64(element * self._item)
 
     def boxes(
         self, pieces: Sequence[Piece], chunks: Tensor, half: tuple[int, int, int], *, store: bool
@@ -51,9 +56,9 @@ class Pages:
         page, slot, chunk, at, tokens = np.array(pieces, dtype=np.int64).T
         step, head, layer, row, column = (stride * item for stride in chunks.stride())
         layers = np.arange(chunks.shape[2])[:, None]
-        pages = self._layers + (page * self._page + (slot * token + offset) * item)
+        pages = self._layers + (page * self.page_nbytes + (slot * token + offset) * item)
         rows = chunks.data_ptr() + layers * layer + (chunk * step + at * row)
-        inside = pages, (self._head, token * item, dim * item)
+        inside = pages, (self.head_nbytes, token * item, dim * item)
         outside = rows, (head, row, column)
         (target, to), (source, from_) = (inside, outside) if store else (outside, inside)
         shape = self._heads, chunks.shape[4], item

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.errors import LayoutError
+from vua.native import Spread
 
 __all__ = ["ITEMSIZE", "KVLayout", "MemoryMap", "Shard", "cover"]
 
@@ -233,6 +234,9 @@ class MemoryMap:
     h * head_stride[a] + piece_offset[a][t // piece_tokens]`` plus its place inside the piece, in
     which tokens follow each other without gaps. A dense tensor is one piece per chunk, a paged
     cache one piece per block. Layers and heads count from the start of the shard.
+
+    With ``spread`` a token is no row: it says how far elements lie from each other. Such a map is
+    only loaded into, and a piece that is not wanted has the offset :data:`vua.native.NOWHERE`.
     """
 
     base: tuple[npt.NDArray[np.uint64], ...]
@@ -245,6 +249,7 @@ class MemoryMap:
     """Tokens per piece; divides the chunk length."""
     owner: object
     """Whatever keeps the memory alive."""
+    spread: Spread | None = None
 
     def chunks(self, layout: KVLayout) -> int:
         """Return how many whole chunks the map has room for."""

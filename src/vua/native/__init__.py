@@ -30,17 +30,19 @@ from vua.native.moves import ITEMS, Boxes, copy_strided
 from vua.native.prefixes import hash_chain, narrow
 from vua.native.rows import blocks_of, rows_of
 from vua.native.saves import FAILED, PRESENT, WRITTEN, WriteOptions, write_entries
-from vua.native.transfer import Headers, Transfer
+from vua.native.transfer import NOWHERE, Headers, Spread, Transfer
 
 __all__ = [
     "FAILED",
     "ITEMS",
+    "NOWHERE",
     "PRESENT",
     "THREADS",
     "WRITTEN",
     "Boxes",
     "Digest",
     "Headers",
+    "Spread",
     "Status",
     "Transfer",
     "WriteOptions",

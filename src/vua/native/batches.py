@@ -109,32 +109,38 @@ def read_entries(
         stop: the path to end before; by default behind the last.
         direct: whether files of which the page cache has nothing are read past it.
 
+    Into spread memory go only blocks that have the checksums of their file's header, and only of
+    files that a local page cache has: nothing is waited for, and without C nothing is read.
+
     Returns up to which path all were read: ``stop`` if all goes well. Nothing is verified: whether
     a file is the one asked for, and sound, is for the caller to see in its header and digests.
     What lies behind the files read is undefined.
     """
     bound, stop = library(), len(paths) if stop is None else stop
+    spread = transfer.spread is not None
+    if spread and (bound is None or not directory.local):
+        return first
     if bound is None:
         return fallback.read_entries(transfer, directory, paths, place, into, first, stop)
     if first >= stop:
         return first
-    names, flags = "\0".join(paths).encode() + b"\0", _DIRECT if direct else 0
+    names = "\0".join(paths).encode() + b"\0"
+    flags = (_DIRECT if direct else 0) | (_NOWAIT if spread else 0)
     batch = (ctypes.byref(transfer), ctypes.byref(into), directory.fd, names, len(paths[0]) + 1)
     uids = directory.uids
     trusted = (None, 0) if uids is None else (uids, len(uids))
     nbytes = transfer.file_nbytes * (stop - first)
-    if directory.local and nbytes <= _HELD_NBYTES:
-        held = _NOWAIT | flags
-        first = bound.load_held(*batch, first, stop, place, 1, held, *trusted, None, 0, 0)
-    if first == stop:
-        return first
-    bounce = _bounce() if direct else None
+    bounce = _bounce() if direct or spread else None
     room = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
-    with crew.joined(nbytes) as threads:
-        done: int = bound.load(*batch, first, stop, place, threads, flags, *trusted, *room)
+    held = directory.local and nbytes <= _HELD_NBYTES
+    if held:
+        first = bound.load_held(*batch, first, stop, place, 1, flags | _NOWAIT, *trusted, *room)
+    if first < stop and not (held and spread):
+        with crew.joined(nbytes) as threads:
+            first = bound.load(*batch, first, stop, place, threads, flags, *trusted, *room)
     if bounce is not None:
         spare_bounces.append(bounce)
-    return done
+    return first
 
 
 spare_bounces: Final[list[npt.NDArray[np.uint8]]] = []

@@ -29,6 +29,15 @@ static int open_path(const struct work *work, uint64_t file)
     return (int)syscall(SYS_openat2, work->dir_fd, path, &how, sizeof how);
 }
 
+/* Read what the units of a file have to hash to. */
+static int read_header(struct work *work, int fd, uint64_t file)
+{
+    const uint64_t nbytes = work->batch->header_nbytes;
+    const struct iovec row = {work->into->headers + file * nbytes, nbytes};
+    int how = RWF_NOWAIT;
+    return vua_read_rows(work, fd, &row, 1, nbytes, 0, nbytes, &how);
+}
+
 /* Open a file, if it is one to believe, and say in `opened` how it is to be read. */
 static int open_file(struct work *work, uint64_t file, struct opened *opened)
 {
@@ -42,7 +51,8 @@ static int open_file(struct work *work, uint64_t file, struct opened *opened)
         inode[0] = status.st_dev;
         inode[1] = status.st_ino;
         int cold = work->flags & DIRECT && vua_is_cold(fd);
-        if (!cold || !(work->flags & NOWAIT)) {
+        if ((!cold || !(work->flags & NOWAIT)) &&
+            (work->batch->spread == NULL || read_header(work, fd, file))) {
             if (cold)
                 work->found_cold(work);
             opened->direct = cold && work->bounce != NULL && fcntl(fd, F_SETFL, O_DIRECT) == 0;
@@ -106,6 +116,29 @@ static int load_cached(struct work *work, int fd, uint64_t file, const struct sl
     return 1;
 }
 
+/* Load slices through the page cache and `buffer` to where elements are spread. Returns whether all
+ * of them were read. */
+static int load_spread(struct work *work, int fd, uint64_t file, const struct slice *s,
+                       const struct slice *stop, char *buffer)
+{
+    const struct batch *batch = work->batch;
+    const char *header = work->into->headers + file * batch->header_nbytes;
+    uint64_t *digests = work->into->digests + file * batch->unit_count;
+    int how = RWF_NOWAIT;
+    for (; s < stop; s++) {
+        const uint64_t skip = s->header ? batch->header_nbytes : 0; /* it has been read */
+        const struct iovec row = {buffer, s->nbytes - skip};
+        if (row.iov_len == 0)
+            continue;
+        if (row.iov_len > work->bounce_nbytes ||
+            !vua_read_rows(work, fd, &row, 1, row.iov_len, s->offset + skip,
+                           s->offset + s->nbytes, &how))
+            return 0;
+        vua_spread(batch, s, buffer, header, work->place + file, digests);
+    }
+    return 1;
+}
+
 static int load_part(struct work *work, uint64_t file, uint64_t part, char *sink, char *bounce)
 {
     const struct batch *batch = work->batch;
@@ -113,6 +146,8 @@ static int load_part(struct work *work, uint64_t file, uint64_t part, char *sink
     const uint64_t left = batch->slice_count - first;
     const struct slice *s = batch->slices + first, *stop = s + (left < each ? left : each);
     struct opened *opened = &work->opened[file - work->first];
+    if (batch->spread != NULL)
+        return bounce != NULL && load_spread(work, opened->fd, file, s, stop, bounce);
     if (opened->direct) {
         if (bounce != NULL && vua_load_direct(work, opened->fd, file, s, stop, sink, bounce))
             return 1;

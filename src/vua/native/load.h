@@ -10,6 +10,7 @@
 
 enum { ROWS_MAX = 1024, STATE_NBYTES = 1024, THREADS_MAX = 8, ARRAYS_MAX = 2 };
 enum { COLD_THREADS = 16 }; /* that wait for a device or a server, which want several requests */
+#define NOWHERE UINT64_MAX /* the offset of a piece that is not wanted, where elements are spread */
 enum { SLICES_OF_PART = 4 }; /* of a file, that a thread reads in turn: a MiB in all */
 
 /* xxhash.h's streaming interface, found in the xxhash module by the caller. */
@@ -32,6 +33,14 @@ struct slice {
     uint64_t run, run_stop, header, nbytes, offset, unit, unit_stop;
 };
 
+/* How elements lie in memory whose tokens are no rows without gaps. The same fields as
+ * vua.native.Spread. */
+struct spread {
+    uint64_t item;                               /* bytes of an element */
+    uint64_t dims[ARRAYS_MAX];                   /* elements of a token */
+    uint64_t token[ARRAYS_MAX], dim[ARRAYS_MAX]; /* bytes from one to the next */
+};
+
 /* What is the same for all files of a batch. The same fields as vua.native.Transfer. */
 struct batch {
     struct xxh3 hash;
@@ -48,6 +57,7 @@ struct batch {
     const uint64_t *base[ARRAYS_MAX];         /* [layers] */
     uint64_t head_stride[ARRAYS_MAX];
     const uint64_t *piece_offset[ARRAYS_MAX]; /* [pieces of all places] */
+    const struct spread *spread; /* NULL: rows without gaps */
 };
 
 /* Whose files are read; without uids anybody's. */
@@ -113,7 +123,8 @@ struct cursor {
 int vua_read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t count,
                   uint64_t nbytes, uint64_t offset, uint64_t stop, int *how);
 
-/* Write the iovecs of a slice, those that follow each other in memory as one; return how many. */
+/* Write the iovecs of a slice, those that follow each other in memory as one; return how many. None
+ * where elements are spread. */
 uint64_t vua_aim(struct iovec *rows, const struct batch *batch, const struct slice *slice,
                  char *header, char *sink, uint64_t place);
 
@@ -124,6 +135,11 @@ void vua_hash_units(const struct batch *batch, struct cursor at, uint64_t unit, 
 /* Hash a slice that lies at `from`, and copy it to its place. Returns whether it could be. */
 int vua_take(const struct batch *batch, const struct slice *slice, const char *from, char *header,
              char *sink, uint64_t place, uint64_t *digests);
+
+/* Hash the units of a slice, which lie at `from`, and copy those that hash to what the file's header
+ * says to where their elements are spread: nothing else is written. */
+void vua_spread(const struct batch *batch, const struct slice *slice, const char *from,
+                const char *header, uint64_t place, uint64_t *digests);
 
 /* Whether this is a regular file with one name, of a user who is trusted. */
 int vua_is_plain(const struct stat *status, const struct users *trusted);

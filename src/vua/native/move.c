@@ -14,20 +14,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "move.h"
 #include "stream.h"
 #include "turn.h"
-
-/* Where one element of a box is, from its first one, in bytes. */
-struct stride {
-    uint64_t head, token, dim;
-};
-
-/* Boxes of one shape, but for their tokens. The same fields as vua.native.moves.Boxes. */
-struct boxes {
-    uint64_t count, heads, dims, item; /* item: bytes of an element; 1, 2, 4 or 8 */
-    struct stride to, from;
-    const uint64_t *target, *source, *tokens; /* [count]; addresses of their first elements */
-};
 
 /* Lives as long as a thread looks at it; `kinds` only until all boxes are done. */
 struct job {
@@ -116,7 +105,7 @@ static void copy_turned(char *to, const char *from, const struct loop *far, cons
     copy_each(to + wide * item, from + wide * near->from, &turned, &rest, item);
 }
 
-static void copy_box(const struct boxes *b, uint64_t at, int stream)
+void vua_copy_box(const struct boxes *b, uint64_t at, int stream)
 {
     if (b->to.dim == b->item && b->from.dim == b->item) {
         copy_rows(b, at, stream);
@@ -148,7 +137,7 @@ static void work(struct job *job)
         }
         while (at >= kind->count)
             at -= kind++->count;
-        copy_box(kind, at, job->stream);
+        vua_copy_box(kind, at, job->stream);
         if (job->stream)
             stream_end(); /* whoever sees the box done sees its bytes */
         atomic_fetch_add(&job->done, 1);

@@ -2,12 +2,15 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 #include <stdlib.h>
 
 #include "load.h"
+#include "move.h"
 #include "stream.h"
 
 static ssize_t read_some(int fd, const struct iovec *rows, uint64_t count, uint64_t offset, int how)
@@ -15,6 +18,13 @@ static ssize_t read_some(int fd, const struct iovec *rows, uint64_t count, uint6
     if (how == 0)
         return preadv(fd, rows, (int)count, (off_t)offset);
     return syscall(SYS_preadv2, fd, rows, count, offset, 0L, how); /* 0: the offset's upper half */
+}
+
+/* Whether a file lies in memory only, whose reads never wait; such file systems cannot be asked. */
+static int in_memory(int fd)
+{
+    struct statfs status;
+    return fstatfs(fd, &status) == 0 && status.f_type == TMPFS_MAGIC;
 }
 
 int vua_read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t count,
@@ -25,6 +35,10 @@ int vua_read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t 
         ssize_t got = read_some(fd, rows, count, offset, *how);
         if (got < 0 && errno == EINTR)
             continue;
+        if (got < 0 && *how != 0 && errno == EOPNOTSUPP && in_memory(fd)) {
+            *how = 0;
+            continue;
+        }
         if (got < 0 && *how != 0 && !(work->flags & NOWAIT) &&
             (errno == EAGAIN || errno == EOPNOTSUPP || errno == ENOSYS)) {
             *how = 0;
@@ -51,6 +65,8 @@ uint64_t vua_aim(struct iovec *rows, const struct batch *batch, const struct sli
                  char *header, char *sink, uint64_t place)
 {
     uint64_t count = 0;
+    if (batch->spread != NULL)
+        return 0;
     if (slice->header)
         rows[count++] = (struct iovec){header, batch->header_nbytes};
     uint64_t kept = count; /* rows that nothing is added to */
@@ -143,6 +159,45 @@ int vua_take(const struct batch *batch, const struct slice *slice, const char *f
     }
     stream_end();
     return 1;
+}
+
+/* Copy a run, which lies at `from`, to where its elements are spread. */
+static void spread_run(const struct batch *batch, const struct run *run, const char *from,
+                       uint64_t place)
+{
+    const uint64_t array = run->array, *offsets = batch->piece_offset[array] + place * batch->pieces;
+    const uint64_t start = batch->base[array][run->layer] + run->head * batch->head_stride[array];
+    const struct spread *spread = batch->spread;
+    const uint64_t row = spread->dims[array] * spread->item, tokens = run->nbytes / row;
+    for (uint64_t piece = 0; piece < batch->pieces; piece++, from += run->nbytes) {
+        const uint64_t target = start + offsets[piece], source = (uint64_t)from;
+        const struct boxes box = {
+            1, 1, spread->dims[array], spread->item,
+            .to = {0, spread->token[array], spread->dim[array]}, .from = {0, row, spread->item},
+            &target, &source, &tokens,
+        };
+        if (offsets[piece] != NOWHERE)
+            vua_copy_box(&box, 0, 1);
+    }
+}
+
+void vua_spread(const struct batch *batch, const struct slice *slice, const char *from,
+                const char *header, uint64_t place, uint64_t *digests)
+{
+    const struct run *run = batch->runs + slice->run;
+    for (uint64_t unit = slice->unit; unit < slice->unit_stop; unit++) {
+        const uint64_t nbytes = batch->unit_nbytes[unit];
+        struct iovec bytes = {(char *)from, nbytes};
+        struct cursor at = {&bytes, 0};
+        uint64_t expected;
+        memcpy(&expected, header + batch->table_offset + batch->unit_place[unit] * sizeof expected,
+               sizeof expected);
+        digests[unit] = hash_next(&batch->hash, &at, nbytes);
+        for (const char *stop = from + nbytes; from < stop; from += run++->nbytes * batch->pieces)
+            if (digests[unit] == expected && run->array < ARRAYS_MAX)
+                spread_run(batch, run, from, place);
+    }
+    stream_end();
 }
 
 /* Put bytes [offset, offset + nbytes) of an entry, which lie at `from`, where they belong: those

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vua.errors import LayoutError
 from vua.io.plan import ARRAYS_MAX
 from vua.io.vectors import Iovecs, memory_at
 from vua.native.transfer import Headers, Transfer
@@ -38,8 +39,12 @@ def rows_of(transfer: Transfer, place: int, discard: int = 0) -> Iovecs:
         transfer: how entries lie in memory.
         place: the chunk place in memory.
         discard: address of the discard buffer.
+
+    Raises LayoutError for spread memory: it has no such rows.
     """
     plan = transfer.plan
+    if transfer.spread is not None:
+        raise LayoutError("elements that lie apart are no rows")
     segments, extents = plan.segments, plan.extents
     offsets = np.empty((ARRAYS_MAX + 1, segments), dtype=np.uint64)
     for array, offset in enumerate(transfer.offsets):

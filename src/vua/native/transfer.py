@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,17 @@ from vua.native.bindings import xxh3
 
 __all__ = [
     "FAILED",
+    "NOWHERE",
     "PRESENT",
     "WRITTEN",
     "Headers",
+    "Spread",
     "Transfer",
     "WriteOptions",
 ]
 
+NOWHERE: Final = (1 << 64) - 1
+"""Of spread memory the offset of a segment that is not wanted: it is hashed, and not copied."""
 FAILED, PRESENT, WRITTEN = 0, 1, 2
 """What became of a file: it could not be written, or not be tried; was there before; is there."""
 
@@ -67,6 +71,30 @@ class Headers(ctypes.Structure):
         return inode.tobytes() if inode[1] else None
 
 
+class Spread(ctypes.Structure):
+    """How elements lie in memory whose tokens are no rows without gaps: an engine's own pages.
+
+    Such memory is only read into, by :func:`vua.native.read_entries`. Immutable.
+    """
+
+    _fields_ = (
+        ("item", ctypes.c_uint64),
+        ("dims", ctypes.c_uint64 * ARRAYS_MAX),
+        ("token", ctypes.c_uint64 * ARRAYS_MAX),
+        ("dim", ctypes.c_uint64 * ARRAYS_MAX),
+    )
+
+    def __init__(self, item: int, arrays: Sequence[tuple[int, int, int]]) -> None:
+        """Describe elements of ``item`` bytes (1, 2, 4 or 8).
+
+        ``arrays``: for K, and V, elements of a token, and bytes from one token and one element to
+        the next.
+        """
+        super().__init__(item)
+        for array, (dims, token, dim) in enumerate(arrays):
+            self.dims[array], self.token[array], self.dim[array] = dims, token, dim
+
+
 class Transfer(ctypes.Structure):
     """Between files of one plan and one memory, for any number of chunks. Immutable.
 
@@ -93,6 +121,7 @@ class Transfer(ctypes.Structure):
         ("base", ctypes.c_void_p * ARRAYS_MAX),
         ("head_stride", ctypes.c_uint64 * ARRAYS_MAX),
         ("segment_offset", ctypes.c_void_p * ARRAYS_MAX),
+        ("spread_at", ctypes.c_void_p),
     )
 
     def __init__(
@@ -102,6 +131,7 @@ class Transfer(ctypes.Structure):
         head_stride: Sequence[int],
         segment_offset: Sequence[npt.NDArray[np.uint64]],
         owner: object = None,
+        spread: Spread | None = None,
     ) -> None:
         """Use ``plan`` for memory.
 
@@ -111,9 +141,10 @@ class Transfer(ctypes.Structure):
             head_stride: per array, bytes from one head to the next.
             segment_offset: per array, ``[segments of all chunk places]``, in bytes.
             owner: whatever keeps the memory alive.
+            spread: how elements lie apart; None: tokens are rows without gaps.
         """
         u64 = np.uint64
-        self.plan, self.owner = plan, owner
+        self.plan, self.owner, self.spread = plan, owner, spread
         self.bases = [np.ascontiguousarray(array, dtype=u64) for array in base]
         self.strides = list(head_stride)
         self.offsets = [np.ascontiguousarray(array, dtype=u64) for array in segment_offset]
@@ -125,6 +156,7 @@ class Transfer(ctypes.Structure):
             self.base[array] = first.ctypes.data
             self.head_stride[array] = stride
             self.segment_offset[array] = offset.ctypes.data
+        self.spread_at = None if spread is None else ctypes.addressof(spread)
 
 
 class WriteOptions(ctypes.Structure):

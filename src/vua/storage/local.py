@@ -121,6 +121,8 @@ class LocalStorage:
         """Read and hash files by few calls; one that C stops at is read, or judged, in Python."""
         paths, transfer, into = list(map(entry_path, batch.names)), batch.transfer, batch.into
         past_cache = self._local and not self.shares_reads
+        if transfer.spread is not None:
+            return self._read_cached(batch, paths, direct=past_cache)
         known = self.first_reads.known(paths) if past_cache else len(paths)
         directory = Directory(self._fd, self._uids, self._local)
         done = 0
@@ -137,6 +139,17 @@ class LocalStorage:
                     return Filled(done, problem, into.version)
                 done += 1
         return Filled(done, None, into.version)
+
+    def _read_cached(self, batch: Batch, paths: Sequence[str], *, direct: bool) -> Filled:
+        """Read files into spread memory, up to the first that would have to be waited for."""
+        directory, into = Directory(self._fd, self._uids, self._local), batch.into
+        done = native.read_entries(
+            batch.transfer, directory, paths, batch.place, into, direct=direct
+        )
+        if direct:
+            self.first_reads.known(paths[:done])
+        left = BlockingIOError(errno.EAGAIN, "not to be had at once")
+        return Filled(done, left if done < len(paths) else None, into.version)
 
     def open_file(self, name: str) -> tuple[int, FileStatus]:
         """Open an entry's file for ways to read of one's own; see :mod:`vua.io.open_plain`.

@@ -23,6 +23,7 @@ from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
 from vua.storage.base import WRITTEN, Storage, entry_name, parse_name
+from vua.storage.local import LocalStorage
 from vua.store.entry_reader import EntryReader, Verified
 from vua.store.entry_writer import EntryWriter
 from vua.store.quarantine import Misses
@@ -77,6 +78,12 @@ class Store:
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
         corrupt, foreign, locked, error."""
 
+    @property
+    def files(self) -> LocalStorage | None:
+        """The files that are asked first, if any: those that a page cache may have."""
+        first = getattr(self.storage, "near", self.storage)  # of a tiered one
+        return first if isinstance(first, LocalStorage) else None
+
     def close(self) -> None:
         """Finish what is still to be done, within some seconds; a second call does nothing."""
         if self.capacity is not None:
@@ -99,7 +106,11 @@ class Store:
         if plan is None:
             plan = entry_plan(self.codec(stored, kind), taken, target, memory.piece_tokens)
             plan = self._plans.setdefault(which, plan)
-        return Transfer(plan, memory.base, memory.head_stride, memory.piece_offset, memory.owner)
+        return Transfer(
+            *(plan, memory.base, memory.head_stride, memory.piece_offset),
+            memory.owner,
+            memory.spread,
+        )
 
     # -- lookup -------------------------------------------------------------------------------
 
@@ -240,6 +251,23 @@ class Loader:
         log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
         return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
 
+    def load_cached(self, keys: Keys) -> int:
+        """Load leading chunks that need no waiting for; return how many. Nothing is judged.
+
+        Into spread memory, from files that the page cache has; the checksums of all bytes are
+        verified before they are copied. Why the chunk behind them was not taken is for
+        :meth:`load`, into other memory, to say.
+        """
+        store = self._store
+        cover = store._last_cover.get(self._target, self._cover)
+        if cover != self._cover:  # another loader found where chunks lie
+            self._follow(cover)
+        if store.files is None or len(self._route) > 1 or store.keyring.seals(keys[0].tenant):
+            return 0
+        chunks = self._route[0][1].read([keys[at] for at in range(len(keys))]).count
+        store.misses.loaded(keys, chunks)
+        return chunks
+
     def _unlock(self, tenant: str) -> None:
         """Take the key that a tenant's files are sealed with. Raises NoKeyError."""
         before, self._seal = self._seal, self._store.keyring.seal(tenant)
@@ -271,10 +299,11 @@ class Loader:
     def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
         """Take each chunk from these (stored shard, rectangle) pairs from now on."""
         store, kind = self._store, self._seal.kind if self._seal else ""
+        storage = store.files if self._memory.spread is not None and store.files else store.storage
         for stored, taken in cover:
             if (stored, taken, kind) not in self._readers:
                 transfer = store.transfer(stored, taken, self._target, self._memory, kind)
-                reader = EntryReader(store.storage, store.codec(stored, kind), transfer)
+                reader = EntryReader(storage, store.codec(stored, kind), transfer)
                 self._readers[stored, taken, kind] = reader
         self._cover = cover
         self._route = [(stored, self._readers[stored, taken, kind]) for stored, taken in cover]

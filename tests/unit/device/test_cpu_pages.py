@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from forms import column_form, shuffled_form
 
 from helpers import has_native, native_code
 from vua import native
@@ -38,21 +39,6 @@ def noise(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes as integers, for comparing."""
     return tensor.contiguous().view(INTEGERS[tensor.element_size()])
-
-
-def column_form(block_size: int, dim: int) -> PageForm:
-    """The form vLLM calls `vec`: K transposed as one block, then V by rows."""
-    k = torch.arange(dim) * block_size + torch.arange(block_size)[:, None]
-    v = torch.arange(block_size * dim).view(block_size, dim) + block_size * dim
-    return PageForm(k, v, 2 * dim)
-
-
-def shuffled_form(block_size: int, dim: int) -> PageForm:
-    """A form that no stride can express."""
-    generator = torch.Generator().manual_seed(block_size * dim)
-    places = torch.randperm(2 * block_size * dim, generator=generator)
-    k, v = places.view(2, block_size, dim)
-    return PageForm(k, v, 2 * dim)
 
 
 def caches(order: str, form: PageForm, dtype: torch.dtype, blocks: int = BLOCKS) -> torch.Tensor:
