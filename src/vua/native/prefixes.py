@@ -49,7 +49,7 @@ def hash_chain(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
     chunks = len(ids) // chunk_nbytes
     bound = library()
     if bound is None or sha256 is None or chunks < 2:
-        return _in_python(parent, ids, chunk_nbytes)
+        return chain_in_python(parent, ids, chunk_nbytes)
     digests = ctypes.create_string_buffer(chunks * _DIGEST_NBYTES)
     data = bytes(ids)
     hash_all = bound.chain_held if len(data) <= _HELD_NBYTES else bound.chain
@@ -57,7 +57,7 @@ def hash_chain(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
     return digests.raw
 
 
-def _in_python(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
+def chain_in_python(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
     digests, fresh = bytearray(), hashlib.sha256().copy  # cheaper than to make each anew
     for start in range(0, len(ids), chunk_nbytes):
         digest = fresh()

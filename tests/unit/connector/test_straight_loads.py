@@ -51,7 +51,8 @@ class CachedLoadTest(DirectoryTest):
         until(lambda: len(self.files()) == 3 and self.side.saves.pending == 0)
         self.side.stats.take()
         self.order = LoadOrder("r", [[5, 6, 7]], [GroupLoad(0, 0, 48, self.keys)])
-        self.attempt = Attempt(self.order, Workers[LoadOrder](1, timeout_s=60, name="test"))
+        self.workers = Workers[LoadOrder](1, timeout_s=60, name="test")
+        self.attempt = Attempt(self.order, self.workers)
 
     def load(self) -> dict[str, Any]:
         """Load the order; return what was recorded meanwhile."""
@@ -65,7 +66,7 @@ class CachedLoadTest(DirectoryTest):
 
     def begin(self) -> tuple[int, str | None]:
         """Load as a worker's thread does."""
-        return self.side._groups[0].load(self.order.parts[0], self.attempt, lambda: None)
+        return self.side.groups[0].load(self.order.parts[0], self.attempt, lambda: None)
 
     def test_without_a_slab(self) -> None:
         """All of it is there, and in no slab."""
@@ -76,7 +77,7 @@ class CachedLoadTest(DirectoryTest):
 
     def test_damage(self) -> None:
         """What comes before a bad chunk is loaded; the bad one is judged, and moved aside."""
-        store, before = self.side._groups[0].store, self.blocks(6)
+        store, before = self.side.groups[0].store, self.blocks(6)
         [bad] = [path for path in self.files() if self.keys[1].name in str(path)]
         flip(bad, bad.stat().st_size - 1)
         found = self.load()
@@ -95,7 +96,7 @@ class CachedLoadTest(DirectoryTest):
         self.assertEqual((0, None), self.begin())
         self.assertEqual(before, self.blocks(5, 6, 7))
 
-        self.attempt = Attempt(self.order, self.attempt._pool)
+        self.attempt = Attempt(self.order, self.workers)
         self.assertEqual((48, None), self.begin())
         self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
 
