@@ -133,7 +133,7 @@ class TestReplay(DirectoryTest):
         self.assertEqual(0, code)
         self.assertEqual((0.5, 0.5), (report["hit_ratio"], hits["LRU", 100]))
         self.assertEqual(0.3, hits["Belady", 1])  # of 5 distinct blocks: the one all have
-        self.assertEqual(10, len(hits))
+        self.assertEqual(8, len(hits))
 
     def test_policies_alone(self) -> None:
         """Without the store it prints the table only; what makes no sense is refused."""
