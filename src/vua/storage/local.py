@@ -121,9 +121,9 @@ class LocalStorage:
         """Read and hash files by few calls; one that C stops at is read, or judged, in Python."""
         paths, transfer, into = list(map(entry_path, batch.names)), batch.transfer, batch.into
         past_cache = self._local and not self.shares_reads
-        if transfer.spread is not None:
-            return self._read_cached(batch, paths, direct=past_cache)
-        known = self.first_reads.known(paths) if past_cache else len(paths)
+        cached = transfer.spread is not None  # or nothing: it is asked for again where it is not
+        asked = [] if cached else paths
+        known = self.first_reads.known(asked) if past_cache else len(paths)
         directory = Directory(self._fd, self._uids, self._local)
         done = 0
         while done < len(paths):
@@ -132,24 +132,18 @@ class LocalStorage:
             done = native.read_entries(
                 transfer, directory, paths, batch.place, into, done, stop, direct=direct
             )
+            if cached and past_cache:
+                self.first_reads.known(paths[:done])
             if done < stop:
+                if cached:
+                    left = BlockingIOError(errno.EAGAIN, "not to be had at once")
+                    return Filled(done, left, into.version)
                 try:
                     native.read_entry(transfer, directory, paths[done], batch.place, into, done)
                 except (OSError, EntryError, UntrustedError) as problem:
                     return Filled(done, problem, into.version)
                 done += 1
         return Filled(done, None, into.version)
-
-    def _read_cached(self, batch: Batch, paths: Sequence[str], *, direct: bool) -> Filled:
-        """Read files into spread memory, up to the first that would have to be waited for."""
-        directory, into = Directory(self._fd, self._uids, self._local), batch.into
-        done = native.read_entries(
-            batch.transfer, directory, paths, batch.place, into, direct=direct
-        )
-        if direct:
-            self.first_reads.known(paths[:done])
-        left = BlockingIOError(errno.EAGAIN, "not to be had at once")
-        return Filled(done, left if done < len(paths) else None, into.version)
 
     def open_file(self, name: str) -> tuple[int, FileStatus]:
         """Open an entry's file for ways to read of one's own; see :mod:`vua.io.open_plain`.
