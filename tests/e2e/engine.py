@@ -349,9 +349,11 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
 
     from vua.connector.cached_loads import CachedLoads
     from vua.device.cpu_pages import PagedKV
+    from vua.store.store import Loader
 
     scatter, preempt = PagedKV.scatter_chunks, Scheduler._preempt_request
-    schedule, load = Scheduler.schedule, CachedLoads.load
+    schedule, aim, load = Scheduler.schedule, CachedLoads.aim, Loader.load_cached
+    aims: dict[int, Any] = {}
 
     def add(event: str, number: int) -> None:
         counts[event] = counts.get(event, 0) + number
@@ -360,11 +362,15 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
         scatter(self, ids, start, count, *rest)
         add("tokens_loaded", count)
 
-    def counting_load(self: CachedLoads, part: Any, at: int, order: Any) -> int:
-        done = load(self, part, at, order)
+    def noting_aim(self: CachedLoads, part: Any, at: int, order: Any) -> Any:
+        aims[id(self.loader)] = part
+        return aim(self, part, at, order)
+
+    def counting_load(self: Loader, keys: Any) -> int:
+        done, part = load(self, keys), aims[id(self)]
         if done:
-            stop = min(part.keys[at + done - 1].stop, part.stop)
-            add("tokens_loaded", stop - max(part.keys[at].start, part.start))
+            stop = min(keys[done - 1].stop, part.stop)
+            add("tokens_loaded", stop - max(keys[0].start, part.start))
         return done
 
     def counting_preempt(*args: Any, **kwargs: Any) -> None:
@@ -379,7 +385,8 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
 
     with (
         mock.patch.object(PagedKV, "scatter_chunks", counting_scatter),
-        mock.patch.object(CachedLoads, "load", counting_load),
+        mock.patch.object(CachedLoads, "aim", noting_aim),
+        mock.patch.object(Loader, "load_cached", counting_load),
         mock.patch.object(Scheduler, "_preempt_request", counting_preempt),
         mock.patch.object(Scheduler, "schedule", counting_schedule),
     ):

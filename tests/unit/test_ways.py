@@ -32,7 +32,7 @@ LAYOUT = KVLayout(layers=2, kv_heads=1, k_dim=64, v_dim=64, dtype="F32", chunk_t
 MOST = {
     ("save", "auto"): (6, 5),
     ("save", "off"): (8, 6),
-    ("load", "auto"): (9, 8),  # what a page cache has is read by a short cut, a module of its own
+    ("load", "auto"): (8, 7),
     ("load", "off"): (13, 9),  # the way through a slab is a function apart
     ("eviction", "auto"): (7, 4),
 }

@@ -10,6 +10,7 @@ from typing import Final
 
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.device.cpu_pages import PagedKV
+from vua.format.keys import Keys
 from vua.format.layout import MemoryMap, Shard
 from vua.store.store import Store
 
@@ -29,7 +30,9 @@ class CachedLoads:
         """Load ``shard`` into the blocks of ``table``; :meth:`of` calls this."""
         self._pages, self._memory, self._table = pages, memory, table
         self._chunks = memory.chunks(store.layout)
-        self._loader = store.loader(memory, target=shard)
+        self.loader = store.loader(memory, target=shard)
+        """What loads the keys that :meth:`aim` returns; of the bytes that it copies all have the
+        checksums of their file's header, and some may be of a file that is another chunk's."""
 
     @classmethod
     def of(cls, store: Store, shard: Shard, pages: PagedKV, table: int) -> CachedLoads | None:
@@ -40,13 +43,12 @@ class CachedLoads:
             return None
         return cls(store, shard, pages, memory, table)
 
-    def load(self, part: GroupLoad, at: int, order: LoadOrder) -> int:
-        """Load chunks from the part's number ``at`` on; return how many are in their blocks.
+    def aim(self, part: GroupLoad, at: int, order: LoadOrder) -> Keys:
+        """Aim at the blocks of chunks from the part's number ``at`` on; return their keys.
 
-        Waits for no storage. Only bytes are copied that have the checksums of their file's header;
-        those of a file that turns out to be another chunk's may be among them.
+        None where C cannot write there.
         """
         keys = part.keys[at : at + self._chunks]
         start, stop = max(keys[0].start, part.start), min(keys[-1].stop, part.stop)
         where = (order.block_ids[self._table], start, stop - start, start - keys[0].start)
-        return self._loader.load_cached(keys) if self._pages.aim(self._memory, *where) else 0
+        return keys if self._pages.aim(self._memory, *where) else keys[:0]

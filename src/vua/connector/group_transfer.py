@@ -227,7 +227,9 @@ class GroupTransfer:
                 with attempt.use() as wanted:
                     if not wanted:  # the blocks may be another request's by now
                         break
-                    done = 0 if cached is None else cached.load(part, at, attempt.what)
+                    done = 0
+                    if cached is not None:
+                        done = cached.loader.load_cached(cached.aim(part, at, attempt.what))
                 path = "blocks"
                 if done == 0:
                     slab, path = slab or self.load_slabs.take(), "slab"

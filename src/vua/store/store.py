@@ -259,6 +259,8 @@ class Loader:
         :meth:`load`, into other memory, to say.
         """
         store = self._store
+        if not len(keys):
+            return 0
         cover = store._last_cover.get(self._target, self._cover)
         if cover != self._cover:  # another loader found where chunks lie
             self._follow(cover)
