@@ -6,6 +6,7 @@ to say: an engine gives the blocks of a load that was reported as failed to othe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -215,11 +216,7 @@ class GroupTransfer:
         """
         if not self._places:
             return part.start, "unable"
-        spare, slab = self._cached, None
-        try:
-            cached: CachedLoads | None = spare.pop()
-        except IndexError:  # others use them
-            cached = self._cached_loads()
+        spare, slab, cached = self._cached, None, self._cached_loads()
         reached, reason, at = part.start, None, 0
         try:
             while at < len(part.keys) and reason is None:
@@ -250,6 +247,9 @@ class GroupTransfer:
         return reached, reason
 
     def _cached_loads(self) -> CachedLoads | None:
+        """Return one that no other thread uses; None: pages or files allow no short way."""
+        with contextlib.suppress(IndexError):
+            return self._cached.pop()
         if len(self._places) > 1:
             return None
         ((table, _, pages),) = self._places
