@@ -172,7 +172,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "an orphan keeps its mtime",
         "vua/capacity/reservation.py",
-        "set_mtime(self.storage.fileno(), chunk, ORPHAN_MTIME_NS)",
+        "set_mtime(fd, chunk, min(ORPHAN_MTIME_NS, before_ns - MTIME_STEP_NS))",
         "pass",
     ),
     Named(

@@ -127,8 +127,10 @@ class Capacity:
     def add_orphan(self, chunk: str, parent: str) -> None:
         """Note a new chunk whose parent is not there, or is an orphan itself: it may come soon."""
         self._orphans.append((time.monotonic(), chunk, parent))
+        fd = self.storage.fileno()
+        before_ns = mtime_ns_of(fd, parent) or ORPHAN_MTIME_NS + MTIME_STEP_NS
         with contextlib.suppress(OSError):
-            set_mtime(self.storage.fileno(), chunk, ORPHAN_MTIME_NS)
+            set_mtime(fd, chunk, min(ORPHAN_MTIME_NS, before_ns - MTIME_STEP_NS))
 
     def adopt_orphans(self) -> None:
         """Give orphans their mtimes, or delete them, when their parents had time to come."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from helpers import DirectoryTest
 from vua.capacity.use_log import UseLog, short_name
-from vua.storage.mark import UPKEEP, USES, make_mark
+from vua.storage.claim import make_mark
+from vua.storage.mark import UPKEEP, USES
 
 
 def chunk(number: int) -> str:
