@@ -17,7 +17,7 @@ from helpers import write_log
 from vua.capacity.limits import Limits, write_bounds
 from vua.capacity.usage import measure
 from vua.capacity.use_log import UseLog
-from vua.storage.mark import UPKEEP, USES, make_mark
+from vua.storage.mark import UPKEEP, USES
 
 
 def chunk(*place: int) -> str:
@@ -104,7 +104,6 @@ class TestAdvise(CliTest):
 
     def test_the_log_of_processes(self) -> None:
         """What processes write is what is counted."""
-        make_mark(self.root)
         log = UseLog(self.root)
         for prompt in TWICE_EACH:
             log.append(prompt)
