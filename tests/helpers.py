@@ -7,11 +7,12 @@ import functools
 import os
 import shutil
 import signal
+import struct
 import tempfile
 import time
 import traceback
 import unittest
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,11 +24,12 @@ import pytest
 import torch
 
 from vua import native
+from vua.capacity.use_log import short_name
 from vua.core import VUA
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
 from vua.native import chosen
-from vua.storage.mark import USES
+from vua.storage.mark import UPKEEP, USES
 from vua.store.namespace import Namespace
 
 Arrays = list[npt.NDArray[np.uint8]]
@@ -299,3 +301,18 @@ def in_child(does: Callable[[], object]) -> str:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return "hung"
+
+
+def write_log(root: Path, requests: Iterable[tuple[float, Sequence[str]]]) -> None:
+    """Have requests in a directory's log: when they came, and their chunks (64 hex)."""
+    folder = root / UPKEEP / USES
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [b""]
+    for time_s, chunks in requests:
+        names = map(short_name, chunks)
+        record = struct.pack(f"<QI{len(chunks)}Q", int(time_s * 1e6), len(chunks), *names)
+        if len(files[-1]) + len(record) > 1 << 20:  # a longer one is passed over
+            files.append(b"")
+        files[-1] += record
+    for number, records in enumerate(files):
+        (folder / f"{number:016x}.uses").write_bytes(b"VUAuses1" + records)

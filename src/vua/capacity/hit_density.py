@@ -46,9 +46,12 @@ _REQUESTS_PER_FIT: Final = 64
 class HitDensity:
     """Learns from requests what chunks are worth. For one thread at a time."""
 
-    def __init__(self, remembered: int = _REMEMBERED) -> None:
-        """Begin with nothing known; remember at most so many chunks."""
-        self._remembered = remembered
+    def __init__(self, remembered: int = _REMEMBERED, part: float = 1.0) -> None:
+        """Begin with nothing known; remember at most so many chunks.
+
+        ``part``: of all chunks, those that will be met here; so many of these are remembered.
+        """
+        self._remembered, self._part = int(remembered * part), part
         self._rows: OrderedDict[int, int] = OrderedDict()
         """Chunk -> its row below, that used longest ago first; a child before its parent."""
         self._free: list[int] = []
@@ -78,7 +81,7 @@ class HitDensity:
         if new:
             found = self._add(chunks, found)
         places = np.array(found, dtype=np.intp)
-        new_class = int(np.searchsorted(_NEW_STEPS, new, side="right"))
+        new_class = int(np.searchsorted(_NEW_STEPS, new / self._part, side="right"))
         self._class[places] = _uses_class(self._uses[places]) * _NEW_CLASSES + new_class
         self._uses[places] += 1
         self._last_s[places] = now_s

@@ -20,6 +20,7 @@ from typing import Final
 from vua import __version__, native
 from vua.capacity.limits import Limits
 from vua.cli.adopting import adopt
+from vua.cli.advise import advise
 from vua.cli.arguments import VARIABLE, Parser, duration_s, parsed, share
 from vua.cli.bench import add_arguments, bench
 from vua.cli.bucket import adopt_bucket, du_bucket, gc_bucket, rm_bucket
@@ -70,8 +71,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="vua",
         description="Look into a VUA cache directory.",
         epilog="Look: ls, du, top, ui, inspect, explain, events. Check: verify, doctor. "
-        "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. Measure: bench. "
-        "Fill: warm. Set up: key, completion. "
+        "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. "
+        "Measure: bench, advise. Fill: warm. Set up: key, completion. "
         f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 "
         "all is well, 1 damage or not all done, 2 no sense or no such directory.",
     )
@@ -192,6 +193,11 @@ def _add_upkeep(
     one = add("du", "show what a directory occupies, and its bounds")
     one.add_argument("--quick", action="store_true", help="estimate it from a sample")
 
+    one = add("advise", "say what more or less room would bring, from the requests of engines")
+    one.add_argument(
+        "--max-bytes", metavar="SIZE", help="as engines are told, if the directory has more room"
+    )
+
     one = add("gc", "bring a directory within its bounds and sweep it", keys)
     size = "bytes, 500G or a share of the disk like 80%%"
     one.add_argument("--max-bytes", metavar="SIZE", help=f"of the whole directory: {size}")
@@ -298,6 +304,9 @@ def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
 _RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
     "ls": lambda said, write: ls(said.directory, long=said.long, sort=said.sort, write=write),
     "inspect": lambda said, write: inspect(said.files, write=write),
+    "advise": lambda said, write: advise(
+        said.directory, Limits(max_bytes=said.max_bytes), write=write
+    ),
     "bench": lambda said, write: bench(said, write=write),
     "completion": lambda said, write: completion(said.shell, write=write),
     "verify": lambda said, write: verify(
@@ -343,7 +352,7 @@ _ON_BUCKETS: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]]
 }  # fmt: skip
 """What is done otherwise with a cache in a bucket; the rest takes both."""
 
-_AS_OWNER: Final = frozenset({"adopt", "du", "gc", "pin", "rm", "ttl", "ui", "verify"})
+_AS_OWNER: Final = frozenset({"adopt", "advise", "du", "gc", "pin", "rm", "ttl", "ui", "verify"})
 """Root does these as the user whose the directory is; `import` when it has opened its archive."""
 
 

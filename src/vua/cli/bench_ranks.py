@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Final, Protocol
 
 import numpy as np
@@ -63,9 +64,9 @@ class Ranked(Policy):
 class Past:
     """What is learned from requests. Does not depend on what is held: all sizes share one."""
 
-    def __init__(self) -> None:
-        """Begin with nothing known."""
-        self.density = HitDensity()
+    def __init__(self, part: float = 1.0) -> None:
+        """Begin with nothing known; what is met is such a part of all blocks."""
+        self.density = HitDensity(part=part)
         self._latest_ns = -1
 
     def meet(self, blocks: Sequence[int], now_ns: int) -> None:
@@ -78,46 +79,52 @@ class Past:
 class Dense(Policy):
     """The block that promises fewest hits for its space and time goes first."""
 
-    def __init__(self, capacity: int, past: Past) -> None:
-        """Rank by what ``past`` has learned."""
+    def __init__(self, capacity: int, past: Past, ahead: float = 0.0) -> None:
+        """Rank by what ``past`` has learned.
+
+        Whoever looks for victims lists such a share of the room ``ahead``, as directories do; what
+        is used meanwhile stays. By default they are looked for anew with each request.
+        """
         super().__init__(capacity)
-        self._past = past
+        self._past, self._ahead = past, int(ahead * capacity)
         self._used: dict[int, int] = {}
         """Blocks that are held, and when they were used: as mtimes are set."""
-        self._victims: list[int] = []
-        """What is to go now, the first one last."""
+        self._victims: list[tuple[int, int]] = []
+        """What is to go unless it is used, and when it was used; the first one last."""
         self._now_ns = 0
 
     def use(self, blocks: Sequence[int], hits: int, now_ns: int) -> int:  # noqa: ARG002
         """Note a request."""
         self._past.meet(blocks, now_ns)
-        self._now_ns, self._victims = now_ns, []
+        self._now_ns = now_ns
+        if not self._ahead:
+            self._victims = []
         for place, block in enumerate(blocks):
             self._used[block] = now_ns - place * MTIME_STEP_NS
         return len(blocks)
 
     def victim(self) -> int:
         """Return the block of the lowest rank."""
-        if not self._victims:
-            density, blocks = self._past.density, [*self._used]
-            mtimes = np.fromiter(self._used.values(), np.int64, len(blocks))
+        while self._victims:
+            block, used_ns = self._victims[-1]
+            if self._used.get(block) == used_ns:
+                return block
+            self._victims.pop()
+        density, blocks = self._past.density, [*self._used]
+        many = len(blocks)
+        mtimes = np.fromiter(self._used.values(), np.int64, many)
+        if density.is_learned:
+            rows = np.fromiter(map(density.known().get, blocks, repeat(-1)), np.intp, many)
+            worths = density.worths(self._now_ns / 1e9, rows[rows >= 0])
+            order = np.lexsort((mtimes, np.where(rows < 0, -1.0, worths[rows])))
+        else:
             order = np.argsort(mtimes)
-            if density.is_learned:
-                known = density.known()
-                rows = np.array([known.get(block, -1) for block in blocks])
-                worths = density.worths(self._now_ns / 1e9, rows[rows >= 0])
-                ranks = np.where(rows < 0, -1.0, worths[rows])
-                order = np.lexsort((mtimes, ranks))
-            over = len(blocks) - self.capacity
-            self._victims = [blocks[at] for at in order[: max(1, over)][::-1]]
-        return self._victims[-1]
+        first = order[: max(1, many - self.capacity, self._ahead)][::-1]
+        self._victims = [(blocks[at], int(mtimes[at])) for at in first]
+        return self._victims[-1][0]
 
     def drop(self, block: int) -> None:
         """Forget a block."""
-        if self._victims and self._victims[-1] == block:
-            self._victims.pop()
-        else:
-            self._victims = []
         del self._used[block]
 
 

@@ -67,10 +67,19 @@ class Outcome(NamedTuple):
         return self.written_blocks / self.hit_blocks if self.hit_blocks else math.inf
 
 
-def simulate(requests: Iterable[Asked], policies: Sequence[Policy]) -> list[Outcome]:
-    """Send requests through a store for each policy, in one pass."""
+def simulate(
+    requests: Iterable[Asked], policies: Sequence[Policy], uncounted: int = 0
+) -> list[Outcome]:
+    """Send requests through a store for each policy, in one pass.
+
+    The first ``uncounted`` requests only fill the stores.
+    """
     stores, asked, now_ns = [SimulatedStore(policy) for policy in policies], 0, 0
-    for request in requests:
+    for number, request in enumerate(requests):
+        if number == uncounted:
+            asked = 0
+            for store in stores:
+                store.hit_blocks = store.written_blocks = 0
         blocks = request.whole
         now_ns = max(int(request.time_s * 1e9), now_ns + _APART_NS)
         asked += len(blocks)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 import time
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from unittest import mock
 
-from helpers import DirectoryTest
+from helpers import DirectoryTest, write_log
 from replay import LAYOUT, NBYTES
 from vua.capacity import evictor
 from vua.capacity.evictor import Evictor
@@ -16,12 +14,10 @@ from vua.capacity.limits import Limits
 from vua.capacity.lru import server_now_ns, set_mtime
 from vua.capacity.policy import IN_USE, LRU, LeastHitDensity
 from vua.capacity.reservation import Capacity
-from vua.capacity.use_log import short_name
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import WRITTEN
-from vua.storage.mark import UPKEEP, USES
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
@@ -78,17 +74,6 @@ SECOND_NS = 10**9
 LOVED = 450
 """Prompts that are asked for every 100 s, of two chunks each."""
 HISTORY_S = 1200
-
-
-def write_log(root: Path, requests: Iterable[tuple[float, Sequence[str]]]) -> None:
-    """Have requests in the log: when they came, and their chunks."""
-    records = b"".join(
-        struct.pack(f"<QI{len(chunks)}Q", int(time_s * 1e6), len(chunks), *map(short_name, chunks))
-        for time_s, chunks in requests
-    )
-    folder = root / UPKEEP / USES
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "0123456789abcdef.uses").write_bytes(b"VUAuses1" + records)
 
 
 class TestLeastHitDensity(DirectoryTest):

@@ -15,7 +15,7 @@ from typing import Final
 
 from buckets import memory_url
 from commands import TOKENS, CliTest, run, run_json, verbs
-from helpers import flip
+from helpers import flip, write_log
 
 PAGE: Final = (Path(__file__).parents[3] / "docs" / "cli.md").read_text("utf-8")
 WHOLE: Final = {"identity", "layout", "first_missing", "damaged", "others", "loads", "salts"}
@@ -67,6 +67,7 @@ class JsonTest(CliTest):
         (self.beside / "tokens").write_text(json.dumps(TOKENS.tolist() + [1] * 8))
         requests = [{"hash_ids": [1, 2], "input_length": 1024}] * 2
         (self.beside / "trace").write_text("\n".join(map(json.dumps, requests)))
+        write_log(self.root, [(at, ["00" * 32]) for at in range(300)])
 
     def commands(self) -> dict[str, list[list[object]]]:
         """Verbs by the section that describes them; together they show every field of it."""
@@ -77,6 +78,7 @@ class JsonTest(CliTest):
             "ls": [["ls", root, "-l"]],
             "inspect": [["inspect", self.entries()[0]]],
             "du": [["du", root]],
+            "advise": [["advise", root]],
             "top": [["top", root, "--once", "--interval", "0.01"]],
             "doctor": [["doctor", root]],
             "explain": [["explain", root, "--tokens", beside / "tokens"]],

@@ -1,0 +1,201 @@
+"""`vua advise`: what twice or half the room would bring, from the requests that a directory saw.
+
+The log of requests (:mod:`vua.capacity.use_log`) goes through simulated stores of several sizes, by
+the policy of directories and by LRU. Its first quarter only fills them. Pins, times to live and
+what a disk without space refuses are left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.scan import Show
+from vua.capacity.usage import measure
+from vua.capacity.use_log import Request, UseLog
+from vua.cli.bench_policies import LRU
+from vua.cli.bench_ranks import Dense, Past
+from vua.cli.bench_simulate import simulate
+from vua.cli.text import SOUND, Write, progress, size, table, when
+from vua.errors import ConfigError, StorageError
+from vua.storage.problems import explained
+from vua.storage.urls import is_url
+from vua.store.namespace import check_root
+
+__all__ = ["advise"]
+
+_SHARES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
+_LEAST_REQUESTS: Final = 200
+_COLD_SHARE: Final = 0.25
+"""Of the requests, the first: they fill the stores, and their hits are not counted."""
+_SAMPLE_CHUNKS: Final = 1 << 14
+"""Chunks asked for that are simulated, about: it takes some seconds."""
+_AHEAD_SHARE: Final = 1 / 200
+"""Of the room, for which victims are looked for at once."""
+_SAME: Final = 0.005
+"""Part of the hits that is no difference."""
+
+
+class _Asked(NamedTuple):
+    """A request, as :func:`simulate` takes it."""
+
+    whole: tuple[int, ...]
+    time_s: float
+
+
+def advise(directory: str, said: Limits, *, write: Write | None) -> int:
+    """Print what stores of several sizes would have found; ``said`` is what the engines are told.
+
+    Where the log says too little it says that. Raises ConfigError (a bucket), StorageError.
+    """
+    if is_url(directory):
+        msg = f"{directory}: requests are logged in directories; name the one before the bucket"
+        raise ConfigError(msg)
+    root = check_root(directory, create=False)
+    try:
+        limits, usage, status = ResolvedLimits.of(root, said), measure(root), os.statvfs(root)
+    except OSError as problem:
+        if isinstance(problem, StorageError):
+            raise
+        raise explained(problem, directory) from problem
+    free = status.f_bavail * status.f_frsize
+    room_nbytes = max(0, min(limits.max_bytes, usage.nbytes + free - limits.min_free_bytes))
+    chunk_nbytes = usage.nbytes / usage.chunks if usage.chunks else None
+    requests = _sound(UseLog(root).read())
+    report: dict[str, Any] = {
+        "version": 1, "directory": directory,
+        "requests": len(requests), "chunks": sum(len(one.whole) for one in requests),
+        "distinct_chunks": _distinct(requests),
+        "first_s": requests[0].time_s if requests else None,
+        "last_s": requests[-1].time_s if requests else None,
+        "room_nbytes": room_nbytes, "chunk_nbytes": chunk_nbytes and round(chunk_nbytes),
+        "sample_share": 1.0, "rooms": [],
+    }  # fmt: skip
+    if len(requests) < _LEAST_REQUESTS:
+        report["advice"] = [f"Too little to advise from: it takes {_LEAST_REQUESTS} requests."]
+    elif not chunk_nbytes:
+        report["advice"] = ["Nothing is stored, so it is not known how large a chunk is."]
+    elif room_nbytes < chunk_nbytes:
+        report["advice"] = ["There is room for no chunk: see `vua du`."]
+    else:
+        report["sample_share"] = part = min(1.0, _SAMPLE_CHUNKS / report["chunks"])
+        with progress() as show:
+            report["rooms"] = _simulated(requests, room_nbytes, chunk_nbytes, part, show)
+        report["advice"] = _advice({one["share"]: one["hit_ratio"] for one in report["rooms"]})
+    if write is not None:
+        write(report)
+    else:
+        _print(report)
+    return SOUND
+
+
+def _sound(requests: Sequence[Request]) -> list[_Asked]:
+    """Return what makes a tree, as names of chunks do: before each chunk is always the same one."""
+    before: dict[int, int] = {}
+    found = []
+    for request in requests:
+        chunks = tuple(request.chunks)
+        pairs = zip(chunks, (-1, *chunks), strict=False)
+        if chunks and all(before.setdefault(chunk, parent) == parent for chunk, parent in pairs):
+            found.append(_Asked(chunks, request.time_s))
+    return found
+
+
+def _distinct(requests: Sequence[_Asked]) -> int:
+    return len(set(chain.from_iterable(one.whole for one in requests)))
+
+
+def _simulated(
+    requests: Sequence[_Asked], room_nbytes: int, chunk_nbytes: float, part: float, show: Show
+) -> list[dict[str, Any]]:
+    """Simulate parts and multiples of the room, and one for everything, with a part of all chunks.
+
+    Names are hashes, so the lowest are a fair sample. Of misses it is one, too: these are of many
+    chunks. Hits may be of few, so they are what is no miss (SHARDS, Waldspurger and others, 2015).
+    """
+    below, cold = int(part * 2**64), int(len(requests) * _COLD_SHARE)
+    thin = [one._replace(whole=tuple(n for n in one.whole if n < below)) for one in requests]
+    sample, uncounted = (
+        [one for one in thin if one.whole],
+        sum(bool(one.whole) for one in thin[:cold]),
+    )
+    asked = part * sum(len(one.whole) for one in requests[cold:])
+    distinct = _distinct(sample)
+    sizes: dict[float | None, int] = {}
+    for share in _SHARES:
+        chunks = max(int(room_nbytes / chunk_nbytes * share * part), int(share >= 1))
+        if chunks and max(sizes.values(), default=0) < distinct:
+            sizes[share] = chunks
+    sizes[None] = distinct
+    past = Past(part)
+    stores = [policy for n in sizes.values() for policy in (Dense(n, past, _AHEAD_SHARE), LRU(n))]
+
+    def watched() -> Iterator[_Asked]:
+        for number, one in enumerate(sample, 1):
+            yield one
+            show("", number, len(sample), amount=number, unit="requests")
+
+    outcomes = iter(simulate(watched(), stores, uncounted))
+    rooms = []
+    for times, chunks in sizes.items():
+        found, by_lru = next(outcomes), next(outcomes)
+        hits, lru_hits = (
+            max(0.0, asked - (one.blocks - one.hit_blocks)) for one in (found, by_lru)
+        )
+        rooms.append({
+            "share": times,
+            "nbytes": round(chunks / part * chunk_nbytes),
+            "hit_ratio": hits / asked,
+            "lru_hit_ratio": lru_hits / asked,
+            "written_per_hit_nbytes":
+                round(found.written_blocks * chunk_nbytes / hits) if hits else None,
+        })  # fmt: skip
+    return rooms
+
+
+def _advice(hits: Mapping[float | None, float]) -> list[str]:
+    half, now, twice = (hits.get(share, hits[None]) for share in (0.5, 1.0, 2.0))
+    if 2.0 in hits:
+        found = [f"Twice the room would find {_than(twice, now)}."]
+    else:
+        found = ["All that was asked for fits: what more room would bring is not to be seen here."]
+    if 0.5 in hits or 1.0 not in hits:  # else it is less than a chunk
+        found.append(f"Half the room would find {_than(half, now)}.")
+    return found
+
+
+def _than(hits: float, now: float) -> str:
+    if abs(hits - now) <= _SAME * now:
+        return "about as much"
+    if not now:
+        return f"{100 * hits:.1f} % of what is asked for, and the present room nothing"
+    return f"{100 * abs(hits - now) / now:.0f} % {'more' if hits > now else 'less'}"
+
+
+def _print(report: dict[str, Any]) -> None:
+    text = f"{report['directory']}: {report['requests']:,} requests for {report['chunks']:,} chunks"
+    if report["requests"]:
+        text += f" ({report['distinct_chunks']:,} different), "
+        text += f"{when(report['first_s'])} to {when(report['last_s'])}"
+    print(text)
+    if report["rooms"]:
+        print(
+            f"room for {size(report['room_nbytes'])} in chunks of {size(report['chunk_nbytes'])}; "
+            "the first quarter of the requests fills it, hits are counted in the rest"
+        )
+        if report["sample_share"] < 1:
+            part = f"{100 * report['sample_share']:.1f} %"
+            print(f"simulated: a sample, {part} of the chunks, in stores of {part} of these sizes")
+        rows = []
+        for one in report["rooms"]:
+            written, hits = one["written_per_hit_nbytes"], (one["hit_ratio"], one["lru_hit_ratio"])
+            name = "unbounded" if one["share"] is None else f"{one['share']:g} x"
+            ratios = [f"{100 * ratio:.1f} %" for ratio in hits]
+            rows.append(
+                [name, size(one["nbytes"]), *ratios, "-" if written is None else size(written)]
+            )
+        table(["room", " size", " hits", " hits by LRU", " written per chunk hit"], rows)
+    print(" ".join(report["advice"]))
