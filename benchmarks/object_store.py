@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from buckets import seaweedfs, speaking_to
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.io.map_on import map_on
 from vua.io.threads import Threads
 from vua.storage import bucket
 from vua.storage.bucket import Bucket
@@ -223,7 +224,7 @@ class Place:
         self._each(lambda item: put(self._bucket._writes, *item), items)
 
     def _each(self, work: Callable[[Any], object], items: Sequence[object]) -> None:
-        self._threads.map(lambda _, item: work(item), items)
+        map_on(self._threads, lambda _, item: work(item), items)
 
     def _add_boto3(self) -> None:
         import boto3

@@ -23,6 +23,7 @@ from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
 from vua.io.buffers import BufferPool
 from vua.io.forks import watch
+from vua.io.map_on import map_on
 from vua.io.threads import Call, Threads
 from vua.security.keyring import NoKeyError, check_keys
 from vua.store.label import Label
@@ -171,9 +172,10 @@ class VUA:
         namespace = self._namespace_for(caches)
         store, chains = namespace.stores[0], [namespace.keys(one) for one in ids]
         pairs = list(zip(chains, caches, strict=True))
-        met = self._threads.map(lambda _, pair: self._meet(store, *pair), pairs)
+        met = map_on(self._threads, lambda _, pair: self._meet(store, *pair), pairs)
         return sum(
-            self._threads.map(
+            map_on(
+                self._threads,
                 lambda call, one: self._put(call, store, *one[0], one[1]),
                 zip(pairs, met, strict=True),
             )
@@ -252,7 +254,8 @@ class VUA:
         """
         batch = sequences(tokens)
         namespace = self.namespace()
-        answers = self._threads.map(
+        answers = map_on(
+            self._threads,
             lambda _, pair: self._get(namespace, pair[0], pair[1], torch.device(device)),
             zip(batch.ids, batch.rows, strict=True),
         )

@@ -11,12 +11,10 @@ The threads are daemons. At the end of the process calls under way have some sec
 from __future__ import annotations
 
 import atexit
-import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
@@ -25,7 +23,6 @@ from vua.io.forks import watch
 __all__ = ["Call", "Threads"]
 
 T = TypeVar("T")
-A = TypeVar("A")
 
 _EXIT_S: Final = 5.0
 """How long the end of the process waits for calls under way: storage may hang."""
@@ -117,10 +114,11 @@ class Threads:
         be started.
         """
         call = Call(work)
-        self._submit(call)
+        self.put(call)
         return call
 
-    def _submit(self, call: Call[Any]) -> None:
+    def put(self, call: Call[Any]) -> None:
+        """Make a call as :meth:`submit` does, which whoever waits for it knows already."""
         shared = self._shared
         if self._closed:
             msg = f"{self._name}: closed, nothing more can be done with it"
@@ -137,28 +135,6 @@ class Threads:
                     raise
         shared.queue.put(call)
 
-    def map(self, work: Callable[[Call[T], A], T], items: Iterable[A]) -> list[T]:
-        """Return ``[work(call, item) for item in items]``, made on the threads.
-
-        The first error is raised when what is under way has ended; what has not begun never does.
-        So it is with an exception that a signal raises here, except that a second one waits no
-        more: nothing is read from an item, and nothing written to it, after an error.
-        """
-        some = list(items)
-        ended = _Countdown(len(some))
-        calls = [Call[T](partial(_counted, work, item, ended)) for item in some]
-        try:
-            for call in calls:
-                self._submit(call)
-            ended.wait()
-            return [call.result() for call in calls]
-        except BaseException:
-            # The last first: a call that ends early because it is dropped frees a thread, which
-            # must not take up the next one.
-            for call in [call for call in reversed(calls) if not call.drop()]:
-                call.wait()
-            raise
-
     def close(self, timeout_s: float | None = None) -> None:
         """Let calls end, for ``timeout_s`` at most, then the threads. May be called again."""
         self._closed = True
@@ -167,41 +143,6 @@ class Threads:
         for thread in list(self._shared.threads):
             if thread is not threading.current_thread():
                 thread.join(None if stop is None else max(0.0, stop - time.monotonic()))
-
-
-class _Countdown:
-    """Wakes its owner once, when the last of so many calls ends or one fails.
-
-    To wake up for each costs more than a small read.
-    """
-
-    def __init__(self, calls: int) -> None:
-        self._last, self._ended = calls - 1, itertools.count()
-        self._over, self._waited_for = threading.Lock(), threading.Lock()
-        if calls:
-            self._waited_for.acquire()
-
-    def one_ended(self) -> None:
-        if next(self._ended) == self._last:
-            self.over()
-
-    def over(self) -> None:
-        if self._over.acquire(blocking=False):
-            self._waited_for.release()
-
-    def wait(self) -> None:
-        with self._waited_for:
-            pass
-
-
-def _counted(work: Callable[[Call[T], A], T], item: A, ended: _Countdown, call: Call[T]) -> T:
-    try:
-        result = work(call, item)
-    except BaseException:
-        ended.over()
-        raise
-    ended.one_ended()
-    return result
 
 
 def _work(shared: _Shared, most: int) -> None:

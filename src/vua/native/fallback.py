@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from vua.errors import CorruptEntryError, EntryError, UntrustedError
 from vua.io import posix, vectors
+from vua.io.map_on import map_on
 from vua.io.open_plain import close_plain, make_directory, open_plain
 from vua.io.plain import Directory, Uids, is_plain
 from vua.io.posix import FileStatus
@@ -195,11 +196,11 @@ def _write_durably(
             os.close(fd)
         return 0
 
-    statuses = _syncing.map(write, range(len(paths)))
+    statuses = map_on(_syncing, write, range(len(paths)))
     written = [path for path, status in zip(paths, statuses, strict=True) if status == WRITTEN]
     folders = {folder for path in written for folder in (path, path.partition("/")[0], ".")}
     try:
-        _syncing.map(sync, sorted(folders))
+        map_on(_syncing, sync, sorted(folders))
     except OSError as problem:
         code = -(problem.errno or errno.EIO)
         return [code if status == WRITTEN else status for status in statuses]

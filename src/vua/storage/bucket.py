@@ -29,6 +29,7 @@ from vua.io.breaker import Breaker
 from vua.io.buffers import BufferPool
 from vua.io.byte_gate import ByteGate
 from vua.io.forks import watch
+from vua.io.map_on import map_on
 from vua.io.threads import Threads
 from vua.storage.bucket_counts import requests
 from vua.storage.bucket_problems import explained, told
@@ -309,10 +310,8 @@ class Bucket:
         """
         if len(items) == 1:
             return [work(items[0])]
-        if small:
-            return _runtime.small.map(lambda _, item: work(item), items)
-
-        return _runtime.threads.map(lambda _, item: work(item), items)
+        threads = _runtime.small if small else _runtime.threads
+        return map_on(threads, lambda _, item: work(item), items)
 
     @staticmethod
     def memory(nbytes: int) -> memoryview:

@@ -20,6 +20,7 @@ import torch
 
 from helpers import SOON_S, TESTS, DirectoryTest, caches_of, in_child, kv_bits, namespace_of, until
 from vua.core import VUA, VUAConfig
+from vua.io.map_on import map_on
 from vua.io.threads import Call, Threads
 from vua.io.workers import Workers
 
@@ -44,9 +45,9 @@ class TestThreads(unittest.TestCase):
                 raise ValueError(n)
             return n * n
 
-        self.assertEqual([n * n for n in range(10)], threads.map(square, range(10)))
+        self.assertEqual([n * n for n in range(10)], map_on(threads, square, range(10)))
         with self.assertRaisesRegex(ValueError, "13"):
-            threads.map(square, [1, 13, 2])
+            map_on(threads, square, [1, 13, 2])
         self.assertLessEqual(len(names), 2)
 
     def test_interrupted(self) -> None:
@@ -84,10 +85,10 @@ class TestThreads(unittest.TestCase):
         sender = threading.Thread(target=send)
         sender.start()
         with self.assertRaises(KeyboardInterrupt), patch.object(Call, "drop", slowly):
-            threads.map(work, [1, 2, 3])
+            map_on(threads, work, [1, 2, 3])
         sender.join()
         self.assertEqual([-1], did)
-        self.assertEqual([4], threads.map(lambda _, n: n, [4]))
+        self.assertEqual([4], map_on(threads, lambda _, n: n, [4]))
 
     def test_left_behind(self) -> None:
         """Threads end when their owner is closed, and when it is gone."""
@@ -97,7 +98,7 @@ class TestThreads(unittest.TestCase):
 
         for close in (True, False):
             threads = Threads(3, "left")
-            threads.map(lambda _, n: time.sleep(0.01 * n), [1, 1, 1])
+            map_on(threads, lambda _, n: time.sleep(0.01 * n), [1, 1, 1])
             self.assertGreater(alive(), 0)
             if close:
                 threads.close()
