@@ -129,7 +129,7 @@ class Evictor:
         now_ns: int,
         *,
         before_ns: int | None = None,
-        below_rank: int | None = None,
+        most_rank: int | None = None,
         expired_ns: int = 0,
         own_ttls: bool = False,
         pins_nbytes: int | None = None,
@@ -144,7 +144,7 @@ class Evictor:
             nbytes: how much to free; less is freed when no more may be deleted.
             now_ns: the server's time, as :func:`vua.capacity.lru.server_now_ns` gives it.
             before_ns: chunks with this mtime or a younger one stay.
-            below_rank: chunks of this rank or a higher one stay, where ranks are not mtimes.
+            most_rank: chunks of a higher rank stay, where ranks are not mtimes.
             expired_ns: delete all chunks with mtimes before this, whatever ``nbytes``.
             own_ttls: delete likewise the chunks whose own time to live (:mod:`vua.capacity.ttl`) is
                 over.
@@ -158,8 +158,9 @@ class Evictor:
             if nbytes <= 0 and not expired_ns:
                 return freed  # without a pass over all mtimes
             self._rank_anew(None if expired_ns else self._policy.rank(now_ns))
-            below_rank = before_ns if self._rank is None else below_rank
-            run = _Run(nbytes, now_ns, before_ns, below_rank, expired_ns, pins_nbytes, pulse)
+            if self._rank is None:
+                most_rank = None if before_ns is None else before_ns - 1
+            run = _Run(nbytes, now_ns, before_ns, most_rank, expired_ns, pins_nbytes, pulse)
             self._spared = False
             freed += self._run(run)
             if self._spared and freed.nbytes < nbytes:
@@ -252,7 +253,7 @@ class Evictor:
                 log.warning("the clock of %s was set back; its chunks' times follow", self._root)
                 if run.before_ns is not None and run.before_ns > latest_ns:
                     run.before_ns = first_ns  # it was such a time, too: the prompt's own
-                    run.below_rank = first_ns if self._rank is None else run.below_rank
+                    run.most_rank = first_ns - 1 if self._rank is None else run.most_rank
                 seen = lowest(found, room, pulse, rank=rank)
         self._drop(seen.empty, run.now_ns)
         self._fill(seen.lowest, began_s)
@@ -335,7 +336,7 @@ class _Run:
     nbytes: int
     now_ns: int
     before_ns: int | None
-    below_rank: int | None
+    most_rank: int | None
     expired_ns: int
     pins_nbytes: int | None
     pulse: Callable[[Freed], None]
@@ -352,4 +353,4 @@ class _Run:
             return True
         if freed.nbytes >= self.nbytes and victim.mtime_ns >= self.expired_ns:
             return True
-        return self.below_rank is not None and victim.rank >= self.below_rank
+        return self.most_rank is not None and victim.rank > self.most_rank

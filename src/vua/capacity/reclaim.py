@@ -64,7 +64,7 @@ class Below(NamedTuple):
     mtime_ns: int | None
     """What has an older mtime than the chunk before it, or will have; None: whatever its mtime."""
     rank: int | None = None
-    """Of that, what has a lower rank than the new chunk will have; None: that is not known."""
+    """Of that, what has no higher rank than the new chunk will have; None: that is not known."""
 
 
 ANYTHING: Final = Below(None)
@@ -154,7 +154,7 @@ class Reclaim:
         floor = self._evictor.floor_rank
         if below.rank is None or floor is None or time.monotonic() > self._floor_until_s:
             return False
-        return below.rank <= floor and self.estimate.missing(2 * self._burst_bytes()) > 0
+        return below.rank < floor and self.estimate.missing(2 * self._burst_bytes()) > 0
 
     @property
     def knows_victims(self) -> bool:
@@ -312,7 +312,7 @@ class Reclaim:
                         nbytes,
                         now_ns,
                         before_ns=below.mtime_ns,
-                        below_rank=below.rank,
+                        most_rank=below.rank,
                         expired_ns=0 if ttl_s is None else now_ns - int(ttl_s * 1e9),
                         own_ttls=own_ttls,
                         pins_nbytes=None

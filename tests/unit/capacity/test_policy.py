@@ -183,17 +183,17 @@ class TestLeastHitDensity(DirectoryTest):
                 written += 1
             return written
 
-        for keys in self.loved[:400]:
+        for keys in self.loved[:420]:
             self.assertEqual(2, ask(keys))
-        new = [self.prompt(7000 + number, *range(9)) for number in range(30)]
+        new = [self.prompt(7000 + number, *range(9)) for number in range(5)]
         written = [ask(keys) for keys in new]
-        self.assertLess(sum(written), 100, written)  # ten chunks each; there was room for 50
+        self.assertLess(sum(written), 25, written)  # ten chunks each; there was room for one
+        time.sleep(1)  # what the last pass found is forgotten
         with mock.patch.object(evictor, "lowest", wraps=evictor.lowest) as passes:
             others = [ask(self.prompt(7100 + number, *range(9))) for number in range(10)]
             self.assertEqual([0] * 10, others)
             passes.assert_not_called()  # no search in vain for each of them
-        self.assertEqual([2] * 10, [ask(keys) for keys in self.loved[400:410]])
-        self.assertGreater(self.stored(self.loved[:400]), 380)
+        self.assertGreater(self.stored(self.loved[:420]), 400)
 
     def test_told_to_all(self) -> None:
         """What one process asks for another knows, also of prompts of which nothing is stored."""
