@@ -137,15 +137,29 @@ class Capacity:
         self._adopt(time.monotonic())
 
     def _adopt(self, now_s: float) -> None:
-        while self._orphans and now_s - self._orphans[0][0] >= _ADOPT_WAIT_S:
-            try:
-                _, chunk, parent = self._orphans.popleft()
-            except IndexError:  # another thread took it
-                return
-            fd = self.storage.fileno()
-            with contextlib.suppress(OSError):
-                if not inherit(fd, chunk, parent) and evict_chunk(self.space, chunk) is not None:
-                    self.counts["orphans"] += 1  # nobody would ever find it
+        due: list[tuple[str, str]] = []
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            while self._orphans and now_s - self._orphans[0][0] >= _ADOPT_WAIT_S:
+                due.append(self._orphans.popleft()[1:])
+        for settle in (self._is_adopted, self._is_evicted):
+            left = -1
+            while len(due) != left:  # one that is settled may settle those behind it
+                left = len(due)
+                due = [one for one in due if not settle(*one)]
+        self._orphans += [(now_s, *one) for one in due]  # behind orphans of other processes
+
+    def _is_adopted(self, chunk: str, parent: str) -> bool:
+        with contextlib.suppress(OSError):
+            return inherit(self.storage.fileno(), chunk, parent)
+        return False
+
+    def _is_evicted(self, chunk: str, parent: str) -> bool:
+        """Delete a chunk whose parent is not there: nobody would ever find it."""
+        if mtime_ns_of(self.storage.fileno(), parent) is not None:
+            return False
+        with contextlib.suppress(OSError):
+            self.counts["orphans"] += evict_chunk(self.space, chunk) is not None
+        return True
 
     # -- use ------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.reservation import Capacity, Reservation, Unlimited
-from vua.errors import StorageFullError
+from vua.errors import InputError, StorageFullError
 from vua.format.entry import EntryCodec
 from vua.format.header import ENCRYPTED, PLAIN
 from vua.format.keys import ChunkKey, Keys
@@ -69,7 +69,7 @@ class EntryWriter:
         """A hint for what is written from now on, see :mod:`vua.capacity.ttl`."""
         self.wanted: Callable[[], bool] = lambda: True
         """Asked now and then by :meth:`save_all`, which ends early when it says no."""
-        self._memory = memory
+        self._memory, self._room = memory, memory.chunks(store.layout)
         self._transfers: dict[str, Transfer] = {}
 
     def save_all(self, keys: Keys) -> int:
@@ -109,8 +109,12 @@ class EntryWriter:
         The i-th lies at ``place + i`` of the memory map; a ``batch`` that is given is written as it
         is. Returns what became of each: WRITTEN, PRESENT or FAILED. Fewer where leading ones are
         PRESENT: then others may be, too. None where all are refused, see :attr:`refused`. Raises
-        StorageError (NotWritableError, StorageFullError) where nothing could be written.
+        StorageError (NotWritableError, StorageFullError) where nothing could be written;
+        InputError for chunks that the memory map has no room for.
         """
+        if place + len(run) > self._room:
+            msg = f"chunks {place} to {place + len(run)} of memory for {self._room}"
+            raise InputError(msg)
         self.refused, store, storage, seal = False, self.store, self.store.storage, None
         try:
             seal = store.keyring.seal(run[0].tenant) if batch is None else None

@@ -18,7 +18,7 @@ from helpers import DirectoryTest, Memory, keys_of, model_arrays, native_code
 from vua.capacity import ttl
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of
-from vua.errors import StorageError
+from vua.errors import InputError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.native import batches
@@ -119,6 +119,14 @@ class WriterTest(DirectoryTest):
         self.check_stamps(store, keys[:7])
         self.check_stamps(store, keys[9:20])
         self.assertEqual(0, saver.save_all(keys))
+
+    def test_beyond_the_memory(self) -> None:
+        """Chunks for which there is no memory are refused, before anything is read from there."""
+        store, keys, memory = self.open(), self.keys(), self.memory()
+        saver = store.writer(memory.map())
+        with self.assertRaisesRegex(InputError, f"of memory for {CHUNKS}"):
+            saver.save([keys[0]], CHUNKS)
+        self.assertEqual([WRITTEN], saver.save([keys[0]], CHUNKS - 1))
 
     def test_in_the_way(self) -> None:
         """What has a file's name and is none of ours is replaced, a link not followed."""
