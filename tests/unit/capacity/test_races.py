@@ -97,6 +97,19 @@ class RacesTest(DirectoryTest):
         self.assertTrue((folder / f"{LAYOUT.full.name}.safetensors").exists())
         self.assertEqual([*range(10)], self.stored())
 
+    def test_orphans_in_any_order(self) -> None:
+        """Chunks stored before those that they follow stay once these have come; else they go."""
+        for first, left in ((0, 4), (1, 0)):
+            cache = Cache(self.root, 100)
+            keys = keys_of_prompt(*range(100 * (first + 1), 100 * (first + 1) + 4))
+            for at in range(3, first - 1, -1):
+                self.assertEqual([WRITTEN], cache.saver.save([keys[at]]))
+            cache.capacity.close()
+            there = [mtime_ns_of(self.fd, keys[at].name) for at in range(first, 4)]
+            self.assertEqual(left, sum(one is not None for one in there))
+            mtimes_ns = [one for one in there if one is not None]
+            self.assertEqual(sorted(mtimes_ns, reverse=True), mtimes_ns)
+
     def test_orphan(self) -> None:
         """A chunk without its parent goes before all else: it counts as unused for years."""
         cache = Cache(self.root, 20)
