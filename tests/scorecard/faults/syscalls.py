@@ -28,6 +28,9 @@ __all__ = ["Outcome", "calls_of", "run_tampered", "why_not"]
 _TRACED: Final = "%file,%desc"
 """All calls that take a path or a descriptor: no other one can change a directory."""
 _CALL: Final = re.compile(r"^(\w+)\(")
+_NAMELESS: Final = "syscall_0x"
+"""A call that this strace is too old to know: it cannot tamper with it. cachestat, which only
+asks."""
 _LIMIT_S: Final = 60
 _GO: Final = (signal.SIGUSR1,)
 _DONE: Final = "done"
@@ -121,7 +124,8 @@ def calls_of(operation: Callable[[], object]) -> Counter[str]:
     lines = outcome.log.splitlines()
     own = next(n for n, line in enumerate(lines) if _END in line)
     found = (_CALL.match(line) for line in lines[:own])  # the rest is how the child ends
-    return Counter(match[1] for match in found if match)
+    names = Counter(match[1] for match in found if match)
+    return Counter({name: n for name, n in names.items() if not name.startswith(_NAMELESS)})
 
 
 def copied(template: Path, to: Path) -> None:
