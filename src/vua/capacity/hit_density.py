@@ -72,7 +72,7 @@ class HitDensity:
 
         Requests come about in order of time; an earlier one counts as coming now.
         """
-        rows = self._rows
+        rows, chunks = self._rows, [*dict.fromkeys(chunks)]  # whatever a log says, each once
         found = [rows.get(chunk, -1) for chunk in chunks]
         new = found.count(-1)
         known = np.array([row for row in found if row >= 0], dtype=np.intp)

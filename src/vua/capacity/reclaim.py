@@ -154,7 +154,12 @@ class Reclaim:
         floor = self._evictor.floor_rank
         if below.rank is None or floor is None or time.monotonic() > self._floor_until_s:
             return False
-        return below.rank < floor and self.estimate.missing(2 * self._burst_bytes()) > 0
+        return below.rank < floor and self.is_nearly_full
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether something has to go soon: until then everything is stored."""
+        return self.estimate.missing(2 * self._burst_bytes()) > 0
 
     @property
     def knows_victims(self) -> bool:

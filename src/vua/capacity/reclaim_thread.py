@@ -107,6 +107,12 @@ class ReclaimThread:
                 self._wake()
             return True
 
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether something has to go soon, as far as this process knows."""
+        with self._changed:
+            return self.reclaim.is_nearly_full
+
     def settle(self, reserved_bytes: int, written_bytes: int) -> None:
         """Note how much of what was reserved is written; once for each :meth:`reserve`."""
         with self._changed:

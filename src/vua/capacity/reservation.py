@@ -266,7 +266,9 @@ class Reservation:
             if self._before_ns is not None and len(keys) == 1:  # of more, some may be there already
                 capacity.pending.expect(keys[0].name, self._before_ns - MTIME_STEP_NS)
             whole = self._nbytes * len(keys)
-            self._below = Below(self._before_ns, capacity.policy.rank_of_new(keys[-1].name))
+            is_full = capacity.reclaiming.is_nearly_full
+            rank = capacity.policy.rank_of_new(keys[-1].name) if is_full else None
+            self._below = Below(self._before_ns, rank)
             self.granted = capacity.reclaiming.reserve(whole, self._below, len(keys))
         except BaseException:
             capacity.pending.leave(self._pending)

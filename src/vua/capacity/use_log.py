@@ -34,6 +34,8 @@ _HEAD: Final = struct.Struct("<QI")
 """Time in microseconds since 1970, number of chunks."""
 _MOST_CHUNKS: Final = 1 << 17
 _FILE_NBYTES: Final = 1 << 20
+_MOST_NBYTES: Final = 4 << 20
+"""What is read of a file: one that is full, and the longest record behind that."""
 _ALL_NBYTES: Final = 8 << 20
 """A million chunks: whoever begins to evict reads them within a second or two."""
 _PAUSE_S: Final = 60.0
@@ -70,29 +72,21 @@ class UseLog:
         """This process's file; None: it is to begin one."""
         self._written_nbytes = 0
         self._from_s = 0.0
-        self._ahead_s: float | None = None
-        """How far the server's clock is ahead of this process's; None: it is not known yet."""
+        self._ahead_s = 0.0
+        """How far the server's clock is ahead of this process's, once a file is begun."""
         self._read: dict[str, int] = {}
-        """Other files, and how far they were read."""
-        self._mine: set[str] = set()
-        self._unread: list[Request] = []
-        """What this process wrote since the last :meth:`read`."""
+        """Files, and how far they were read."""
 
     def append(self, chunks: Sequence[str]) -> None:
         """Note a request for a prompt's chunks (64 hex), from its first one on; never raises."""
-        numbers = [short_name(chunk) for chunk in chunks[:_MOST_CHUNKS]]
-        self._write(numbers)
-        if self._ahead_s is not None:
-            self._unread.append(Request(time.monotonic() + self._ahead_s, numbers))
-
-    def _write(self, numbers: Sequence[int]) -> None:
         now_s = time.monotonic()
         if now_s < self._from_s:
             return
+        numbers = [short_name(chunk) for chunk in chunks[:_MOST_CHUNKS]]
         try:
             if self._path is None or self._written_nbytes >= self._file_nbytes:
                 self._path = self._begin()
-            time_us = int((time.monotonic() + (self._ahead_s or 0.0)) * 1e6)
+            time_us = int((time.monotonic() + self._ahead_s) * 1e6)
             body = np.array(numbers, dtype="<u8").tobytes()
             record = _HEAD.pack(max(0, time_us), len(numbers)) + body
             fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | _OPEN)
@@ -103,22 +97,22 @@ class UseLog:
                 os.close(fd)  # a server then shows it to other hosts
         except OSError:
             whole = False
-        if not whole:  # what is there is read up to the last whole record
+        if not whole:  # a torn record ends what can be read of this file
             self._path, self._from_s = None, now_s + _PAUSE_S
 
     def read(self) -> list[Request]:
         """Return the requests of all processes since the last call, in order of time.
 
-        What this process appended is among them.
+        Those of this one are among them, but for what could not be written.
         """
-        found, self._unread = self._unread, []
+        found: list[Request] = []
         try:
             directory = self._open_directory()
         except OSError:
             return found
         try:
             there = [one for one in os.listdir(directory) if one.endswith(_SUFFIX)]
-            for name in sorted(set(there) - self._mine):
+            for name in sorted(there):
                 with contextlib.suppress(OSError):
                     found += self._new_in(directory, name)
             self._read = {name: at for name, at in self._read.items() if name in there}
@@ -132,28 +126,27 @@ class UseLog:
         fd = os.open(name, os.O_RDONLY | _OPEN, dir_fd=directory)
         try:
             status = os.fstat(fd)
-            at = self._read.get(name, len(_MAGIC))
-            most = 2 * _FILE_NBYTES
-            if not stat.S_ISREG(status.st_mode) or not at < status.st_size <= most:
+            first = self._read.get(name, len(_MAGIC))
+            if not stat.S_ISREG(status.st_mode) or not first < status.st_size <= _MOST_NBYTES:
                 return
-            data = os.pread(fd, status.st_size, 0)
+            if name not in self._read and os.pread(fd, len(_MAGIC), 0) != _MAGIC:
+                return
+            data = os.pread(fd, status.st_size - first, first)
         finally:
             os.close(fd)
-        if data[: len(_MAGIC)] != _MAGIC:
-            return
-        latest_s = status.st_mtime_ns / 1e9
+        latest_s, at = status.st_mtime_ns / 1e9, 0
         while at + _HEAD.size <= len(data):
             time_us, chunks = _HEAD.unpack_from(data, at)
             end = at + _HEAD.size + 8 * chunks
             if chunks > _MOST_CHUNKS:
-                at = most  # no record: the rest cannot be told apart
+                at = _MOST_NBYTES  # no record: the rest cannot be told apart
                 break
             if end > len(data):
                 break  # still being written
             numbers = np.frombuffer(data, "<u8", chunks, at + _HEAD.size)
             yield Request(min(time_us / 1e6, latest_s), numbers.tolist())
             at = end
-        self._read[name] = at
+        self._read[name] = first + at
 
     def _open_directory(self) -> int:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -180,7 +173,6 @@ class UseLog:
             fd = os.open(name, flags, mode, dir_fd=directory)
             try:
                 os.fchmod(fd, mode)  # an unusual umask
-                self._mine.add(name)
                 os.write(fd, _MAGIC)
                 self._ahead_s = os.fstat(fd).st_mtime_ns / 1e9 - time.monotonic()
             finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import tracemalloc
 import unittest
 from pathlib import Path
 
@@ -55,6 +56,19 @@ class TestUseLog(DirectoryTest):
         for number in range(100):
             self.one.append([chunk(number)])
         self.assertEqual(100, len(self.numbers(UseLog(self.root))))
+
+    def test_nothing_is_kept_in_memory(self) -> None:
+        """Who only writes, as an engine's scheduler does, holds nothing of what was written."""
+        names = [chunk(number) for number in range(200)]
+        self.one.append(names)
+        tracemalloc.start()
+        try:
+            for _ in range(500):
+                self.one.append(names)
+            held_nbytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        self.assertLess(held_nbytes, 100_000)  # of 800,000 that were written
 
     def test_bounded(self) -> None:
         """All files together keep so many bytes; the oldest requests are forgotten."""
