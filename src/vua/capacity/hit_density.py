@@ -187,7 +187,7 @@ def _hazards(
 
     Args:
         returned: uses by class and bin of the next one.
-        censored: those of which no next one is known, by the time that they were watched.
+        censored: uses not followed by another so far, by the time watched.
     """
     shape = (_USES_CLASSES, _NEW_CLASSES, _BINS)
     returned, censored = returned.reshape(shape), censored.reshape(shape)

@@ -164,7 +164,7 @@ class Capacity:
     # -- use ------------------------------------------------------------------------------------
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
-        """Note a request for ``keys``, of which the first ``chunks`` are stored, and used.
+        """Note a request for ``keys``. The first ``chunks`` of them are stored, and used now.
 
         At most once a minute for the same request. Returns at once and works in the background;
         ``wait`` does so here and now. Never raises for the state of the storage.
