@@ -127,7 +127,7 @@ class LeastHitDensity(LRU):
         return rank
 
     def rank_of_new(self, chunk: str) -> int | None:
-        """Return the rank of a new chunk; None if no request for it is logged, or too few in all."""
+        """Return the rank of a new chunk; None if no request for it is logged, or few at all."""
         with self._lock:
             self._learn()
             row = self._density.known().get(short_name(chunk))
