@@ -20,8 +20,9 @@ from functools import partial
 from typing import Final
 
 from vua.capacity import ttl
-from vua.capacity.lru import MTIME_STEP_NS, mtime_ns_of, set_mtime
-from vua.capacity.policy import IN_USE, LRU, Rank
+from vua.capacity.lru import MTIME_STEP_NS, is_unchanged, mtime_ns_of, set_mtime
+from vua.capacity.policy import LRU, Rank
+from vua.capacity.prefix_tree import ancestors
 from vua.capacity.removal import GRACE_S, NOTHING, Freed, drop_empty, evict_chunk
 from vua.capacity.scan import SENT, Candidate, Space, by_mtime, chunk_nbytes, listed, lowest, spaces
 from vua.storage.local import SUFFIX, chunk_path
@@ -32,11 +33,10 @@ log = logging.getLogger(__name__)
 
 _VICTIMS: Final = 1 << 16
 """Victims that one pass over all mtimes gathers. With a million chunks a pass takes 5 s."""
-_SETTLED_NS: Final = 60 * 10**9
-"""Victims used less than this before the pass are not remembered for later: their prompts may have
-gained chunks since, which would have to go first."""
 _FUTURE_NS: Final = 10 * 10**9
 """An mtime further ahead of the server's clock than this means that the clock was set back."""
+_LATEST_NS: Final = 1 << 62
+"""Later than any time. Where a pass had to set times itself, they do not tell what changed."""
 _PASSES_SHARE: Final = 1 / 20
 """Of the time passes may take this share, where ranks change: then what a pass found is used for so
 much longer than it took."""
@@ -91,6 +91,11 @@ class Evictor:
         first to go. None where ranks are mtimes."""
         self._pool: list[Candidate] = []
         """The lowest chunks at the last pass, lowest last."""
+        self._seen_ns = 0
+        """The server's time before that pass, and before ranks were asked for. What changed since
+        stays: it was used, or it got a child that the pass may not have seen."""
+        self._kept: set[tuple[str, str]] = set()
+        """What stayed, and the prefixes of that, as (namespace, chunk), until the next pass."""
         self._held: deque[tuple[Candidate, int]] = deque()
         """Pinned ones that were met since that pass, with their bytes, oldest first."""
         self._held_nbytes = 0
@@ -113,7 +118,7 @@ class Evictor:
         """Look for victims ahead of need.
 
         Args:
-            now_ns: the server's time before this.
+            now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
             pulse: called some hundred times; may evict meanwhile, as far as victims are known.
 
         Raises OSError where the directory cannot be listed.
@@ -121,7 +126,7 @@ class Evictor:
         began_s, self._rank = time.monotonic(), self._policy.rank(now_ns)
         with spaces(self._root) as found:
             fresh = lowest(found, _VICTIMS, pulse, rank=self._rank or by_mtime).lowest
-        self._fill([one for one in fresh if one.mtime_ns <= now_ns - _SETTLED_NS], began_s)
+        self._fill(fresh, began_s, now_ns)
 
     def evict(
         self,
@@ -142,7 +147,7 @@ class Evictor:
 
         Args:
             nbytes: how much to free; less is freed when no more may be deleted.
-            now_ns: the server's time, as :func:`vua.capacity.lru.server_now_ns` gives it.
+            now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
             before_ns: chunks with this mtime or a younger one stay.
             most_rank: chunks of a higher rank stay, where ranks are not mtimes.
             expired_ns: delete all chunks with mtimes before this, whatever ``nbytes``.
@@ -153,25 +158,20 @@ class Evictor:
 
         Raises OSError where the directory cannot be listed or written to.
         """
-        try:
-            freed = self._expire(now_ns, pulse) if own_ttls else NOTHING
-            if nbytes <= 0 and not expired_ns:
-                return freed  # without a pass over all mtimes
-            self._rank_anew(None if expired_ns else self._policy.rank(now_ns))
-            if self._rank is None:
-                most_rank = None if before_ns is None else before_ns - 1
-            run = _Run(nbytes, now_ns, before_ns, most_rank, expired_ns, pins_nbytes, pulse)
-            self._spared = False
+        freed = self._expire(now_ns, pulse) if own_ttls else NOTHING
+        if nbytes <= 0 and not expired_ns:
+            return freed  # without a pass over all mtimes
+        self._rank_anew(None if expired_ns else self._policy.rank(now_ns))
+        if self._rank is None:
+            most_rank = None if before_ns is None else before_ns - 1
+        run = _Run(nbytes, now_ns, before_ns, most_rank, expired_ns, pins_nbytes, pulse)
+        self._spared = False
+        freed += self._run(run)
+        if self._spared and freed.nbytes < nbytes:
+            self._pool = []  # begin again with the oldest
+            run = replace(run, nbytes=nbytes - freed.nbytes, takes_unsent=True)
             freed += self._run(run)
-            if self._spared and freed.nbytes < nbytes:
-                self._pool = []  # begin again with the oldest
-                run = replace(run, nbytes=nbytes - freed.nbytes, takes_unsent=True)
-                freed += self._run(run)
-            return freed
-        finally:
-            young = now_ns - _SETTLED_NS
-            if self._rank is None and self._pool and self._pool[0].mtime_ns > young:
-                self._pool = [one for one in self._pool if one.mtime_ns <= young]
+        return freed
 
     def _rank_anew(self, rank: Rank | None) -> None:
         """Order the victims that are known by their ranks of now; forget them after some time."""
@@ -192,37 +192,46 @@ class Evictor:
             if self._is_real:
                 move_future_mtimes(ahead, by_name, now_ns, latest_ns)
             for victim in over:
-                freed += self._evict(victim, by_name, None)
+                freed += self._evict(victim, by_name, _LATEST_NS, None)
                 if freed.chunks % _PULSE_CHUNKS == 0:
                     pulse(freed)
         return freed
 
     def _run(self, run: _Run) -> Freed:
-        freed, brought, seen, room = NOTHING, -1, 0, _VICTIMS
+        spared: list[Candidate] = []
         if self._pool and self._pool[0].mtime_ns > run.now_ns + _FUTURE_NS:
-            self._fill([], 0.0)  # the clock was set back since
-        with spaces(self._root) as found:
-            by_name = {space.name: space for space in found}
-            while True:
+            self._fill([], 0.0, 0)  # the clock was set back since
+        try:
+            with spaces(self._root) as found:
+                return self._run_over(found, run, spared)
+        finally:
+            self._pool += spared[::-1]  # they come before their prefixes in other runs, too
+
+    def _run_over(self, found: Sequence[Space], run: _Run, spared: list[Candidate]) -> Freed:
+        freed, brought, seen, room = NOTHING, -1, 0, _VICTIMS
+        by_name = {space.name: space for space in found}
+        while True:
+            if not self._pool:
+                if brought == freed.chunks:
+                    if seen < room:
+                        return freed  # a pass brought nothing: all is pinned, or in use
+                    room *= 2
+                brought = freed.chunks
+                seen = self._pass(found, by_name, room, run, freed)
+                spared.clear()
                 if not self._pool:
-                    if brought == freed.chunks:
-                        if seen < room:
-                            return freed  # a pass brought nothing: all is pinned, or in use
-                        room *= 2
-                    brought = freed.chunks
-                    seen = self._pass(found, by_name, room, run, freed)
-                    if not self._pool:
-                        return freed
-                victim = self._pool[-1]
-                if run.ends_at(victim, freed):
-                    self.floor_rank = None if self._rank is None else victim.rank
                     return freed
-                self._pool.pop()
-                if run.spares(victim) or (self.spares_unsent and self._stays(victim, by_name, run)):
-                    continue
-                freed += self._evict(victim, by_name, run.pins_nbytes)
-                if freed.chunks % _PULSE_CHUNKS == 0:
-                    run.pulse(freed)
+            victim = self._pool[-1]
+            if run.ends_at(victim, freed):
+                self.floor_rank = None if self._rank is None else victim.rank
+                return freed
+            self._pool.pop()
+            if run.spares(victim) or (self.spares_unsent and self._stays(victim, by_name, run)):
+                spared.append(victim)
+                continue
+            freed += self._evict(victim, by_name, self._seen_ns, run.pins_nbytes)
+            if freed.chunks % _PULSE_CHUNKS == 0:
+                run.pulse(freed)
 
     def _stays(self, victim: Candidate, by_name: Mapping[str, Space], run: _Run) -> bool:
         """Whether a chunk is passed over since it has not travelled yet; counts those that go."""
@@ -243,6 +252,7 @@ class Evictor:
     ) -> int:
         """Look at all mtimes for the next victims; return how many were found."""
         began_s, latest_ns = time.monotonic(), run.now_ns + _FUTURE_NS
+        seen_ns = run.now_ns
         pulse = partial(run.pulse, freed)
         rank = self._rank or by_mtime
         seen = lowest(found, room, pulse, latest_ns=latest_ns, rank=rank)
@@ -254,16 +264,17 @@ class Evictor:
                 if run.before_ns is not None and run.before_ns > latest_ns:
                     run.before_ns = first_ns  # it was such a time, too: the prompt's own
                     run.most_rank = first_ns - 1 if self._rank is None else run.most_rank
-                seen = lowest(found, room, pulse, rank=rank)
+                seen, seen_ns = lowest(found, room, pulse, rank=rank), _LATEST_NS
         self._drop(seen.empty, run.now_ns)
-        self._fill(seen.lowest, began_s)
+        self._fill(seen.lowest, began_s, seen_ns)
         return len(seen.lowest)
 
-    def _fill(self, victims: list[Candidate], began_s: float) -> None:
-        """Take the victims of a pass that ``began_s``."""
-        now_s = time.monotonic()
+    def _fill(self, victims: list[Candidate], began_s: float, seen_ns: int) -> None:
+        """Take the victims of a pass that ``began_s``, ``seen_ns`` by the server's clock."""
+        now_s, self._seen_ns = time.monotonic(), seen_ns
         self._ranked_until_s = now_s + (now_s - began_s) / _PASSES_SHARE
         self._pool = victims[::-1]
+        self._kept.clear()
         self._held.clear()
         self._held_nbytes = 0
 
@@ -279,16 +290,33 @@ class Evictor:
             os.close(fd)
 
     def _evict(
-        self, victim: Candidate, by_name: Mapping[str, Space], pins_nbytes: int | None
+        self,
+        victim: Candidate,
+        by_name: Mapping[str, Space],
+        seen_ns: int,
+        pins_nbytes: int | None,
     ) -> Freed:
         space = by_name.get(victim.space)
-        if space is None or mtime_ns_of(space.fd, victim.chunk) != victim.mtime_ns:
+        if space is None or (victim.space, victim.chunk) in self._kept:
+            return NOTHING
+        if not is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns):
+            self._keep_prefix(space, victim.chunk)
             return NOTHING  # used since, or gone
-        nbytes = self._evict_chunk(space, victim.chunk)
+        nbytes = self._evict_chunk(space, victim.chunk, mtime_ns=victim.mtime_ns)
         if nbytes is None:
-            return self._hold(space, victim, by_name, pins_nbytes)
+            if is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns):
+                return self._hold(space, victim, by_name, pins_nbytes)
+            self._keep_prefix(space, victim.chunk)
+            return NOTHING
         self._tell(victim)
         return Freed(1, nbytes)
+
+    def _keep_prefix(self, space: Space, chunk: str) -> None:
+        """Note that a chunk stays, if it is there, and with it what comes before it."""
+        for one in ancestors(space, chunk):
+            if (space.name, one) in self._kept:
+                break
+            self._kept.add((space.name, one))
 
     def _tell(self, victim: Candidate) -> None:
         log.debug("evicted chunk %s", victim.chunk[:12])
@@ -312,7 +340,7 @@ class Evictor:
             first, nbytes = self._held.popleft()
             self._held_nbytes -= nbytes
             space = by_name[first.space]
-            if mtime_ns_of(space.fd, first.chunk) != first.mtime_ns:
+            if not is_unchanged(space.fd, first.chunk, first.mtime_ns, self._seen_ns):
                 continue
             gone = self._evict_chunk(space, first.chunk, pinned=True)
             if gone is not None:
@@ -349,8 +377,6 @@ class _Run:
 
     def ends_at(self, victim: Candidate, freed: Freed) -> bool:
         """Whether this victim stays, and with it all of higher rank."""
-        if victim.rank >= IN_USE:
-            return True
         if freed.nbytes >= self.nbytes and victim.mtime_ns >= self.expired_ns:
             return True
         return self.most_rank is not None and victim.rank > self.most_rank

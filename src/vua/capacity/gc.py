@@ -24,7 +24,7 @@ from vua.capacity import ttl
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits
-from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
+from vua.capacity.lru import mtime_ns_of, next_tick_ns, set_mtime
 from vua.capacity.owned import is_ours, is_temporary, trash_in
 from vua.capacity.policy import LeastHitDensity
 from vua.capacity.prefix_tree import PrefixTree, Spread, in_turn, read_node, read_prefix_tree
@@ -311,7 +311,7 @@ def _evict(
                     held.renew()
                     show(f"{freed.chunks} chunks evicted", freed.nbytes, need, amount=freed.nbytes)
 
-                now_ns = server_now_ns(directory)
+                now_ns = next_tick_ns(directory)
                 report.expired = _expire(evictor, now_ns, limits, pulse)
                 need = _look(root, limits, report)
                 if need > 0:

@@ -11,6 +11,10 @@ one microsecond before chunk i - 1. A new chunk gets its parent's mtime less a m
 whoever deletes in order of mtimes deletes leaves before their prefixes without knowing either, and
 a crash at any moment leaves that true. (An LRU list in memory reaches the same by touching the
 tail first.) Where a file system keeps whole seconds only, equal mtimes have no order.
+
+**Within its microsecond a mtime changes when the chunk gets a child** (:func:`inherit`). Whoever
+evicts has looked at all chunks before, and may have come to the child's place too early. So what
+changed since stays, and so does its prefix.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -26,8 +31,11 @@ from vua.storage.local import chunk_path
 __all__ = [
     "MTIME_STEP_NS",
     "ORPHAN_MTIME_NS",
+    "got_child",
     "inherit",
+    "is_unchanged",
     "mtime_ns_of",
+    "next_tick_ns",
     "server_now_ns",
     "set_mtime",
     "touch",
@@ -41,6 +49,8 @@ ORPHAN_MTIME_NS: Final = 10**18
 evict the front of its own prompt."""
 
 CLOCK: Final = "clock"
+_TICK_MAX_S: Final = 0.05
+_TICK_STEP_S: Final = 0.0005
 
 
 def mtime_ns_of(directory: int, chunk: str) -> int | None:
@@ -54,6 +64,28 @@ def mtime_ns_of(directory: int, chunk: str) -> int | None:
         return os.stat(chunk_path(chunk), dir_fd=directory, follow_symlinks=False).st_mtime_ns
     except OSError:
         return None
+
+
+def is_unchanged(directory: int, chunk: str, mtime_ns: int, seen_ns: int) -> bool:
+    """Whether a chunk still has a mtime, and nothing about it changed from ``seen_ns`` on.
+
+    Both are ns since 1970 by the server's clock. A chunk's status changes (its *ctime*, which only
+    the file system sets) when it is used, or gets a child: see :func:`inherit`.
+    """
+    try:
+        status = os.stat(chunk_path(chunk), dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return False
+    return status.st_mtime_ns == mtime_ns and status.st_ctime_ns < seen_ns
+
+
+def got_child(mtime_ns: int, before_ns: int) -> bool:
+    """Whether a chunk with ``mtime_ns`` got a child since it had ``before_ns``, and nothing else.
+
+    Said by the mtime alone, since renaming a directory changes its ctime.
+    """
+    same = mtime_ns // MTIME_STEP_NS == before_ns // MTIME_STEP_NS
+    return same and mtime_ns != before_ns
 
 
 def set_mtime(directory: int, chunk: str, mtime_ns: int) -> None:
@@ -85,13 +117,17 @@ def touch(directory: int, chunks: Sequence[str]) -> int:
 def inherit(directory: int, chunk: str, parent: str) -> bool:
     """Set the mtime of a new chunk before its parent's; False when the parent is gone.
 
-    A parent that is an orphan itself is as good as gone.
+    A parent that is an orphan itself is as good as gone. The parent's mtime is changed within its
+    microsecond, which leaves all orders as they are and shows whoever is about to evict it that it
+    got a child: their pass over all chunks may have been too early to see that.
     """
     mtime_ns = mtime_ns_of(directory, parent)
     if mtime_ns is None or mtime_ns <= ORPHAN_MTIME_NS:
         return False
+    place_ns = mtime_ns % MTIME_STEP_NS
     try:
         set_mtime(directory, chunk, mtime_ns - MTIME_STEP_NS)
+        set_mtime(directory, parent, mtime_ns - place_ns + (place_ns + 1) % MTIME_STEP_NS)
     except OSError:
         return mtime_ns_of(directory, chunk) is None or mtime_ns_of(directory, parent) is not None
     return True
@@ -116,6 +152,21 @@ def server_now_ns(directory: int) -> int:
         return os.fstat(fd).st_mtime_ns
     finally:
         os.close(fd)
+
+
+def next_tick_ns(directory: int) -> int:
+    """Wait until the file system's clock goes on, and return its time: see :func:`server_now_ns`.
+
+    What changed before the call has an older mtime and ctime then, what changes after it has not.
+    Linux's own file systems take times from a clock that goes on every 1 to 10 ms. Waits 50 ms at
+    most: some file systems keep whole seconds, and then it cannot be told.
+    """
+    began_s, began_ns = time.monotonic(), server_now_ns(directory)
+    now_ns = began_ns
+    while now_ns == began_ns and time.monotonic() - began_s < _TICK_MAX_S:
+        time.sleep(_TICK_STEP_S)
+        now_ns = server_now_ns(directory)
+    return now_ns if now_ns != began_ns else began_ns + 1
 
 
 def _time_of_new_file(directory: int, flags: int) -> int:

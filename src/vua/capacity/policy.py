@@ -16,11 +16,10 @@ from typing import Final, TypeAlias
 
 from vua.capacity.hit_density import HitDensity
 from vua.capacity.lru import ORPHAN_MTIME_NS, touch
-from vua.capacity.touches import INTERVAL_S
 from vua.capacity.use_log import UseLog, short_name
 from vua.io.forks import watch
 
-__all__ = ["IN_USE", "LRU", "LeastHitDensity", "Rank"]
+__all__ = ["LRU", "LeastHitDensity", "Rank"]
 
 Rank: TypeAlias = Callable[[str, int], int]
 """The rank of a chunk, by its name (64 hex) and mtime in ns. What follows a chunk in prompts has a
@@ -32,13 +31,6 @@ _PER_UNIT: Final = 1e18
 """Ranks are whole numbers: hits per second times this."""
 _UNKNOWN: Final = -(1 << 62)
 """Added to the mtimes of chunks that nobody knows: these go first, the oldest one first."""
-_TICK_NS: Final = 50 * 10**6
-"""Kernels' clocks for mtimes go on by ticks of 10 ms at most, and a prompt's chunks are touched a
-microsecond before each other."""
-_SETTLED_NS: Final = int(INTERVAL_S * 1e9)
-"""What is used gets a new mtime after so long at the latest."""
-IN_USE: Final = 1 << 100
-"""Rank of what somebody uses now."""
 
 
 class LRU:
@@ -103,10 +95,8 @@ class LeastHitDensity(LRU):
     def rank(self, now_ns: int) -> Rank | None:
         """Rank by hit density; what nobody knows goes before what somebody does.
 
-        Whoever uses chunks logs that before it sets mtimes, and stores others behind them after
-        that. So a mtime of before ``now_ns`` tells of a use that is in the log, which is read after
-        that time; what has a later one stays. So does for a minute what is not in the log: it may
-        have come after that, behind chunks that were touched before and not again.
+        The log is read after ``now_ns``. What is used or stored from then on may not be in it, and
+        its rank is of no use: such chunks are not evicted (:func:`vua.capacity.lru.is_unchanged`).
         """
         with self._lock:
             self._read_s = -_READ_S
@@ -118,8 +108,6 @@ class LeastHitDensity(LRU):
 
         def rank(chunk: str, mtime_ns: int) -> int:
             row = rows.get(short_name(chunk))
-            if mtime_ns > now_ns - (_SETTLED_NS if row is None else _TICK_NS):
-                return IN_USE
             if row is None or mtime_ns <= ORPHAN_MTIME_NS:
                 return mtime_ns + _UNKNOWN
             return int(worths[row] * _PER_UNIT)

@@ -19,7 +19,7 @@ from vua.capacity import ttl
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.lease import Lease, lease, upkeep_directory
 from vua.capacity.limits import Limits
-from vua.capacity.lru import server_now_ns
+from vua.capacity.lru import next_tick_ns
 from vua.capacity.policy import LRU
 from vua.capacity.removal import NOTHING, Freed
 from vua.capacity.scan import Candidate, spaces
@@ -246,7 +246,7 @@ class Reclaim:
         try:
             directory = upkeep_directory(self._root)
             try:
-                now_ns = server_now_ns(directory)
+                now_ns = next_tick_ns(directory)
             finally:
                 os.close(directory)
             self._evictor.prepare(now_ns, between)
@@ -310,7 +310,7 @@ class Reclaim:
                     if held is None:
                         self._someone_evicts = True
                         return NOTHING
-                    now_ns = server_now_ns(directory)
+                    now_ns = next_tick_ns(directory)
                     if ahead:
                         below = Below(self._ahead_before_ns(now_ns))
                     freed = self._evictor.evict(

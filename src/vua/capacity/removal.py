@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from vua.capacity import ttl
-from vua.capacity.lru import mtime_ns_of, server_now_ns
+from vua.capacity.lru import got_child, mtime_ns_of, server_now_ns
 from vua.capacity.owned import QUARANTINED, is_chunk, is_chunk_file, is_leftover, is_trash
 from vua.capacity.scan import PIN, TRASH, TTL_FOLDER, Space, chunk_nbytes, is_fan, listed
 from vua.storage.aside import QUARANTINE
@@ -53,10 +53,13 @@ class Freed(NamedTuple):
 NOTHING: Final = Freed(0, 0)
 
 
-def evict_chunk(space: Space, chunk: str, *, pinned: bool = False) -> int | None:
+def evict_chunk(
+    space: Space, chunk: str, *, pinned: bool = False, mtime_ns: int | None = None
+) -> int | None:
     """Take a chunk out of sight as a whole and delete it; return the bytes that were freed.
 
-    None: it is gone already, or pinned (``pinned`` deletes it all the same). Of several at once one
+    None: it is gone already, or pinned (``pinned`` deletes it all the same), or has got a child
+    since it had ``mtime_ns``, and then comes back at once. Of several calls at the same time one
     succeeds. Where something lies in its directory that VUA did not put there, only the rest goes.
     A crash leaves a ``trash-`` directory that `vua gc` deletes. Raises OSError where the directory
     may not be written to.
@@ -74,7 +77,11 @@ def evict_chunk(space: Space, chunk: str, *, pinned: bool = False) -> int | None
         os.rename(path, trash, src_dir_fd=space.fd, dst_dir_fd=space.fd)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if not pinned and _look(space, trash)[0]:  # by somebody, this very moment
+    stays = not pinned and _look(space, trash)[0]  # by somebody, this very moment
+    if not stays and mtime_ns is not None:
+        now_ns = os.stat(trash, dir_fd=space.fd, follow_symlinks=False).st_mtime_ns
+        stays = got_child(now_ns, mtime_ns)
+    if stays:
         with contextlib.suppress(OSError):
             os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
             return None
@@ -104,10 +111,12 @@ class Remover:
         """Return the server's time; to be had for a write, so a rehearsal takes this host's."""
         return time.time_ns() if directory is None else server_now_ns(directory)
 
-    def evict_chunk(self, space: Space, chunk: str, *, pinned: bool = False) -> int | None:
+    def evict_chunk(
+        self, space: Space, chunk: str, *, pinned: bool = False, mtime_ns: int | None = None
+    ) -> int | None:
         """Delete a chunk, as :func:`evict_chunk` does."""
         if not self.rehearse:
-            return evict_chunk(space, chunk, pinned=pinned)
+            return evict_chunk(space, chunk, pinned=pinned, mtime_ns=mtime_ns)
         if not self.is_there(space, chunk):
             return None
         path = chunk_path(chunk)

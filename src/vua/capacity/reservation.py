@@ -35,7 +35,7 @@ from vua.capacity.touches import INTERVAL_S, Recent, Touches
 from vua.errors import StorageFullError
 from vua.format.keys import ChunkKey, Keys
 from vua.io.forks import watch
-from vua.native import FAILED, WRITTEN
+from vua.native import WRITTEN
 from vua.storage.local import LocalStorage
 
 __all__ = ["Capacity", "Reservation", "Unlimited"]
@@ -329,7 +329,7 @@ class Reservation:
 
     def _set_mtimes(self, statuses: Sequence[int]) -> None:
         """Give new chunks their parents' mtimes less a microsecond, front to back."""
-        mtime_ns: int | None = None  # of the chunk before, where it is known
+        mtime_ns: int | None = None  # of the chunk before, where it was written here
         for key, status in zip(self._keys, statuses, strict=False):
             if status == WRITTEN:
                 if key.previous:
@@ -340,7 +340,7 @@ class Reservation:
                         set_mtime(self._fd, key.name, mtime_ns)
                         continue
                 self._inherit(key)
-            mtime_ns = None if status == FAILED else mtime_ns_of(self._fd, key.name)
+            mtime_ns = mtime_ns_of(self._fd, key.name) if status == WRITTEN else None
 
     def _inherit(self, key: ChunkKey) -> None:
         parent = key.before.hex()

@@ -38,8 +38,8 @@ def set_aside(
 
     Returns whether it is gone, or was, or is another one by now. Raises nothing.
     """
-    with contextlib.ExitStack() as stack:
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
             directory = open_beneath(namespace, path)
             stack.callback(os.close, directory)
             if if_version is not None:
@@ -52,10 +52,10 @@ def set_aside(
             if not (full and _deleted(file, directory)):
                 kept = f"{name}.{secrets.token_hex(3)}"
                 os.replace(file, kept, src_dir_fd=directory, dst_dir_fd=aside)
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
     return True
 
 

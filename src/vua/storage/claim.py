@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 from pathlib import Path
@@ -32,20 +31,15 @@ def claim(root: str | os.PathLike[str], *, tool: bool = False, mode: int = 0o600
         mode: of the mark, where it is made.
 
     Returns whether it has the mark; not where sound namespaces of a version without marks are
-    there, or where it is empty and this process may not write to it. Safe for any number of
-    processes at once. Raises OSError; ConfigError for a directory that holds something else, and
-    with ``tool`` for any without the mark.
+    there. Safe for any number of processes at once. Raises OSError, also where it is empty and this
+    process may not write to it; ConfigError for a directory that holds something else, and with
+    ``tool`` for any without the mark.
     """
     if is_marked(root):
         return True
     others, described = strangers(root)
     if not others and not described:
-        try:
-            make_mark(root, mode)
-        except OSError as problem:
-            if tool or problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-            return False
+        make_mark(root, mode)
         return True
     if described and not tool:
         return False

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from vua import native
-from vua.errors import EntryError, UntrustedError
+from vua.errors import EntryError, StorageError, UntrustedError
 from vua.format.layout import Shard
 from vua.io import posix
 from vua.io.forks import watch
@@ -243,11 +243,16 @@ class LocalStorage:
             return False
         with self._lock:
             if self.gone and self._renew is not None:
-                self._renew()
-                fresh = open_directory(self.directory, self._security)
-                os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
-                os.close(fresh)
-                self._local = posix.is_local(self._fd)
+                try:
+                    self._renew()
+                    fresh = open_directory(self.directory, self._security)
+                    os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
+                    os.close(fresh)
+                    self._local = posix.is_local(self._fd)
+                except StorageError:
+                    raise
+                except OSError:
+                    return False
         return True
 
     @property

@@ -59,7 +59,7 @@ def is_marked(root: str | os.PathLike[str]) -> bool:
         if problem.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return False
         if problem.errno in (errno.EACCES, errno.EPERM):
-            return True  # another user's, of those who share the directory
+            return os.path.lexists(Path(root) / MARK)  # another user's, who shares the directory
         raise
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

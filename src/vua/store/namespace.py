@@ -27,7 +27,7 @@ from vua.storage.base import Storage
 from vua.storage.claim import claim
 from vua.storage.description import DESCRIPTION, Description, read_description
 from vua.storage.local import LocalStorage
-from vua.storage.mark import MARK, is_marked
+from vua.storage.mark import MARK
 from vua.storage.problems import explained
 from vua.store.making import difference, make_namespace
 from vua.store.store import Store
@@ -244,14 +244,8 @@ def check_root(
             raise ConfigError(msg)
         if security is not None:
             check_owner(path, security)
-        mode = (security or Security()).file_mode
-        marked = not create or is_marked(path) or claim(path, mode=mode)
-        if not marked and os.access(path, os.W_OK):
-            log.warning(
-                "%s was made by a version of VUA that left no %s: it is used, and nothing in it is "
-                "ever deleted; `vua adopt %s` looks at it and makes one",
-                *(path, MARK, path),
-            )
+        if create:
+            _see_to_mark(path, (security or Security()).file_mode)
     except FileExistsError as problem:
         msg = f"{path}: expected a directory, found a file; name the directory of the cache"
         raise ConfigError(msg) from problem
@@ -261,3 +255,20 @@ def check_root(
     except OSError as problem:
         raise explained(problem, str(path)) from problem
     return path
+
+
+def _see_to_mark(root: Path, mode: int) -> None:
+    """Mark a new directory; one without the mark that cannot be written to is used as it is."""
+    can_write = os.access(root, os.W_OK)
+    try:
+        marked = claim(root, mode=mode)
+    except OSError:
+        if can_write:
+            raise
+        return
+    if not marked and can_write:
+        log.warning(
+            "%s was made by a version of VUA that left no %s: it is used, and nothing in it is "
+            "ever deleted; `vua adopt %s` looks at it and makes one",
+            *(root, MARK, root),
+        )

@@ -233,17 +233,20 @@ class TestPins(GcTest):
                 key, root = Path(folder, "key"), Path(folder, "kv")
                 write_key(key)
                 security = Security(key_file=str(key), encrypt=encrypt)
-                with VUA(VUAConfig(split_factor=4, security=security), root) as vua:
+                config = VUAConfig(split_factor=4, security=security)
+                prompts = torch.arange(12), torch.arange(50, 62)
+                with VUA(config, root) as vua:
                     kv = caches_of(layers=1, heads=1, tokens=12, dim=8)
-                    prompts = torch.arange(12), torch.arange(50, 62)
                     vua.put(prompts, [kv, kv])
                     before = [len(found.data) for found in vua.get_closest([*prompts])]
                     held = vua.pin(prompts[0])
-                    limits = ResolvedLimits.of(root, Limits(min_free_bytes=0, max_bytes=0))
-                    collect(root, limits)
+                limits = ResolvedLimits.of(root, Limits(min_free_bytes=0, max_bytes=0))
+                collect(root, limits)
+                with VUA(config, root) as vua:
                     kept = [found.num_tokens for found in vua.get_closest([*prompts])]
                     released = vua.unpin(prompts[0])
-                    collect(root, limits)
+                collect(root, limits)
+                with VUA(config, root) as vua:
                     gone = vua.get_closest(prompts[0]).num_tokens
                 self.assertEqual(([1, 1], [12], [12, 0]), (before, held, kept))
                 self.assertEqual(([12], 0), (released, gone))

@@ -84,7 +84,8 @@ class TestMtimes(DirectoryTest):
                 pool.submit(save, at)
                 until(lambda at=at: len(began) > at)
         mtimes = [mtime_ns_of(cache.store.storage.fileno(), name) or 0 for name in names]
-        self.assertEqual([mtimes[0] - n * MTIME_STEP_NS for n in range(6)], mtimes)
+        steps = [mtime_ns // MTIME_STEP_NS for mtime_ns in mtimes]
+        self.assertEqual([steps[0] - n for n in range(6)], steps)
 
 
 if __name__ == "__main__":

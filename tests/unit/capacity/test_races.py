@@ -12,10 +12,10 @@ from helpers import DirectoryTest
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity.evictor import Evictor
 from vua.capacity.limits import Limits
-from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
+from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
 from vua.capacity.reclaim import Reclaim
 from vua.capacity.removal import evict_chunk
-from vua.capacity.scan import PIN
+from vua.capacity.scan import PIN, Scan, lowest
 from vua.capacity.usage import UsageEstimate, measure
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import WRITTEN
@@ -43,6 +43,7 @@ class RacesTest(DirectoryTest):
         self.now_ns = server_now_ns(self.fd)
         for at, name in enumerate(self.names):
             set_mtime(self.fd, name, self.now_ns - (3600 - at) * SECOND_NS)
+        self.now_ns = next_tick_ns(self.fd)
 
     def stored(self) -> list[int]:
         """The numbers of the chunks that are there."""
@@ -82,6 +83,32 @@ class RacesTest(DirectoryTest):
         evictor.evict(2 * NBYTES, self.now_ns)
         self.assertEqual([0, *range(3, 10)], self.stored())
 
+    def test_child_stored_during_a_pass(self) -> None:
+        """A chunk that gets a child which a pass did not see stays, and so does its prefix."""
+        cache, real = Cache(self.root, 100), lowest
+        self.addCleanup(cache.capacity.close)
+
+        def blind(*args: Any, **options: Any) -> Scan:
+            """Look at all but the new child, as if its folder came before it was stored."""
+            found = real(*args, **options) if is_late else None
+            cache.saver.save([keys[3]])
+            found = found or real(*args, **options)
+            return found._replace(lowest=[one for one in found.lowest if one.chunk != names[3]])
+
+        for is_late in (False, True):  # stored after all was looked at
+            keys = keys_of_prompt(20 + is_late, 21, 22, 23)
+            names = [keys[at].name for at in range(4)]
+            for at, name in enumerate(names[:3]):
+                cache.saver.save([keys[at]])
+                set_mtime(self.fd, name, self.now_ns - 7200 * SECOND_NS - 1000 * at)
+            before, victims = self.stored(), Evictor(self.root)
+            with mock.patch("vua.capacity.evictor.lowest", blind):
+                victims.evict(2 * NBYTES, next_tick_ns(self.fd))
+            self.assertEqual(before[2:], self.stored())
+            self.assertNotIn(None, [mtime_ns_of(self.fd, name) for name in names])
+            Evictor(self.root).evict(4 * NBYTES, next_tick_ns(self.fd))
+            self.assertEqual([None] * 4, [mtime_ns_of(self.fd, name) for name in names])
+
     def test_pinned_while_renamed(self) -> None:
         """A pin that comes after the look at a chunk brings it back from its eviction."""
         name, real = self.names[0], os.rename
@@ -96,6 +123,25 @@ class RacesTest(DirectoryTest):
             self.assertIsNone(evict_chunk(self.cache.capacity.space, name))
         self.assertTrue((folder / f"{LAYOUT.full.name}.safetensors").exists())
         self.assertEqual([*range(10)], self.stored())
+
+    def test_child_while_renamed(self) -> None:
+        """A child that is stored after the last look at a chunk brings that back."""
+        cache, real, keys = Cache(self.root, 100), os.rename, keys_of_prompt(20, 21, 22)
+        self.addCleanup(cache.capacity.close)
+        names = [keys[at].name for at in range(3)]
+        for at, name in enumerate(names[:2]):
+            cache.saver.save([keys[at]])
+            set_mtime(self.fd, name, self.now_ns - 7200 * SECOND_NS - 1000 * at)
+
+        def rename(source: str, *args: Any, **options: Any) -> None:
+            if names[1] in source and mtime_ns_of(self.fd, names[2]) is None:
+                cache.saver.save([keys[2]])
+            real(source, *args, **options)
+
+        with mock.patch("os.rename", rename):
+            Evictor(self.root).evict(NBYTES, next_tick_ns(self.fd))
+        self.assertNotIn(None, [mtime_ns_of(self.fd, name) for name in names])
+        self.assertEqual([*range(1, 10)], self.stored())
 
     def test_orphans_in_any_order(self) -> None:
         """Chunks stored before those that they follow stay once these have come; else they go."""
@@ -118,6 +164,6 @@ class RacesTest(DirectoryTest):
         mtime_ns = mtime_ns_of(self.fd, key.name)
         assert mtime_ns is not None
         self.assertLess(mtime_ns, self.now_ns - 10**4 * 86_400 * SECOND_NS // 2)
-        Evictor(self.root).evict(1, self.now_ns)
+        Evictor(self.root).evict(1, next_tick_ns(self.fd))
         self.assertEqual([*range(10)], self.stored())
         self.assertIsNone(mtime_ns_of(self.fd, key.name))

@@ -10,7 +10,7 @@ from vua.capacity import ttl
 from vua.capacity.evictor import Evictor
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits
-from vua.capacity.lru import server_now_ns, set_mtime, touch
+from vua.capacity.lru import next_tick_ns, server_now_ns, set_mtime, touch
 from vua.capacity.prefix_tree import pin
 from vua.capacity.reservation import Capacity
 from vua.capacity.scan import Space
@@ -143,7 +143,7 @@ class HintsTest(DirectoryTest):
     def test_marks_go_with_their_chunks(self) -> None:
         """Evicted, a chunk leaves no mark for one of the same name; others are swept."""
         names = self.put([1, 2], 1000)
-        Evictor(self.root).evict(1, server_now_ns(self.space.fd))
+        Evictor(self.root).evict(1, next_tick_ns(self.space.fd))
         self.assertEqual([1000, None], self.marks(names))
         path = Path(self.root, self.space.name, "ttl", "f" * 64)
         path.write_text("0000000001")

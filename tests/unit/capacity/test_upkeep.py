@@ -196,9 +196,10 @@ class TestEmptied(UpkeepTest):
             for number in range(1, 6):
                 self.assertEqual(16, put(vua, number))
                 self.assertEqual(16, self.stored(vua, number))
-                collect(
-                    self.root, ResolvedLimits.of(self.root, Limits(max_bytes=0, min_free_bytes=0))
-                )
+                nothing = ResolvedLimits.of(self.root, Limits(max_bytes=0, min_free_bytes=0))
+                for _ in range(9):  # what is touched meanwhile stays
+                    if not collect(self.root, nothing).usage.chunks:
+                        break
                 (path,) = (path for path in self.root.iterdir() if len(path.name) == 64)
                 os.utime(path, ns=(0, 0))
                 report = collect(self.root, ResolvedLimits.of(self.root, Limits(min_free_bytes=0)))
