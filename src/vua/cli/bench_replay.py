@@ -196,7 +196,10 @@ class Session:
         self.store.close()
 
     def ask(self, request: Request) -> tuple[int, int]:
-        """Look a request up, load what is there, save the rest; return how many of each."""
+        """Look a request up, load what is there, save the rest.
+
+        Returns how many chunks were loaded, and how many were saved.
+        """
         chain = self.namespace.keys(token_ids(_prompt(request)))
         loaded = self.load(request, chain, self.store.lookup(chain))
         return loaded, self.save(request, chain, loaded)[0]
