@@ -210,7 +210,8 @@ def listed(
         with os.scandir(fd) as entries:
             yield entries
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 def is_fan(name: str) -> bool:
