@@ -7,7 +7,8 @@ chunks; on ext4 each takes 12 KiB of the disk and two inodes), times the command
 campaign (three `vua gc` at once on the full directory, beside writers and readers), and removes it
 again. Before that it takes turns between this directory and one of 1,024 chunks: what an engine
 does there should take no longer. `--use` takes a directory that an earlier run with `--keep` left
-behind, `--serving` ends after the turns. Prints lines for people and, with `--out`, JSON.
+behind, `--serving` ends after the turns, `--eviction` after a few evictions. Prints lines for
+people and, with `--out`, JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,7 +32,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from vua.capacity.evictor import Evictor
+from vua.capacity.lease import upkeep_directory
 from vua.capacity.limits import Limits
+from vua.capacity.lru import next_tick_ns
+from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.prefix_tree import read_prefix_tree
 from vua.capacity.scan import spaces
 from vua.capacity.usage import measure
@@ -50,6 +56,8 @@ CODEC = EntryCodec(IDENTITY.namespace, LAYOUT, LAYOUT.full)
 PROMPT_CHUNKS = 32
 SMALL, HOT, TURNS = 1024, 15, 330
 """Chunks of the small directory; prompts that are used in each, and how often in all."""
+LOGGED, EVICTIONS = 16384, 5
+"""Prompts in the log, twice each: some 8 MB; evictions of each kind."""
 DISK_NBYTES, INODES = 12288, 2
 """What ext4 needs per chunk."""
 
@@ -161,6 +169,31 @@ def serving(root: Path, chunks: int, report: dict[str, Any]) -> None:
         report.setdefault("serving", []).append(row)
         text = f"of the time in one of {SMALL}: {what} ({low:.2f} to {high:.2f})"
         print(f"{ratio:8.2f} {text}", flush=True)
+
+
+def eviction(root: Path, chunks: int, report: dict[str, Any]) -> None:
+    """Let new processes evict a thousandth: least recently used, and by a log of requests."""
+    some = range(0, chunks // PROMPT_CHUNKS, 1 + chunks // PROMPT_CHUNKS // LOGGED)
+    log = LeastHitDensity(root)
+    for prompt in [*some, *some]:
+        keys = keys_of(prompt)
+        log.asked([keys[place].name for place in range(PROMPT_CHUNKS)])
+    most, times = max(1, chunks // 1000), {"LRU": list[float](), "hit density": list[float]()}
+    upkeep = upkeep_directory(root)
+    for turn in range(EVICTIONS):
+        for name in sorted(times, reverse=bool(turn % 2)):
+            victims = Evictor(root, policy=LRU() if name == "LRU" else LeastHitDensity(root))
+            began = time.monotonic()
+            freed = victims.evict(most * CODEC.file_nbytes, next_tick_ns(upkeep))
+            times[name].append(time.monotonic() - began)
+            if freed.chunks < most:
+                sys.exit(f"{root}: {freed.chunks} chunks evicted, expected {most}")
+    os.close(upkeep)
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    report["eviction"] = {"chunks": most, "seconds": times, "median_s": medians}
+    print(f"{medians['LRU']:8.2f} s  {most} chunks evicted by a new process, least recently used")
+    ratio = medians["hit density"] / medians["LRU"]
+    print(f"{ratio:8.2f} of that by hit density, from a log of requests", flush=True)
 
 
 def work(root: Path, kind: str, seed: int, seconds: float, most: int, prompts: int) -> None:
@@ -282,6 +315,9 @@ def run(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     serving(root, chunks, report)
     if options.serving:
         return report
+    eviction(root, chunks, report)
+    if options.eviction:
+        return report
     free = ("--min-free", "0", "--max-bytes")
     with tempfile.NamedTemporaryFile("w", suffix=".json") as stored, \
             tempfile.NamedTemporaryFile("w", suffix=".json") as other:  # fmt: skip
@@ -310,6 +346,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="do not remove it")
     parser.add_argument("--use", action="store_true", help="the directory is there already")
     parser.add_argument("--serving", action="store_true", help="leave the tools out")
+    parser.add_argument("--eviction", action="store_true", help="end after the evictions")
     parser.add_argument("--seconds", type=float, default=60.0, help="of traffic in the campaign")
     parser.add_argument("--out", type=Path, help="write the report as JSON")
     parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
