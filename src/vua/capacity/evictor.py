@@ -106,8 +106,10 @@ class Evictor:
         long as others can go."""
         self.counts: Counter[str] = Counter()
         """``unsent_evicted``: how many went that had not."""
-        self._spared = False
-        """Whether the last run passed one over."""
+        self._spared: list[Candidate] = []
+        """Those of that pass that the last run passed over: they are in use, or have to travel."""
+        self._has_unsent = False
+        """Whether the last run passed one over that has to travel."""
 
     @property
     def left(self) -> int:
@@ -165,10 +167,9 @@ class Evictor:
         if self._rank is None:
             most_rank = None if before_ns is None else before_ns - 1
         run = _Run(nbytes, now_ns, before_ns, most_rank, expired_ns, pins_nbytes, pulse)
-        self._spared = False
+        self._has_unsent = False
         freed += self._run(run)
-        if self._spared and freed.nbytes < nbytes:
-            self._pool = []  # begin again with the oldest
+        if self._has_unsent and freed.nbytes < nbytes:
             run = replace(run, nbytes=nbytes - freed.nbytes, takes_unsent=True)
             freed += self._run(run)
         return freed
@@ -177,10 +178,11 @@ class Evictor:
         """Order the victims that are known by their ranks of now; forget them after some time."""
         was_ranked, self._rank = self._rank is not None, rank
         if rank is not None and was_ranked and time.monotonic() < self._ranked_until_s:
-            pool = [one._replace(rank=rank(one.chunk, one.mtime_ns)) for one in self._pool]
-            self._pool = sorted(pool, reverse=True)
+            known = [*self._pool, *self._spared]
+            pool = [one._replace(rank=rank(one.chunk, one.mtime_ns)) for one in known]
+            self._pool, self._spared = sorted(pool, reverse=True), []
         elif rank is not None or was_ranked:
-            self._pool = []
+            self._pool, self._spared = [], []
 
     def _expire(self, now_ns: int, pulse: Callable[[Freed], None]) -> Freed:
         """Delete the chunks whose own time to live is over."""
@@ -198,47 +200,41 @@ class Evictor:
         return freed
 
     def _run(self, run: _Run) -> Freed:
-        spared: list[Candidate] = []
+        freed, brought, seen, room = NOTHING, -1, 0, _VICTIMS
+        self._pool += self._spared[::-1]  # first in turn again, now perhaps for another prompt
+        self._spared = []
         if self._pool and self._pool[0].mtime_ns > run.now_ns + _FUTURE_NS:
             self._fill([], 0.0, 0)  # the clock was set back since
-        try:
-            with spaces(self._root) as found:
-                return self._run_over(found, run, spared)
-        finally:
-            self._pool += spared[::-1]  # they come before their prefixes in other runs, too
-
-    def _run_over(self, found: Sequence[Space], run: _Run, spared: list[Candidate]) -> Freed:
-        freed, brought, seen, room = NOTHING, -1, 0, _VICTIMS
-        by_name = {space.name: space for space in found}
-        while True:
-            if not self._pool:
-                if brought == freed.chunks:
-                    if seen < room:
-                        return freed  # a pass brought nothing: all is pinned, or in use
-                    room *= 2
-                brought = freed.chunks
-                seen = self._pass(found, by_name, room, run, freed)
-                spared.clear()
+        with spaces(self._root) as found:
+            by_name = {space.name: space for space in found}
+            while True:
                 if not self._pool:
+                    if brought == freed.chunks:
+                        if seen < room:
+                            return freed  # a pass brought nothing: all is pinned, or in use
+                        room *= 2
+                    brought = freed.chunks
+                    seen = self._pass(found, by_name, room, run, freed)
+                    if not self._pool:
+                        return freed
+                victim = self._pool[-1]
+                if run.ends_at(victim, freed):
+                    self.floor_rank = None if self._rank is None else victim.rank
                     return freed
-            victim = self._pool[-1]
-            if run.ends_at(victim, freed):
-                self.floor_rank = None if self._rank is None else victim.rank
-                return freed
-            self._pool.pop()
-            if run.spares(victim) or (self.spares_unsent and self._stays(victim, by_name, run)):
-                spared.append(victim)
-                continue
-            freed += self._evict(victim, by_name, self._seen_ns, run.pins_nbytes)
-            if freed.chunks % _PULSE_CHUNKS == 0:
-                run.pulse(freed)
+                self._pool.pop()
+                if run.spares(victim) or (self.spares_unsent and self._stays(victim, by_name, run)):
+                    self._spared.append(victim)
+                    continue
+                freed += self._evict(victim, by_name, self._seen_ns, run.pins_nbytes)
+                if freed.chunks % _PULSE_CHUNKS == 0:
+                    run.pulse(freed)
 
     def _stays(self, victim: Candidate, by_name: Mapping[str, Space], run: _Run) -> bool:
         """Whether a chunk is passed over since it has not travelled yet; counts those that go."""
         space = by_name.get(victim.space)
         if space is None or not _is_unsent(space, victim.chunk):
             return False
-        self._spared = self._spared or not run.takes_unsent
+        self._has_unsent = self._has_unsent or not run.takes_unsent
         self.counts["unsent_evicted"] += run.takes_unsent
         return not run.takes_unsent
 
@@ -273,7 +269,7 @@ class Evictor:
         """Take the victims of a pass that ``began_s``, ``seen_ns`` by the server's clock."""
         now_s, self._seen_ns = time.monotonic(), seen_ns
         self._ranked_until_s = now_s + (now_s - began_s) / _PASSES_SHARE
-        self._pool = victims[::-1]
+        self._pool, self._spared = victims[::-1], []
         self._kept.clear()
         self._held.clear()
         self._held_nbytes = 0

@@ -259,7 +259,7 @@ def check_root(
 
 def _see_to_mark(root: Path, mode: int) -> None:
     """Mark a new directory; one without the mark that cannot be written to is used as it is."""
-    can_write = os.access(root, os.W_OK)
+    can_write = os.access(root, os.W_OK, effective_ids=True)
     try:
         marked = claim(root, mode=mode)
     except OSError:
