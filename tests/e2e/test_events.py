@@ -28,7 +28,7 @@ class Router:
     """Listens to an engine's events and keeps account, as routers do."""
 
     def __init__(self, endpoint: str) -> None:
-        """Listen; the engine may come later."""
+        """Listen; the engine may come later. It is to wait a moment first: it keeps nothing."""
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 5)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -106,7 +106,7 @@ class EventsTest(EngineTest):
         """Every stored chunk is announced once, in the words that vLLM has for its own blocks."""
         for chunks in (range(10), range(0)):  # those stored during this run
             with self.subTest(stored=len(chunks)), self.router() as (router, engine):
-                self.serve(Batch([PROMPT]), SETTLE, engine=engine)
+                self.serve(SETTLE, Batch([PROMPT]), SETTLE, engine=engine)
                 router.listen()
 
                 self.assertEqual(640 // BLOCK, len(router.held))
@@ -130,7 +130,8 @@ class EventsTest(EngineTest):
             more = [Batch([tokens(400, seed=60 + at)]) for at in range(3)]
             extra = {"limits": {"max_bytes": 20 * nbytes}}
 
-            served = self.serve(Batch([PROMPT]), SETTLE, *more, SETTLE, engine=engine, extra=extra)
+            first = (SETTLE, Batch([PROMPT]), SETTLE)
+            served = self.serve(*first, *more, SETTLE, engine=engine, extra=extra)
             router.listen()
 
             self.assertEqual(1, served.counts["corrupt"])
@@ -143,7 +144,7 @@ class EventsTest(EngineTest):
     def test_extras(self) -> None:
         """What else names a block is in the event: no router takes it for another's tokens."""
         with self.router() as (router, engine):
-            self.serve(Batch([PROMPT[:200]], salt="tenant"), SETTLE, engine=engine)
+            self.serve(SETTLE, Batch([PROMPT[:200]], salt="tenant"), SETTLE, engine=engine)
             router.listen()
 
             keys = [event.extra_keys for event in router.stored]
