@@ -6,12 +6,14 @@ Each round runs the suite of both, the earlier one first in every other round. E
 its arms against a denominator of its own (raw reads and writes, SHA-256), in the same process. What
 is compared are these ratios, so a machine that is slow for a while is slow for both sides. Prints
 for each row that both have the median and the quartiles of "how many times as good as before" over
-the rounds: above 1 is better, whichever way the row counts.
+the rounds: above 1 is better, whichever way the row counts. Interrupted, it tells of the rounds
+that have ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -78,13 +80,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="vua-checkouts-", dir=asked.dir) as name:
         work = Path(name)
         before = archived(asked.commit, work / asked.commit)
-        for turn in range(asked.rounds):
-            order = (before, ROOT) if turn % 2 == 0 else (ROOT, before)
-            rows = {checkout: measured(checkout, asked.only, work) for checkout in order}
-            both = rows[before].keys() & rows[ROOT].keys()
-            for row in (row for row in both if not row[2].startswith("raw")):  # ours
-                found[row].append(times_as_good(rows[before][row], rows[ROOT][row]))
-            print(f"round {turn + 1} of {asked.rounds}", file=sys.stderr)
+        with contextlib.suppress(KeyboardInterrupt):  # the rounds so far are told all the same
+            for turn in range(asked.rounds):
+                order = (before, ROOT) if turn % 2 == 0 else (ROOT, before)
+                rows = {checkout: measured(checkout, asked.only, work) for checkout in order}
+                both = rows[before].keys() & rows[ROOT].keys()
+                for row in (row for row in both if not row[2].startswith("raw")):  # ours
+                    found[row].append(times_as_good(rows[before][row], rows[ROOT][row]))
+                print(f"round {turn + 1} of {asked.rounds}", file=sys.stderr)
     print(table(found))
     if asked.out:
         report = {" | ".join(row): ratios for row, ratios in found.items()}
