@@ -5,6 +5,7 @@
  */
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 enum { DIGEST_NBYTES = 32, CONTEXT_NBYTES = 256 };
 
@@ -43,11 +44,16 @@ int vua_ids(const void *from, uint64_t item, int is_signed, uint64_t count, uint
             to[i] = (uint32_t)id;
         }
     } else {
-        const uint32_t sign = is_signed ? UINT32_C(1) << 31 : 0;
-        for (uint64_t i = 0; i < count; i++) {
-            to[i] = ((const uint32_t *)from)[i];
-            outside |= to[i] & sign;
+        memcpy(to, from, count * sizeof *to);
+        uint64_t seen[4] = {0, 0, 0, 0}, eight[4], i = 0; /* signs of two ids each */
+        for (; is_signed && i + 8 <= count; i += 8) {
+            memcpy(eight, to + i, sizeof eight);
+            for (int at = 0; at < 4; at++)
+                seen[at] |= eight[at];
         }
+        for (; is_signed && i < count; i++)
+            seen[0] |= to[i];
+        outside = (seen[0] | seen[1] | seen[2] | seen[3]) & UINT64_C(0x8000000080000000);
     }
     return outside == 0;
 }
