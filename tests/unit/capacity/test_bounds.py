@@ -355,6 +355,7 @@ class TestCapacity(DirectoryTest):
             self.assertEqual(2, cache.store.lookup(KeyChain(token_ids([199, 199]), 1)))
             self.assertEqual([], list(disk.rglob(".tmp-*")))
         finally:
+            cache.capacity.close()  # its thread may be evicting ahead
             cache.store.storage.close()  # type: ignore[attr-defined]
             subprocess.run(["umount", str(disk)], check=True)
 
