@@ -36,7 +36,8 @@ _VICTIMS: Final = 1 << 16
 _FUTURE_NS: Final = 10 * 10**9
 """An mtime further ahead of the server's clock than this means that the clock was set back."""
 _LATEST_NS: Final = 1 << 62
-"""Later than any time. Where a pass had to set times itself, they do not tell what changed."""
+"""Later than any time: then only the mtime tells whether a chunk changed. For chunks whose own time
+to live is over, and after a pass that had to set times itself."""
 _PASSES_SHARE: Final = 1 / 20
 """Of the time passes may take this share, where ranks change: then what a pass found is used for so
 much longer than it took."""
@@ -107,7 +108,7 @@ class Evictor:
         self.counts: Counter[str] = Counter()
         """``unsent_evicted``: how many went that had not."""
         self._spared: list[Candidate] = []
-        """Those of that pass that the last run passed over: they are in use, or have to travel."""
+        """Victims that the last run passed over: of the prompt being stored, or still to travel."""
         self._has_unsent = False
         """Whether the last run passed one over that has to travel."""
 

@@ -50,7 +50,9 @@ evict the front of its own prompt."""
 
 CLOCK: Final = "clock"
 _TICK_MAX_S: Final = 0.05
+"""The file system's clock is waited for so long at most."""
 _TICK_STEP_S: Final = 0.0005
+"""Between two looks at it; each is a write to the file ``clock``."""
 
 
 def mtime_ns_of(directory: int, chunk: str) -> int | None:
@@ -119,7 +121,7 @@ def inherit(directory: int, chunk: str, parent: str) -> bool:
 
     A parent that is an orphan itself is as good as gone. The parent's mtime is changed within its
     microsecond, which leaves all orders as they are and shows whoever is about to evict it that it
-    got a child: their pass over all chunks may have been too early to see that.
+    got a child: their pass over all chunks may have come to the child's place before it was there.
     """
     mtime_ns = mtime_ns_of(directory, parent)
     if mtime_ns is None or mtime_ns <= ORPHAN_MTIME_NS:

@@ -196,9 +196,9 @@ class Session:
         self.store.close()
 
     def ask(self, request: Request) -> tuple[int, int]:
-        """Look a request up, load what is there, save the rest.
+        """Serve a request: load the chunks that are stored, and save the others.
 
-        Returns how many chunks were loaded, and how many were saved.
+        Returns how many were loaded, and how many saved.
         """
         chain = self.namespace.keys(token_ids(_prompt(request)))
         loaded = self.load(request, chain, self.store.lookup(chain))
