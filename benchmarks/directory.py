@@ -56,8 +56,9 @@ CODEC = EntryCodec(IDENTITY.namespace, LAYOUT, LAYOUT.full)
 PROMPT_CHUNKS = 32
 SMALL, HOT, TURNS = 1024, 15, 330
 """Chunks of the small directory; prompts that are used in each, and how often in all."""
-LOGGED, EVICTIONS = 16384, 5
-"""Prompts in the log, twice each: some 8 MB; evictions of each kind."""
+LOGGED, AGAIN, EVICTIONS = 16384, 4096, 5
+"""Prompts in the log: some 8 MB; so many are asked for again, before others; evictions of each
+kind."""
 DISK_NBYTES, INODES = 12288, 2
 """What ext4 needs per chunk."""
 
@@ -175,7 +176,7 @@ def eviction(root: Path, chunks: int, report: dict[str, Any]) -> None:
     """Let new processes evict a thousandth: least recently used, and by a log of requests."""
     some = range(0, chunks // PROMPT_CHUNKS, 1 + chunks // PROMPT_CHUNKS // LOGGED)
     log = LeastHitDensity(root)
-    for prompt in [*some, *some]:
+    for prompt in [one for at in range(0, LOGGED, AGAIN) for one in 2 * [*some[at : at + AGAIN]]]:
         keys = keys_of(prompt)
         log.asked([keys[place].name for place in range(PROMPT_CHUNKS)])
     most, times = max(1, chunks // 1000), {"LRU": list[float](), "hit density": list[float]()}

@@ -19,12 +19,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+import numpy as np
+
 from vua.capacity import ttl
 from vua.capacity.lru import MTIME_STEP_NS, is_unchanged, mtime_ns_of, set_mtime
-from vua.capacity.policy import LRU, Rank
+from vua.capacity.policy import LRU
 from vua.capacity.prefix_tree import ancestors
 from vua.capacity.removal import GRACE_S, NOTHING, Freed, drop_empty, evict_chunk
-from vua.capacity.scan import SENT, Candidate, Space, by_mtime, chunk_nbytes, listed, lowest, spaces
+from vua.capacity.scan import (
+    SENT,
+    Candidate,
+    Rank,
+    Space,
+    by_mtime,
+    chunk_nbytes,
+    listed,
+    lowest,
+    spaces,
+)
 from vua.storage.local import SUFFIX, chunk_path
 
 __all__ = ["PINNED_SHARE", "Evictor"]
@@ -180,7 +192,9 @@ class Evictor:
         was_ranked, self._rank = self._rank is not None, rank
         if rank is not None and was_ranked and time.monotonic() < self._ranked_until_s:
             known = [*self._pool, *self._spared]
-            pool = [one._replace(rank=rank(one.chunk, one.mtime_ns)) for one in known]
+            mtimes_ns = np.array([one.mtime_ns for one in known], dtype=np.int64)
+            ranks = rank([one.chunk for one in known], mtimes_ns).tolist()
+            pool = [Candidate(first, *one[1:]) for first, one in zip(ranks, known, strict=True)]
             self._pool, self._spared = sorted(pool, reverse=True), []
         elif rank is not None or was_ranked:
             self._pool, self._spared = [], []

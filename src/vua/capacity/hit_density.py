@@ -12,17 +12,18 @@ This knows numbers that stand for chunks and seconds of any clock; no storage.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HitDensity"]
+__all__ = ["HitDensity", "Request"]
 
 _REMEMBERED: Final = 1 << 18
-"""Chunks that are remembered, held or not: those used last. Some 100 bytes each."""
+"""Chunks that are remembered, held or not: those used last. Some 150 bytes each. A sixteenth more
+are before the oldest are forgotten."""
 _BINS_PER_DOUBLING: Final = 2.5
 _SHORTEST_S: Final = 1 / 8
 _EDGES_S: Final = np.concatenate([[0.0], _SHORTEST_S * 2 ** (np.arange(60) / _BINS_PER_DOUBLING)])
@@ -34,6 +35,7 @@ _USES_CLASSES: Final = 8
 _NEW_STEPS: Final = (2, 8, 32)
 """Classes of a request by its new chunks: fewer than 2, 8, 32, or more."""
 _NEW_CLASSES: Final = len(_NEW_STEPS) + 1
+_CLASSES: Final = _USES_CLASSES * _NEW_CLASSES
 _COARSER_WEIGHT: Final = 200.0
 """A coarser class counts as much as so many observed chunks. Those of one prompt come together."""
 _LEAST_OBSERVED: Final = 1000
@@ -41,6 +43,17 @@ _LEAST_OBSERVED: Final = 1000
 _OBSERVED_MOST: Final = 1 << 20
 """When so many uses are counted all count half: what is popular changes."""
 _REQUESTS_PER_FIT: Final = 64
+_BATCH_CHUNKS: Final = 1 << 17
+"""So many chunks of requests are counted at once: some 20 MB meanwhile."""
+
+
+class Request(NamedTuple):
+    """A request for a prompt."""
+
+    time_s: float
+    """Of any clock."""
+    chunks: Sequence[int] | npt.NDArray[np.uint64]
+    """Numbers of 64 bits that stand for chunks, from the prompt's first one on."""
 
 
 class HitDensity:
@@ -52,68 +65,121 @@ class HitDensity:
         ``part``: of all chunks, those that will be met here; so many of these are remembered.
         """
         self._remembered, self._part = int(remembered * part), part
-        self._rows: OrderedDict[int, int] = OrderedDict()
-        """Chunk -> its row below, that used longest ago first; a child before its parent."""
+        self._rows: dict[int, int] = {}
+        """Chunk -> its row below."""
         self._free: list[int] = []
         self._last_s = np.zeros(0)
         self._uses = np.zeros(0, dtype=np.int32)
         self._class = np.zeros(0, dtype=np.intp)
         self._parent = np.zeros(0, dtype=np.intp)
-        self._depth = np.full(0, -1, dtype=np.intp)
+        self._depth = np.zeros(0, dtype=np.intp)
         """Place in the prompt; -1 where the row is free."""
-        shape = (_USES_CLASSES * _NEW_CLASSES, _BINS)
+        self._chunk = np.zeros(0, dtype=np.uint64)
+        shape = (_CLASSES, _BINS)
         self._returned, self._forgotten = np.zeros(shape), np.zeros(shape)
         """Uses by class and bin of the time until the next one; until the chunk was forgotten."""
         self._density: npt.NDArray[np.float64] | None = None
         self._requests = 0
 
-    def meet(self, chunks: Sequence[int], now_s: float) -> None:
-        """Note a request for a prompt's chunks, from its first one on.
+    def meet(self, requests: Iterable[Request]) -> None:
+        """Note requests, about in order of time; an earlier one counts as coming just now."""
+        batch: list[Request] = []
+        chunks = 0
+        for request in requests:
+            batch.append(request)
+            chunks += len(request.chunks)
+            if chunks >= _BATCH_CHUNKS:
+                self._meet(batch)
+                batch, chunks = [], 0
+        if chunks:
+            self._meet(batch)
 
-        Requests come about in order of time; an earlier one counts as coming now.
-        """
-        rows, chunks = self._rows, [*dict.fromkeys(chunks)]  # whatever a log says, each once
-        found = [rows.get(chunk, -1) for chunk in chunks]
-        new = found.count(-1)
-        known = np.array([row for row in found if row >= 0], dtype=np.intp)
-        ages_s = np.maximum(0.0, now_s - self._last_s[known])
-        np.add.at(self._returned, (self._class[known], _bins(ages_s)), 1.0)
-        if new:
-            found = self._add(chunks, found)
-        places = np.array(found, dtype=np.intp)
-        new_class = int(np.searchsorted(_NEW_STEPS, new / self._part, side="right"))
-        self._class[places] = _uses_class(self._uses[places]) * _NEW_CLASSES + new_class
-        self._uses[places] += 1
-        self._last_s[places] = now_s
-        for chunk in reversed(chunks):  # the first one is forgotten last
-            rows.move_to_end(chunk)
-        while len(rows) > self._remembered:
-            _, row = rows.popitem(last=False)
-            age_s = max(0.0, now_s - self._last_s[row])
-            self._forgotten[self._class[row], _bins(age_s)] += 1.0
-            self._depth[row] = -1
-            self._free.append(row)
-        self._requests += 1
-        if self._requests % _REQUESTS_PER_FIT == 0:
+    def _meet(self, batch: Sequence[Request]) -> None:
+        """Note some requests at once: per chunk, all its uses one after the other."""
+        times_s = np.array([one.time_s for one in batch])
+        many = np.array([len(one.chunks) for one in batch])
+        request = np.repeat(np.arange(len(batch)), many)
+        place = np.arange(len(request)) - np.repeat(np.cumsum(many) - many, many)
+        asked = np.concatenate([np.asarray(one.chunks, dtype=np.uint64) for one in batch])
+        chunks, first, chunk = np.unique(asked, return_index=True, return_inverse=True)
+        row_of, is_new = self._rows_of(chunks, chunk, first, place)
+
+        use = np.argsort(chunk, kind="stable")
+        row, when = row_of[chunk[use]], request[use]
+        is_again = np.zeros(len(use), dtype=bool)
+        is_again[1:] = (row[1:] == row[:-1]) & (when[1:] == when[:-1])
+        row, when = row[~is_again], when[~is_again]  # whatever a log says, once in each request
+        begins = np.append(True, row[1:] != row[:-1])  # the uses of another chunk
+        start = np.flatnonzero(begins)
+        nth = np.arange(len(row)) - np.repeat(start, np.diff(np.append(start, len(row))))
+
+        new = np.bincount(request[first[is_new]], minlength=len(batch))
+        new_class = np.searchsorted(_NEW_STEPS, new / self._part, side="right")
+        uses = self._uses[row] + nth
+        of_class = _uses_class(uses) * _NEW_CLASSES + new_class[when]
+        was_used = ~begins | (self._uses[row] > 0)
+        before = np.where(begins, self._class[row], np.roll(of_class, 1))[was_used]
+        last_s = np.where(begins, self._last_s[row], np.roll(times_s[when], 1))
+        ages_s = np.maximum(0.0, times_s[when] - last_s)[was_used]
+        self._returned += _counted(before, ages_s)
+
+        last = np.append(start[1:], len(row)) - 1
+        self._class[row[last]], self._uses[row[last]] = of_class[last], uses[last] + 1
+        self._last_s[row[last]] = times_s[when[last]]
+        self._forget(float(times_s[-1]))
+        if (self._requests + len(batch)) // _REQUESTS_PER_FIT > self._requests // _REQUESTS_PER_FIT:
             self._density = None
+        self._requests += len(batch)
 
-    def _add(self, chunks: Sequence[int], found: list[int]) -> list[int]:
-        """Give rows to chunks that have none; return all rows."""
-        missing = found.count(-1) - len(self._free)
-        if missing > 0:
+    def _rows_of(
+        self,
+        chunks: npt.NDArray[np.uint64],
+        chunk: npt.NDArray[np.intp],
+        first: npt.NDArray[np.intp],
+        place: npt.NDArray[np.intp],
+    ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+        """Return the row of each chunk, and which were not known: these have rows now.
+
+        Args:
+            chunks: different ones, as they are known elsewhere.
+            chunk: which of these was asked for, at each place of some requests.
+            first: where each of them was asked for first.
+            place: the places in their requests.
+        """
+        numbers = chunks.tolist()
+        row_of = np.fromiter(map(self._rows.get, numbers, repeat(-1)), np.intp, len(numbers))
+        is_new = row_of < 0
+        missing = int(is_new.sum())
+        if missing > len(self._free):
             size = len(self._depth)
             more = max(missing, size, 1024)
             self._free += range(size + more - 1, size - 1, -1)
-            for name in ("_last_s", "_uses", "_class", "_parent", "_depth"):
+            for name in ("_last_s", "_uses", "_class", "_parent", "_depth", "_chunk"):
                 old = getattr(self, name)
-                setattr(self, name, np.concatenate([old, np.full(more, -1, dtype=old.dtype)]))
-        before = -1
-        for place, row in enumerate(found):
-            if row < 0:
-                row = found[place] = self._rows[chunks[place]] = self._free.pop()  # noqa: PLW2901
-                self._uses[row], self._depth[row], self._parent[row] = 0, place, before
-            before = row
-        return found
+                setattr(self, name, np.concatenate([old, np.zeros(more, dtype=old.dtype)]))
+            self._depth[size:] = -1
+        if missing:
+            rows = row_of[is_new] = self._free[-missing:]
+            del self._free[-missing:]
+            self._rows.update(zip(chunks[is_new].tolist(), rows, strict=True))
+            at = first[is_new]
+            self._chunk[rows], self._uses[rows], self._depth[rows] = chunks[is_new], 0, place[at]
+            self._parent[rows] = np.where(place[at] > 0, row_of[chunk[at - 1]], -1)
+        return row_of, is_new
+
+    def _forget(self, now_s: float) -> None:
+        """Forget the chunks that were used longest ago where there are too many."""
+        many = len(self._rows) - self._remembered
+        if many <= self._remembered // 16:
+            return
+        used = np.flatnonzero(self._depth >= 0)
+        order = np.lexsort((-self._depth[used], self._last_s[used]))  # children before parents
+        rows = used[order[:many]]
+        self._forgotten += _counted(self._class[rows], np.maximum(0.0, now_s - self._last_s[rows]))
+        self._depth[rows] = -1
+        self._free += rows.tolist()
+        for chunk in self._chunk[rows].tolist():
+            del self._rows[chunk]
 
     # -- what chunks are worth -----------------------------------------------------------------
 
@@ -164,15 +230,22 @@ class HitDensity:
             self._returned /= 2
             self._forgotten /= 2
         used = self._depth >= 0
-        bins = _bins(np.maximum(0.0, now_s - self._last_s[used]))
-        waiting = np.bincount(self._class[used] * _BINS + bins, minlength=self._returned.size)
-        censored = self._forgotten + waiting.reshape(self._returned.shape)
+        waiting = _counted(self._class[used], np.maximum(0.0, now_s - self._last_s[used]))
+        censored = self._forgotten + waiting
         self._density = _density(_hazards(self._returned, censored))
         return self._density
 
 
 def _bins(ages_s: npt.NDArray[np.float64] | float) -> npt.NDArray[np.intp]:
     return np.minimum(np.searchsorted(_EDGES_S, ages_s, side="right") - 1, _BINS - 1)
+
+
+def _counted(
+    classes: npt.NDArray[np.intp], ages_s: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Return how many there are by class and bin of the time."""
+    cells = np.bincount(classes * _BINS + _bins(ages_s), minlength=_CLASSES * _BINS)
+    return cells.reshape(_CLASSES, _BINS).astype(np.float64)
 
 
 def _uses_class(uses: npt.NDArray[np.int32]) -> npt.NDArray[np.intp]:

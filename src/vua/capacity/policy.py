@@ -11,24 +11,24 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Final
+
+import numpy as np
 
 from vua.capacity.hit_density import HitDensity
 from vua.capacity.lru import ORPHAN_MTIME_NS, touch
-from vua.capacity.use_log import UseLog, short_name
+from vua.capacity.scan import Column, Rank
+from vua.capacity.use_log import UseLog, short_name, short_names
 from vua.io.forks import watch
 
-__all__ = ["LRU", "LeastHitDensity", "Rank"]
-
-Rank: TypeAlias = Callable[[str, int], int]
-"""The rank of a chunk, by its name (64 hex) and mtime in ns. What follows a chunk in prompts has a
-lower rank, or the same and an older mtime."""
+__all__ = ["LRU", "LeastHitDensity"]
 
 _READ_S: Final = 0.25
 """Between two looks at what others have logged."""
-_PER_UNIT: Final = 1e18
-"""Ranks are whole numbers: hits per second times this."""
+_PER_UNIT: Final = 1e17
+"""Ranks are whole numbers of 64 bits: hits per second, at most 16, times this."""
 _UNKNOWN: Final = -(1 << 62)
 """Added to the mtimes of chunks that nobody knows: these go first, the oldest one first."""
 
@@ -105,12 +105,13 @@ class LeastHitDensity(LRU):
             if not density.is_learned:
                 return None
             worths, rows = density.worths(now_ns / 1e9), dict(density.known())
+        ranks = (worths * _PER_UNIT).astype(np.int64)
 
-        def rank(chunk: str, mtime_ns: int) -> int:
-            row = rows.get(short_name(chunk))
-            if row is None or mtime_ns <= ORPHAN_MTIME_NS:
-                return mtime_ns + _UNKNOWN
-            return int(worths[row] * _PER_UNIT)
+        def rank(chunks: Sequence[str], mtimes_ns: Column) -> Column:
+            numbers = short_names(chunks).tolist()
+            found = np.fromiter(map(rows.get, numbers, repeat(-1)), np.intp, len(numbers))
+            is_known = (found >= 0) & (mtimes_ns > ORPHAN_MTIME_NS)
+            return np.where(is_known, ranks[found], mtimes_ns + _UNKNOWN)
 
         return rank
 
@@ -129,5 +130,4 @@ class LeastHitDensity(LRU):
         if now_s - self._read_s < _READ_S:
             return
         self._read_s = now_s
-        for request in self._log.read():
-            self._density.meet(request.chunks, request.time_s)
+        self._density.meet(self._log.read())

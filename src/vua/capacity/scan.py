@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import random
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from vua.io.posix import open_beneath
+from vua.native import list_chunks
 from vua.storage.local import chunk_path
 
 __all__ = [
@@ -29,18 +32,22 @@ __all__ = [
     "TRASH",
     "TTL_FOLDER",
     "Candidate",
+    "Column",
+    "Rank",
     "Scan",
     "Show",
     "Space",
     "by_mtime",
     "chunk_nbytes",
     "chunks_of",
+    "columns_of",
     "fans_of",
     "files_nbytes",
     "is_fan",
     "listed",
     "lowest",
     "mark",
+    "opened",
     "silent",
     "spaces",
     "unmark",
@@ -87,6 +94,11 @@ GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE}
 """Errors that mean: there is no such directory (any more)."""
 
 _SAMPLED_FANS: Final = 16
+_LARGEST: Final = (1 << 63) - 1
+
+
+Column: TypeAlias = npt.NDArray[np.int64]
+"""A number for each of some chunks."""
 
 
 class Space:
@@ -189,10 +201,10 @@ def spaces(root: str | os.PathLike[str]) -> Iterator[list[Space]]:
 
 
 @contextlib.contextmanager
-def listed(
+def opened(
     parent: int, path: str, refused: Callable[[OSError], None] | None = None
-) -> Iterator[Iterator[os.DirEntry[str]]]:
-    """List a directory below ``parent``; an absent or unreadable one is empty.
+) -> Iterator[int | None]:
+    """Open a directory below ``parent``; None where it is absent or unreadable.
 
     ``refused`` is told why one that is there cannot be read. Raises OSError where this process has
     no more descriptors or memory: then nothing is known.
@@ -204,14 +216,26 @@ def listed(
             raise
         if refused is not None and problem.errno not in GONE:
             refused(problem)
-        yield iter(())
+        yield None
         return
     try:
-        with os.scandir(fd) as entries:
-            yield entries
+        yield fd
     finally:
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+@contextlib.contextmanager
+def listed(
+    parent: int, path: str, refused: Callable[[OSError], None] | None = None
+) -> Iterator[Iterator[os.DirEntry[str]]]:
+    """List a directory below ``parent``; what :func:`opened` does not open is empty."""
+    with opened(parent, path, refused) as fd:
+        if fd is None:
+            yield iter(())
+        else:
+            with os.scandir(fd) as entries:
+                yield entries
 
 
 def is_fan(name: str) -> bool:
@@ -225,17 +249,16 @@ def fans_of(space: Space) -> list[str]:
         return sorted(entry.name for entry in entries if is_fan(entry.name))
 
 
+def columns_of(space: Space, fan: str) -> tuple[list[str], Column]:
+    """Return the names and mtimes of the chunks in one fan-out directory."""
+    with opened(space.fd, fan) as fd:
+        return ([], np.empty(0, dtype=np.int64)) if fd is None else list_chunks(fd)
+
+
 def chunks_of(space: Space, fan: str) -> Iterator[tuple[str, int]]:
-    """Yield (name, mtime) of the chunks in one fan-out directory."""
-    with listed(space.fd, fan) as entries:
-        for entry in entries:
-            if _DIGEST.fullmatch(entry.name):
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except OSError:
-                    continue
-                if stat.S_ISDIR(status.st_mode):
-                    yield entry.name, status.st_mtime_ns
+    """Return (name, mtime) of each chunk in one fan-out directory."""
+    names, mtimes_ns = columns_of(space, fan)
+    return zip(names, mtimes_ns.tolist(), strict=True)
 
 
 def chunk_nbytes(space: Space, path: str) -> int:
@@ -289,10 +312,15 @@ class Scan(NamedTuple):
     """Namespaces without a chunk."""
 
 
-def by_mtime(chunk: str, mtime_ns: int) -> int:
-    """Rank a chunk as LRU does."""
-    del chunk
-    return mtime_ns
+Rank: TypeAlias = Callable[[Sequence[str], Column], Column]
+"""The ranks of chunks, by their names (64 hex) and mtimes in ns. What follows a chunk in prompts
+has a lower rank, or the same and an older mtime."""
+
+
+def by_mtime(chunks: Sequence[str], mtimes_ns: Column) -> Column:
+    """Rank chunks as LRU does."""
+    del chunks
+    return mtimes_ns
 
 
 def lowest(
@@ -300,8 +328,8 @@ def lowest(
     room: int,
     pulse: Callable[[], None] = lambda: None,
     *,
-    latest_ns: int | None = None,
-    rank: Callable[[str, int], int] = by_mtime,
+    latest_ns: int = _LARGEST,
+    rank: Rank = by_mtime,
 ) -> Scan:
     """Find the chunks of ``found`` that are to go first.
 
@@ -318,13 +346,17 @@ def lowest(
         chunks = 0
         for fan in fans_of(space):
             pulse()
-            for chunk, mtime_ns in chunks_of(space, fan):
-                chunks += 1
-                one = rank(chunk, mtime_ns)
-                if limit is None or one <= limit:
-                    kept.append(Candidate(one, mtime_ns, space.name, chunk))
-                if latest_ns is not None and mtime_ns > latest_ns:
-                    ahead.append(Candidate(mtime_ns, mtime_ns, space.name, chunk))
+            names, mtimes_ns = columns_of(space, fan)
+            ranks = rank(names, mtimes_ns)
+            chunks += len(names)
+            kept += (
+                Candidate(int(ranks[at]), int(mtimes_ns[at]), space.name, names[at])
+                for at in np.flatnonzero(ranks <= limit).tolist()
+            )
+            ahead += (
+                Candidate(int(mtimes_ns[at]), int(mtimes_ns[at]), space.name, names[at])
+                for at in np.flatnonzero(mtimes_ns > latest_ns).tolist()
+            )
             if len(ahead) > 2 * room:
                 ahead = sorted(ahead)[:room]
         if not chunks and not space.is_hidden:
@@ -334,25 +366,18 @@ def lowest(
     return Scan(kept, ahead, empty)
 
 
-def _quantile(
-    found: Sequence[Space], room: int, pulse: Callable[[], None], rank: Callable[[str, int], int]
-) -> int | None:
-    """The rank that about ``room`` chunks are not above; None for all there are."""
-    ranks: list[tuple[int, float]] = []  # (rank, chunks it stands for)
-    total = 0.0
+def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None], rank: Rank) -> int:
+    """The rank that about ``room`` chunks are not above; the largest number for all there are."""
+    sampled, stand_for = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
     for space in found:
         fans = fans_of(space)
         picked = random.sample(fans, min(_SAMPLED_FANS, len(fans)))
-        mine: list[int] = []
         for fan in picked:
             pulse()
-            mine += [rank(chunk, mtime_ns) for chunk, mtime_ns in chunks_of(space, fan)]
-        weight = len(fans) / len(picked) if picked else 0.0
-        ranks += [(one, weight) for one in mine]
-        total += weight * len(mine)
-    if total <= room:
-        return None
-    ranks.sort()
-    below = itertools.accumulate(weight for _, weight in ranks)
-    pairs = zip(ranks, below, strict=True)
-    return next((one for (one, _), reached in pairs if reached >= room), None)
+            sampled.append(rank(*columns_of(space, fan)))
+            stand_for.append(np.full(len(sampled[-1]), len(fans) / len(picked)))
+    ranks = np.concatenate(sampled)
+    order = np.argsort(ranks)
+    chunks = np.cumsum(np.concatenate(stand_for)[order])
+    at = int(np.searchsorted(chunks, room))
+    return _LARGEST if at >= len(chunks) or chunks[-1] <= room else int(ranks[order[at]])

@@ -20,14 +20,16 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
+from vua.capacity.hit_density import Request
 from vua.capacity.lease import upkeep_directory
 from vua.storage.mark import UPKEEP, USES, is_marked
 
-__all__ = ["Request", "UseLog", "short_name"]
+__all__ = ["UseLog", "short_name", "short_names"]
 
 _MAGIC: Final = b"VUAuses1"
 _HEAD: Final = struct.Struct("<QI")
@@ -49,13 +51,9 @@ def short_name(chunk: str) -> int:
     return int(chunk[:16], 16)
 
 
-class Request(NamedTuple):
-    """A request for a prompt."""
-
-    time_s: float
-    """Since 1970, by the server's clock."""
-    chunks: Sequence[int]
-    """See :func:`short_name`; from the prompt's first one on."""
+def short_names(chunks: Sequence[str]) -> npt.NDArray[np.uint64]:
+    """Return :func:`short_name` of each chunk."""
+    return np.frombuffer(bytes.fromhex("".join([chunk[:16] for chunk in chunks])), ">u8")
 
 
 class UseLog:
@@ -82,13 +80,12 @@ class UseLog:
         now_s = time.monotonic()
         if now_s < self._from_s:
             return
-        numbers = [short_name(chunk) for chunk in chunks[:_MOST_CHUNKS]]
+        numbers = short_names(chunks[:_MOST_CHUNKS])
         try:
             if self._path is None or self._written_nbytes >= self._file_nbytes:
                 self._path = self._begin()
             time_us = int((time.monotonic() + self._ahead_s) * 1e6)
-            body = np.array(numbers, dtype="<u8").tobytes()
-            record = _HEAD.pack(max(0, time_us), len(numbers)) + body
+            record = _HEAD.pack(max(0, time_us), len(numbers)) + numbers.astype("<u8").tobytes()
             fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | _OPEN)
             try:
                 self._written_nbytes += len(record)
@@ -144,7 +141,7 @@ class UseLog:
             if end > len(data):
                 break  # still being written
             numbers = np.frombuffer(data, "<u8", chunks, at + _HEAD.size)
-            yield Request(min(time_us / 1e6, latest_s), numbers.tolist())
+            yield Request(min(time_us / 1e6, latest_s), numbers)
             at = end
         self._read[name] = first + at
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
+from vua.capacity.hit_density import Request
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.scan import Show
 from vua.capacity.usage import measure
-from vua.capacity.use_log import Request, UseLog
+from vua.capacity.use_log import UseLog
 from vua.cli.bench_policies import LRU
 from vua.cli.bench_ranks import Dense, Past
 from vua.cli.bench_simulate import simulate
@@ -97,7 +98,7 @@ def _sound(requests: Sequence[Request]) -> list[_Asked]:
     before: dict[int, int] = {}
     found = []
     for request in requests:
-        chunks = tuple(request.chunks)
+        chunks = tuple(map(int, request.chunks))
         pairs = zip(chunks, (-1, *chunks), strict=False)
         if chunks and all(before.setdefault(chunk, parent) == parent for chunk, parent in pairs):
             found.append(_Asked(chunks, request.time_s))

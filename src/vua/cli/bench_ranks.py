@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from vua.capacity.hit_density import HitDensity
+from vua.capacity.hit_density import HitDensity, Request
 from vua.capacity.lru import MTIME_STEP_NS
 from vua.cli.bench_policies import Policy
 
@@ -73,7 +73,7 @@ class Past:
         """Note a request, once: each has a time of its own."""
         if now_ns != self._latest_ns:
             self._latest_ns = now_ns
-            self.density.meet(blocks, now_ns / 1e9)
+            self.density.meet([Request(now_ns / 1e9, blocks)])
 
 
 class Dense(Policy):

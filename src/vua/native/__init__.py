@@ -1,4 +1,4 @@
-"""What VUA has in C: six functions, each with a fallback in Python that does the same.
+"""What VUA has in C: seven functions, each with a fallback in Python that does the same.
 
 =================== ======================== =====================================================
 :func:`read_entries` ``load.c``, ``direct.c`` reads and hashes a batch of entry files by one call
@@ -6,6 +6,7 @@
 :func:`fill_entry`   ``rows.c``              takes an entry from memory instead, as buckets have it
 :func:`gather_entry` ``rows.c``              the reverse
 :func:`hash_chain`   ``chain.c``             hashes the chunks of a prompt
+:func:`list_chunks`  ``list.c``              the chunks in a directory, and their mtimes
 :func:`copy_strided` ``move.c``              copies between chunks and an engine's pages
 =================== ======================== =====================================================
 
@@ -25,6 +26,7 @@ from vua.native.bindings import Status
 from vua.native.chosen import library, status
 from vua.native.fallback import read_entry
 from vua.native.hashes import Digest, digests_of, fill_check
+from vua.native.listing import list_chunks
 from vua.native.memory import fill_entry, gather_entry
 from vua.native.moves import ITEMS, Boxes, copy_strided
 from vua.native.prefixes import hash_chain, narrow
@@ -55,6 +57,7 @@ __all__ = [
     "gather_entry",
     "hash_chain",
     "library",
+    "list_chunks",
     "narrow",
     "read_entries",
     "read_entry",

@@ -86,6 +86,7 @@ _SAVE: Final = (
     *(_POINTER, _POINTER, ctypes.c_int, _TEXT, _U64, _U64),
     *(_U64, _POINTER, _U64, _POINTER),
 )
+_LIST: Final = (ctypes.c_int, _POINTER, _POINTER, ctypes.c_int64)
 _MOVE: Final = (_POINTER, _U64, _U64, ctypes.c_int)
 
 
@@ -103,6 +104,7 @@ class Library:
         self.ids_held: Any = _bind(holding.vua_ids, _IDS, ctypes.c_int)
         self.chain: Any = _bind(releasing.vua_chain, _CHAIN, None)
         self.chain_held: Any = _bind(holding.vua_chain, _CHAIN, None)
+        self.list: Any = _bind(releasing.vua_list, _LIST, ctypes.c_int64)
         self.move: Any = _bind(releasing.vua_move, _MOVE, ctypes.c_int)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -41,12 +42,15 @@ __all__ = [
     "copy_strided",
     "fill_entry",
     "gather_entry",
+    "list_chunks",
     "read_entries",
     "read_entry",
     "write_entries",
 ]
 
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_CHUNK: Final = re.compile(r"[0-9a-f]{64}")
+_LARGEST: Final = (1 << 63) - 1
 _syncing: Final = Threads(16, "vua-sync")
 """For durable writes, which wait for the storage and not for a core."""
 
@@ -305,3 +309,19 @@ def _elements(
     last = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
     buffer = vectors.memory_at(address, last + item)
     return np.ndarray(tuple(shape), f"u{item}", buffer, strides=tuple(strides))
+
+
+def list_chunks(directory: int) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """List a directory; see :func:`vua.native.listing.list_chunks`."""
+    names, mtimes_ns = [], []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if _CHUNK.fullmatch(entry.name):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+                if stat.S_ISDIR(status.st_mode):
+                    names.append(entry.name)
+                    mtimes_ns.append(min(status.st_mtime_ns, _LARGEST))
+    return names, np.array(mtimes_ns, dtype=np.int64)

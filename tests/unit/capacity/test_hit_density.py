@@ -7,7 +7,10 @@ import unittest
 
 import numpy as np
 
-from vua.capacity.hit_density import HitDensity
+from vua.capacity.hit_density import HitDensity, Request
+
+NEW = 1 << 50
+"""Chunks from here on nobody has asked for."""
 
 
 def taught() -> HitDensity:
@@ -17,9 +20,9 @@ def taught() -> HitDensity:
     for turn in range(12):
         for place, document in enumerate(loved):
             now_s = 100.0 * turn + 2.5 * place
-            density.meet(document, now_s)
+            density.meet([Request(now_s, document)])
             once = chance.randrange(1 << 40)
-            density.meet([once + n for n in range(9)], now_s + 1)
+            density.meet([Request(now_s + 1, [once + n for n in range(9)])])
     return density
 
 
@@ -34,9 +37,9 @@ class TestHitDensity(unittest.TestCase):
         """What came back is worth more than what is new, and what is due more than what is not."""
         density = taught()
         self.assertTrue(density.is_learned)
-        density.meet([-1 - n for n in range(9)], 1200.0)
+        density.meet([Request(1200.0, [NEW + n for n in range(9)])])
 
-        self.assertGreater(self.worth(density, 0, 1.0), 3 * self.worth(density, -1, 1.0))
+        self.assertGreater(self.worth(density, 0, 1.0), 3 * self.worth(density, NEW, 1.0))
         self.assertGreater(self.worth(density, 0, 80.0), 2 * self.worth(density, 0, 1.0))
         self.assertLess(self.worth(density, 0, 500.0), self.worth(density, 0, 80.0) / 2)
 
@@ -47,22 +50,22 @@ class TestHitDensity(unittest.TestCase):
     def test_prefix(self) -> None:
         """A chunk is worth as much as the best of those that follow it."""
         density = taught()
-        density.meet([-1, -2, -3], 1200.0)
+        density.meet([Request(1200.0, [NEW, NEW + 1, NEW + 2])])
         for at_s in (1210.0, 1220.0):
-            density.meet([-1, -2, -3, -4], at_s)
-        density.meet([-1, -9], 1290.0)
+            density.meet([Request(at_s, [NEW, NEW + 1, NEW + 2, NEW + 3])])
+        density.meet([Request(1290.0, [NEW, NEW + 9])])
         worths, rows = density.worths(1300.0), density.known()
-        row = [worths[rows[chunk]] for chunk in (-1, -2, -3, -4)]
+        row = [worths[rows[chunk]] for chunk in range(NEW, NEW + 4)]
 
         self.assertEqual(sorted(row, reverse=True), row)
-        alone = self.worth(density, -1, 10.0)
-        self.assertGreaterEqual(row[0], max(alone, row[1], worths[rows[-9]]))
+        alone = self.worth(density, NEW, 10.0)
+        self.assertGreaterEqual(row[0], max(alone, row[1], worths[rows[NEW + 9]]))
 
     def test_nothing_learned(self) -> None:
         """At first a chunk is worth less the longer ago it was used."""
         density = HitDensity()
         for number in range(20):
-            density.meet([number], float(number))
+            density.meet([Request(float(number), [number])])
         worths, rows = density.worths(20.0), density.known()
 
         self.assertFalse(density.is_learned)
@@ -72,18 +75,38 @@ class TestHitDensity(unittest.TestCase):
     def test_forgets(self) -> None:
         """So many chunks are remembered, those used last, and a chunk before those behind it."""
         density = HitDensity(remembered=4)
-        density.meet([1, 2, 3, 4, 5], 0.0)
+        density.meet([Request(0.0, [1, 2, 3, 4, 5])])
         self.assertEqual({1, 2, 3, 4}, {*density.known()})
-        density.meet([1, 2, 6], 1.0)
+        density.meet([Request(1.0, [1, 2, 6])])
         self.assertEqual({1, 2, 3, 6}, {*density.known()})
-        density.meet([7, 8, 9], 2.0)
+        density.meet([Request(2.0, [7, 8, 9])])
         self.assertEqual({1, 7, 8, 9}, {*density.known()})
         self.assertEqual(0.0, np.abs(density.worths(3.0)[[*density.known().values()]] < 0).sum())
+
+    def test_at_once(self) -> None:
+        """Requests tell the same one by one and at once, whatever chunks they name."""
+        chance = random.Random(2)
+        requests = []
+        for number in range(400):
+            chunks = [chance.randrange(20), *(chance.randrange(600) for _ in range(12))]
+            requests.append(Request(3.0 * number, chunks))
+        one_by_one, at_once = HitDensity(), HitDensity()
+        for request in requests:
+            one_by_one.meet([request])
+        at_once.meet(requests)
+
+        self.assertTrue(at_once.is_learned)
+        found = []
+        for density in (one_by_one, at_once):
+            worths, rows = density.worths(1300.0), density.known()
+            found.append({chunk: worths[row] for chunk, row in rows.items()})
+            self.assertLess(20, len({*worths}))
+        self.assertEqual(*found)
 
     def test_clock_goes_back(self) -> None:
         """A request from before counts as of now."""
         density = taught()
-        density.meet([0, 1, 2], -10.0)
+        density.meet([Request(-10.0, [0, 1, 2])])
         self.assertGreater(self.worth(density, 0, 0.0), 0.0)
 
 

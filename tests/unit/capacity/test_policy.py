@@ -150,6 +150,20 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertEqual((2, 2), (self.stored(strangers), self.stored(self.once[:2])))
         self.assertEqual(2, self.stored(strangers[4:]))
 
+    def test_from_the_future(self) -> None:
+        """Times from the future, by a day or by centuries, are set to now, in their order."""
+        loved, day_s = self.loved[:3], 86400
+        for days, keys in zip((1, 150_000, 2), loved, strict=True):
+            self.store([keys], -days * day_s)
+        self.evict(2, LRU())
+
+        self.assertEqual([0, 1, 1], [self.stored([keys]) for keys in loved])
+        latest_ns = server_now_ns(self.fd)
+        left = [mtime_ns_of(self.fd, name) for at in (2, 1) for name in self.names(loved[at])[::-1]]
+        self.assertEqual(sorted(left), left)
+        self.assertLess(left[-1], latest_ns)
+        self.assertGreater(left[0], self.now_ns)
+
     def test_spared_for_one_prompt(self) -> None:
         """What stays in one run, as it is of the prompt being stored, goes first in the next."""
         stranger = self.prompt(5000, 1, 2)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from helpers import DirectoryTest, Memory, has_native, model_arrays, rectangle
+from helpers import DirectoryTest, Memory, descriptors, has_native, model_arrays, rectangle
 from layouts import DEEP, SMALL, shards
 from properties import given
 from vua import native
@@ -105,6 +105,67 @@ class TestReadEntries(DirectoryTest):
 
         self.assertEqual(bad if how not in ("", "other bytes") else FILES, found[0][0])
         self.assertEqual(found[0], found[1])
+
+
+@unittest.skipUnless(has_native(), "native code is not built: python3 dev.py build")
+class TestListChunks(DirectoryTest):
+    """Both list the same directory."""
+
+    def listed(self, fd: int) -> list[dict[str, int]]:
+        """What each finds."""
+        both = []
+        for listing in (native.list_chunks, fallback.list_chunks):
+            names, mtimes_ns = listing(fd)
+            self.assertEqual(len({*names}), len(names))
+            both.append(dict(zip(names, mtimes_ns.tolist(), strict=True)))
+        return both
+
+    def test_same(self) -> None:
+        """Chunks and their mtimes, and nothing else that lies there; twice in a row."""
+        name, year_ns = "0123456789abcdef" * 4, 366 * 86400 * 10**9
+        stored = {f"{number:x}" + name[1:]: number * year_ns + number for number in range(16)}
+        late, early = "f0" * 32, "e0" * 32
+        stored |= {late: 400 * year_ns, early: -year_ns - 1}
+        for chunk, mtime_ns in stored.items():
+            (self.root / chunk).mkdir()
+            os.utime(self.root / chunk, ns=(mtime_ns, mtime_ns))
+        stored[late] = (1 << 63) - 1  # as late as it can be told
+        for other in (
+            name.upper(),
+            name[1:],
+            name + "0",
+            "g" + name[1:],
+            "trash-" + name,
+            "é" * 32,
+        ):
+            (self.root / other).mkdir()
+        (self.root / ("a0" * 32)).write_bytes(b"a file")
+        (self.root / ("b0" * 32)).symlink_to(self.root / name)
+        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        self.addCleanup(os.close, fd)
+        for _ in range(2):
+            self.assertEqual([stored, stored], self.listed(fd))
+
+    def test_many(self) -> None:
+        """As many as there are, also where fewer are expected."""
+        for number in range(5000):
+            (self.root / f"{number:064x}").mkdir()
+        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        self.addCleanup(os.close, fd)
+        first, second = self.listed(fd)
+        self.assertEqual(5000, len(first))
+        self.assertEqual(first, second)
+
+    def test_no_directory(self) -> None:
+        """Nothing is open any more after an error."""
+        (self.root / "file").write_bytes(b"")
+        fd = os.open(self.root / "file", os.O_RDONLY)
+        self.addCleanup(os.close, fd)
+        before = descriptors()
+        for listing in (native.list_chunks, fallback.list_chunks):
+            with self.assertRaises(NotADirectoryError):
+                listing(fd)
+        self.assertEqual(before, descriptors())
 
 
 if __name__ == "__main__":
