@@ -333,7 +333,7 @@ def lowest(
 ) -> Scan:
     """Find the chunks of ``found`` that are to go first.
 
-    Looks at every chunk's mtime (3 us each where names are cached), keeps only what is below the
+    Looks at every chunk's mtime (2 us each where names are cached), keeps only what is below the
     ``room``-th one as estimated from a sample, and so returns about ``room`` of them: the exact
     lowest, in order. Calls ``pulse`` after every 256th of a namespace. A mtime after ``latest_ns``
     is from the future. ``rank`` is called with names and mtimes.

@@ -39,7 +39,7 @@ _FILE_NBYTES: Final = 1 << 20
 _MOST_NBYTES: Final = 4 << 20
 """What is read of a file: one that is full, and the longest record behind that."""
 _ALL_NBYTES: Final = 8 << 20
-"""A million chunks: whoever begins to evict reads them within a second or two."""
+"""A million chunks: whoever begins to evict reads them within a second."""
 _PAUSE_S: Final = 60.0
 """After a failure nothing is written for so long."""
 _SUFFIX: Final = ".uses"
