@@ -327,15 +327,16 @@ class TestPins(UpkeepTest):
 
     def test_beyond_the_budget(self) -> None:
         """All is pinned: half of the limit stays so, what was used last; new prompts find room."""
-        with VUA(config(4 * self.one), self.root) as vua:
+        with VUA(config(8 * self.one), self.root) as vua:  # nothing goes before all is pinned
             for number in range(1, 4):
                 put(vua, number)
-            space = self.space()
             for number in range(4):
                 tokens = torch.arange(number * 1000, number * 1000 + TOKENS)
                 self.assertEqual([TOKENS], vua.pin(tokens))
-            pinned = read_prefix_tree(space).nbytes.sum()
-            self.assertGreater(pinned, PINNED_SHARE * 4 * self.one)
+        space = self.space()
+        pinned = read_prefix_tree(space).nbytes.sum()
+        self.assertGreater(pinned, PINNED_SHARE * 4 * self.one)
+        with VUA(config(4 * self.one), self.root) as vua:
             for number in range(10, 13):
                 self.assertEqual(16, put(vua, number))
             chain = read_prefix_tree(space)
