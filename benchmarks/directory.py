@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from house import archived
 from vua.capacity.evictor import Evictor
 from vua.capacity.lease import upkeep_directory
 from vua.capacity.limits import Limits
@@ -59,6 +60,17 @@ SMALL, HOT, TURNS = 1024, 15, 330
 LOGGED, AGAIN, EVICTIONS = 16384, 4096, 5
 """Prompts in the log: some 8 MB; so many are asked for again, before others; evictions of each
 kind."""
+BEFORE = """
+import sys, time
+from vua.capacity.evictor import Evictor
+from vua.capacity.lease import upkeep_directory
+from vua.capacity.lru import server_now_ns
+victims, now_ns = Evictor(sys.argv[1]), server_now_ns(upkeep_directory(sys.argv[1]))
+began = time.monotonic()
+freed = victims.evict(int(sys.argv[2]), now_ns)
+print(time.monotonic() - began, freed.chunks)
+"""
+"""What evicts by the mtimes, in any commit's words."""
 DISK_NBYTES, INODES = 12288, 2
 """What ext4 needs per chunk."""
 
@@ -172,29 +184,45 @@ def serving(root: Path, chunks: int, report: dict[str, Any]) -> None:
         print(f"{ratio:8.2f} {text}", flush=True)
 
 
-def eviction(root: Path, chunks: int, report: dict[str, Any]) -> None:
-    """Let new processes evict a thousandth: least recently used, and by a log of requests."""
+def eviction(root: Path, chunks: int, before: Path | None, report: dict[str, Any]) -> None:
+    """Let new processes evict a thousandth: least recently used, and by a log of requests.
+
+    By turns, also as an earlier commit (the checkout ``before``) evicts by the mtimes.
+    """
     some = range(0, chunks // PROMPT_CHUNKS, 1 + chunks // PROMPT_CHUNKS // LOGGED)
     log = LeastHitDensity(root)
     for prompt in [one for at in range(0, LOGGED, AGAIN) for one in 2 * [*some[at : at + AGAIN]]]:
         keys = keys_of(prompt)
         log.asked([keys[place].name for place in range(PROMPT_CHUNKS)])
     most, times = max(1, chunks // 1000), {"LRU": list[float](), "hit density": list[float]()}
-    upkeep = upkeep_directory(root)
+    if before:
+        times["before"] = []
+    upkeep, nbytes = upkeep_directory(root), most * CODEC.file_nbytes
     for turn in range(EVICTIONS):
         for name in sorted(times, reverse=bool(turn % 2)):
-            victims = Evictor(root, policy=LRU() if name == "LRU" else LeastHitDensity(root))
-            began = time.monotonic()
-            freed = victims.evict(most * CODEC.file_nbytes, next_tick_ns(upkeep))
-            times[name].append(time.monotonic() - began)
-            if freed.chunks < most:
-                sys.exit(f"{root}: {freed.chunks} chunks evicted, expected {most}")
+            if name == "before":
+                command = [sys.executable, "-c", BEFORE, str(root), str(nbytes)]
+                environment = {**os.environ, "PYTHONPATH": f"{before}/src"}
+                told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+                took_s, evicted = map(float, told.stdout.split())
+            else:
+                policy = LRU() if name == "LRU" else LeastHitDensity(root)
+                victims = Evictor(root, policy=policy)
+                began = time.monotonic()
+                evicted = victims.evict(nbytes, next_tick_ns(upkeep)).chunks
+                took_s = time.monotonic() - began
+            times[name].append(took_s)
+            if evicted < most:
+                sys.exit(f"{root}: {evicted} chunks evicted, expected {most}")
     os.close(upkeep)
     medians = {name: statistics.median(found) for name, found in times.items()}
     report["eviction"] = {"chunks": most, "seconds": times, "median_s": medians}
     print(f"{medians['LRU']:8.2f} s  {most} chunks evicted by a new process, least recently used")
-    ratio = medians["hit density"] / medians["LRU"]
-    print(f"{ratio:8.2f} of that by hit density, from a log of requests", flush=True)
+    for other in sorted({*times} - {"hit density"}):
+        ratio = medians["hit density"] / medians[other]
+        print(
+            f"{ratio:8.2f} of that of {other}: by hit density, from a log of requests", flush=True
+        )
 
 
 def work(root: Path, kind: str, seed: int, seconds: float, most: int, prompts: int) -> None:
@@ -316,7 +344,9 @@ def run(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     serving(root, chunks, report)
     if options.serving:
         return report
-    eviction(root, chunks, report)
+    with tempfile.TemporaryDirectory(prefix="vua-before-") as name:
+        before = archived(options.before, Path(name, "before")) if options.before else None
+        eviction(root, chunks, before, report)
     if options.eviction:
         return report
     free = ("--min-free", "0", "--max-bytes")
@@ -348,6 +378,7 @@ def main() -> None:
     parser.add_argument("--use", action="store_true", help="the directory is there already")
     parser.add_argument("--serving", action="store_true", help="leave the tools out")
     parser.add_argument("--eviction", action="store_true", help="end after the evictions")
+    parser.add_argument("--before", metavar="COMMIT", help="let this one evict, too")
     parser.add_argument("--seconds", type=float, default=60.0, help="of traffic in the campaign")
     parser.add_argument("--out", type=Path, help="write the report as JSON")
     parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from vua import native
-from vua.capacity.use_log import short_name
+from vua.capacity.use_log import short_names
 from vua.core import VUA
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
@@ -309,7 +309,7 @@ def write_log(root: Path, requests: Iterable[tuple[float, Sequence[str]]]) -> No
     folder.mkdir(parents=True, exist_ok=True)
     files = [b""]
     for time_s, chunks in requests:
-        names = map(short_name, chunks)
+        names = short_names(chunks).tolist()
         record = struct.pack(f"<QI{len(chunks)}Q", int(time_s * 1e6), len(chunks), *names)
         if len(files[-1]) + len(record) > 1 << 20:  # a longer one is passed over
             files.append(b"")

@@ -23,10 +23,10 @@ finish() {
     poweroff -f 2>/dev/null || halt -f
 }
 
-mkdir -p /run/root/lib/modules /run/host
-ln -s "$MODULES/$(uname -r)" "/run/root/lib/modules/$(uname -r)"
+mkdir -p /run/kernel/lib/modules /run/host
+ln -s "$MODULES/$(uname -r)" "/run/kernel/lib/modules/$(uname -r)"
 for module in veth sch_netem nfsd nfsv4 nfsv3; do
-    modprobe -d /run/root "$module" || { echo "guest: no module $module"; finish 1; }
+    modprobe -d /run/kernel "$module" || { echo "guest: no module $module"; finish 1; }
 done
 mount -t tmpfs state /var/lib/nfs
 mkdir -p /var/lib/nfs/rpc_pipefs /var/lib/nfs/v4recovery /var/lib/nfs/sm /var/lib/nfs/sm.bak

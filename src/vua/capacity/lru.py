@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from vua.native import LATEST_NS
 from vua.storage.local import chunk_path
 
 __all__ = [
@@ -49,8 +50,6 @@ ORPHAN_MTIME_NS: Final = 10**18
 evict the front of its own prompt."""
 
 CLOCK: Final = "clock"
-_LARGEST_NS: Final = (1 << 63) - 1
-"""A mtime after the year 2261 counts as this: see :func:`vua.native.list_chunks`."""
 _TICK_MAX_S: Final = 0.05
 """The file system's clock is waited for so long at most."""
 _TICK_STEP_S: Final = 0.0005
@@ -68,7 +67,7 @@ def mtime_ns_of(directory: int, chunk: str) -> int | None:
         status = os.stat(chunk_path(chunk), dir_fd=directory, follow_symlinks=False)
     except OSError:
         return None
-    return min(status.st_mtime_ns, _LARGEST_NS)
+    return min(status.st_mtime_ns, LATEST_NS)
 
 
 def is_unchanged(directory: int, chunk: str, mtime_ns: int, seen_ns: int) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from vua.capacity.hit_density import HitDensity
 from vua.capacity.lru import ORPHAN_MTIME_NS, touch
 from vua.capacity.scan import Column, Rank
-from vua.capacity.use_log import UseLog, short_name, short_names
+from vua.capacity.use_log import UseLog, short_names
 from vua.io.forks import watch
 
 __all__ = ["LRU", "LeastHitDensity"]
@@ -119,7 +119,7 @@ class LeastHitDensity(LRU):
         """Return the rank of a new chunk; None if no request for it is logged, or few at all."""
         with self._lock:
             self._learn()
-            row = self._density.known().get(short_name(chunk))
+            row = self._density.known().get(int(short_names([chunk])[0]))
             if row is None or not self._density.is_learned:
                 return None
             return int(self._density.worth_at(row, 0.0) * _PER_UNIT)

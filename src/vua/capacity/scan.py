@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.io.posix import open_beneath
-from vua.native import list_chunks
+from vua.native import LATEST_NS, list_chunks
 from vua.storage.local import chunk_path
 
 __all__ = [
@@ -94,7 +94,8 @@ GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE}
 """Errors that mean: there is no such directory (any more)."""
 
 _SAMPLED_FANS: Final = 16
-_LARGEST: Final = (1 << 63) - 1
+_ALL: Final = (1 << 63) - 1
+"""No rank is higher."""
 
 
 Column: TypeAlias = npt.NDArray[np.int64]
@@ -328,7 +329,7 @@ def lowest(
     room: int,
     pulse: Callable[[], None] = lambda: None,
     *,
-    latest_ns: int = _LARGEST,
+    latest_ns: int = LATEST_NS,
     rank: Rank = by_mtime,
 ) -> Scan:
     """Find the chunks of ``found`` that are to go first.
@@ -367,7 +368,7 @@ def lowest(
 
 
 def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None], rank: Rank) -> int:
-    """The rank that about ``room`` chunks are not above; the largest number for all there are."""
+    """The rank that about ``room`` chunks are not above; `_ALL` where these are no more."""
     sampled, stand_for = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
     for space in found:
         fans = fans_of(space)
@@ -380,4 +381,4 @@ def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None], rank
     order = np.argsort(ranks)
     chunks = np.cumsum(np.concatenate(stand_for)[order])
     at = int(np.searchsorted(chunks, room))
-    return _LARGEST if at >= len(chunks) or chunks[-1] <= room else int(ranks[order[at]])
+    return _ALL if at >= len(chunks) or chunks[-1] <= room else int(ranks[order[at]])

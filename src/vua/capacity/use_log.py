@@ -29,7 +29,7 @@ from vua.capacity.hit_density import Request
 from vua.capacity.lease import upkeep_directory
 from vua.storage.mark import UPKEEP, USES, is_marked
 
-__all__ = ["UseLog", "short_name", "short_names"]
+__all__ = ["UseLog", "short_names"]
 
 _MAGIC: Final = b"VUAuses1"
 _HEAD: Final = struct.Struct("<QI")
@@ -46,13 +46,8 @@ _SUFFIX: Final = ".uses"
 _OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-def short_name(chunk: str) -> int:
-    """Return the number that stands for a chunk (64 hex) here: the first eight bytes of it."""
-    return int(chunk[:16], 16)
-
-
 def short_names(chunks: Sequence[str]) -> npt.NDArray[np.uint64]:
-    """Return :func:`short_name` of each chunk."""
+    """Return the numbers that stand for chunks (64 hex) here: the first eight bytes of each."""
     return np.frombuffer(bytes.fromhex("".join([chunk[:16] for chunk in chunks])), ">u8")
 
 
@@ -100,6 +95,7 @@ class UseLog:
     def read(self) -> list[Request]:
         """Return the requests of all processes since the last call, in order of time.
 
+        Times are seconds since 1970 by the server's clock.
         Those of this one are among them, but for what could not be written.
         """
         found: list[Request] = []

@@ -24,7 +24,7 @@ default), ``off``, or ``require`` (fail without it). :func:`status` says whether
 from vua.native.batches import THREADS, crew, read_entries
 from vua.native.bindings import Status
 from vua.native.chosen import library, status
-from vua.native.fallback import read_entry
+from vua.native.fallback import LATEST_NS, read_entry
 from vua.native.hashes import Digest, digests_of, fill_check
 from vua.native.listing import list_chunks
 from vua.native.memory import fill_entry, gather_entry
@@ -37,6 +37,7 @@ from vua.native.transfer import NOWHERE, Headers, Spread, Transfer
 __all__ = [
     "FAILED",
     "ITEMS",
+    "LATEST_NS",
     "NOWHERE",
     "PRESENT",
     "THREADS",

@@ -38,6 +38,7 @@ from vua.native.transfer import (
 )
 
 __all__ = [
+    "LATEST_NS",
     "Strided",
     "copy_strided",
     "fill_entry",
@@ -50,7 +51,8 @@ __all__ = [
 
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK: Final = re.compile(r"[0-9a-f]{64}")
-_LARGEST: Final = (1 << 63) - 1
+LATEST_NS: Final = (1 << 63) - 1
+"""A later mtime, after the year 2261, counts as this."""
 _syncing: Final = Threads(16, "vua-sync")
 """For durable writes, which wait for the storage and not for a core."""
 
@@ -323,5 +325,5 @@ def list_chunks(directory: int) -> tuple[list[str], npt.NDArray[np.int64]]:
                     continue
                 if stat.S_ISDIR(status.st_mode):
                     names.append(entry.name)
-                    mtimes_ns.append(min(status.st_mtime_ns, _LARGEST))
+                    mtimes_ns.append(min(status.st_mtime_ns, LATEST_NS))
     return names, np.array(mtimes_ns, dtype=np.int64)

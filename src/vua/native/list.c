@@ -23,7 +23,7 @@ static int is_chunk(const char *name)
  * Returns how many there are, of which those beyond the room are not looked at, or -errno. */
 int64_t vua_list(int directory, char *names, int64_t *mtimes_ns, int64_t room)
 {
-    int fd = openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int fd = fcntl(directory, F_DUPFD_CLOEXEC, 0); /* needs no right to search */
     DIR *entries = fd < 0 ? NULL : fdopendir(fd);
     if (entries == NULL) {
         int64_t why = -errno;
@@ -51,6 +51,7 @@ int64_t vua_list(int directory, char *names, int64_t *mtimes_ns, int64_t room)
         found++;
     }
     int64_t why = -errno;
+    rewinddir(entries); /* whoever lists by this descriptor next begins at the front, too */
     closedir(entries);
     return why < 0 ? why : found;
 }

@@ -10,7 +10,7 @@ import unittest
 from pathlib import Path
 
 from helpers import DirectoryTest
-from vua.capacity.use_log import UseLog, short_name
+from vua.capacity.use_log import UseLog, short_names
 from vua.storage.claim import make_mark
 from vua.storage.mark import UPKEEP, USES
 
@@ -18,6 +18,11 @@ from vua.storage.mark import UPKEEP, USES
 def chunk(number: int) -> str:
     """The name of some chunk."""
     return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+def stands_for(name: str) -> int:
+    """What stands for a chunk in the log."""
+    return int(short_names([name])[0])
 
 
 class TestUseLog(DirectoryTest):
@@ -41,7 +46,7 @@ class TestUseLog(DirectoryTest):
         """Each learns what all have asked for, once, and when."""
         self.one.append([chunk(1), chunk(2)])
         self.other.append([chunk(3)])
-        both = [[short_name(chunk(1)), short_name(chunk(2))], [short_name(chunk(3))]]
+        both = [[stands_for(chunk(1)), stands_for(chunk(2))], [stands_for(chunk(3))]]
         self.assertEqual(both, self.numbers(self.one))
         found = self.other.read()
         self.assertEqual(both, [[*request.chunks] for request in found])
@@ -49,7 +54,7 @@ class TestUseLog(DirectoryTest):
             self.assertAlmostEqual(time.time(), request.time_s, delta=5)
         self.assertEqual([[], []], [self.numbers(self.one), self.numbers(self.other)])
         self.one.append([chunk(1)])
-        self.assertEqual([[short_name(chunk(1))]], self.numbers(self.other))
+        self.assertEqual([[stands_for(chunk(1))]], self.numbers(self.other))
 
     def test_begins_anew(self) -> None:
         """A process that comes later knows what was asked for before."""
@@ -80,7 +85,7 @@ class TestUseLog(DirectoryTest):
         self.assertLess(nbytes, 80 << 10)
         self.assertGreater(nbytes, 40 << 10)
         first = [request[0] for request in self.numbers(self.other)]
-        self.assertEqual(short_name(chunk(999)), first[-1])
+        self.assertEqual(stands_for(chunk(999)), first[-1])
 
     def test_whatever_lies_there(self) -> None:
         """Foreign files, torn records and nonsense are passed over; what is sound is read."""
@@ -95,7 +100,7 @@ class TestUseLog(DirectoryTest):
         mine.with_name("folder.uses").mkdir()
         mine.with_name("link.uses").symlink_to(mine)
         os.mkfifo(mine.with_name("pipe.uses"))
-        one, two = [short_name(chunk(1))], [short_name(chunk(2))]
+        one, two = [stands_for(chunk(1))], [stands_for(chunk(2))]
         self.assertEqual(sorted([one, two, one, one, two]), sorted(self.numbers(self.other)))
         with mine.with_name("torn.uses").open("ab") as stream:
             stream.write(whole[-3:])  # it was still being written
@@ -122,7 +127,7 @@ class TestUseLog(DirectoryTest):
         self.one.append([chunk(2)])  # is lost for others
         self.one = UseLog(self.root)
         self.one.append([chunk(3)])
-        self.assertEqual([[short_name(chunk(3))]], self.numbers(self.other))
+        self.assertEqual([[stands_for(chunk(3))]], self.numbers(self.other))
 
 
 if __name__ == "__main__":

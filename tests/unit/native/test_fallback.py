@@ -129,7 +129,7 @@ class TestListChunks(DirectoryTest):
         for chunk, mtime_ns in stored.items():
             (self.root / chunk).mkdir()
             os.utime(self.root / chunk, ns=(mtime_ns, mtime_ns))
-        stored[late] = (1 << 63) - 1  # as late as it can be told
+        stored[late] = native.LATEST_NS  # as late as it can be told
         for other in (
             name.upper(),
             name[1:],
@@ -155,6 +155,14 @@ class TestListChunks(DirectoryTest):
         first, second = self.listed(fd)
         self.assertEqual(5000, len(first))
         self.assertEqual(first, second)
+
+    def test_deleted(self) -> None:
+        """A directory that was deleted after it was opened is empty."""
+        (self.root / "gone").mkdir()
+        fd = os.open(self.root / "gone", os.O_RDONLY | os.O_DIRECTORY)
+        self.addCleanup(os.close, fd)
+        (self.root / "gone").rmdir()
+        self.assertEqual([{}, {}], self.listed(fd))
 
     def test_no_directory(self) -> None:
         """Nothing is open any more after an error."""
