@@ -49,7 +49,9 @@ from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.format.parse import encode_header
 from vua.storage.base import WRITTEN
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
+from vua.store.store import Loader
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, k_dim=16, v_dim=16, dtype="BF16", chunk_tokens=4)
 IDENTITY = Identity(model="benchmark", kv_dtype="BF16", chunk_tokens=4, name="benchmark")
@@ -130,8 +132,8 @@ class Serving:
         bounds = Limits(max_bytes=1 << 50, min_free_bytes=0)
         self.store = Namespace.create(root, IDENTITY, [LAYOUT], bounds=bounds).stores[0]
         self.slab = Slab(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
-        self.saver = self.store.writer(self.slab.memory)
-        self.loader = self.store.loader(self.slab.memory)
+        self.saver = EntryWriter(self.store, self.slab.memory)
+        self.loader = Loader(self.store, self.slab.memory)
 
     def turn(self, prompt: int, new: int, times: dict[str, list[float]], told: str) -> None:
         """Do everything once, with a stored prompt and one that is not."""
@@ -232,7 +234,7 @@ def work(root: Path, kind: str, seed: int, seconds: float, most: int, prompts: i
         root, IDENTITY, [LAYOUT], bounds=Limits(max_bytes=most, min_free_bytes=0)
     ).stores[0]
     slab = Slab(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
-    saver, loader = store.writer(slab.memory), store.loader(slab.memory)
+    saver, loader = EntryWriter(store, slab.memory), Loader(store, slab.memory)
     bytes_ = slab.bytes.reshape(PROMPT_CHUNKS, -1)
     done = wrong = refused = 0
     slowest_s = 0.0

@@ -179,9 +179,11 @@ def pulled_in(checkout: Path) -> Rows:
     """How many modules of VUA the tensor copier for LMCache needs."""
     script = (
         "import sys, vua.lmcache.gpu_connector;"
-        "print(sum(name == 'vua' or name.startswith('vua.') for name in sys.modules))"
+        "ours = [one for name, one in sys.modules.items() if name.split('.')[0] == 'vua'];"
+        "print(len(ours), '/', sum(not hasattr(one, '__path__') for one in ours))"
     )
-    return {"modules that vua.lmcache.gpu_connector imports": child(checkout, script).strip()}
+    name = "modules that vua.lmcache.gpu_connector imports, itself too: all / without packages"
+    return {name: child(checkout, script).strip()}
 
 
 def bytes_read() -> int:
@@ -251,7 +253,7 @@ def traced(root: str, model: str) -> None:
 def ways(checkout: Path, model: Path) -> tuple[Rows, list[str]]:
     """How long the two ways are, with the native code and without; and the ways themselves."""
     rows, texts = {}, []
-    for native, title in (("off", "in Python"), ("auto", "with native code")):
+    for native, title in (("off", "to the file, in Python"), ("auto", "to native code")):
         with tempfile.TemporaryDirectory(prefix="vua-house-") as root:
             script = "import sys, house; house.traced(*sys.argv[1:])"
             told = child(checkout, script, root, model, VUA_NATIVE=native)
@@ -261,12 +263,13 @@ def ways(checkout: Path, model: Path) -> tuple[Rows, list[str]]:
         core = [name for name in called if name.split("/")[0] in DATA_PATH or "/" not in name]
         rows[name] = counted([source / name for name in core if name not in PUBLIC])
         texts.append("\n    ".join(["core data path:", *core]))
-        for hook, functions in zip(("wait_for_save", "start_load_kv"), found, strict=True):
+        for hook, way in zip(("wait_for_save", "start_load_kv"), found, strict=True):
+            beyond = "native/" if native == "auto" else "-"
+            functions = [function for function in way if not function.startswith(beyond)]
             files = {function.split(": ")[0] for function in functions}
-            end = "a file" if hook == "wait_for_save" else "bytes"
-            name = f"`{hook}` to {end}, {title}: functions after the hook / files"
+            name = f"`{hook}` {title}: functions after the hook / files"
             rows[name] = f"{len(functions) - 1} / {len(files)}"
-            texts.append("\n    ".join([f"{hook}, {title}:", *functions]))
+            texts.append("\n    ".join([f"{hook} {title}:", *functions]))
     return rows, texts
 
 

@@ -34,6 +34,7 @@ from vua.connector.worker import WorkerSide
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
+from vua.store.entry_writer import EntryWriter
 from vua.testing.throttle import ThrottledStorage
 from vua.vllm import page_layout
 
@@ -85,7 +86,7 @@ def main() -> None:
         slab = Slab(LLAMA_8B, LLAMA_8B.full, 1)
         slab.bytes[:] = np.random.default_rng(1).integers(0, 256, slab.bytes.size, np.uint8)
         for key in keys:
-            group.store.save(key, slab.memory)
+            EntryWriter(group.store, slab.memory).save([key])
         group.store.storage = ThrottledStorage(
             group.store.storage, bytes_per_s=1e9 * asked.gb_per_s
         )

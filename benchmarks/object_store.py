@@ -45,7 +45,8 @@ from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath
 from vua.storage.local import entry_path
 from vua.storage.object import ObjectStorage
-from vua.store.store import Store
+from vua.store.entry_writer import EntryWriter
+from vua.store.store import Loader, Store
 from vua.store.tensors import memory_map
 
 ARMS = ("VUA", "obstore", "boto3", "LMCache", "LMCache in parts")
@@ -165,8 +166,8 @@ class Place:
         shape = (8, tokens, 128)
         arrays = [[torch.randn(shape).bfloat16() for _ in range(SIZES[mib])] for _ in "KV"]
         into = [[torch.empty(shape, dtype=torch.bfloat16) for _ in part] for part in arrays]
-        self._writer = store.writer(memory_map(arrays, TOKENS))
-        self._loader = store.loader(memory_map(into, TOKENS))
+        self._writer = EntryWriter(store, memory_map(arrays, TOKENS))
+        self._loader = Loader(store, memory_map(into, TOKENS))
         self._keys, self._written = self._prompt(0), 0
         self._writer.save_all(self._keys)
         self._bucket = self._storage.directory.bucket

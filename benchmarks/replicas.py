@@ -23,7 +23,9 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.native import crew
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
+from vua.store.store import Loader
 from vua.store.tensors import memory_map
 
 TOKENS = 64
@@ -50,7 +52,7 @@ def rank(root: str, chunks: int, processes: int, told: Connection) -> None:
         namespace = Namespace.create(Path(root), IDENTITY, [LAYOUT])
         if shared:
             namespace.share_reads()
-        loader = namespace.stores[0].loader(memory_map(memory, TOKENS))
+        loader = Loader(namespace.stores[0], memory_map(memory, TOKENS))
         told.send(None)
         told.recv()
         began_s, before = time.perf_counter(), device_nbytes()
@@ -75,7 +77,7 @@ def main() -> None:
         source = [[torch.randn(shape).bfloat16() for _ in range(32)] for _ in "KV"]
         store = Namespace.create(Path(root), IDENTITY, [LAYOUT]).stores[0]
         keys = KeyChain(token_ids(range(TOKENS * chunks)), TOKENS)
-        store.writer(memory_map(source, TOKENS)).save_all(keys)
+        EntryWriter(store, memory_map(source, TOKENS)).save_all(keys)
         del source
         paths = list(Path(root).rglob("*.safetensors"))
         cool(paths, sync=True)

@@ -30,7 +30,9 @@ from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
+from vua.store.store import Loader
 
 THREADS = (1, 2, 4, 8)
 LAYOUT = KVLayout(32, 8, 128, 128, "BF16", 64)
@@ -113,8 +115,8 @@ def measure(mib: int, rounds: int, place: str | None) -> list[dict[str, float]]:
         slab, into = Slab(LAYOUT, LAYOUT.full, 1), Slab(LAYOUT, LAYOUT.full, count)
         slab.bytes[:] = np.random.default_rng(1).integers(0, 256, slab.bytes.size, np.uint8)
         for key in keys:
-            store.save(key, slab.memory)
-        loader = store.loader(into.memory)
+            EntryWriter(store, slab.memory).save([key])
+        loader = Loader(store, into.memory)
         took: dict[int, list[float]] = {threads: [] for threads in THREADS}
         for turn in range(rounds + 1):
             for threads in THREADS:

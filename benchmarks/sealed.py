@@ -24,8 +24,9 @@ from vua.format.keys import KeyChain, token_ids
 from vua.security.keyring import write_key
 from vua.security.settings import Security
 from vua.storage.base import WRITTEN
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
-from vua.store.store import Store
+from vua.store.store import Loader, Store
 
 CHUNKS = 4
 
@@ -44,7 +45,7 @@ class Kind:
         naming = self.store.keyring.naming()
         self.keys = KeyChain(ids, case.layout.chunk_tokens, naming=naming).first(CHUNKS)
         self.folder = root / identity.namespace
-        self.saver = self.store.writer(self.source.map)
+        self.saver = EntryWriter(self.store, self.source.map)
         self.save()
 
     def save(self) -> None:
@@ -59,7 +60,7 @@ class Kind:
 
     def load(self, memory: Memory) -> Arm:
         """Load them all, after seeing once that it brings the right bytes."""
-        loader = self.store.loader(memory.map)
+        loader = Loader(self.store, memory.map)
         memory.words[:] = 0
         loader.load(self.keys)
         same = (memory.tokens() == self.source.tokens()).all()

@@ -29,8 +29,11 @@ from vua.core import VUA
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
 from vua.native import chosen
+from vua.storage.base import WRITTEN
 from vua.storage.mark import UPKEEP, USES
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
+from vua.store.store import Store
 
 Arrays = list[npt.NDArray[np.uint8]]
 """Per array (K, V): ``[layers, heads, tokens, bytes of a row]``."""
@@ -106,6 +109,13 @@ class DirectoryTest(unittest.TestCase):
         found = (path for path in self.root.rglob("*") if USES not in path.parts)
         paths = (path for path in found if path.is_file())
         return {str(path.relative_to(self.root)): path.read_bytes() for path in paths}
+
+
+def save_chunk(
+    store: Store, key: ChunkKey, memory: MemoryMap, *, shard: Shard | None = None, place: int = 0
+) -> bool:
+    """Write one chunk; whether a file was written."""
+    return EntryWriter(store, memory, shard=shard).save([key], place) == [WRITTEN]
 
 
 def keys_of(tokens: Iterable[int], chunk_tokens: int) -> list[ChunkKey]:

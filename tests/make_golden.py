@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 
+from helpers import save_chunk
 from vua.format.compressed import compress, is_available
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
@@ -85,7 +86,9 @@ def make(root: Path) -> None:
             chain = KeyChain(token_ids(TOKENS), CHUNK, extras)
             for shard in shards:
                 for place in range(len(chain)):
-                    store.save(chain[place], memory_of(layout, shard), shard=shard, place=place)
+                    save_chunk(
+                        store, chain[place], memory_of(layout, shard), shard=shard, place=place
+                    )
 
 
 def security(key_file: Path, *, encrypt: bool) -> Security:
@@ -108,7 +111,7 @@ def make_sealed(root: Path, key_file: Path) -> None:
             store = Namespace.create(root, identity, [layout], security=settings).stores[0]
             chain = KeyChain(token_ids(TOKENS), CHUNK, extras, store.keyring.naming())
             for place in range(len(chain)):
-                store.save(chain[place], memory_of(layout, layout.full), place=place)
+                save_chunk(store, chain[place], memory_of(layout, layout.full), place=place)
 
 
 def compressed_plain() -> bytes:

@@ -18,6 +18,7 @@ from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 
 Trace = Sequence[Sequence[int]]
@@ -71,7 +72,7 @@ class Cache:
         most = None if capacity is None else capacity * NBYTES
         bounds = Limits(max_bytes=most, min_free_bytes=0)
         self.store = Namespace.create(root, identity, [LAYOUT], bounds=bounds).stores[0]
-        self.saver = self.store.writer(Slab(LAYOUT, LAYOUT.full, 1).memory)
+        self.saver = EntryWriter(self.store, Slab(LAYOUT, LAYOUT.full, 1).memory)
         if self.store.capacity is None:
             raise AssertionError
         self.capacity = self.store.capacity

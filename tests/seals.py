@@ -13,6 +13,7 @@ from helpers import (
     Memory,
     model_arrays,
     rectangle,
+    save_chunk,
 )
 from vua.capacity.limits import Limits
 from vua.format.identity import Identity
@@ -82,7 +83,7 @@ class SealTest(DirectoryTest):
             memory = Memory(layout, shard, CHUNKS).fill(rectangle(model, shard))
             before = [buffer.copy() for buffer in memory.buffers]
             for place in range(CHUNKS):
-                store.save(keys[place], memory.map(), shard=shard, place=place)
+                save_chunk(store, keys[place], memory.map(), shard=shard, place=place)
             for old, new in zip(before, memory.buffers, strict=True):
                 np.testing.assert_array_equal(old, new)
         return keys, model

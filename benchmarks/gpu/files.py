@@ -21,6 +21,8 @@ from vua.device.staging import Staging
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.storage.base import WRITTEN
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Loader, Store
 
@@ -49,7 +51,7 @@ class Loading:
         for at, key in enumerate(self.keys):
             staged = self.staging.take()
             self.staging.save([staged], [self.slots[at : at + 1]]).wait()
-            self.store.save(key, staged.slab.memory)
+            EntryWriter(self.store, staged.slab.memory).save([key])
             self.staging.give_back(staged)
         root, shard = self.store.storage.directory, f"{self.layout.full.name}.safetensors"
         self.paths = [Path(root, key.name[:2], key.name, shard) for key in self.keys]
@@ -103,7 +105,7 @@ class Loading:
             staged = slabs[at // 2 % 2]
             staged.fence.wait()
             memory = staged.slab.memory
-            loader = self.loaders.setdefault(staged.slab, self.store.loader(memory))
+            loader = self.loaders.setdefault(staged.slab, Loader(self.store, memory))
             expect("load", holds=loader.load(self.keys[at : at + 2]).chunks == 2)
             staging.load(staged, [self.slots[at : at + 2]])
         for staged in slabs:
@@ -215,7 +217,9 @@ def save_files(bench: Bench) -> None:
         for staged, key in zip(slabs, fresh, strict=True):
             staged.fence.wait()
             if write:
-                expect("save", holds=store.save(key, staged.slab.memory))
+                expect(
+                    "save", holds=EntryWriter(store, staged.slab.memory).save([key]) == [WRITTEN]
+                )
             staging.give_back(staged)
 
     def raw_write() -> None:
@@ -248,8 +252,8 @@ def fixed_cost(bench: Bench) -> None:
     staging = Staging([paged], layout, layout.full, chunks=1, limit=1)
     staged = staging.take()
     staging.save([staged], [slots]).wait()
-    store.save(keys[0], staged.slab.memory)
-    loader = store.loader(staged.slab.memory)
+    EntryWriter(store, staged.slab.memory).save([keys[0]])
+    loader = Loader(store, staged.slab.memory)
     small, far = bench.host(4096), torch.empty(4096, dtype=torch.uint8, device=bench.device)
 
     def from_file() -> None:

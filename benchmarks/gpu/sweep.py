@@ -25,6 +25,9 @@ from harness import Bench, expect, once
 from vua import native
 from vua.device.copy import gather
 from vua.device.staging import Staging
+from vua.storage.direct import FirstReads
+from vua.store.entry_writer import EntryWriter
+from vua.store.store import Loader
 
 THREADS = (1, 2, 4, 8)
 
@@ -41,7 +44,7 @@ class Sweep:
         slab = staging.take()
         for at, key in enumerate(self.keys):
             staging.save([slab], [self.slots[at : at + 1]]).wait()
-            self.store.save(key, slab.slab.memory)
+            EntryWriter(self.store, slab.slab.memory).save([key])
         staging.give_back(slab)
         staging.close()
         root, shard = self.store.storage.directory, f"{self.layout.full.name}.safetensors"
@@ -64,7 +67,7 @@ class Sweep:
         """Load by slabs of so many chunks, with each number of threads, warm and cold."""
         staging, rows = self.staging(chunks), []
         slabs = [staging.take(), staging.take()]
-        loaders = [self.store.loader(slab.slab.memory) for slab in slabs]
+        loaders = [Loader(self.store, slab.slab.memory) for slab in slabs]
 
         def load() -> None:
             for turn, at in enumerate(range(0, self.chunks, chunks)):
@@ -84,7 +87,7 @@ class Sweep:
                 for _ in range(rounds):
                     if temperature == "cold":
                         drop_from_page_cache(self.paths)
-                        self.store.storage.first_reads.forget()
+                        self.store.storage.first_reads = FirstReads()
                     with native.crew.fixed(threads):
                         took.append(once(self.bench, load))
                 rate = self.chunks * self.payload / statistics.median(took) / 1e9

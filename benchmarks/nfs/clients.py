@@ -30,6 +30,7 @@ from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
 from vua.storage.base import entry_name
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
@@ -229,7 +230,7 @@ def saved(store: Store, keys: list[ChunkKey], nbytes: int) -> None:
     """Save a prompt, front to back."""
     data = memoryview(bytearray(noise(nbytes, 1)))
     for key in keys:
-        store.save(key, memory_of(store.layout, data))
+        EntryWriter(store, memory_of(store.layout, data)).save([key])
 
 
 def costs(a: Path, b: Path) -> None:

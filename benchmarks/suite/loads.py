@@ -22,9 +22,11 @@ from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.io import posix
 from vua.native import chosen
+from vua.storage.direct import FirstReads
 from vua.storage.local import LocalStorage
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
-from vua.store.store import Store
+from vua.store.store import Loader, Store
 
 __all__ = ["Stored", "cold", "one_thread", "warm"]
 
@@ -45,7 +47,7 @@ class Stored:
         self.store: Store = Namespace.create(root, identity, [case.layout]).stores[0]
         self.keys: list[ChunkKey] = keys_of(case.layout, case.chunks)
         for place, key in enumerate(self.keys):
-            self.store.save(key, self.source.map, place=place)
+            EntryWriter(self.store, self.source.map).save([key], place)
         self.root = str(root / identity.namespace)
         self.paths = [file_path(self.root, self.store, key) for key in self.keys]
 
@@ -57,10 +59,10 @@ class Stored:
 
     def loader(self, memory: Memory) -> Callable[[], None]:
         """Return a load of all chunks; for staged memory with the loader kept, as adapters do."""
-        kept = self.store.loader(memory.map) if memory.place == "staged" else None
+        kept = Loader(self.store, memory.map) if memory.place == "staged" else None
 
         def load() -> None:
-            loaded = (kept or self.store.loader(memory.map)).load(self.keys)
+            loaded = (kept or Loader(self.store, memory.map)).load(self.keys)
             expect(f"load of {self.case.name}", holds=loaded.chunks == len(self.keys))
 
         return load
@@ -219,13 +221,12 @@ def _cold(bench: Bench, stored: Stored, why_not: str | None) -> Iterator[Row]:
     stored.check(memory, load)
     files, cooled = stored.raw_files(memory), partial(cool, stored.paths, sync=False)
     storage = stored.store.storage
-    reads = storage.first_reads if isinstance(storage, LocalStorage) else None
 
     def new_ones() -> None:
         """Make the files cold, and nothing known of them."""
         cooled()
-        if reads is not None:
-            reads.forget()
+        if isinstance(storage, LocalStorage):
+            storage.first_reads = FirstReads()
 
     arms = {
         "raw preadv": Arm(lambda: [file.read() for file in files], cooled),

@@ -23,8 +23,9 @@ from vua.cli.bench_files import expect
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
-from vua.store.store import Store
+from vua.store.store import Loader, Store
 
 __all__ = ["beside_work", "by_length", "by_store_size"]
 
@@ -48,7 +49,7 @@ def _store(root: Path) -> Store:
 def _put(store: Store, keys: Sequence[ChunkKey]) -> None:
     memory = staged(_SMALL, 1)
     for key in keys:
-        store.save(key, memory.map)
+        EntryWriter(store, memory.map).save([key])
 
 
 def touch(store: Store, root: Path, names: Sequence[str]) -> None:
@@ -230,8 +231,8 @@ def _loads(root: Path, case: Case) -> Callable[[int], None]:
     memories = [make("staged", case) for _ in range(2)]
     keys = keys_of(case.layout, case.chunks)
     for place, key in enumerate(keys):
-        store.save(key, memories[0].map, place=place)
-    loaders = [store.loader(memory.map) for memory in memories]
+        EntryWriter(store, memories[0].map).save([key], place)
+    loaders = [Loader(store, memory.map) for memory in memories]
 
     def load(number: int) -> None:
         expect("load", holds=loaders[number].load(keys).chunks == case.chunks)
@@ -253,7 +254,7 @@ def _saves(root: Path, case: Case) -> Callable[[int], None]:
             load(0)
             return
         keys = keys_of(case.layout, case.chunks, next(seeds))
-        expect("save", holds=store.writer(memory.map).save_all(keys) == case.chunks)
+        expect("save", holds=EntryWriter(store, memory.map).save_all(keys) == case.chunks)
         for key in keys:
             os.truncate(file_path(home, store, key), 0)
 
@@ -301,7 +302,7 @@ def _act(
     what: str, root: Path, store: Store, prompt: Ids, keys: Sequence[ChunkKey]
 ) -> Callable[[], None]:
     memory, seeds = staged(_SMALL, 16), itertools.count(5000)
-    loader = store.loader(memory.map)
+    loader = Loader(store, memory.map)
 
     def act() -> None:
         if what == "open":
@@ -312,6 +313,6 @@ def _act(
             expect(what, holds=loader.load(keys[:16]).chunks == 16)
         else:
             for key in keys_of(_SMALL, 16, next(seeds)):
-                store.save(key, memory.map)
+                EntryWriter(store, memory.map).save([key])
 
     return act

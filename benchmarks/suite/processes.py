@@ -26,6 +26,7 @@ from suite.measure import Arm, Row, measure
 from suite.prompts import CASES, TINY, Case, keys_of, make, staged
 from vua.cli.bench_files import expect
 from vua.format.identity import Identity
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
@@ -46,7 +47,7 @@ def write_forever(root: Path, case: Case, seed: int) -> None:
     store, memory = _shared(root, case), staged(case.layout, 1)
     for number in itertools.count():
         memory.words[:] = number % _PATTERN + 1
-        store.save(keys_of(case.layout, 1, seed * 1_000_000 + number)[0], memory.map)
+        EntryWriter(store, memory.map).save([keys_of(case.layout, 1, seed * 1_000_000 + number)[0]])
         if number == 0:
             sys.stdout.write("writing\n")
             sys.stdout.flush()

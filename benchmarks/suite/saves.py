@@ -33,6 +33,7 @@ from vua.cli.bench_files import Buffer, RawFile, direct_works, expect, in_buffer
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.storage.base import WRITTEN
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
@@ -60,10 +61,10 @@ class Saving:
         self.staged, self.paged = make("staged", case), make("paged", case)
         first = keys_of(case.layout, case.chunks)
         for place, key in enumerate(first):
-            self.store.save(key, source.map, place=place)
+            EntryWriter(self.store, source.map).save([key], place)
         for memory in (self.staged, self.paged):
             expect("load", holds=self.store.load(first, memory.map).chunks == case.chunks)
-        self._savers = {m.place: self.store.writer(m.map) for m in (self.staged, self.paged)}
+        self._savers = {m.place: EntryWriter(self.store, m.map) for m in (self.staged, self.paged)}
         rows, headers = file_rows(self.store, self.staged.map, case.chunks)
         owner = (self.staged, headers)
         self._files = [RawFile("", row, owner, _CALL_NBYTES) for row in rows]
@@ -122,7 +123,9 @@ class Saving:
     def save_alone(self) -> None:
         """Save every chunk as if it were the only one."""
         for at, key in enumerate(self.keys):
-            expect("save", holds=self.store.save(key, self.staged.map, place=at))
+            expect(
+                "save", holds=EntryWriter(self.store, self.staged.map).save([key], at) == [WRITTEN]
+            )
 
     def check(self) -> None:
         """Raise unless what was saved from paged blocks loads as what was put there."""
@@ -207,7 +210,7 @@ def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> dict[str, Arm]:
 
     layout, chunks = saving.case.layout, saving.case.chunks
     buffers = [staged(layout, 1) for _ in range(chunks)]
-    savers = [saving.store.writer(buffer.map) for buffer in buffers]
+    savers = [EntryWriter(saving.store, buffer.map) for buffer in buffers]
     paged, size = saving.paged, saving.paged.map.piece_tokens
     words = torch.from_numpy(paged.words.view(np.int16))  # [array, layer, block, head, token, dim]
     cache = PagedCache.of(list(zip(words[0], words[1], strict=True)), "BHND")

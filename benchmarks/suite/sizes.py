@@ -12,6 +12,7 @@ from vua.cli.bench_path import MODELS, layout_of, token_nbytes
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 
 __all__ = ["on_disk"]
@@ -60,7 +61,7 @@ def _stored(bench: Bench, layouts: list[KVLayout], ranks: int) -> int:
     for store, layout in zip(stores, layouts, strict=True):
         for shard in _shards(layout, ranks):
             slab = Slab(layout, shard, 1)
-            store.save(keys_of(layout, 1)[0], slab.memory, shard=shard)
+            EntryWriter(store, slab.memory, shard=shard).save([keys_of(layout, 1)[0]])
     files = [path for path in Path(root).rglob("*.safetensors") if path.is_file()]
     nbytes = sum(path.stat().st_size for path in files)
     bench.drop(root)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, overload
 
 import torch
@@ -20,12 +20,13 @@ from vua.config import VUAConfig
 from vua.errors import ConfigError, LayoutError
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
-from vua.format.keys import ChunkKey, KeyChain
+from vua.format.keys import KeyChain
 from vua.io.buffers import BufferPool
 from vua.io.forks import watch
 from vua.io.map_on import map_on
 from vua.io.threads import Call, Threads
 from vua.security.keyring import NoKeyError, check_keys
+from vua.store.entry_writer import EntryWriter
 from vua.store.label import Label
 from vua.store.namespace import Namespace
 from vua.store.opening import create_namespace, locate, open_namespace
@@ -213,7 +214,7 @@ class VUA:
         return stored
 
     def _put(self, call: Call[int], store: Store, keys: KeyChain, cache: Cache, stored: int) -> int:
-        saver = store.writer(cache.memory(self.config.split_factor))
+        saver = EntryWriter(store, cache.memory(self.config.split_factor))
         saver.wanted = lambda: call.wanted
         store.used(keys, stored, wait=stored < len(keys))  # before it makes room for the rest
         written = saver.save_all(keys)
@@ -344,7 +345,7 @@ class VUA:
         Raises:
             InputError: the tokens are unusable. Never for the state of the directory.
         """
-        return self._hold(tokens, Namespace.pin)
+        return self._hold(tokens, pin=True)
 
     def unpin(self, tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> list[int]:
         """Undo :meth:`pin` of these sequences and of prefixes of them.
@@ -352,16 +353,18 @@ class VUA:
         Returns for each sequence how many tokens that releases; what other pins hold stays held.
         Raises as :meth:`pin` does.
         """
-        return self._hold(tokens, Namespace.unpin)
+        return self._hold(tokens, pin=False)
 
     def _hold(
-        self,
-        tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int],
-        change: Callable[[Namespace, Sequence[ChunkKey]], int],
+        self, tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int], *, pin: bool
     ) -> list[int]:
         batch, namespace, held = sequences(tokens), self.namespace(), []
         for ids in batch.ids:
             keys, stored = self._stored(namespace, ids)
-            chunks = change(namespace, keys.first(stored)) if namespace and keys else 0
+            chunks = 0
+            if namespace and keys:
+                names = [key.name for key in keys.first(stored)]
+                capacity = namespace.capacity
+                chunks = capacity.pin_prefix(names) if pin else capacity.unpin_prefix(names)
             held.append(chunks * self.config.split_factor)
         return held

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from e2e.damage import CHUNK, chunk_files
+from helpers import save_chunk
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.description import descriptions
@@ -43,4 +44,4 @@ def _store_noise(root: Path, other: Path, prompt: Sequence[int]) -> None:
         slab = Slab(store.layout, store.layout.full, 1)
         slab.bytes[:] = rng.normal(size=len(slab.bytes) // 4).astype(np.float32).view(np.uint8)
         for key in KeyChain(token_ids(prompt), CHUNK).first(len(prompt) // CHUNK):
-            store.save(key, slab.memory)
+            save_chunk(store, key, slab.memory)

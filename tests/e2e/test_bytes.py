@@ -11,6 +11,7 @@ import pytest
 from e2e.architectures import deepseek
 from e2e.damage import CHUNK
 from e2e.harness import PROMPT, Batch, EngineTest
+from helpers import save_chunk
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import entry_name
@@ -69,7 +70,7 @@ class LatentBytesTest(EngineTest):
         slab.bytes[:] = noise.view(np.uint8)
         key = KeyChain(token_ids(PROMPT), CHUNK)[chunk]
         store.storage.delete(entry_name(key.name, store.layout.full))
-        store.save(key, slab.memory)
+        save_chunk(store, key, slab.memory)
 
 
 if __name__ == "__main__":

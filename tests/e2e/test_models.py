@@ -21,6 +21,7 @@ from e2e.harness import (
     needs_windows,
     tokens,
 )
+from helpers import save_chunk
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import entry_name
@@ -155,7 +156,7 @@ class WindowedModelsTest(EngineTest):
         slab.bytes[:] = noise.view(np.uint8)
         for key in KeyChain(token_ids(PROMPT), CHUNK).first(10):
             windowed.storage.delete(entry_name(key.name, layout.full))
-            windowed.save(key, slab.memory)
+            save_chunk(windowed, key, slab.memory)
 
         warm = self.serve(BATCH, engine=engine)
 

@@ -16,6 +16,7 @@ import pytest
 
 from e2e.damage import CHUNK, stored
 from e2e.harness import PROMPT, RESET, Batch, Copied, EngineTest, Phase, loadable, run, tokens
+from helpers import save_chunk
 from vua import native
 from vua.cli import main
 from vua.device.slab import Slab
@@ -233,7 +234,7 @@ class ReuseTest(EngineTest):
         noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
         slab.bytes[:] = noise.view(np.uint8)
         for key in KeyChain(token_ids(PROMPT), CHUNK).first(10):
-            store.save(key, slab.memory)
+            save_chunk(store, key, slab.memory)
 
         warm = self.serve(batch, root=other)
 

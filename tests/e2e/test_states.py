@@ -23,7 +23,7 @@ from e2e.harness import (
     EngineTest,
     tokens,
 )
-from helpers import soak
+from helpers import save_chunk, soak
 from vua.device.slab import Slab
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import Shard
@@ -91,7 +91,7 @@ class StatesTest(EngineTest):
             noise = torch.randn(len(slab.bytes) // 2, generator=chance) * 8
             slab.bytes[:] = noise.bfloat16().view(torch.uint8).numpy()  # as float32 finite as well
             states.storage.delete(entry_name(key.name, shard))
-            self.assertTrue(states.save(key, slab.memory, shard=shard))
+            self.assertTrue(save_chunk(states, key, slab.memory, shard=shard))
 
         warm = self.serve(BATCH, engine=settings)
 

@@ -31,6 +31,7 @@ from vua.format.layout import KVLayout, MemoryMap
 from vua.security.settings import Security
 from vua.storage.base import Batch, Entry, Filled, Storage, Written
 from vua.storage.local import TEMPORARY
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.testing.faulty import FaultyStorage
@@ -148,7 +149,7 @@ class StoreSubject(Subject):
         self._cut(key)
         store, chunk = self.store(key.model), self.chunk(key)
         try:
-            store.save(chunk, memory_of(self.layout, memoryview(data)))
+            EntryWriter(store, memory_of(self.layout, memoryview(data))).save([chunk])
         except StorageError:
             return False
         return store.lookup([chunk]) == 1

@@ -28,7 +28,9 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.storage.base import WRITTEN
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
+from vua.store.store import Loader
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -189,7 +191,10 @@ class Session:
         (self.store,) = self.namespace.stores
         self._id, one = _staged(1)
         self._ids, many = _staged(_ROOM)
-        self._saver, self._loader = self.store.writer(one.memory), self.store.loader(many.memory)
+        self._saver, self._loader = (
+            EntryWriter(self.store, one.memory),
+            Loader(self.store, many.memory),
+        )
 
     def close(self) -> None:
         """Finish what is still to be done."""

@@ -55,6 +55,7 @@ from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_d
 from vua.storage.local import SUFFIX
 from vua.storage.problems import explained
 from vua.storage.urls import is_url
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import check_root
 from vua.store.opening import create_namespace
 from vua.store.store import Store
@@ -235,7 +236,7 @@ class _Taker:
             codec, array = store.codec(shard, kind), np.frombuffer(data, dtype=np.uint8)
             header, payload = np.split(array, [codec.header_nbytes])
             memory = payload_map(store.layout, shard, payload.ctypes.data, payload, 1)
-            if not store.writer(memory, shard=shard).copy(key, header, kind):
+            if not EntryWriter(store, memory, shard=shard).copy(key, header, kind):
                 done.refused += 1
                 return
             done.written += 1

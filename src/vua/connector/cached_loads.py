@@ -12,7 +12,7 @@ from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.device.cpu_pages import PagedKV
 from vua.format.keys import Keys
 from vua.format.layout import MemoryMap, Shard
-from vua.store.store import Store
+from vua.store.store import Loader, Store
 
 __all__ = ["CachedLoads"]
 
@@ -30,7 +30,7 @@ class CachedLoads:
         """Load ``shard`` into the blocks of ``table``; :meth:`of` calls this."""
         self._pages, self._memory, self._table = pages, memory, table
         self._chunks = memory.chunks(store.layout)
-        self.loader = store.loader(memory, target=shard)
+        self.loader = Loader(store, memory, target=shard)
         """What loads the keys that :meth:`aim` returns; of the bytes that it copies all have the
         checksums of their file's header, and some may be of a file that is another chunk's."""
 

@@ -39,7 +39,8 @@ from vua.device.staging import Fence, StagedSlab, Staging
 from vua.errors import ConfigError, LayoutError
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt
-from vua.store.store import EntryWriter, Loaded, Loader, Store
+from vua.store.entry_writer import EntryWriter
+from vua.store.store import Loaded, Loader, Store
 
 __all__ = ["STAGED_DEVICES", "DeviceGroupTransfer", "lies_on_device", "mover_for", "open_gds"]
 
@@ -252,7 +253,7 @@ class DeviceGroupTransfer(GroupTransfer):
     def _loader(self, slab: StagedSlab) -> Loader:
         loader = self._loader_of.get(slab)
         if loader is None:
-            loader = self.store.loader(slab.slab.memory, target=self.shard)
+            loader = Loader(self.store, slab.slab.memory, target=self.shard)
             self._loader_of[slab] = loader
         return loader
 
@@ -273,7 +274,7 @@ class DeviceGroupTransfer(GroupTransfer):
         """See :meth:`GroupTransfer.saver`."""
         saver = self._saver_of.get(slab)
         if saver is None:
-            saver = self.store.writer(slab.slab.memory, shard=self.shard)
+            saver = EntryWriter(self.store, slab.slab.memory, shard=self.shard)
             self._saver_of[slab] = saver
         return saver
 

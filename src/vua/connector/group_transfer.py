@@ -31,7 +31,8 @@ from vua.io.machine import machine_memory_nbytes
 from vua.io.workers import Attempt
 from vua.serdes import DTYPES
 from vua.storage.urls import is_url
-from vua.store.store import EntryWriter, Loader, Store
+from vua.store.entry_writer import EntryWriter
+from vua.store.store import Loader, Store
 
 __all__ = [
     "BlockTables",
@@ -268,7 +269,7 @@ class GroupTransfer:
         """Load some chunks by way of a slab; return how many, and why they are the last."""
         loader = self._loader_of.get(slab)
         if loader is None:
-            loader = self._loader_of[slab] = self.store.loader(slab.memory, target=self.shard)
+            loader = self._loader_of[slab] = Loader(self.store, slab.memory, target=self.shard)
         keys = part.keys[at : at + slab.chunks]
         loaded = loader.load(keys)
         attempt.progress()
@@ -322,7 +323,7 @@ class GroupTransfer:
         """Return what saves this rank's shard from a slab; for who holds the slab."""
         saver = self._saver_of.get(slab)
         if saver is None:
-            saver = self._saver_of[slab] = self.store.writer(slab.memory, shard=self.shard)
+            saver = self._saver_of[slab] = EntryWriter(self.store, slab.memory, shard=self.shard)
         return saver
 
     def gather(

@@ -27,7 +27,7 @@ from vua.format.keys import ChunkKey
 from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
 from vua.storage.base import WRITTEN
-from vua.store.store import EntryWriter
+from vua.store.entry_writer import EntryWriter
 
 __all__ = ["WriteQueue"]
 

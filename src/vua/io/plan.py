@@ -86,8 +86,3 @@ class EntryPlan:
     def blocks(self) -> int:
         """Number of blocks."""
         return len(self.block_nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return int(self.block_nbytes.sum())

@@ -33,6 +33,7 @@ from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, MemoryMap
 from vua.storage.base import entry_name
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.opening import create_namespace, locate
 
@@ -276,7 +277,7 @@ class VUAL2Adapter(L2AdapterInterface):
                 continue
             keys = [_name(task.keys[at]) for at in places]
             store = namespace.stores[0]
-            writer = store.writer(_memory([task.objects[at] for at in places]))
+            writer = EntryWriter(store, _memory([task.objects[at] for at in places]))
             writer.save_all(keys)
             for at, key in zip(places, keys, strict=True):
                 task.found[at] = store.holds(key, [form.layout.full])

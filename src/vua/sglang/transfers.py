@@ -29,7 +29,8 @@ from vua.format.layout import Shard
 from vua.io.workers import Attempt, Workers
 from vua.serdes import DTYPES
 from vua.sglang.host_pages import HostPages
-from vua.store.store import EntryWriter, Loader, Store
+from vua.store.entry_writer import EntryWriter
+from vua.store.store import Loader, Store
 
 __all__ = ["Transfers"]
 
@@ -126,7 +127,7 @@ class Transfers:
         try:
             loader = self._loader_of.get(work.slab)
             if loader is None:
-                loader = self.store.loader(work.slab.memory, target=self.shard)
+                loader = Loader(self.store, work.slab.memory, target=self.shard)
                 self._loader_of[work.slab] = loader
             self._fill(attempt, loader)
         finally:
@@ -213,7 +214,7 @@ class Transfers:
         try:
             writer = self._writer_of.get(work.slab)
             if writer is None:
-                writer = self.store.writer(work.slab.memory, shard=self.shard)
+                writer = EntryWriter(self.store, work.slab.memory, shard=self.shard)
                 self._writer_of[work.slab] = writer
             if work.proven():
                 written = writer.save_all(work.keys)

@@ -97,14 +97,6 @@ class Batch:
         return self.into.digests
 
     @property
-    def discard(self) -> npt.NDArray[np.uint8] | None:
-        """What was read only to be verified, ``[names or more, discard_nbytes]``.
-
-        None where nobody looks at it.
-        """
-        return self.into.discard
-
-    @property
     def nbytes(self) -> int:
         """Bytes of each entry, header included. One of another length is damaged."""
         return self.transfer.plan.file_nbytes
@@ -114,17 +106,14 @@ class Batch:
         """What of each entry is wanted: (offset, nbytes)."""
         return self.transfer.plan.ranges
 
-    def rows(self, index: int) -> npt.NDArray[np.uint64]:
-        """Return (address, nbytes) of each part of an entry's payload, in file order."""
-        discard = 0 if self.discard is None else self.discard[index].ctypes.data
-        return native.rows_of(self.transfer, self.place + index, discard)
-
     def blocks(self, index: int) -> Iterator[list[memoryview]]:
         """Yield the bytes in memory of each checksum block of an entry, in parts.
 
-        With a plan that discards extents this needs :attr:`discard`.
+        With a plan that discards extents this needs ``into.discard``.
         """
-        return native.blocks_of(self.transfer, self.rows(index))
+        discard = 0 if self.into.discard is None else self.into.discard[index].ctypes.data
+        rows = native.rows_of(self.transfer, self.place + index, discard)
+        return native.blocks_of(self.transfer, rows)
 
     def fill(self, index: int, data: bytes | memoryview, offset: int = 0) -> None:
         """Put bytes that were read where they belong, and hash them.

@@ -40,8 +40,3 @@ class FirstReads:
             while len(self._seen) > _REMEMBERED_FILES:
                 del self._seen[next(iter(self._seen))]
             return before
-
-    def forget(self) -> None:
-        """Take all files for new ones."""
-        with self._lock:
-            self._seen.clear()

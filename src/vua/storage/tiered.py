@@ -173,7 +173,7 @@ class TieredStorage:
 
 def _part(batch: Batch, first: int) -> Batch:
     """Return a batch of its own memory for headers, of the entries from ``first`` on."""
-    keep, place = batch.discard is not None, batch.place + first
+    keep, place = batch.into.discard is not None, batch.place + first
     return Batch.of(batch.names[first:], batch.transfer, place, keep_discarded=keep)
 
 
@@ -187,5 +187,5 @@ def _take(batch: Batch, first: int, part: Batch, count: int) -> None:
     rows = slice(first, first + count)
     batch.headers[rows] = part.headers[:count]
     batch.digests[rows] = part.digests[:count]
-    if batch.discard is not None and part.discard is not None:
-        batch.discard[rows] = part.discard[:count]
+    if batch.into.discard is not None and part.into.discard is not None:
+        batch.into.discard[rows] = part.into.discard[:count]

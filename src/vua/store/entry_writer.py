@@ -5,26 +5,23 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity.reservation import Capacity, Reservation, Unlimited
+from vua.capacity.reservation import Reservation, Unlimited
 from vua.errors import InputError, StorageFullError
-from vua.format.entry import EntryCodec
 from vua.format.header import ENCRYPTED, PLAIN
 from vua.format.keys import ChunkKey, Keys
-from vua.format.layout import KVLayout, MemoryMap, Shard, payload_map
+from vua.format.layout import MemoryMap, Shard, payload_map
 from vua.io.posix import page_aligned
 from vua.native import Transfer, blocks_of, rows_of
-from vua.security.keyring import Keyring, NoKeyError
-from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Storage, entry_name
-from vua.store.quarantine import Misses
-from vua.store.search import Search
+from vua.security.keyring import NoKeyError
+from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, entry_name
+from vua.store.store import Store
 
 if TYPE_CHECKING:
-    from vua.capacity.bucket import BucketCapacity
     from vua.security.seal import Seal  # needs an optional package
 
 __all__ = ["EntryWriter"]
@@ -36,33 +33,12 @@ _BATCH_CHUNKS: Final = (4, 512)
 """What one call writes, at least and at most, whatever the storage says."""
 
 
-class Target(Protocol):
-    """What a writer needs of a :class:`vua.store.store.Store`."""
-
-    layout: KVLayout
-    storage: Storage
-    capacity: Capacity | BucketCapacity | None
-    keyring: Keyring
-    misses: Misses
-    search: Search | None
-
-    def codec(self, shard: Shard, kind: str = "") -> EntryCodec:
-        """Return the codec of a shard's files."""
-        ...
-
-    def transfer(
-        self, stored: Shard, taken: Shard, target: Shard, memory: MemoryMap, kind: str = ""
-    ) -> Transfer:
-        """Return how a rectangle moves between files and memory."""
-        ...
-
-
 class EntryWriter:
     """Writes from one memory map, keeping what it has worked out about it. One thread at a time."""
 
-    def __init__(self, store: Target, shard: Shard, memory: MemoryMap) -> None:
-        """Prepare to write ``shard`` from ``memory``; :meth:`Store.writer` calls this."""
-        self.store, self.shard = store, shard
+    def __init__(self, store: Store, memory: MemoryMap, *, shard: Shard | None = None) -> None:
+        """Write from ``memory``, which holds ``shard``: by default the whole model."""
+        self.store, self.shard = store, shard or store.layout.full
         self.refused = False
         """Whether the last one was not written for want of space, or of a key."""
         self.ttl_s: float | None = None

@@ -19,7 +19,7 @@ from vua.capacity.limits import Limits
 from vua.capacity.reservation import Capacity
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.format.identity import Identity
-from vua.format.keys import ChunkKey, KeyChain
+from vua.format.keys import KeyChain
 from vua.format.layout import KVLayout
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner
@@ -143,17 +143,6 @@ class Namespace:
         """
         naming = self.keyring.naming(salt)
         return KeyChain(ids, self.layouts[0].chunk_tokens, extras, naming)
-
-    def pin(self, keys: Sequence[ChunkKey]) -> int:
-        """Keep stored chunks, a prefix from the first one on, from eviction.
-
-        Returns how many are held. Raises OSError only where this process has no more descriptors.
-        """
-        return self.capacity.pin_prefix([key.name for key in keys])
-
-    def unpin(self, keys: Sequence[ChunkKey]) -> int:
-        """Undo :meth:`pin` of these chunks and of prefixes of them; return how many it releases."""
-        return self.capacity.unpin_prefix([key.name for key in keys])
 
 
 def create_storage(

@@ -1,4 +1,4 @@
-"""Chunks of one namespace: save, look up, load.
+"""Chunks of one namespace: look up, load. What saves them: :mod:`vua.store.entry_writer`.
 
 A :class:`Store` joins names (`keys`), coordinates (`layout`), bytes (`entry`) and a place
 (`storage`). It hands out nothing that it has not verified: header, identity, position and every
@@ -22,10 +22,9 @@ from vua.io.plan import EntryPlan
 from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
-from vua.storage.base import WRITTEN, Storage, entry_name, parse_name
+from vua.storage.base import Storage, entry_name, parse_name
 from vua.storage.local import LocalStorage
 from vua.store.entry_reader import EntryReader, Verified
-from vua.store.entry_writer import EntryWriter
 from vua.store.quarantine import Misses
 from vua.store.search import Search
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from vua.capacity.bucket import BucketCapacity
     from vua.security.seal import Seal  # needs an optional package
 
-__all__ = ["EntryWriter", "Keys", "Loaded", "Loader", "Store"]
+__all__ = ["Keys", "Loaded", "Loader", "Store"]
 
 log = logging.getLogger(__name__)
 
@@ -163,58 +162,21 @@ class Store:
 
     # -- load ---------------------------------------------------------------------------------
 
-    def loader(self, memory: MemoryMap, *, target: Shard | None = None) -> Loader:
-        """Return something that loads into ``memory`` again and again, for one thread at a time.
-
-        Args:
-            memory: where the target shard's tokens lie; writable.
-            target: the rectangle that ``memory`` holds; by default the whole model.
-        """
-        return Loader(self, self.layout.full if target is None else target, memory)
-
     def load(self, keys: Keys, memory: MemoryMap, *, target: Shard | None = None) -> Loaded:
-        """Read chunks straight into memory once; see :meth:`loader` and :meth:`Loader.load`."""
-        return self.loader(memory, target=target).load(keys)
-
-    # -- save ---------------------------------------------------------------------------------
-
-    def save(
-        self, key: ChunkKey, memory: MemoryMap, *, shard: Shard | None = None, place: int = 0
-    ) -> bool:
-        """Write one chunk's shard, unless it is stored already.
-
-        Args:
-            key: the chunk.
-            memory: where the shard's tokens lie; must not change before this returns.
-            shard: the rectangle that ``memory`` holds; by default the whole model.
-            place: which chunk place of ``memory`` to take.
-
-        Returns whether a file was written; not if it is there, or there is no room for it. Raises
-        StorageError (NotWritableError, StorageFullError); of what was stored before nothing
-        changes, but some may be evicted.
-        """
-        return self.writer(memory, shard=shard).save([key], place) == [WRITTEN]
-
-    def writer(self, memory: MemoryMap, *, shard: Shard | None = None) -> EntryWriter:
-        """Return something that writes from ``memory`` again and again, for one thread at a time.
-
-        Args:
-            memory: where the shard's tokens lie.
-            shard: the rectangle that ``memory`` holds; by default the whole model.
-        """
-        return EntryWriter(self, self.layout.full if shard is None else shard, memory)
+        """Read chunks straight into memory once; see :class:`Loader`."""
+        return Loader(self, memory, target=target).load(keys)
 
 
 class Loader:
     """Loads into one memory map, keeping what it has worked out about it. One thread at a time."""
 
-    def __init__(self, store: Store, target: Shard, memory: MemoryMap) -> None:
-        """Prepare to load ``target`` into ``memory``; :meth:`Store.loader` calls this."""
-        self._store, self._target, self._memory = store, target, memory
+    def __init__(self, store: Store, memory: MemoryMap, *, target: Shard | None = None) -> None:
+        """Load into ``memory``, which holds ``target``: by default the whole model."""
+        self._store, self._memory, self._target = store, memory, target or store.layout.full
         self._room = memory.chunks(store.layout)
         self._readers: dict[tuple[Shard, Shard, str], EntryReader] = {}
         self._seal: Seal | None = None
-        self._follow(store._last_cover.get(target) or [(target, target)])
+        self._follow(store._last_cover.get(self._target) or [(self._target, self._target)])
 
     def load(self, keys: Keys) -> Loaded:
         """Read chunks straight into memory, in order, up to the first that is not to be had.

@@ -25,6 +25,7 @@ from vua.format.layout import KVLayout
 from vua.io.buffers import BufferPool
 from vua.io.forks import watch
 from vua.storage.location import Location
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.opening import create_namespace, open_namespace
 from vua.store.tensors import Cache, allocate, memory_map
@@ -199,7 +200,7 @@ class StoredLayers:
             if first >= len(keys):
                 continue
             cut = [_cut(layers[number], first * size, len(ids)) for number in group.layers]
-            writer = store.writer(Cache(cut, 0, 1).memory(size))
+            writer = EntryWriter(store, Cache(cut, 0, 1).memory(size))
             written = max(written, writer.save_all(keys.run(first, len(keys))))
             if writer.refused:
                 break

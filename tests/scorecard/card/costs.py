@@ -19,6 +19,7 @@ from scorecard.trial import Trial, scored
 from vua import native
 from vua.format.parse import encode_header
 from vua.storage.base import Batch, Filled, Storage, Written
+from vua.store.store import Loader
 
 __all__ = ["timings"]
 
@@ -88,7 +89,7 @@ def verification(trial: Trial) -> None:
     memories = [memory_of(subject.layout, memoryview(bytearray(1 << 20))) for _ in range(2)]
     unhashed = subject.make_store("model")
     unhashed.storage = cast("Any", _Unhashed(unhashed.storage))
-    checked, unchecked = (s.loader(m) for s, m in zip((store, unhashed), memories, strict=True))
+    checked, unchecked = (Loader(s, m) for s, m in zip((store, unhashed), memories, strict=True))
     chunks = [subject.chunk(plain)], [subject.chunk(blank)]
     trial.must("control: both load", checked.load(chunks[0]).chunks == 1)
     trial.must("control: unchecked, too", unchecked.load(chunks[1]).chunks == 1)

@@ -20,6 +20,7 @@ from vua.format.identity import Identity, weights_fingerprint
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, Shard
 from vua.serdes import tensor_to_bytes
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 
 __all__: list[str] = []
@@ -97,7 +98,7 @@ def identity_matrix(trial: Trial) -> None:
         store = Namespace.create(root, identity, [layout]).stores[0]
         if store.load([with_key], memory_of(layout, memoryview(into))).chunks:
             wrong.append(f"{name} finds what was stored for {names[:known]}")
-        store.save(with_key, memory_of(layout, memoryview(payloads[name])))
+        EntryWriter(store, memory_of(layout, memoryview(payloads[name]))).save([with_key])
         store.close()
     for name in names:
         identity, layout, _ = variants[name]
@@ -134,7 +135,8 @@ def _split_over_ranks(root: Path, base: tuple[Identity, KVLayout, list[tuple[str
             heads, layers = part.shape[1], part.shape[2]
             shard = Shard(0, 2, rank, rank + 1) if axis == 1 else Shard(rank, rank + 1, 0, 2)
             small = KVLayout(layers, heads, layout.k_dim, layout.v_dim, "U8", layout.chunk_tokens)
-            store.save(key, memory_of(small, memoryview(part.tobytes())), shard=shard)
+            memory = memory_of(small, memoryview(part.tobytes()))
+            EntryWriter(store, memory, shard=shard).save([key])
         into = bytearray(_NBYTES)
         loaded = store.load([key], memory_of(layout, memoryview(into)))
         store.close()

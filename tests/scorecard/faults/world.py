@@ -22,7 +22,9 @@ from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.io.buffers import BufferPool
+from vua.storage.base import WRITTEN
 from vua.storage.local import SUFFIX, TEMPORARY
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.tensors import allocate, memory_map
@@ -108,7 +110,10 @@ class World:
             stored = store.lookup(keys)
             store.used(keys, stored, wait=True)
             size = self.layout.chunk_tokens
-            return sum(store.save(key, memory_map(self.content(key), size)) for key in keys)
+            statuses = [
+                EntryWriter(store, memory_map(self.content(key), size)).save([key]) for key in keys
+            ]
+            return statuses.count([WRITTEN])
 
     def get(self, number: int, store: Store | None = None) -> int:
         """Return how many chunks of a prompt can be had. Raises WrongBytesError, nothing else."""

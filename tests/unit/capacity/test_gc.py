@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from commands import run, run_json
-from helpers import SOON_S, DirectoryTest, Memory, caches_of, flip, model_arrays
+from helpers import SOON_S, DirectoryTest, Memory, caches_of, flip, model_arrays, save_chunk
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
 from vua.capacity.lru import server_now_ns, set_mtime
@@ -115,7 +115,7 @@ class TestCollect(GcTest):
         keys = KeyChain(token_ids(list(range(16))), 4, {2: [("multimodal", b"picture")]})
         memory = Memory(layout, layout.full, 4).fill(model_arrays(layout, 4)).map()
         for place in range(4):
-            store.save(keys[place], memory, place=place)
+            save_chunk(store, keys[place], memory, place=place)
         self.assertEqual(0, collect(self.root, self.limits()).orphans.chunks)
         fd = store.storage.fileno()  # type: ignore[attr-defined]
         space = Space(identity.namespace, fd)
@@ -186,7 +186,7 @@ class TestCollect(GcTest):
         for salt, chunks in ((b"a", 6), (b"b", 2)):
             salts[salt] = KeyChain(token_ids(list(range(4 * chunks))), 4, {0: [("salt", salt)]})
             for place in range(chunks):
-                store.save(salts[salt][place], memory, place=place)
+                save_chunk(store, salts[salt][place], memory, place=place)
         nbytes = store.codec(layout.full).file_nbytes
         report = collect(self.root, self.limits(max_bytes_per_salt=4 * nbytes))
         self.assertEqual((2, 2 * nbytes), report.over_quota)

@@ -18,6 +18,7 @@ from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import WRITTEN
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
@@ -48,7 +49,7 @@ class TestPolicy(DirectoryTest):
         self.addCleanup(capacity.close)
         capacity.on_evicted(names.append)
         store = Store(space.storage, space.name, LAYOUT, capacity)
-        saver = store.writer(Slab(LAYOUT, LAYOUT.full, 1).memory)
+        saver = EntryWriter(store, Slab(LAYOUT, LAYOUT.full, 1).memory)
         keys = [space.keys(token_ids([number])) for number in range(STORED)]
         for key in keys:
             self.assertEqual([WRITTEN], saver.save([key[0]]))
@@ -109,7 +110,7 @@ class TestLeastHitDensity(DirectoryTest):
         capacity = Capacity(self.root, self.space.storage, Limits(min_free_bytes=0))
         self.addCleanup(capacity.close)
         store = Store(self.space.storage, self.space.name, LAYOUT, capacity)
-        saver = store.writer(Slab(LAYOUT, LAYOUT.full, 1).memory)
+        saver = EntryWriter(store, Slab(LAYOUT, LAYOUT.full, 1).memory)
         for number, keys in enumerate(prompts):
             for at in range(len(keys)):
                 saver.save([keys[at]])
@@ -196,7 +197,7 @@ class TestLeastHitDensity(DirectoryTest):
         capacity = Capacity(self.root, self.space.storage, limits)
         self.addCleanup(capacity.close)
         store = Store(self.space.storage, self.space.name, LAYOUT, capacity)
-        saver = store.writer(Slab(LAYOUT, LAYOUT.full, 1).memory)
+        saver = EntryWriter(store, Slab(LAYOUT, LAYOUT.full, 1).memory)
 
         def ask(keys: KeyChain) -> int:
             """Ask for a prompt, store the rest of it; return how many chunks were written."""

@@ -18,6 +18,7 @@ from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 
 LAYOUT = KVLayout(1, 1, 4, 4, "F32", 1)
@@ -37,7 +38,7 @@ class HintsTest(DirectoryTest):
         slab = Slab(LAYOUT, LAYOUT.full, 1)
         slab.bytes[:] = noise(slab.bytes.size // 4).numpy().view("u1")
         self.memory = slab.memory
-        self.saver = self.store.writer(slab.memory)
+        self.saver = EntryWriter(self.store, slab.memory)
 
     def put(self, prompt: list[int], ttl_s: float | None = None) -> list[str]:
         """Store a prompt with a hint; return its chunks' names."""
@@ -78,7 +79,7 @@ class HintsTest(DirectoryTest):
                     with closing(
                         Namespace.create(self.root, IDENTITY, [LAYOUT], bounds=Limits()).stores[0]
                     ) as other:
-                        other.writer(self.memory).save([KeyChain(token_ids([8]), 1)[0]])
+                        EntryWriter(other, self.memory).save([KeyChain(token_ids([8]), 1)[0]])
                 else:
                     report = collect(self.root, self.limits(), quick=how == "quick")
                     self.assertEqual(3, report.expired.chunks)

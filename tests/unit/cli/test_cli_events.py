@@ -17,7 +17,7 @@ import torch
 
 from buckets import memory_url
 from commands import TOKENS, CliTest, run
-from helpers import DirectoryTest, Memory, caches_of, keys_of, model_arrays, rectangle
+from helpers import DirectoryTest, Memory, caches_of, keys_of, model_arrays, rectangle, save_chunk
 from routers import SocketTest
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity
@@ -156,7 +156,9 @@ class TestShards(DirectoryTest):
             arrays = rectangle(model_arrays(self.layout, 3), shard)
             memory = Memory(self.layout, shard, 3).fill(arrays).map()
             for place, key in enumerate(keys):
-                self.assertTrue(namespace.stores[0].save(key, memory, shard=shard, place=place))
+                self.assertTrue(
+                    save_chunk(namespace.stores[0], key, memory, shard=shard, place=place)
+                )
         return [key.name for key in keys]
 
     def test_all_shards(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from commands import run, run_json
-from helpers import DirectoryTest, Memory, caches_of, flip, keys_of, model_arrays
+from helpers import DirectoryTest, Memory, caches_of, flip, keys_of, model_arrays, save_chunk
 from vua.cli.identify import compare, expect
 from vua.core import VUA, VUAConfig
 from vua.format.config_digest import config_digest
@@ -159,7 +159,7 @@ class TestPrefix(ExplainTest):
         keys = KeyChain(token_ids(TOKENS), 4, {0: [("salt", b"s")]})
         memory = Memory(layout, layout.full, 3).fill(model_arrays(layout, 3)).map()
         for place in range(3):
-            store.save(keys[place], memory, place=place)
+            save_chunk(store, keys[place], memory, place=place)
         self.assertEqual(3, self.ask(TOKENS, "--salt", "s")[1][0]["usable_chunks"])
         _, (one,) = self.ask(TOKENS)
 
@@ -179,7 +179,7 @@ class TestPrefix(ExplainTest):
             layout = store.layout
             memory = Memory(layout, layout.full, 3).fill(model_arrays(layout, 3)).map()
             for place in places:
-                store.save(keys[place], memory, place=place)
+                save_chunk(store, keys[place], memory, place=place)
         _, (one,) = self.ask(TOKENS)
         groups = {group["group"]: group for group in one["groups"]}
 
@@ -204,7 +204,7 @@ class TestPrefix(ExplainTest):
             memory = Memory(layout, half, 1).fill(
                 [np.ascontiguousarray(array[:, half.head_start : half.head_stop])
                  for array in model_arrays(layout, 1)]).map()  # fmt: skip
-            store.save(keys_of(TOKENS, 4)[0], memory, shard=half)
+            save_chunk(store, keys_of(TOKENS, 4)[0], memory, shard=half)
         self.assertEqual(1, self.ask(TOKENS)[1][0]["usable_chunks"])
         self.chunk(0).unlink()
         code, (one,) = self.ask(TOKENS)

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from commands import run, run_json
-from helpers import DirectoryTest, Memory, caches_of, flip, kv_bits, model_arrays
+from helpers import DirectoryTest, Memory, caches_of, flip, kv_bits, model_arrays, save_chunk
 from vua.capacity.limits import Limits, write_bounds
 from vua.capacity.prefix_tree import ancestors
 from vua.capacity.scan import Space
@@ -140,7 +140,7 @@ class TestRoundTrip(TransferTest):
         keys = KeyChain(token_ids(list(range(16))), 4, {2: [("multimodal", b"picture")]})
         memory = Memory(layout, layout.full, 4).fill(model_arrays(layout, 4)).map()
         for place in range(4):
-            store.save(keys[place], memory, place=place)
+            save_chunk(store, keys[place], memory, place=place)
         self.assertEqual(0, run("export", self.here, self.file, keys[3].name)[0])
         self.assertEqual(0, run("import", self.there, self.file)[0])
         taken = Namespace.create(self.there, identity, [layout]).stores[0]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import DirectoryTest
+from helpers import DirectoryTest, save_chunk
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
@@ -49,7 +49,7 @@ class PrefixTest(DirectoryTest):
         """Store some chunks of a group."""
         slab = Slab(store.layout, store.layout.full, 1)
         for chunk in chunks:
-            store.save(keys[chunk], slab.memory)
+            save_chunk(store, keys[chunk], slab.memory)
 
     def test_definition(self) -> None:
         """Over many patterns of stored windows, block sizes and prompt lengths."""

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from helpers import keys_of, until
+from helpers import keys_of, save_chunk, until
 from scheduling import LAYOUT, answer, bare_connector, request_of, step
 from vua.capacity.ttl import settle, ttl_s_of
 from vua.connector.config import ConnectorConfig, Timeouts
@@ -38,7 +38,7 @@ def store(side: Any, first: int, stop: int) -> None:
     layout = side.namespace.stores[0].layout
     memory = Slab(layout, layout.full, 1).memory
     for key in keys_of(range(64), 16)[first:stop]:
-        side.namespace.stores[0].save(key, memory)
+        save_chunk(side.namespace.stores[0], key, memory)
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
@@ -126,7 +126,7 @@ class SchedulerTest(unittest.TestCase):
             token_ids(range(64)), 16, {0: [("salt", b"alice")]}, store.keyring.naming(b"alice")
         )
         for key in chain.first(2):
-            store.save(key, Slab(LAYOUT, LAYOUT.full, 1).memory)
+            save_chunk(store, key, Slab(LAYOUT, LAYOUT.full, 1).memory)
         found = {
             name: answer(side, request_of(name, cache_salt=name or None))
             for name in ("alice", "carol", "")
@@ -143,7 +143,9 @@ class SchedulerTest(unittest.TestCase):
 
         self.assertEqual({tenant_of(b"alice")}, {key.tenant for key in loaded})
         self.assertEqual({tenant_of(b"alice"), ""}, {key.tenant for key in saved})
-        self.assertTrue(all(store.save(key, Slab(LAYOUT, LAYOUT.full, 1).memory) for key in saved))
+        self.assertTrue(
+            all(save_chunk(store, key, Slab(LAYOUT, LAYOUT.full, 1).memory) for key in saved)
+        )
         (keys / f"{tenant_of(b'alice')}.key").unlink()
         gone = request_of("gone", cache_salt="alice")
         self.assertEqual((0, False), answer(side, gone))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import DirectoryTest
+from helpers import DirectoryTest, save_chunk
 from vua.device.slab import Slab
 from vua.errors import InputError, LayoutError
 from vua.format.identity import Identity
@@ -143,7 +143,7 @@ class RulesTest(DirectoryTest):
         """Store some chunks of a group."""
         slab = Slab(store.layout, store.layout.full, 1)
         for chunk in chunks:
-            store.save(keys[chunk], slab.memory)
+            save_chunk(store, keys[chunk], slab.memory)
 
     def test_definition(self) -> None:
         """The longest end of a block and a chunk with all K and V before it and the state there."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
+from helpers import DirectoryTest, bits, keys_of, noise, save_chunk, save_step, until
 from scheduling import bare_connector
 from vua.connector.step import ScheduledRequest, ScheduledStep
 from vua.device.slab import Slab
@@ -43,7 +43,7 @@ class ThrottledStorageTest(DirectoryTest):
         for place in range(3):
             for data, _ in self.slab.arrays(place):
                 data[...] = place + 1
-            self.store.save(self.keys[place], self.slab.memory, place=place)
+            save_chunk(self.store, self.keys[place], self.slab.memory, place=place)
 
     def load(self) -> tuple[float, int]:
         """Load everything: (seconds, chunks)."""

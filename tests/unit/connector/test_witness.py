@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from helpers import save_chunk
 from vua.device.slab import Slab
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
@@ -70,7 +71,7 @@ class WitnessTest(unittest.TestCase):
         """Store one chunk."""
         store = Namespace.create(self.root, IDENTITY, [LAYOUT]).stores[0]
         memory = Slab(LAYOUT, LAYOUT.full, 1).memory
-        store.save(KeyChain(token_ids(range(SIZE)), SIZE)[0], memory)
+        save_chunk(store, KeyChain(token_ids(range(SIZE)), SIZE)[0], memory)
         store.close()
 
     def witness(

@@ -11,7 +11,17 @@ from pathlib import Path
 import torch
 from forms import column_form, shuffled_form
 
-from helpers import DirectoryTest, bits, flip, has_native, keys_of, native_code, noise, swap
+from helpers import (
+    DirectoryTest,
+    bits,
+    flip,
+    has_native,
+    keys_of,
+    native_code,
+    noise,
+    save_chunk,
+    swap,
+)
 from vua import native
 from vua.cli.bench_files import cool, is_cold
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
@@ -22,7 +32,7 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
 from vua.serdes import DTYPES
 from vua.store.namespace import Namespace
-from vua.store.store import Store
+from vua.store.store import Loader, Store
 
 CHUNKS, SIZE, BLOCKS = 4, 48, 8
 LONG = KVLayout(layers=17, kv_heads=2, k_dim=64, v_dim=64, dtype="F32", chunk_tokens=SIZE)
@@ -45,7 +55,7 @@ class CachedLoadTest(DirectoryTest):
         keys, slab = keys_of(range(CHUNKS * SIZE), SIZE), Slab(layout, layout.full, CHUNKS)
         slab.bytes[:] = noise(slab.bytes.size, dtype=torch.uint8, seed=1).numpy()
         for place, key in enumerate(keys):
-            self.assertTrue(store.save(key, slab.memory, place=place))
+            self.assertTrue(save_chunk(store, key, slab.memory, place=place))
         return store, keys, slab
 
     def pages(
@@ -75,7 +85,7 @@ class CachedLoadTest(DirectoryTest):
         """Load the tokens of a range into their blocks; return how many chunks."""
         memory = pages.memory(SIZE, CHUNKS)
         assert memory is not None
-        loader, (start, stop) = store.loader(memory), wanted
+        loader, (start, stop) = Loader(store, memory), wanted
         first, last = start // SIZE, -(-stop // SIZE)
         self.assertTrue(pages.aim(memory, ids, start, stop - start, start - first * SIZE))
         return loader.load_cached(keys[first:last])
@@ -128,7 +138,7 @@ class CachedLoadTest(DirectoryTest):
         memory = pages.memory(SIZE, CHUNKS)
         assert memory is not None
         self.assertTrue(pages.aim(memory, ids, 0, CHUNKS * SIZE, 0))
-        loader = store.loader(memory, target=shard)
+        loader = Loader(store, memory, target=shard)
         self.assertEqual(0, loader.load_cached(keys))
         room = Slab(LONG, shard, 1)
         self.assertEqual(1, store.load(keys[:1], room.memory, target=shard).chunks)

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 import vua.device
-from helpers import SOON_S, DirectoryTest, flip, keys_of, soak, swap
+from helpers import SOON_S, DirectoryTest, flip, keys_of, save_chunk, soak, swap
 from vua.device import movers, xxh3
 from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover, Mover, PosixMover
@@ -335,7 +335,7 @@ class DirectReaderTest(DirectoryTest):
         self.slab = Slab(self.layout, self.layout.full, 5)
         self.slab.bytes[:] = content(len(self.slab.bytes)).numpy()
         for place, key in enumerate(self.keys):
-            self.store.save(key, self.slab.memory, place=place)
+            save_chunk(self.store, key, self.slab.memory, place=place)
         self.gds = Gds("required", self.mover, self.root, self.device)
         self.addCleanup(self.gds.close)
         codec = self.store.codec(self.layout.full)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import DirectoryTest, bits, keys_of, noise
+from helpers import DirectoryTest, bits, keys_of, noise, save_chunk
 from vua.device import staging as module
 from vua.device.paged import PagedCache, slots_of
 from vua.device.staging import Staging, clear_error
@@ -56,7 +56,7 @@ class StagingTest(DirectoryTest):
             fence.wait()
             for place in (0, 1):
                 memory = staged.slab.memory
-                self.store.save(self.keys[at + place], memory, shard=SHARD, place=place)
+                save_chunk(self.store, self.keys[at + place], memory, shard=SHARD, place=place)
             staging.give_back(staged)
 
     def test_there_and_back(self) -> None:

@@ -63,7 +63,7 @@ class TestPlan(unittest.TestCase):
                 self.assertEqual(at + body, starts[places[stop - 1] + 1])
         self.assertEqual((1, list(range(plan.blocks))), (header, covered))
         self.assertEqual(1, int(plan.reads[0]["header"]))
-        wanted = plan.header_nbytes + plan.nbytes
+        wanted = plan.header_nbytes + int(plan.block_nbytes.sum())
         self.assertEqual(wanted, sum(length for _, length in plan.ranges))
 
     def test_sizes_of_reads(self) -> None:

@@ -31,6 +31,7 @@ from helpers import (
     model_arrays,
     native_code,
     rectangle,
+    save_chunk,
 )
 from vua import native
 from vua.cli.bench_files import cool, direct_works, is_cold
@@ -39,6 +40,7 @@ from vua.format.layout import KVLayout, Shard
 from vua.io.plain import Directory
 from vua.io.posix import page_aligned
 from vua.native import batches, bindings, fallback, moves
+from vua.storage.direct import FirstReads
 from vua.storage.local import LocalStorage
 from vua.store.store import Loaded, Store
 
@@ -135,7 +137,7 @@ class TestLoad(DirectoryTest):
         self.model = model_arrays(LAYOUT, CHUNKS)
         source = Memory(LAYOUT, LAYOUT.full, CHUNKS).fill(self.model).map()
         for place, key in enumerate(self.keys):
-            self.store.save(key, source, place=place)
+            save_chunk(self.store, key, source, place=place)
         self.memory = Memory(LAYOUT, LAYOUT.full, CHUNKS, block_tokens=16)
         self.map = self.memory.map()
         self.transfer = self.store.transfer(LAYOUT.full, LAYOUT.full, LAYOUT.full, self.map)
@@ -291,7 +293,7 @@ class TestSharedFiles(DirectoryTest):
         self.model = model_arrays(layout, count)
         source = Memory(layout, layout.full, count).fill(self.model).map()
         for place, key in enumerate(self.keys):
-            self.store.save(key, source, place=place)
+            save_chunk(self.store, key, source, place=place)
 
     def load(self, threads: int) -> tuple[Loaded, Memory]:
         """Load all chunks anew, with so many threads."""
@@ -307,7 +309,7 @@ class TestSharedFiles(DirectoryTest):
             with self.subTest(threads=threads, cold=cold):
                 if cold:
                     cool(paths, sync=True)
-                    self.storage.first_reads.forget()
+                    self.storage.first_reads = FirstReads()
                 before = descriptors()
                 loaded, memory = self.load(threads)
                 self.assertEqual(before, descriptors())

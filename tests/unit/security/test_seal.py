@@ -25,6 +25,7 @@ from helpers import (
     has_native,
     kv_bits,
     native_code,
+    save_chunk,
 )
 from seals import CHUNKS, DEEP, KINDS, LATENT, NAMESPACE, SMALL, SealTest
 from vua.cli import main
@@ -283,7 +284,7 @@ class TestKeys(SealTest):
             store.keyring.naming(b"alice")
         self.file(alice).unlink()
         memory = Memory(SMALL, SMALL.full, CHUNKS).map()
-        self.assertFalse(store.save(alice[1], memory, place=1))
+        self.assertFalse(save_chunk(store, alice[1], memory, place=1))
         self.assertEqual(1, store.counts["chunks_refused"])
         aside.rename(key)
         self.assertEqual(1, self.load(store, alice, hers).chunks)
@@ -310,7 +311,7 @@ class TestKeys(SealTest):
         for place in range(CHUNKS):
             memory = Memory(SMALL, SMALL.full, CHUNKS).fill(model).map()
             store.used(plain, CHUNKS, wait=True)
-            self.assertTrue(store.save(keys[place], memory, place=place))
+            self.assertTrue(save_chunk(store, keys[place], memory, place=place))
 
         self.assertEqual((1, CHUNKS), (store.lookup(alice), store.lookup(plain)))
 

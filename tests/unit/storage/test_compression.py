@@ -13,7 +13,7 @@ import pytest
 
 from commands import run, run_json
 from compressed import KV, TOKENS, CompressedTest, config, entry
-from helpers import Memory, keys_of, kv_bits, model_arrays, rectangle
+from helpers import Memory, keys_of, kv_bits, model_arrays, rectangle, save_chunk
 from vua import VUA, VUAConfig
 from vua.cli import check
 from vua.connector.config import ConnectorConfig
@@ -135,7 +135,9 @@ class RanksTest(CompressedTest):
         keys = keys_of(range(64), 32)
         model = [array & 7 for array in model_arrays(layout, 2)]
         memory = Memory(layout, layout.full, 2).fill(model).map()
-        self.assertEqual(2, sum(store.save(key, memory, place=n) for n, key in enumerate(keys)))
+        self.assertEqual(
+            2, sum(save_chunk(store, key, memory, place=n) for n, key in enumerate(keys))
+        )
         self.assertTrue(all(map(is_compressed, self.objects())))
         stored = sum(self.bucket.head(key).nbytes for key in self.objects())
         for target in (layout.full, Shard(0, 20, 5, 6), Shard(2, 9, 0, 8), Shard(19, 20, 7, 8)):

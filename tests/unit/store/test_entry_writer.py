@@ -25,6 +25,7 @@ from vua.native import batches
 from vua.security.settings import Security
 from vua.storage.base import WRITTEN
 from vua.storage.local import SUFFIX, TEMPORARY, LocalStorage
+from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 
@@ -96,7 +97,7 @@ class WriterTest(DirectoryTest):
                 for wish in ("off", "auto"):
                     with native_code(wish):
                         store = self.open(wish, layout)
-                        self.assertEqual(chunks, store.writer(memory.map()).save_all(keys))
+                        self.assertEqual(chunks, EntryWriter(store, memory.map()).save_all(keys))
                     self.assertEqual(chunks, store.counts["chunks_saved"])
                     self.check_stamps(store, keys)
                     files.append(self.files(store))
@@ -108,7 +109,7 @@ class WriterTest(DirectoryTest):
     def test_present(self) -> None:
         """What is stored already is left as it is, and what follows it is older than it."""
         store, keys, memory = self.open(), self.keys(), self.memory()
-        saver = store.writer(memory.map())
+        saver = EntryWriter(store, memory.map())
         for place in (0, 1, 7, 8, 20, CHUNKS - 1):
             self.assertEqual([WRITTEN], saver.save([keys[place]], place))
         before = self.files(store)
@@ -123,7 +124,7 @@ class WriterTest(DirectoryTest):
     def test_beyond_the_memory(self) -> None:
         """Chunks for which there is no memory are refused, before anything is read from there."""
         store, keys, memory = self.open(), self.keys(), self.memory()
-        saver = store.writer(memory.map())
+        saver = EntryWriter(store, memory.map())
         with self.assertRaisesRegex(InputError, f"of memory for {CHUNKS}"):
             saver.save([keys[0]], CHUNKS)
         self.assertEqual([WRITTEN], saver.save([keys[0]], CHUNKS - 1))
@@ -141,7 +142,7 @@ class WriterTest(DirectoryTest):
         target = self.root / "elsewhere"
         target.write_bytes(b"kept")
         (odd[30] / name).symlink_to(target)
-        self.assertEqual(CHUNKS, store.writer(memory.map()).save_all(keys))
+        self.assertEqual(CHUNKS, EntryWriter(store, memory.map()).save_all(keys))
         self.assertEqual(CHUNKS, store.lookup(keys))
         loaded = Memory(LAYOUT, LAYOUT.full, CHUNKS)
         self.assertEqual(CHUNKS, store.load(keys, loaded.map()).chunks)
@@ -163,7 +164,7 @@ class WriterTest(DirectoryTest):
                     fan.mkdir(mode=0o700)
                     (fan / keys[5].name).symlink_to(outside)
                 with self.assertRaises(StorageError):
-                    store.writer(memory.map()).save_all(keys)
+                    EntryWriter(store, memory.map()).save_all(keys)
                 self.assertEqual([], list(outside.iterdir()))
                 self.assertTrue(store.holds(keys[4], [LAYOUT.full]))
 
@@ -176,7 +177,7 @@ class WriterTest(DirectoryTest):
             store = self.open(name, security=security)
             os.umask(mask)
             try:
-                self.assertEqual(CHUNKS, store.writer(memory.map()).save_all(keys))
+                self.assertEqual(CHUNKS, EntryWriter(store, memory.map()).save_all(keys))
             finally:
                 os.umask(before)
             home = self.root / name / store.namespace
@@ -189,24 +190,24 @@ class WriterTest(DirectoryTest):
         keys, memory = self.keys(LARGE, 10), self.memory(LARGE, 10)
         store = self.open(layout=LARGE)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        self.assertEqual(2, store.writer(memory.map()).save_all(keys[:2]))
+        self.assertEqual(2, EntryWriter(store, memory.map()).save_all(keys[:2]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, hard))
         try:
             with self.assertRaises(StorageError):
-                store.writer(memory.map()).save_all(keys)
+                EntryWriter(store, memory.map()).save_all(keys)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         self.assertEqual(2, len(self.files(store)))
         left = [path for path in self.root.rglob(f"{TEMPORARY}*") if path.is_file()]
         self.assertEqual([], left)
-        self.assertEqual(8, store.writer(memory.map()).save_all(keys))
+        self.assertEqual(8, EntryWriter(store, memory.map()).save_all(keys))
         self.check_stamps(store, keys)
 
     def test_no_room(self) -> None:
         """A prompt longer than the cache ends where there is no more room, and keeps its front."""
         nbytes = self.open().codec(LAYOUT.full).file_nbytes
         store = self.open("b", bounds=Limits(max_bytes=10 * nbytes))
-        keys, saver = self.keys(), store.writer(self.memory().map())
+        keys, saver = self.keys(), EntryWriter(store, self.memory().map())
         self.assertEqual(10, saver.save_all(keys))
         self.assertTrue(saver.refused)
         store.close()
@@ -215,7 +216,7 @@ class WriterTest(DirectoryTest):
     def test_hints(self) -> None:
         """Where chunks have hints of their own, each is settled as it is stored."""
         store, keys, memory = self.open(), self.keys(), self.memory()
-        saver = store.writer(memory.map())
+        saver = EntryWriter(store, memory.map())
         saver.ttl_s = 100.0
         self.assertEqual(5, saver.save_all(keys[:5]))
         assert store.capacity is not None
@@ -244,7 +245,7 @@ class WriterTest(DirectoryTest):
                 files.append(path.parent.name)
 
         with mock.patch("os.fsync", fsync):
-            self.assertEqual(2, store.writer(memory.map()).save_all(keys[:2]))
+            self.assertEqual(2, EntryWriter(store, memory.map()).save_all(keys[:2]))
         self.assertEqual(sorted(names), sorted(files))
         self.assertEqual({*names, *(name[:2] for name in names), store.namespace}, set(folders))
 
@@ -259,7 +260,7 @@ class WriterTest(DirectoryTest):
                     if path.is_dir() == (what == "directory"):
                         raise OSError(errno.EIO, "the disk says no")
 
-                writer = store.writer(memory.map())
+                writer = EntryWriter(store, memory.map())
                 with mock.patch("os.fsync", fsync), self.assertRaises(StorageError):
                     writer.save_all(keys[:2])
                 self.assertEqual(what == "directory", bool(self.files(store)))
@@ -274,7 +275,7 @@ class WriterTest(DirectoryTest):
             with self.subTest(encrypt=encrypt):
                 store, memory = self.open(f"sealed-{encrypt}", security=security), self.memory()
                 with mock.patch.object(store.storage, "write", wraps=store.storage.write) as write:
-                    self.assertEqual(CHUNKS, store.writer(memory.map()).save_all(self.keys()))
+                    self.assertEqual(CHUNKS, EntryWriter(store, memory.map()).save_all(self.keys()))
                 self.assertLess(write.call_count, CHUNKS)
                 payload = model_arrays(LAYOUT, CHUNKS)[0][0, 0, :4].tobytes()
                 found = any(payload in data for data in self.files(store).values())
@@ -289,14 +290,14 @@ class WriterTest(DirectoryTest):
         storage = LocalStorage(self.root)
         self.addCleanup(storage.close)
         store, writer_of = Store(storage, "ab" * 32, LAYOUT), self.memory().map()
-        self.assertEqual(0, store.writer(writer_of).save_all([]))
-        self.assertEqual(CHUNKS, store.writer(writer_of).save_all(self.keys()))
+        self.assertEqual(0, EntryWriter(store, writer_of).save_all([]))
+        self.assertEqual(CHUNKS, EntryWriter(store, writer_of).save_all(self.keys()))
         self.assertEqual(CHUNKS, store.lookup(self.keys()))
 
     def test_deleted_namespace(self) -> None:
         """A namespace that was deleted under the process is made anew."""
         store, keys, memory = self.open(), self.keys(), self.memory()
-        saver = store.writer(memory.map())
+        saver = EntryWriter(store, memory.map())
         self.assertEqual(CHUNKS, saver.save_all(keys))
         shutil.rmtree(self.root / "a" / store.namespace)
         self.assertEqual(CHUNKS, saver.save_all(keys))
@@ -306,7 +307,7 @@ class WriterTest(DirectoryTest):
         """Small runs are written by the caller's thread, in the same way."""
         store, memory = self.open(), self.memory()
         with mock.patch.object(batches, "THREADS", 1):
-            self.assertEqual(CHUNKS, store.writer(memory.map()).save_all(self.keys()))
+            self.assertEqual(CHUNKS, EntryWriter(store, memory.map()).save_all(self.keys()))
         self.check_stamps(store, self.keys())
 
 

@@ -28,6 +28,7 @@ from helpers import (
     native_code,
     read_only,
     rectangle,
+    save_chunk,
     soak,
     swap,
 )
@@ -40,7 +41,8 @@ from vua.io.open_plain import open_plain
 from vua.storage.aside import MAX_QUARANTINED, version_of
 from vua.storage.base import PRESENT, WRITTEN, entry_name
 from vua.storage.local import LocalStorage
-from vua.store.store import Loaded, Store
+from vua.store.entry_writer import EntryWriter
+from vua.store.store import Loaded, Loader, Store
 
 NAMESPACE = "ab" * 32
 SMALL = KVLayout(layers=4, kv_heads=8, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=4)
@@ -103,7 +105,7 @@ class StoreTest(DirectoryTest):
         for shard in shards:
             memory = Memory(store.layout, shard, len(keys)).fill(rectangle(model, shard)).map()
             written += sum(
-                store.save(key, memory, shard=shard, place=n) for n, key in enumerate(keys)
+                save_chunk(store, key, memory, shard=shard, place=n) for n, key in enumerate(keys)
             )
         return written
 
@@ -177,7 +179,7 @@ class TestShards(StoreTest):
             memory = Memory(SMALL, SMALL.full, CHUNKS, block_tokens=block_tokens)
             memory.fill(self.model)
             for place, key in enumerate(self.keys):
-                store.save(key, memory.map(), place=place)
+                save_chunk(store, key, memory.map(), place=place)
             paths = sorted((self.root / store.namespace).rglob("*.safetensors"))
             snapshots.append([path.read_bytes()[4096:] for path in paths])
 
@@ -194,7 +196,7 @@ class TestShards(StoreTest):
             place = self.keys.index(key)
             for shard in shards:
                 memory = Memory(SMALL, shard, CHUNKS).fill(rectangle(self.model, shard))
-                self.store.save(key, memory.map(), shard=shard, place=place)
+                save_chunk(self.store, key, memory.map(), shard=shard, place=place)
         for target in [SMALL.full, *split(SMALL, 8), Shard(1, 3, 2, 7)]:
             for store in (self.store, self.open()):
                 self.check(store, self.model, target, self.keys)
@@ -228,7 +230,7 @@ class TestShards(StoreTest):
         other, keys = model_arrays(SMALL, 2, seed=5), keys_of(range(50, 58), 4)
         self.save(self.store, other, split(SMALL, 2), keys)
         memory = Memory(SMALL, SMALL.full, CHUNKS)
-        loader = self.store.loader(memory.map())
+        loader = Loader(self.store, memory.map())
         expected = Memory(SMALL, SMALL.full, CHUNKS)
         for chain, model in ((self.keys, self.model), (keys, other), (self.keys[:1], self.model)):
             self.assertEqual(len(chain), loader.load(chain).chunks)
@@ -241,7 +243,7 @@ class TestShards(StoreTest):
         other, keys = model_arrays(SMALL, CHUNKS, seed=5), keys_of(range(50, 62), 4)
         shard = split(SMALL, 2)[1]
         memory = Memory(SMALL, shard, CHUNKS, block_tokens=2)
-        saver = self.store.writer(memory.map(), shard=shard)
+        saver = EntryWriter(self.store, memory.map(), shard=shard)
         for chain, model in ((self.keys, self.model), (keys, other)):
             memory.fill(rectangle(model, shard))
             written = [saver.save([key], n) for n, key in enumerate(chain)]
@@ -274,7 +276,7 @@ class TestLookup(StoreTest):
         for stored in range(13):
             for length in range(len(keys) + 1):
                 self.assertEqual(min(stored, length), self.store.lookup(keys[:length]))
-            self.store.save(keys[stored], memory)
+            save_chunk(self.store, keys[stored], memory)
 
     def test_holes(self) -> None:
         """A hole never hides what stands before it, and the load stops at it."""
@@ -506,7 +508,7 @@ class TestDamage(StoreTest):
             for key in keys_of(range(900, 904), 4):
                 memory = Memory(SMALL, SMALL.full, 1).fill(model_arrays(SMALL, 1)).map()
                 with self.assertRaises(NotWritableError):
-                    self.store.save(key, memory)
+                    save_chunk(self.store, key, memory)
 
     def test_unreadable(self) -> None:
         """A file that may not be read is a miss with reason `error`."""
@@ -533,7 +535,7 @@ class TestDamage(StoreTest):
         stored = 0
         with self.assertRaises(StorageFullError):
             for stored, key in enumerate(keys):
-                store.save(key, memory.map(), place=stored)
+                save_chunk(store, key, memory.map(), place=stored)
 
         self.assertEqual([], self.files(".tmp-*"))
         self.assertGreater(stored, 0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from helpers import save_chunk
 from scheduling import bare_connector
 from vua.connector.config import ConnectorConfig
 from vua.device.slab import Slab
@@ -129,7 +130,7 @@ class HooksTest(unittest.TestCase):
         state = side.states["r"]
         keys = state.lookup.answer.result(timeout=30).keys  # type: ignore[union-attr]
         for at in range(half // CHUNK):
-            store.save(keys[at], memory)
+            save_chunk(store, keys[at], memory)
         state.lookup = side.lookups.ask(request, state.options)
         state.lookup.answer.result(timeout=30)
         table = list(range(1, 1 + tokens // CHUNK))

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from e2e.engine import ENVIRONMENT
-from helpers import DirectoryTest, flip
+from helpers import DirectoryTest, flip, save_chunk
 from vua.connector.config import ConnectorConfig
 from vua.device.slab import Slab
 from vua.format.identity import Identity
@@ -354,7 +354,7 @@ class RequestFieldsTest(DirectoryTest):
         """Store chunks of these names."""
         slab = Slab(LAYOUT, LAYOUT.full, 1)
         for key in keys:
-            self.side.namespace.stores[0].save(key, slab.memory)
+            save_chunk(self.side.namespace.stores[0], key, slab.memory)
 
     def test_fields(self) -> None:
         """Each kind of request finds its own chunks and no other kind's."""
