@@ -99,9 +99,8 @@ class Evictor:
         """Until when victims of a pass by rank are used, by the monotonic clock."""
         self._root, self._evict_chunk = os.fspath(root), rehearse or evict_chunk
         self._is_real = rehearse is None
-        self.floor_rank: int | None = None
-        """Rank of the first chunk that the last run left: what ranks no higher would be among the
-        first to go. None where ranks are mtimes."""
+        self._floor_rank: int | None = None
+        """Of the first chunk that the last run left."""
         self._pool: list[Candidate] = []
         """The lowest chunks at the last pass, lowest last."""
         self._seen_ns = 0
@@ -128,6 +127,14 @@ class Evictor:
     def left(self) -> int:
         """How many victims are known."""
         return len(self._pool)
+
+    @property
+    def floor_rank(self) -> int | None:
+        """Below this rank a chunk would be among the first to go.
+
+        None where ranks are mtimes, or what a pass has found is not used any more.
+        """
+        return self._floor_rank if time.monotonic() < self._ranked_until_s else None
 
     def prepare(self, now_ns: int, pulse: Callable[[], None]) -> None:
         """Look for victims ahead of need.
@@ -234,7 +241,7 @@ class Evictor:
                         return freed
                 victim = self._pool[-1]
                 if run.ends_at(victim, freed):
-                    self.floor_rank = None if self._rank is None else victim.rank
+                    self._floor_rank = None if self._rank is None else victim.rank
                     return freed
                 self._pool.pop()
                 if run.spares(victim) or (self.spares_unsent and self._stays(victim, by_name, run)):

@@ -48,8 +48,6 @@ never evicts its own prefix."""
 _NO_PARENT_NS: Final = 1 << 62
 _TTL_INTERVAL_S: Final = 60.0
 """How often chunks are looked for whose own time to live (:mod:`vua.capacity.ttl`) is over."""
-_FLOOR_S: Final = 60.0
-"""So long the ranks of the last victims tell what is not worth to be written."""
 _COSTLY_S: Final = 0.25
 """A search for space that took longer, in vain, is not repeated for ten times as long."""
 _NO_SPACE: Final = (
@@ -112,7 +110,6 @@ class Reclaim:
         """mtime of the oldest parent of what was written since the last eviction; the latest."""
         self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
         self._someone_evicts = False
-        self._floor_until_s = 0.0
 
     def on_evicted(self, tell: Callable[[Candidate], None]) -> None:
         """Call ``tell`` with each chunk that is evicted here, on the thread that evicts."""
@@ -152,7 +149,7 @@ class Reclaim:
         Only where little room is left, and victims were looked for lately.
         """
         floor = self._evictor.floor_rank
-        if below.rank is None or floor is None or time.monotonic() > self._floor_until_s:
+        if below.rank is None or floor is None:
             return False
         return below.rank < floor and self.is_nearly_full
 
@@ -331,7 +328,6 @@ class Reclaim:
             self._cannot_evict(problem)
             return NOTHING
         with self.lock:
-            self._floor_until_s = time.monotonic() + _FLOOR_S
             self.estimate.freed(freed.nbytes)
             self._counts["chunks_evicted"] += freed.chunks
             self._counts["bytes_evicted"] += freed.nbytes

@@ -121,7 +121,7 @@ def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[
     for address, nbytes in rows.tolist():
         ctypes.memmove(at, address, nbytes)  # without the GIL
         at += nbytes
-    return np.array(digests_of(blocks_of(transfer, rows)), dtype=np.uint64)
+    return np.array(digests_of(blocks_of(transfer, place)), dtype=np.uint64)
 
 
 def fill_entry(
@@ -273,7 +273,7 @@ def _write_bytes(
     plan, rows, check_offset = transfer.plan, rows_of(transfer, place), options.check_offset
     if plan.file_nbytes >= options.allocate_nbytes:
         vectors.allocate(fd, plan.file_nbytes)
-    blocks, digests = blocks_of(transfer, rows), np.zeros(plan.blocks, dtype=np.uint64)
+    blocks, digests = blocks_of(transfer, place), np.zeros(plan.blocks, dtype=np.uint64)
     opening = np.array([[header.ctypes.data, plan.header_nbytes]], dtype=np.uint64)
     for extent, extent_stop, with_header, _, offset, block, stop in plan.reads.tolist():
         part = rows[extent * plan.segments : extent_stop * plan.segments]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -16,8 +16,9 @@ from vua.native.transfer import Headers, Transfer
 
 __all__ = ["Read", "blocks_of", "reads_of", "rows_of"]
 
-_KEPT_ROWS: Final = 1 << 14
-"""Addresses kept of a transfer: to work them out takes as long as to read."""
+_ROWS_AT_ONCE: Final = 1 << 16
+"""Rows worked out together, for chunks that follow each other: a mebibyte. One by one that takes
+as long as to read small chunks."""
 
 
 class Read(NamedTuple):
@@ -28,8 +29,32 @@ class Read(NamedTuple):
     nbytes: int
     offset: int
     """Of the first of them in the file."""
-    blocks: Sequence[Sequence[memoryview]]
-    """The checksum blocks that they are, in parts; the header before them is none."""
+    blocks: Iterator[list[memoryview]]
+    """The checksum blocks that they are, in parts, to be used up before the next read; the header
+    before them is none."""
+
+
+class _Cuts(NamedTuple):
+    """Which bytes of memory the extents are, but for the offsets of segments."""
+
+    starts: npt.NDArray[np.uint64]
+    """The address of each extent, ``[extents]``."""
+    low: npt.NDArray[np.uint64]
+    """The first address of K's, V's and discarded extents."""
+    reach: list[int]
+    """Bytes from there to the end of the last one; 0: there are none."""
+    blocks: list[list[tuple[int, slice]]]
+    """Of each checksum block: K, V or discarded (0, 1, 2), and which bytes from ``low`` on."""
+
+
+class _Places(NamedTuple):
+    """Where the chunks of some places lie."""
+
+    places: range
+    rows: npt.NDArray[np.uint64]
+    """:func:`rows_of` each, behind an empty row for a header."""
+    windows: list[list[list[int]]]
+    """To what address :class:`_Cuts` are relative, by place, K, V or discarded, and segment."""
 
 
 def rows_of(transfer: Transfer, place: int, discard: int = 0) -> Iovecs:
@@ -42,34 +67,75 @@ def rows_of(transfer: Transfer, place: int, discard: int = 0) -> Iovecs:
 
     Raises LayoutError for spread memory: it has no such rows.
     """
-    plan = transfer.plan
+    return _at(transfer, place, discard)[0][1:]
+
+
+def _at(transfer: Transfer, place: int, discard: int) -> tuple[Iovecs, list[list[int]]]:
+    """Return a place's rows and windows; they are kept, but where those of files differ."""
+    plan, known = transfer.plan, transfer.memo.get("places")
+    if plan.discard_nbytes:
+        known = _places(transfer, range(place, place + 1), discard)
+    elif known is None or place not in known.places:
+        at_once = max(1, _ROWS_AT_ONCE // (1 + len(plan.extents) * plan.segments))
+        stop = min(place + at_once, len(transfer.offsets[0]) // plan.segments)
+        known = transfer.memo["places"] = _places(transfer, range(place, stop), 0)
+    at = place - known.places.start
+    return known.rows[at], known.windows[at]
+
+
+def _places(transfer: Transfer, places: range, discard: int) -> _Places:
     if transfer.spread is not None:
         raise LayoutError("elements that lie apart are no rows")
-    segments, extents = plan.segments, plan.extents
-    offsets = np.empty((ARRAYS_MAX + 1, segments), dtype=np.uint64)
+    plan, segments, cuts = transfer.plan, transfer.plan.segments, _cuts(transfer)
+    offsets = np.empty((len(places), ARRAYS_MAX + 1, segments), dtype=np.uint64)
+    span = slice(places.start * segments, places.stop * segments)
     for array, offset in enumerate(transfer.offsets):
-        offsets[array] = offset[place * segments : (place + 1) * segments]
-    step = plan.discard_nbytes // segments
-    offsets[ARRAYS_MAX] = discard + np.arange(segments, dtype=np.uint64) * np.uint64(step)
-    rows = np.empty((len(extents), segments, 2), dtype=np.uint64)
-    rows[..., 0] = _starts(transfer)[:, None] + offsets[extents["array"].astype(np.intp)]
-    rows[..., 1] = extents["nbytes"][:, None]
-    return rows.reshape(-1, 2)
+        offsets[:, array] = offset[span].reshape(len(places), segments)
+    offsets[:, len(transfer.offsets) : ARRAYS_MAX] = 0
+    step = np.uint64(plan.discard_nbytes // segments)
+    offsets[:, ARRAYS_MAX] = discard + np.arange(segments, dtype=np.uint64) * step
+    rows = np.empty((len(places), 1 + len(plan.extents) * segments, 2), dtype=np.uint64)
+    payload = rows[:, 1:].reshape(len(places), len(plan.extents), segments, 2)
+    payload[..., 0] = cuts.starts[:, None] + offsets[:, plan.extents["array"].astype(np.intp)]
+    payload[..., 1] = plan.extents["nbytes"][:, None]
+    return _Places(places, rows, (cuts.low[:, None] + offsets).tolist())
 
 
-def _starts(transfer: Transfer) -> npt.NDArray[np.uint64]:
-    """Return the addresses of extents, without their segments' offsets."""
-    known: npt.NDArray[np.uint64] | None = transfer.memo.get("starts")
-    if known is not None:
-        return known
-    extents = transfer.plan.extents
+def _cuts(transfer: Transfer) -> _Cuts:
+    known: _Cuts | None = transfer.memo.get("cuts")
+    if known is None:  # two threads may compute it; a lock would not survive a fork
+        known = transfer.memo["cuts"] = _cut(transfer)
+    return known
+
+
+def _cut(transfer: Transfer) -> _Cuts:
+    plan, extents = transfer.plan, transfer.plan.extents
+    arrays, nbytes = extents["array"].astype(np.intp), extents["nbytes"]
     starts = extents["discard"].copy()
-    for array, (base, stride) in enumerate(zip(transfer.bases, transfer.strides, strict=True)):
-        mine = extents["array"] == array
-        heads = extents["head"][mine] * np.uint64(stride)
-        starts[mine] = base[extents["layer"][mine]] + heads
-    transfer.memo["starts"] = starts  # two threads may compute it; a lock would not survive a fork
-    return starts
+    low, reach = np.zeros(ARRAYS_MAX + 1, dtype=np.uint64), [0] * (ARRAYS_MAX + 1)
+    for array in sorted(set(arrays.tolist())):
+        mine = arrays == array
+        if array < ARRAYS_MAX:
+            heads = extents["head"][mine] * np.uint64(transfer.strides[array])
+            starts[mine] = transfer.bases[array][extents["layer"][mine]] + heads
+        low[array] = starts[mine].min()
+        reach[array] = int((starts + nbytes)[mine].max() - low[array])
+    first = starts - low[arrays]
+    pieces = list(zip(arrays.tolist(), first.tolist(), (first + nbytes).tolist(), strict=True))
+    edges = pairwise(plan.block_extent.tolist())
+    blocks = [_joined(pieces[at:stop], plan.segments) for at, stop in edges]
+    return _Cuts(starts, low, reach, blocks)
+
+
+def _joined(pieces: Sequence[tuple[int, int, int]], segments: int) -> list[tuple[int, slice]]:
+    """Return a block's extents, in one piece those that follow each other in memory."""
+    joined: list[tuple[int, slice]] = []
+    for array, start, stop in pieces:
+        begin = start
+        if segments == 1 and joined and joined[-1][0] == array and joined[-1][1].stop == start:
+            begin = joined.pop()[1].start
+        joined.append((array, slice(begin, stop)))
+    return joined
 
 
 def reads_of(transfer: Transfer, place: int, into: Headers, file: int) -> Iterator[Read]:
@@ -81,41 +147,31 @@ def reads_of(transfer: Transfer, place: int, into: Headers, file: int) -> Iterat
         into: memory for the header, and for what is discarded.
         file: the row of it.
     """
-    plan, memo = transfer.plan, transfer.memo
-    known: tuple[Iovecs, list[Read]] | None = memo.get(place)
-    if known is None:
-        discard = np.empty(plan.discard_nbytes, np.uint8)
-        if into.discard is not None:
-            discard = into.discard[file]
-        payload = rows_of(transfer, place, discard.ctypes.data)
-        rows = np.concatenate([np.array([[0, plan.header_nbytes]], np.uint64), payload])
-        blocks, reads = list(blocks_of(transfer, payload)), []
-        for extent, extent_stop, header, nbytes, offset, block, stop in plan.reads.tolist():
-            first = 0 if header else 1 + extent * plan.segments
-            part = rows[first : 1 + extent_stop * plan.segments]
-            reads.append(Read(part, nbytes, offset, blocks[block:stop]))
-        known = (rows, reads)
-        if not plan.discard_nbytes:
-            if len(memo) * len(rows) > _KEPT_ROWS:
-                memo.clear()
-            memo[place] = known
-    known[0][0, 0] = into.headers[file].ctypes.data
-    yield from known[1]
+    plan = transfer.plan
+    discard = (
+        np.empty(plan.discard_nbytes, np.uint8) if into.discard is None else into.discard[file]
+    )
+    rows, windows = _at(transfer, place, discard.ctypes.data)
+    rows[0] = into.headers[file].ctypes.data, plan.header_nbytes
+    blocks = _blocks(_cuts(transfer), windows)
+    for extent, extent_stop, header, nbytes, offset, block, stop in plan.reads.tolist():
+        first = 0 if header else 1 + extent * plan.segments
+        part = rows[first : 1 + extent_stop * plan.segments]
+        yield Read(part, nbytes, offset, islice(blocks, stop - block))
 
 
-def blocks_of(transfer: Transfer, rows: Iovecs) -> Iterator[list[memoryview]]:
-    """Yield the bytes of each checksum block, piece by piece.
+def blocks_of(transfer: Transfer, place: int, discard: int = 0) -> Iterator[list[memoryview]]:
+    """Yield the bytes of each checksum block of a chunk, in parts, to be read or written.
 
-    Args:
-        transfer: how entries lie in memory.
-        rows: what :func:`rows_of` returned; its memory may be read and written.
+    The arguments and errors are those of :func:`rows_of`.
     """
-    if not len(rows):
-        return
-    low, stops = int(rows[:, 0].min()), rows.sum(axis=1)
-    view = memory_at(low, int(stops.max()) - low)  # only what rows name is touched
-    starts = rows[:, 0] - np.uint64(low)
-    pieces = list(map(slice, starts.tolist(), (stops - np.uint64(low)).tolist()))
-    edges = transfer.plan.block_extent * np.uint64(transfer.plan.segments)
-    for first, stop in pairwise(edges.tolist()):
-        yield [view[piece] for piece in pieces[first:stop]]
+    return _blocks(_cuts(transfer), _at(transfer, place, discard)[1])
+
+
+def _blocks(cuts: _Cuts, windows: list[list[int]]) -> Iterator[list[memoryview]]:
+    views = [
+        [memory_at(address, reach) for address in addresses] if reach else []
+        for addresses, reach in zip(windows, cuts.reach, strict=True)
+    ]  # only what the extents are is touched
+    for block in cuts.blocks:
+        yield [view[cut] for array, cut in block for view in views[array]]

@@ -112,8 +112,7 @@ class Batch:
         With a plan that discards extents this needs ``into.discard``.
         """
         discard = 0 if self.into.discard is None else self.into.discard[index].ctypes.data
-        rows = native.rows_of(self.transfer, self.place + index, discard)
-        return native.blocks_of(self.transfer, rows)
+        return native.blocks_of(self.transfer, self.place + index, discard)
 
     def fill(self, index: int, data: bytes | memoryview, offset: int = 0) -> None:
         """Put bytes that were read where they belong, and hash them.

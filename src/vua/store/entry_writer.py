@@ -16,7 +16,7 @@ from vua.format.header import ENCRYPTED, PLAIN
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import MemoryMap, Shard, payload_map
 from vua.io.posix import page_aligned
-from vua.native import Transfer, blocks_of, rows_of
+from vua.native import Transfer, blocks_of
 from vua.security.keyring import NoKeyError
 from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, entry_name
 from vua.store.store import Store
@@ -143,7 +143,7 @@ class EntryWriter:
         for at, key in enumerate(run):
             mark, tags = PLAIN, b""
             if seal is not None:
-                blocks = blocks_of(transfer, rows_of(transfer, place + at))
+                blocks = blocks_of(transfer, place + at)
                 into = encrypted[at] if len(encrypted) else None
                 mark, tags = seal.close(codec, key, blocks, into)
             headers.append(codec.blank_header(key, writer=_WRITER, mark=mark, tags=tags))
