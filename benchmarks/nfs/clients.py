@@ -265,7 +265,7 @@ def saves(mount: Path, nbytes: int, label: str, keys: list[ChunkKey]) -> None:
     memory = memory_of(writer.layout, memoryview(bytearray(noise(nbytes, 2))))
     for how in ("", " that is there"):
         what = f"save of a chunk of {label}{how}"
-        counted(mount, what, 16, lambda turn: writer.save(keys[20 + turn], memory))
+        counted(mount, what, 16, lambda turn: EntryWriter(writer, memory).save([keys[20 + turn]]))
     writer.close()
 
 
