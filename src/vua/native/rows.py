@@ -71,9 +71,12 @@ def rows_of(transfer: Transfer, place: int, discard: int = 0) -> Iovecs:
 
 
 def _at(transfer: Transfer, place: int, discard: int) -> tuple[Iovecs, list[list[int]]]:
-    """Return a place's rows and windows; they are kept, but where those of files differ."""
+    """Return a place's rows and windows; they are kept, but where those of files differ.
+
+    Who reads headers alone has no memory for K and V.
+    """
     plan, known = transfer.plan, transfer.memo.get("places")
-    if plan.discard_nbytes:
+    if plan.discard_nbytes or not transfer.offsets:
         known = _places(transfer, range(place, place + 1), discard)
     elif known is None or place not in known.places:
         at_once = max(1, _ROWS_AT_ONCE // (1 + len(plan.extents) * plan.segments))
