@@ -253,7 +253,7 @@ def traced(root: str, model: str) -> None:
 def ways(checkout: Path, model: Path) -> tuple[Rows, list[str]]:
     """How long the two ways are, with the native code and without; and the ways themselves."""
     rows, texts = {}, []
-    for native, title in (("off", "to the file, in Python"), ("auto", "to native code")):
+    for native, title in (("off", "in Python"), ("auto", "with native code")):
         with tempfile.TemporaryDirectory(prefix="vua-house-") as root:
             script = "import sys, house; house.traced(*sys.argv[1:])"
             told = child(checkout, script, root, model, VUA_NATIVE=native)
@@ -264,12 +264,14 @@ def ways(checkout: Path, model: Path) -> tuple[Rows, list[str]]:
         rows[name] = counted([source / name for name in core if name not in PUBLIC])
         texts.append("\n    ".join(["core data path:", *core]))
         for hook, way in zip(("wait_for_save", "start_load_kv"), found, strict=True):
-            beyond = "native/" if native == "auto" else "-"
-            functions = [function for function in way if not function.startswith(beyond)]
-            files = {function.split(": ")[0] for function in functions}
-            name = f"`{hook}` {title}: functions after the hook / files"
-            rows[name] = f"{len(functions) - 1} / {len(files)}"
-            texts.append("\n    ".join([f"{hook} {title}:", *functions]))
+            end = "a file" if hook == "wait_for_save" else "bytes"
+            before_native = [function for function in way if not function.startswith("native/")]
+            for to, functions in ((f"{end}, {title}", way), ("native code", before_native)):
+                if to != "native code" or native == "auto":
+                    files = {function.split(": ")[0] for function in functions}
+                    name = f"`{hook}` to {to}: functions after the hook / files"
+                    rows[name] = f"{len(functions) - 1} / {len(files)}"
+            texts.append("\n    ".join([f"{hook}, {title}:", *way]))
     return rows, texts
 
 
