@@ -260,13 +260,14 @@ def lookups(mount: Path, name: str, keys: list[ChunkKey]) -> None:
 
 def saves(mount: Path, nbytes: int, label: str, keys: list[ChunkKey]) -> None:
     """Save chunks of a prompt of which the first are there, then save the same again."""
-    writer = opened(mount, nbytes)
-    saved(writer, keys[:20], nbytes)
-    memory = memory_of(writer.layout, memoryview(bytearray(noise(nbytes, 2))))
+    store = opened(mount, nbytes)
+    saved(store, keys[:20], nbytes)
+    memory = memory_of(store.layout, memoryview(bytearray(noise(nbytes, 2))))
+    writer = EntryWriter(store, memory)
     for how in ("", " that is there"):
         what = f"save of a chunk of {label}{how}"
-        counted(mount, what, 16, lambda turn: EntryWriter(writer, memory).save([keys[20 + turn]]))
-    writer.close()
+        counted(mount, what, 16, lambda turn: writer.save([keys[20 + turn]]))
+    store.close()
 
 
 def loads(mount: Path, nbytes: int, label: str, keys: list[ChunkKey]) -> None:

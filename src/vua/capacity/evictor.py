@@ -100,7 +100,8 @@ class Evictor:
         self._root, self._evict_chunk = os.fspath(root), rehearse or evict_chunk
         self._is_real = rehearse is None
         self._floor_rank: int | None = None
-        """Of the first chunk that the last run left."""
+        """Rank of the first chunk that the last run left; None until a run has ended since the last
+        pass."""
         self._pool: list[Candidate] = []
         """The lowest chunks at the last pass, lowest last."""
         self._seen_ns = 0
@@ -132,7 +133,8 @@ class Evictor:
     def floor_rank(self) -> int | None:
         """Below this rank a chunk would be among the first to go.
 
-        None where ranks are mtimes, or what a pass has found is not used any more.
+        None where ranks are mtimes, where no run has ended since the last pass, and once the
+        victims of that pass are too old to be used.
         """
         return self._floor_rank if time.monotonic() < self._ranked_until_s else None
 
@@ -291,7 +293,7 @@ class Evictor:
         """Take the victims of a pass that ``began_s``, ``seen_ns`` by the server's clock."""
         now_s, self._seen_ns = time.monotonic(), seen_ns
         self._ranked_until_s = now_s + (now_s - began_s) / _PASSES_SHARE
-        self._pool, self._spared = victims[::-1], []
+        self._pool, self._spared, self._floor_rank = victims[::-1], [], None
         self._kept.clear()
         self._held.clear()
         self._held_nbytes = 0

@@ -191,10 +191,8 @@ class Session:
         (self.store,) = self.namespace.stores
         self._id, one = _staged(1)
         self._ids, many = _staged(_ROOM)
-        self._saver, self._loader = (
-            EntryWriter(self.store, one.memory),
-            Loader(self.store, many.memory),
-        )
+        self._saver = EntryWriter(self.store, one.memory)
+        self._loader = Loader(self.store, many.memory)
 
     def close(self) -> None:
         """Finish what is still to be done."""

@@ -37,7 +37,10 @@ class EntryWriter:
     """Writes from one memory map, keeping what it has worked out about it. One thread at a time."""
 
     def __init__(self, store: Store, memory: MemoryMap, *, shard: Shard | None = None) -> None:
-        """Write from ``memory``, which holds ``shard``: by default the whole model."""
+        """Write from ``memory``, which holds ``shard``: by default the whole model.
+
+        It must not change while it is being written.
+        """
         self.store, self.shard = store, shard or store.layout.full
         self.refused = False
         """Whether the last one was not written for want of space, or of a key."""

@@ -171,7 +171,7 @@ class Loader:
     """Loads into one memory map, keeping what it has worked out about it. One thread at a time."""
 
     def __init__(self, store: Store, memory: MemoryMap, *, target: Shard | None = None) -> None:
-        """Load into ``memory``, which holds ``target``: by default the whole model."""
+        """Load into ``memory``, writable, which holds ``target``: by default the whole model."""
         self._store, self._memory, self._target = store, memory, target or store.layout.full
         self._room = memory.chunks(store.layout)
         self._readers: dict[tuple[Shard, Shard, str], EntryReader] = {}
