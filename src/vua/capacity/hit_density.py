@@ -24,10 +24,10 @@ __all__ = ["HitDensity", "Request"]
 _REMEMBERED: Final = 1 << 18
 """Chunks that are remembered, held or not: those used last. Some 150 bytes each. A sixteenth more
 are before the oldest are forgotten."""
-_BINS_PER_DOUBLING: Final = 2.5
+_BINS_PER_DOUBLING: Final = 5
 _SHORTEST_S: Final = 1 / 8
-_EDGES_S: Final = np.concatenate([[0.0], _SHORTEST_S * 2 ** (np.arange(60) / _BINS_PER_DOUBLING)])
-"""Bins of the time since a use, in seconds: from an eighth of a second to eighteen days."""
+_EDGES_S: Final = np.concatenate([[0.0], _SHORTEST_S * 2 ** (np.arange(120) / _BINS_PER_DOUBLING)])
+"""Bins of the time since a use, in seconds: from an eighth of a second to three weeks."""
 _WIDTHS_S: Final = np.diff(_EDGES_S)
 _BINS: Final = len(_WIDTHS_S)
 _USES_CLASSES: Final = 8
@@ -195,7 +195,7 @@ class HitDensity:
     def worth_at(self, row: int, age_s: float) -> float:
         """Return the hits per second that a chunk promises so long after its last use."""
         fitted = self._fitted(self._last_s[row] + age_s)
-        return float(fitted[self._class[row], _bins(max(0.0, age_s))])
+        return float(_between(fitted, self._class[row], max(0.0, age_s)))
 
     def worths(
         self, now_s: float, rows: npt.NDArray[np.intp] | None = None
@@ -210,8 +210,8 @@ class HitDensity:
         """
         rows = np.flatnonzero(self._depth >= 0) if rows is None else rows
         worths = np.zeros(len(self._depth))
-        bins = _bins(np.maximum(0.0, now_s - self._last_s[rows]))
-        worths[rows] = self._fitted(now_s)[self._class[rows], bins]
+        ages_s = np.maximum(0.0, now_s - self._last_s[rows])
+        worths[rows] = _between(self._fitted(now_s), self._class[rows], ages_s)
         rows = rows[np.argsort(-self._depth[rows], kind="stable")]
         edges = np.flatnonzero(np.diff(self._depth[rows])) + 1
         for level in np.split(rows, edges):  # from the deepest on
@@ -220,7 +220,7 @@ class HitDensity:
         return worths
 
     def _fitted(self, now_s: float) -> npt.NDArray[np.float64]:
-        """Return the hit density by class and bin of the time since the last use."""
+        """Return the hit density by class, at the lower edge of each bin of the time."""
         if self._density is not None:
             return self._density
         if not self.is_learned:
@@ -238,6 +238,22 @@ class HitDensity:
 
 def _bins(ages_s: npt.NDArray[np.float64] | float) -> npt.NDArray[np.intp]:
     return np.minimum(np.searchsorted(_EDGES_S, ages_s, side="right") - 1, _BINS - 1)
+
+
+def _between(
+    density: npt.NDArray[np.float64],
+    classes: npt.NDArray[np.intp] | np.intp,
+    ages_s: npt.NDArray[np.float64] | float,
+) -> npt.NDArray[np.float64]:
+    """Return the density of classes at times since the use: on lines between the bins' edges.
+
+    So of two chunks in one bin the one used later is worth more, where worth falls with time.
+    """
+    bins = np.minimum(_bins(ages_s), _BINS - 2)
+    part = np.minimum(1.0, (ages_s - _EDGES_S[bins]) / _WIDTHS_S[bins])
+    low, high = density[classes, bins], density[classes, bins + 1]
+    found: npt.NDArray[np.float64] = low + part * (high - low)
+    return found
 
 
 def _counted(
@@ -275,7 +291,7 @@ def _hazards(
 
 
 def _density(hazards: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return, for each bin, the most hits per second that holding on from there can bring.
+    """Return, for each bin, the most hits per second that holding on from its start can bring.
 
     Held until the end of a later bin, a chunk is hit with some chance, and takes up its place for
     some time on average; the best such end counts.

@@ -145,6 +145,7 @@ class TestRecency(DirectoryTest):
 
     def test_clock_of_somebody_else(self) -> None:
         """Where something else has the clock's name a new file tells the time, and is gone then."""
+        self.cache.capacity.close()  # whose thread opens files, too
         for made in (Path.mkdir, lambda path: path.write_text("theirs")):
             with self.subTest(made=made):
                 clock = self.cache.store.storage.directory / CLOCK

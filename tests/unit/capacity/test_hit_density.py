@@ -47,6 +47,12 @@ class TestHitDensity(unittest.TestCase):
         """What comes back after 100 s for certain promises a hundredth of a hit per second."""
         self.assertAlmostEqual(0.01, self.worth(taught(), 0, 0.0), delta=0.003)
 
+    def test_alike(self) -> None:
+        """Of two chunks of one kind the one used a moment later is worth more, once due."""
+        density = taught()
+        worths = [self.worth(density, 0, 98.0 + 0.5 * n) for n in range(25)]
+        self.assertEqual(sorted({*worths}, reverse=True), worths)
+
     def test_prefix(self) -> None:
         """A chunk is worth as much as the best of those that follow it."""
         density = taught()
