@@ -25,9 +25,8 @@ from vua.io.open_plain import close_plain, make_directory, open_plain
 from vua.io.plain import Directory, Uids, is_plain
 from vua.io.posix import FileStatus
 from vua.io.threads import Call, Threads
-from vua.io.vectors import Iovecs
 from vua.native.hashes import digests_of, fill_check
-from vua.native.rows import blocks_of, reads_of, rows_of
+from vua.native.rows import Read, blocks_of, reads_of, rows_of
 from vua.native.transfer import (
     FAILED,
     PRESENT,
@@ -92,26 +91,28 @@ def read_entry(
             msg = f"{status.nbytes} bytes long, expected {plan.file_nbytes}"
             raise CorruptEntryError(msg)
         found, cached = [], directory.local
-        for rows, nbytes, offset, blocks in reads_of(transfer, place + file, into, file):
-            got, cached = _read(fd, rows, nbytes, offset, cached=cached)
-            if got != nbytes:
-                msg = f"ends inside bytes {offset}..{offset + nbytes}"
+        for read in reads_of(transfer, place + file, into, file):
+            got, cached = _read(fd, read, cached=cached)
+            if got != read.nbytes:
+                msg = f"ends inside bytes {read.offset}..{read.offset + read.nbytes}"
                 raise CorruptEntryError(msg)
-            found += digests_of(blocks)
+            found += digests_of(read.blocks)
         into.digests[file] = found
     finally:
         close_plain(fd, local=directory.local)
 
 
-def _read(fd: int, rows: Iovecs, nbytes: int, offset: int, *, cached: bool) -> tuple[int, bool]:
+def _read(fd: int, read: Read, *, cached: bool) -> tuple[int, bool]:
     """Fill memory; return the bytes read, and whether the page cache had them all.
 
     Keeps the GIL for as long as it has: once a read needs I/O the rest releases it.
     """
-    few = cached and len(rows) <= vectors.IOV_MAX
-    if few and vectors.preadv_cached(fd, rows.ctypes.data, len(rows), offset) == nbytes:
-        return nbytes, True
-    return vectors.preadv_all(fd, rows, offset), False
+    many = len(read.rows)
+    if cached and many <= vectors.IOV_MAX:
+        got = vectors.preadv_cached(fd, read.address, many, read.offset)
+        if got == read.nbytes:
+            return got, True
+    return vectors.preadv_all(fd, read.rows, read.offset), False
 
 
 def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[np.uint64]:
