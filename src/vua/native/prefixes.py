@@ -18,10 +18,6 @@ __all__ = ["hash_chain", "narrow"]
 _DIGEST_NBYTES: Final = 32
 _HELD_NBYTES: Final = 2 << 20
 """Token ids up to this size, half a million, are hashed in some 2 ms with the GIL held."""
-_HELD_IDS: Final = 1 << 21
-"""So many are narrowed in some 1 ms with the GIL held."""
-
-
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.argtypes, _new_bytes.restype = [ctypes.c_void_p, ctypes.c_ssize_t], ctypes.py_object
 _address_of = ctypes.pythonapi.PyBytes_AsString
@@ -32,11 +28,11 @@ def narrow(ids: npt.NDArray[np.generic]) -> bytes | None:
     """Return integers of 4 or 8 bytes as little-endian u32 bytes; None where some do not fit.
 
     Or where it cannot do that: what the matter is is for the caller to find out. Keeps the GIL, up
-    to two million of them, where numpy would give it up for each look at all.
+    to some half a million of them, where numpy would give it up for each look at all.
     """
     bound, kind = library(), ids.dtype
     known = kind.kind in "iu" and kind.itemsize in (4, 8) and kind.isnative
-    if bound is None or not known or sys.byteorder != "little" or ids.size > _HELD_IDS:
+    if bound is None or not known or sys.byteorder != "little" or 4 * ids.size > _HELD_NBYTES:
         return None
     ids = np.ascontiguousarray(ids)
     found = _new_bytes(None, 4 * ids.size)  # filled before anybody else has it: no copy
