@@ -7,19 +7,24 @@ one stream of so many MB/s takes, and the latency: a library that is loaded befo
 `pread`, `preadv` and `preadv2` last so long. So the storage takes as many streams as ask, the bytes
 are those of real files in the page cache, and all that is verified and copied is verified and
 copied. Sleeping threads need no core: two cores show how many streams a load keeps busy, as far as
-they can verify what arrives (`--mb-per-s 1000`, for eight streams of 1 GB/s, needs eight of them).
-*of streams* is the rate over that of as many streams that never wait. Needs a C compiler.
+they can copy what arrives out of the page cache (eight streams of 1 GB/s, by `--mb-per-s 1000`,
+take most of two). *of streams* is the rate over that of as many streams that never wait. *of plain
+reads* is the rate over that of as many threads which read the same files into the same memory in
+pieces of 256 KiB, by turns, and verify nothing. Needs a C compiler.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -56,24 +61,45 @@ static double now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Let a read that began at `start` last as long as a stream would take. Small ones pass. */
-static ssize_t pay(double start, ssize_t got)
+static void rest(double seconds)
 {
-    static double latency_s = -1, bytes_per_s;
     static __thread int punctual;
     if (!punctual) /* by default Linux wakes up to 50 us late, a fifth of 256 KiB at 1 GB/s */
         punctual = prctl(PR_SET_TIMERSLACK, 1L) == 0;
-    if (latency_s < 0) {
-        bytes_per_s = atof(getenv("SLOW_BYTES_PER_S"));
-        latency_s = atof(getenv("SLOW_LATENCY_S"));
+    struct timespec t = {(time_t)seconds, (long)(1e9 * (seconds - (double)(time_t)seconds))};
+    nanosleep(&t, NULL);
+}
+
+static double latency_s, bytes_per_s, late_s;
+
+static int by_size(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* How late a thread of an idle machine wakes: some 20 us, which are none of the storage's. */
+__attribute__((constructor)) static void measure(void)
+{
+    enum { SLEEPS = 201 };
+    double late[SLEEPS];
+    bytes_per_s = atof(getenv("SLOW_BYTES_PER_S"));
+    latency_s = atof(getenv("SLOW_LATENCY_S"));
+    for (int n = 0; n < SLEEPS; n++) {
+        double start = now();
+        rest(2e-4);
+        late[n] = now() - start - 2e-4;
     }
-    if (got < 1 << 14)
-        return got;
-    double left = start + latency_s + (double)got / bytes_per_s - now();
-    if (left > 0) {
-        struct timespec t = {(time_t)left, (long)(1e9 * (left - (double)(time_t)left))};
-        nanosleep(&t, NULL);
-    }
+    qsort(late, SLEEPS, sizeof *late, by_size);
+    late_s = late[SLEEPS / 2];
+}
+
+/* Let a read that began at `start` last as long as a stream would take. Small ones pass. */
+static ssize_t pay(double start, ssize_t got)
+{
+    double left = start + latency_s + (double)got / bytes_per_s - late_s - now();
+    if (got >= 1 << 14 && left > 0)
+        rest(left);
     return got;
 }
 
@@ -107,6 +133,28 @@ long syscall(long number, ...)
 """
 
 
+def plain_read_s(files: list[Path], into: np.ndarray, threads: int) -> float:
+    """Read as much of each file as it has room in ``into``, and verify nothing; the seconds."""
+    each, piece, address = into.nbytes // len(files), 1 << 18, into.ctypes.data
+    pread = ctypes.CDLL(None).pread
+    pread.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long]
+    with contextlib.ExitStack() as stack:
+        fds = [stack.enter_context(path.open("rb", buffering=0)).fileno() for path in files]
+        pieces = [(place, at) for place in range(len(fds)) for at in range(0, each, piece)]
+        start, wanted = time.perf_counter(), iter(pieces)
+
+        def read() -> None:
+            for place, at in wanted:  # shared: each piece is read once
+                pread(fds[place], address + place * each + at, min(piece, each - at), at)
+
+        readers = [threading.Thread(target=read) for _ in range(threads)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        return time.perf_counter() - start
+
+
 def measure(mib: int, rounds: int, place: str | None) -> list[dict[str, float]]:
     """Load with each number of threads, in turns; the medians."""
     stream = float(os.environ["SLOW_BYTES_PER_S"])
@@ -121,7 +169,9 @@ def measure(mib: int, rounds: int, place: str | None) -> list[dict[str, float]]:
         for key in keys:
             EntryWriter(store, slab.memory).save([key])
         loader = Loader(store, into.memory)
+        files = [path for path in Path(directory).rglob("*") if path.stat().st_size > payload]
         took: dict[int, list[float]] = {threads: [] for threads in THREADS}
+        plain: dict[int, list[float]] = {threads: [] for threads in THREADS}
         for turn in range(rounds + 1):
             for threads in THREADS:
                 into.bytes[:] = 0
@@ -132,11 +182,14 @@ def measure(mib: int, rounds: int, place: str | None) -> list[dict[str, float]]:
                 same = (into.bytes.reshape(count, -1) == slab.bytes).all()
                 if loaded.chunks != count or not same:
                     sys.exit(f"{loaded} of {count} chunks were loaded, or not what was stored")
+                plain[threads] += [plain_read_s(files, into.bytes, threads)] if turn else []
     rows = []
     for threads, seconds in took.items():
         rate = count * payload / statistics.median(seconds)
         row = {"threads": threads, "MB/s": round(rate / 1e6, 1)}
-        rows.append(row | {"of streams": round(rate / threads / stream, 3)})
+        row["of streams"] = round(rate / threads / stream, 3)
+        ratios = [theirs / ours for theirs, ours in zip(plain[threads], seconds, strict=True)]
+        rows.append(row | {"of plain reads": round(statistics.median(ratios), 3)})
     return rows
 
 
