@@ -27,17 +27,16 @@ from vua.capacity.policy import LRU
 from vua.capacity.prefix_tree import ancestors
 from vua.capacity.removal import GRACE_S, NOTHING, Freed, drop_empty, evict_chunk
 from vua.capacity.scan import (
-    SENT,
     Candidate,
     Rank,
     Space,
     by_mtime,
     chunk_nbytes,
-    listed,
+    is_unsent,
     lowest,
     spaces,
 )
-from vua.storage.local import SUFFIX, chunk_path
+from vua.storage.local import chunk_path
 
 __all__ = ["PINNED_SHARE", "Evictor"]
 
@@ -256,7 +255,7 @@ class Evictor:
     def _stays(self, victim: Candidate, by_name: Mapping[str, Space], run: _Run) -> bool:
         """Whether a chunk is passed over since it has not travelled yet; counts those that go."""
         space = by_name.get(victim.space)
-        if space is None or not _is_unsent(space, victim.chunk):
+        if space is None or not is_unsent(space, victim.chunk):
             return False
         self._has_unsent = self._has_unsent or not run.takes_unsent
         self.counts["unsent_evicted"] += run.takes_unsent
@@ -367,14 +366,6 @@ class Evictor:
                 self._tell(first)
                 freed += Freed(1, gone)
         return freed
-
-
-def _is_unsent(space: Space, chunk: str) -> bool:
-    """Whether a chunk has files that are not noted as sent."""
-    with listed(space.fd, chunk_path(chunk)) as entries:
-        names = [entry.name for entry in entries]
-    files = sum(name.endswith(SUFFIX) for name in names)
-    return files > sum(name.startswith(SENT) for name in names)
 
 
 @dataclass(slots=True)

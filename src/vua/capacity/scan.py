@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from vua.io.posix import open_beneath
 from vua.native import LATEST_NS, list_chunks
-from vua.storage.local import chunk_path
+from vua.storage.local import SUFFIX, chunk_path
 
 __all__ = [
     "AFTER",
@@ -44,6 +44,7 @@ __all__ = [
     "fans_of",
     "files_nbytes",
     "is_fan",
+    "is_unsent",
     "listed",
     "lowest",
     "mark",
@@ -266,6 +267,14 @@ def chunk_nbytes(space: Space, path: str) -> int:
     """Return the bytes of the files in a chunk's directory (or any other, not recursively)."""
     with listed(space.fd, path) as entries:
         return files_nbytes(entries)
+
+
+def is_unsent(space: Space, chunk: str) -> bool:
+    """Whether a chunk has files that are not noted as sent."""
+    with listed(space.fd, chunk_path(chunk)) as entries:
+        names = [entry.name for entry in entries]
+    files = sum(name.endswith(SUFFIX) for name in names)
+    return files > sum(name.startswith(SENT) for name in names)
 
 
 def files_nbytes(entries: Iterable[os.DirEntry[str]]) -> int:
