@@ -49,9 +49,9 @@ _LEAST_CHUNKS: Final = 256
 """Buffers for saves, as many as one of these allows: a disk may stand still for a while."""
 _LOAD_SLAB_NBYTES: Final = 16 << 20
 """Memory that one load fills at a time."""
-_BUCKET_LOAD_CHUNKS: Final = 16
-"""Chunks that one load from a bucket asks for at once: each answer takes a round trip, however
-short it is. As many requests are under way there at most."""
+_BUCKET_LOAD_CHUNKS: Final = 64
+"""Chunks that one load from a bucket asks for at once: four times as many as are under way there,
+so that the link is busy while those that have come are decompressed and verified."""
 _BUCKET_SLAB_NBYTES: Final = 64 << 20
 """The most memory for these chunks."""
 
