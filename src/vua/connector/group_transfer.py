@@ -49,9 +49,12 @@ _LEAST_CHUNKS: Final = 256
 """Buffers for saves, as many as one of these allows: a disk may stand still for a while."""
 _LOAD_SLAB_NBYTES: Final = 16 << 20
 """Memory that one load fills at a time."""
-_BUCKET_LOAD_CHUNKS: Final = 64
-"""Chunks that one load from a bucket asks for at once: four times as many as are under way there,
-so that the link is busy while those that have come are decompressed and verified."""
+_BUCKET_REQUESTS: Final = 16
+"""Requests of buckets that are under way at a time, see `vua.storage.bucket`."""
+_BUCKET_LOAD_CHUNKS: Final = 4 * _BUCKET_REQUESTS
+"""Chunks that one load from a bucket asks for at once. They are more than are under way, so that
+the link is busy while those that have come are verified; and a multiple of it, since a rest would
+take a round trip of its own."""
 _BUCKET_SLAB_NBYTES: Final = 64 << 20
 """The most memory for these chunks."""
 
@@ -113,7 +116,9 @@ def load_chunks(config: ConnectorConfig, chunk_nbytes: int) -> int:
     chunks = max(1, _LOAD_SLAB_NBYTES // chunk_nbytes)
     path = config.shared_storage_path
     if any(map(is_url, [path] if isinstance(path, str) else path)):
-        chunks = max(chunks, min(_BUCKET_LOAD_CHUNKS, _BUCKET_SLAB_NBYTES // chunk_nbytes))
+        fitting = min(_BUCKET_LOAD_CHUNKS, _BUCKET_SLAB_NBYTES // chunk_nbytes)
+        rest = fitting % _BUCKET_REQUESTS if fitting > _BUCKET_REQUESTS else 0
+        chunks = max(chunks, fitting - rest)
     return chunks
 
 

@@ -13,12 +13,13 @@ MIB = 1 << 20
 
 class LoadChunksTest(unittest.TestCase):
     def test_places(self) -> None:
-        """Of a bucket 64, or what fits into 64 MiB; else what fits into 16 MiB."""
+        """Of a bucket up to 64 in 64 MiB, in sixteens; else what fits into 16 MiB."""
         cases: tuple[tuple[Any, int, int], ...] = (
             ("/kv", 3 * MIB, 5),
             ("/kv", 80 * MIB, 1),
-            ("s3://bucket/prefix", 3 * MIB, 21),
-            (("/kv", "s3://bucket"), 3 * MIB, 21),
+            ("s3://bucket/prefix", 3 * MIB, 16),
+            (("/kv", "s3://bucket"), 3 * MIB, 16),
+            ("s3://bucket", 3 * MIB // 2, 32),
             ("s3://bucket", MIB // 2, 64),
             ("s3://bucket", 8 * MIB, 8),
             ("s3://bucket", MIB // 16, 256),
