@@ -160,14 +160,14 @@ NAMED: tuple[Named, ...] = (
     Named(
         "no second look at the mtime before a chunk is evicted",
         "vua/capacity/evictor.py",
-        "mtime_ns_of(space.fd, victim.chunk) != victim.mtime_ns",
+        "not is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns)",
         "False",
     ),
     Named(
         "a pin that comes during the rename is ignored",
         "vua/capacity/removal.py",
-        "if not pinned and _look(space, trash)[0]:",
-        "if False:",
+        "not pinned and _look(space, trash)[0]",
+        "False",
     ),
     Named(
         "an orphan keeps its mtime",
