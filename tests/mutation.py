@@ -140,6 +140,12 @@ NAMED: tuple[Named, ...] = (
         "proven()",
     ),
     Named(
+        "of chunks in two files each a load into blocks takes one for all",
+        "vua/store/store.py",
+        "store.files is None or len(self._route) > 1",
+        "store.files is None",
+    ),
+    Named(
         "somebody else's lease is deleted",
         "vua/capacity/lease.py",
         "if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):",

@@ -128,6 +128,23 @@ class CachedLoadTest(DirectoryTest):
                     )  # fmt: skip
                     self.assertEqual(bits(theirs), bits(ours))
 
+    def test_files_of_two_ranks(self) -> None:
+        """Chunks that lie in two files each are left to the other way: one file is half of them."""
+        [store] = Namespace.create(self.root, Identity(model="m", chunk_tokens=SIZE), [LONG]).stores
+        keys = keys_of(range(CHUNKS * SIZE), SIZE)
+        for head in range(2):
+            half = Shard(0, LONG.layers, head, head + 1)
+            slab = Slab(LONG, half, 1)
+            slab.bytes[:] = head + 1
+            for key in keys:
+                self.assertTrue(save_chunk(store, key, slab.memory, shard=half))
+        room = Slab(LONG, LONG.full, CHUNKS)
+        self.assertEqual(CHUNKS, store.load(keys, room.memory).chunks, "both files are found")
+        caches, pages = self.pages(LONG, column_form(16, 64))
+        before = bits(caches)
+        self.assertEqual(0, self.load(store, keys, pages, range(CHUNKS * SIZE // 32)))
+        self.assertEqual(before, bits(caches))
+
     def test_parts_of_files(self) -> None:
         """Some heads and layers of files that hold more, some of it only to be verified."""
         store, keys, slab = self.stored(LONG)
