@@ -146,6 +146,12 @@ NAMED: tuple[Named, ...] = (
         "store.files is None",
     ),
     Named(
+        "what was proved and then differs is not asked about after a restart",
+        "vua/connector/witness.py",
+        "self._remembered.forget(self._kind(state))",
+        "pass",
+    ),
+    Named(
         "somebody else's lease is deleted",
         "vua/capacity/lease.py",
         "if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):",

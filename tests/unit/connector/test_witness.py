@@ -244,6 +244,20 @@ class WitnessTest(unittest.TestCase):
         remembered.add(("", "image"))
         self.assertFalse(remembered.holds(PLAIN))
 
+    def test_differs_later(self) -> None:
+        """What was proved and then differs is asked about anew after the next start."""
+        remembered = Remembered(self.root / IDENTITY.namespace, "this")
+        remembered.add(PLAIN)
+        witness, found = self.witness(witness_every=3), found_of(4)
+        for at in range(3):
+            request = request_of(f"a{at}")
+            self.assertEqual(64, witness.limit(request, found, 0))
+            witness.loaded(request, found)
+        self.assertEqual(48, witness.limit(request_of("b"), found, 0))
+        self.compare(witness, "b", found, "different")
+        self.assertFalse(remembered.holds(PLAIN))
+        self.assertEqual(0, self.witness().limit(request_of("c"), found, 0))
+
     def test_an_adapter_whose_files_changed(self) -> None:
         """What was proved of an adapter says nothing about other files at its path."""
         adapter = self.root.with_name("adapter")
