@@ -138,21 +138,29 @@ def plain_read_s(files: list[Path], into: np.ndarray, threads: int) -> float:
     each, piece, address = into.nbytes // len(files), 1 << 18, into.ctypes.data
     pread = ctypes.CDLL(None).pread
     pread.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long]
+    pread.restype = ctypes.c_ssize_t
     with contextlib.ExitStack() as stack:
         fds = [stack.enter_context(path.open("rb", buffering=0)).fileno() for path in files]
         pieces = [(place, at) for place in range(len(fds)) for at in range(0, each, piece)]
+        short: list[int] = []
         start, wanted = time.perf_counter(), iter(pieces)
 
         def read() -> None:
             for place, at in wanted:  # shared: each piece is read once
-                pread(fds[place], address + place * each + at, min(piece, each - at), at)
+                wanted_nbytes = min(piece, each - at)
+                to = address + place * each + at
+                if pread(fds[place], to, wanted_nbytes, at) != wanted_nbytes:
+                    short.append(place)
 
         readers = [threading.Thread(target=read) for _ in range(threads)]
         for reader in readers:
             reader.start()
         for reader in readers:
             reader.join()
-        return time.perf_counter() - start
+        took_s = time.perf_counter() - start
+    if short:
+        sys.exit(f"{len(short)} plain reads were short")
+    return took_s
 
 
 def measure(mib: int, rounds: int, place: str | None) -> list[dict[str, float]]:

@@ -30,6 +30,7 @@ from vua.format.layout import Shard
 from vua.io.machine import machine_memory_nbytes
 from vua.io.workers import Attempt
 from vua.serdes import DTYPES
+from vua.storage.bucket_counts import REQUESTS_AT_ONCE
 from vua.storage.urls import is_url
 from vua.store.entry_writer import EntryWriter
 from vua.store.store import Loader, Store
@@ -49,9 +50,7 @@ _LEAST_CHUNKS: Final = 256
 """Buffers for saves, as many as one of these allows: a disk may stand still for a while."""
 _LOAD_SLAB_NBYTES: Final = 16 << 20
 """Memory that one load fills at a time."""
-_BUCKET_REQUESTS: Final = 16
-"""Requests of buckets that are under way at a time, see `vua.storage.bucket`."""
-_BUCKET_LOAD_CHUNKS: Final = 4 * _BUCKET_REQUESTS
+_BUCKET_LOAD_CHUNKS: Final = 4 * REQUESTS_AT_ONCE
 """Chunks that one load from a bucket asks for at once. They are more than are under way, so that
 the link is busy while those that have come are verified; and a multiple of it, since a rest would
 take a round trip of its own."""
@@ -117,8 +116,9 @@ def load_chunks(config: ConnectorConfig, chunk_nbytes: int) -> int:
     path = config.shared_storage_path
     if any(map(is_url, [path] if isinstance(path, str) else path)):
         fitting = min(_BUCKET_LOAD_CHUNKS, _BUCKET_SLAB_NBYTES // chunk_nbytes)
-        rest = fitting % _BUCKET_REQUESTS if fitting > _BUCKET_REQUESTS else 0
-        chunks = max(chunks, fitting - rest)
+        if fitting > REQUESTS_AT_ONCE:
+            fitting -= fitting % REQUESTS_AT_ONCE
+        chunks = max(chunks, fitting)
     return chunks
 
 

@@ -31,7 +31,7 @@ from vua.io.byte_gate import ByteGate
 from vua.io.forks import watch
 from vua.io.map_on import map_on
 from vua.io.threads import Threads
-from vua.storage.bucket_counts import requests
+from vua.storage.bucket_counts import REQUESTS_AT_ONCE, requests
 from vua.storage.bucket_problems import explained, told
 from vua.storage.signed_reads import Meta, SignedReads
 
@@ -40,10 +40,8 @@ __all__ = ["SCHEMES", "Bucket", "Meta"]
 SCHEMES: Final = ("s3", "gs", "az", "file", "memory")
 """What a URL of a cache may begin with. ``memory`` is of this process alone, for tests."""
 
-_REQUESTS: Final = 16
-"""Requests under way at a time, of all buckets of this process."""
 _SMALL_REQUESTS: Final = 64
-"""Likewise of those that carry no body."""
+"""Requests under way at a time that carry no body; `REQUESTS_AT_ONCE` of the others."""
 _IN_FLIGHT_NBYTES: Final = 160 << 20
 """Bytes of bodies under way at a time, of all buckets of this process; a larger one goes alone.
 Room for 16 entries of 8 MiB with their headers, in buffers that are somewhat larger."""
@@ -328,7 +326,7 @@ class _Runtime:
     """What all buckets of a process share: threads, and whether connections were inherited."""
 
     def __init__(self) -> None:
-        self.threads = Threads(_REQUESTS, "vua-bucket")
+        self.threads = Threads(REQUESTS_AT_ONCE, "vua-bucket")
         self.small = Threads(_SMALL_REQUESTS, "vua-bucket-small")
         self.gate = ByteGate(_IN_FLIGHT_NBYTES)
         self.buffers = BufferPool(_KEPT_NBYTES)
