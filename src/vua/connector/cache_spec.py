@@ -144,6 +144,15 @@ class Model:
         first = group.first_needed(tokens)
         return first - first % math.lcm(*(self.block_sizes[table] for table in group.tables))
 
+    def loaded_nbytes(self, start: int, stop: int) -> int:
+        """The bytes that all workers read, in whole chunks, to load tokens [start, stop)."""
+        total = 0
+        for group in self.groups:
+            size = group.layout.chunk_tokens
+            first = max(self.first_loaded(group, stop), start) // size
+            total += (-(-stop // size) - first) * group.layout.full.payload_nbytes(group.layout)
+        return total
+
     @property
     def plain(self) -> bool:
         """Whether all layers are of one kind and attend to everything: any part of a hit is of use.

@@ -1,9 +1,9 @@
 """Whether to load a stored prefix or to compute it: what is predicted to be faster.
 
-Both costs are measured while the engine runs (`vua.connector.costs`). A load also waits for those
-under way, and a prompt for those that this step has admitted before it. Computing delays every
-other request of the batch, a load only its own; so a load may take up to 1.5 times as long (the
-setting ``load_policy``). It is all or nothing: later tokens cost no less to compute than the first.
+Both costs are measured while the engine runs. A load also waits for those under way, and a prompt
+for those that this step has admitted before it. Computing delays every other request of the batch,
+a load only its own; so a load may take up to 1.5 times as long (the setting ``load_policy``).
+It is all or nothing: later tokens cost no less to compute than the first.
 
 While loads are left out, a short one (a probe) is tried after a second, then after pauses that
 double for as long as probes are slow. A fast one is followed by the next at once; after three
@@ -15,16 +15,27 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Final
 
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
-from vua.connector.costs import MIN_MEASURED, PrefillSpeed, Regression
 
-__all__ = ["NOTHING_STORED", "TO_COMPARE", "LoadDecision", "LoadPolicy"]
+__all__ = [
+    "NOTHING_STORED",
+    "TO_COMPARE",
+    "LoadDecision",
+    "LoadPolicy",
+    "PrefillSpeed",
+    "Regression",
+]
 
+_MIN_MEASURED: Final = 3  # to decide by, and in a row to believe in a change
+_WINDOW: Final = 32  # the latest so many measurements count
+_MIN_SPREAD: Final = 0.25  # a slope needs small and large x that differ by this part of the large
 _RESUME_RATIO: Final = 1.5  # loads go on when they are so much faster than where they stopped
 _SAMPLE_TOKENS: Final = 512  # of a hit, computed to measure prefills where everything is stored
 _FIRST_PAUSE_S: Final = 1.0
@@ -61,15 +72,93 @@ NOTHING_STORED: Final = LoadDecision(0, "nothing")
 TO_COMPARE: Final = LoadDecision(0, "witness")
 
 
+class Regression:
+    """``y = intercept + slope * x`` through the latest measurements; neither is negative.
+
+    Where all of them are of about one x, y is taken to be constant. With this line the median
+    residual of the measurements with smaller x is that of those with larger x (Tukey's resistant
+    line, of two groups): a quarter of them may be outliers. Three in a row that are off by a factor
+    of two to one side are a change: what came before them is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float]] = []
+        self._off = 0  # so many in a row were off and larger than predicted; negative: smaller
+        self._intercept = self._slope = 0.0
+        self.low = self.high = 0.0  # the median x of the smaller half, and the largest x
+
+    def at(self, x: float, least: int = 1) -> float | None:
+        """Return y at ``x``; None before there are ``least`` measurements."""
+        return self._intercept + self._slope * x if len(self._seen) >= least else None
+
+    def add(self, x: float, y: float) -> int:
+        """Add a measurement; return 1 where it is off and larger than predicted, -1: smaller."""
+        expected = self.at(x)
+        off = 0 if expected is None else (y > 2 * expected) - (2 * y < expected)
+        self._off = off + (self._off if off * self._off > 0 else 0)
+        changed = abs(self._off) == _MIN_MEASURED
+        self._seen = [*self._seen, (x, y)][-_MIN_MEASURED if changed else -_WINDOW :]
+        self._off = 0 if changed else self._off
+        self._fit()
+        return off
+
+    def _fit(self) -> None:
+        points, self._slope = sorted(self._seen), 0.0
+        halves = points[: len(points) // 2] or points, points[len(points) // 2 :]
+        low, high = (median_low(half)[0] for half in halves)
+        for _ in range(4 if high - low >= _MIN_SPREAD * high else 0):
+            small, large = (median_low(y - self._slope * x for x, y in half) for half in halves)
+            self._slope += (large - small) / (high - low)
+        self._slope = max(0.0, self._slope)
+        self._intercept = max(0.0, median_low(y - self._slope * x for x, y in points))
+        self.low, self.high = low, points[-1][0]
+
+
+class PrefillSpeed(Regression):
+    """Seconds per prompt token over the tokens before it, of recent steps that computed prompts.
+
+    A step takes from its scheduling, or from the end of the step before it where that is later (an
+    engine may schedule ahead), to its own end; ``clock`` gives seconds. Steps with fewer than
+    ``least_tokens`` of prompts do not count: there the time is not spent on them. Limits: what a
+    step does for other requests is counted in, so a prefill seems slower and a load worth more.
+    """
+
+    def __init__(self, least_tokens: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._least_tokens, self._clock, self._last_end_s = least_tokens, clock, 0.0
+        self._open: deque[tuple[float, int, float]] = deque(maxlen=64)  # more than any engine has
+
+    def scheduled(self, tokens: int, attended: float) -> None:
+        """Note that a step was scheduled; see :func:`vua.connector.step.prompt_work`."""
+        self._open.append((self._clock(), tokens, attended))
+
+    def ended(self) -> None:
+        """Note that the oldest step not yet ended has ended."""
+        if self._open:
+            now, (began_s, tokens, attended) = self._clock(), self._open.popleft()
+            self.measured(tokens, attended, now - max(began_s, self._last_end_s))
+            self._last_end_s = now
+
+    def measured(self, tokens: int, attended: float, seconds: float) -> None:
+        """Note what so much work took, for who sees no steps."""
+        if tokens >= self._least_tokens:
+            self.add(max(1.0, attended / tokens), seconds / tokens)
+
+    def seconds(self, tokens: int, before: int = 0, least: int = 1) -> float | None:
+        """Return what ``tokens`` behind ``before`` others take; None before ``least`` steps."""
+        x = min(before + tokens / 2, self.high)  # no line beyond what was measured
+        token_s = self.at(x, least)
+        return None if token_s is None else tokens * token_s
+
+
 class LoadPolicy:
     """Decides for one engine, about ``model`` by ``config.load_policy``. For one thread."""
 
     def __init__(
         self, model: Model, config: ConnectorConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._model, self._clock = model, clock
+        self._model, self._clock, self._threads = model, clock, config.worker.load_threads
         self._always, self._margin = config.load_policy == "always", config.load_margin
-        self._threads = config.worker.load_threads
         self.prefill = PrefillSpeed(model.chunk_tokens, clock=clock)
         """Told of every step by who sees them."""
         self._byte_s = Regression()  # of a load by itself, over 1 / bytes: its slope is fixed cost
@@ -111,15 +200,15 @@ class LoadPolicy:
 
     def _predict(self, start: int, stop: int) -> tuple[float | None, float | None]:
         """Return the seconds to load and to compute; None: unmeasured."""
-        load_s, compute_s = self._own_s(self.nbytes(start, stop)), None
-        if len(self.prefill) >= MIN_MEASURED:
-            compute_s = self._admitted_s + (self.prefill.seconds(stop - start, start) or 0.0)
-        return None if load_s is None else self._queue_s() + load_s, compute_s
+        load_s = self._own_s(self._model.loaded_nbytes(start, stop))
+        load_s = None if load_s is None else self._queue_s() + load_s
+        compute_s = self.prefill.seconds(stop - start, start, _MIN_MEASURED)
+        return load_s, None if compute_s is None else self._admitted_s + compute_s
 
     def _own_s(self, nbytes: int) -> float | None:
         """Return what a load takes by itself; a long one as much per byte as the longer half."""
-        byte_s = self._byte_s.at(max(1 / nbytes, self._byte_s.low))
-        return None if byte_s is None or len(self._byte_s) < MIN_MEASURED else nbytes * byte_s
+        byte_s = self._byte_s.at(max(1 / nbytes, self._byte_s.low), _MIN_MEASURED)
+        return None if byte_s is None else nbytes * byte_s
 
     def _queue_s(self) -> float:
         """How long a load ordered now waits; one before it that is late is so for as long again."""
@@ -128,15 +217,6 @@ class LoadPolicy:
         loads = list(self._running.values())
         work_s = sum(self._own_s(nbytes) or 0.0 for nbytes, _, _ in loads)
         return abs(work_s / self._threads - (self._clock() - max(self._last_end_s, loads[0][1])))
-
-    def nbytes(self, start: int, stop: int) -> int:
-        """Return the bytes that all workers read, in whole chunks, to load tokens [start, stop)."""
-        total = 0
-        for group in self._model.groups:
-            size = group.layout.chunk_tokens
-            first = max(self._model.first_loaded(group, stop), start) // size
-            total += (-(-stop // size) - first) * group.layout.full.payload_nbytes(group.layout)
-        return total
 
     def step_begins(self) -> None:
         """Note that a new step is put together."""
@@ -148,26 +228,21 @@ class LoadPolicy:
 
     def ordered(self, request_id: str, start: int, stop: int) -> None:
         """Note that the load of tokens [start, stop) has been ordered."""
-        self._running[request_id] = (self.nbytes(start, stop), self._clock(), 0.0)
+        self._running[request_id] = (self._model.loaded_nbytes(start, stop), self._clock(), 0.0)
 
     def measured(self, seconds: Mapping[str, float]) -> None:
-        """Learn how long requests' loads took workers that have just ended them.
-
-        Workers leave out loads that failed, but for those that took too long.
-        """
-        for request_id, (nbytes, began_s, took_s) in self._running.items():
-            slowest_s = max(took_s, seconds.get(request_id, 0.0))
-            self._running[request_id] = (nbytes, began_s, slowest_s)
+        """Learn how long loads took workers: of those that failed, only what took too long."""
+        for request_id in self._running.keys() & seconds:
+            nbytes, began_s, took_s = self._running[request_id]
+            self._running[request_id] = (nbytes, began_s, max(took_s, seconds[request_id]))
 
     def ended(self, request_id: str) -> None:
         """Note that all workers have ended a load, or that its request is gone."""
-        if request_id not in self._running:
+        if (load := self._running.pop(request_id, None)) is None:
             return
         now = self._last_end_s = self._clock()
-        nbytes, began_s, took_s = self._running.pop(request_id)
-        if not took_s:
-            return
-        fast = self._byte_s.add(1 / nbytes, took_s / nbytes) < 0
-        if self._probe_at_s is not None and began_s >= self._probe_at_s:  # it was the probe
+        nbytes, began_s, took_s = load
+        fast = took_s > 0 and self._byte_s.add(1 / nbytes, took_s / nbytes) < 0
+        if took_s and self._probe_at_s is not None and began_s >= self._probe_at_s:  # the probe
             self._pause_s = _FIRST_PAUSE_S if fast else min(2 * self._pause_s, _MAX_PAUSE_S)
             self._probe_at_s = now if fast else now + self._pause_s

@@ -16,7 +16,6 @@ from vua.connector.adapters import Adapter, AdapterBook
 from vua.connector.bucket_requests import record_requests
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
-from vua.connector.costs import prompt_work
 from vua.connector.events import KVEventPublisher
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.log import logger
@@ -31,7 +30,7 @@ from vua.connector.request_metrics import RequestMetrics
 from vua.connector.request_state import RequestState
 from vua.connector.save_scheduler import SaveScheduler, stop_at_state
 from vua.connector.selection import to_load
-from vua.connector.step import ScheduledStep
+from vua.connector.step import ScheduledStep, prompt_work
 from vua.connector.witness import Witness
 from vua.errors import VUAError
 from vua.format.identity import Identity

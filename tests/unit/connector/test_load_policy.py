@@ -328,12 +328,13 @@ class DecisionTest(unittest.TestCase):
 
     def test_probes_with_windows(self) -> None:
         """Where only the whole of a hit is of use, a probe is that long."""
-        self.policy = self.make(made_of=model(window=100))
+        windowed = model(window=100)
+        self.policy = self.make(made_of=windowed)
         self.storage.token_s = 0.1
         self.requests(5, 6400)
         self.now += 10.0
         self.assertEqual((6400, "probe"), self.shape(self.policy.decide(0, 6400)))
-        self.assertEqual(2 * CHUNK * TOKEN_NBYTES, self.policy.nbytes(0, 6400))
+        self.assertEqual(2 * CHUNK * TOKEN_NBYTES, windowed.loaded_nbytes(0, 6400))
 
     def test_asking_again(self) -> None:
         """VLLM may ask as often as it likes: a probe is only begun when it is ordered."""

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.vllm
 if find_spec("vllm"):
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-    from vua.connector.costs import PrefillSpeed, prompt_work
+    from vua.connector.load_policy import PrefillSpeed
     from vua.connector.metrics import METRICS, Recorder, Series, add_up
-    from vua.connector.step import ScheduledRequest
+    from vua.connector.step import ScheduledRequest, prompt_work
     from vua.vllm.prometheus import VUAPromMetrics, VUAStats
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import unittest
 
-from vua.connector.costs import Regression
+from vua.connector.load_policy import Regression
 
 
 class LineTest(unittest.TestCase):
