@@ -146,6 +146,18 @@ NAMED: tuple[Named, ...] = (
         "store.files is None",
     ),
     Named(
+        "nobody is told of a chunk that cannot be loaded",
+        "vua/connector/group_transfer.py",
+        "self.watch.gone(keys[0].prefix_hash, self.shard)",
+        "pass",
+    ),
+    Named(
+        "nor of one that a GPU would have had",
+        "vua/connector/device_transfer.py",
+        "self._weed(slab, part.keys[at:], loaded.reason, attempt)",
+        "pass",
+    ),
+    Named(
         "what was proved and then differs is not asked about after a restart",
         "vua/connector/witness.py",
         "self._remembered.forget(self._kind(state))",

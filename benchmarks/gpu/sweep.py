@@ -44,7 +44,7 @@ class Sweep:
         slab = staging.take()
         for at, key in enumerate(self.keys):
             staging.save([slab], [self.slots[at : at + 1]]).wait()
-            EntryWriter(self.store, slab.slab.memory).save([key])
+            EntryWriter(self.store, slab.memory).save([key])
         staging.give_back(slab)
         staging.close()
         root, shard = self.store.storage.directory, f"{self.layout.full.name}.safetensors"
@@ -67,7 +67,7 @@ class Sweep:
         """Load by slabs of so many chunks, with each number of threads, warm and cold."""
         staging, rows = self.staging(chunks), []
         slabs = [staging.take(), staging.take()]
-        loaders = [Loader(self.store, slab.slab.memory) for slab in slabs]
+        loaders = [Loader(self.store, slab.memory) for slab in slabs]
 
         def load() -> None:
             for turn, at in enumerate(range(0, self.chunks, chunks)):

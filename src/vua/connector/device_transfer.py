@@ -39,8 +39,7 @@ from vua.device.staging import Fence, StagedSlab, Staging
 from vua.errors import ConfigError, LayoutError
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt
-from vua.store.entry_writer import EntryWriter
-from vua.store.store import Loaded, Loader, Store
+from vua.store.store import Loaded, Store
 
 __all__ = ["STAGED_DEVICES", "DeviceGroupTransfer", "lies_on_device", "mover_for", "open_gds"]
 
@@ -214,9 +213,8 @@ class DeviceGroupTransfer(GroupTransfer):
                 reached = min(keys[loaded.chunks - 1].stop, part.stop)
                 self._stats.add("vua_loaded_bytes_total", loaded.nbytes, path)
             if loaded.reason is not None:
-                if loaded.reason != "error":
-                    slab.fence.wait()
-                    self._weed(attempt, self._loader(slab), part.keys[at + 1 :])
+                slab.fence.wait()
+                self._weed(slab, part.keys[at:], loaded.reason, attempt)
                 return reached, loaded.reason
         return reached, None
 
@@ -250,13 +248,6 @@ class DeviceGroupTransfer(GroupTransfer):
             self._direct = (store, reader)
         return self._direct[1]
 
-    def _loader(self, slab: StagedSlab) -> Loader:
-        loader = self._loader_of.get(slab)
-        if loader is None:
-            loader = Loader(self.store, slab.slab.memory, target=self.shard)
-            self._loader_of[slab] = loader
-        return loader
-
     def _slots(
         self, keys: Sequence[ChunkKey], part: GroupLoad, block_ids: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
@@ -269,14 +260,6 @@ class DeviceGroupTransfer(GroupTransfer):
         ]
 
     # -- saves --------------------------------------------------------------------------------
-
-    def saver(self, slab: StagedSlab) -> EntryWriter:
-        """See :meth:`GroupTransfer.saver`."""
-        saver = self._saver_of.get(slab)
-        if saver is None:
-            saver = EntryWriter(self.store, slab.slab.memory, shard=self.shard)
-            self._saver_of[slab] = saver
-        return saver
 
     def gather(
         self,
@@ -301,7 +284,3 @@ class DeviceGroupTransfer(GroupTransfer):
         """See :meth:`GroupTransfer.copied`."""
         self.save_slabs.enter_thread()
         slab.fence.wait()
-
-    def arrays(self, slab: StagedSlab) -> list[torch.Tensor]:
-        """See :meth:`GroupTransfer.arrays`."""
-        return super().arrays(slab.slab)

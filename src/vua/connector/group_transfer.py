@@ -272,11 +272,8 @@ class GroupTransfer:
         ready: Callable[[], None],
     ) -> tuple[int, str | None]:
         """Load some chunks by way of a slab; return how many, and why they are the last."""
-        loader = self._loader_of.get(slab)
-        if loader is None:
-            loader = self._loader_of[slab] = Loader(self.store, slab.memory, target=self.shard)
         keys = part.keys[at : at + slab.chunks]
-        loaded = loader.load(keys)
+        loaded = self._loader(slab).load(keys)
         attempt.progress()
         ready()
         with attempt.use() as wanted:
@@ -285,9 +282,7 @@ class GroupTransfer:
             if loaded.chunks:
                 self._scatter(slab, keys[: loaded.chunks], part, attempt.what)
         if loaded.reason is not None:
-            self._lost(part.keys[at + loaded.chunks], loaded.reason)
-            if loaded.reason != "error":
-                self._weed(attempt, loader, part.keys[at + loaded.chunks + 1 :])
+            self._weed(slab, part.keys[at + loaded.chunks :], loaded.reason, attempt)
         return loaded.chunks, loaded.reason
 
     def _scatter(
@@ -305,24 +300,35 @@ class GroupTransfer:
             v = rest[0] if rest else None
             pages.scatter_chunks(order.block_ids[table], start, stop - start, skip, k, v)
 
-    def _weed(self, attempt: Attempt[LoadOrder], loader: Loader, keys: Sequence[ChunkKey]) -> None:
-        """Read what follows a bad chunk too.
+    def _weed(
+        self,
+        slab: Any,  # noqa: ANN401
+        keys: Sequence[ChunkKey],
+        reason: str | None,
+        attempt: Attempt[LoadOrder],
+    ) -> None:
+        """Tell that the first of these chunks is gone, for ``reason``; read what follows it, too.
 
         What else is damaged is then out of sight before the recomputed chunks are saved; otherwise
-        each run would find, and heal, only one.
+        each run would find, and heal, only one. After an error nothing is known to be gone.
         """
-        while keys and attempt.wanted:
-            loaded = loader.load(keys[: self.load_slabs.chunks])
-            attempt.progress()
-            if loaded.reason is not None:
-                self._lost(keys[loaded.chunks], loaded.reason)
-            if loaded.reason == "error":
+        while reason != "error":
+            if reason is not None:
+                if self.watch is not None:
+                    self.watch.gone(keys[0].prefix_hash, self.shard)
+                keys = keys[1:]
+            if not (keys and attempt.wanted):
                 return
-            keys = keys[loaded.chunks + (loaded.reason is not None) :]
+            loaded = self._loader(slab).load(keys[: self.load_slabs.chunks])
+            attempt.progress()
+            keys, reason = keys[loaded.chunks :], loaded.reason
 
-    def _lost(self, key: ChunkKey, reason: str) -> None:
-        if self.watch is not None and reason != "error":  # then it may be there all the same
-            self.watch.gone(key.prefix_hash, self.shard)
+    def _loader(self, slab: Any) -> Loader:  # noqa: ANN401
+        """Return what loads into a slab, for who holds it."""
+        loader = self._loader_of.get(slab)
+        if loader is None:
+            loader = self._loader_of[slab] = Loader(self.store, slab.memory, target=self.shard)
+        return loader
 
     def saver(self, slab: Any) -> EntryWriter:  # noqa: ANN401
         """Return what saves this rank's shard from a slab; for who holds the slab."""

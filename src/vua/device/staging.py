@@ -37,7 +37,7 @@ from vua.device.moves import check_slots
 from vua.device.paged import PagedCache
 from vua.device.slab import Slab, SlabPool
 from vua.errors import InputError, LayoutError
-from vua.format.layout import ITEMSIZE, KVLayout, Shard
+from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
 from vua.io.posix import page_aligned
 
 __all__ = ["Fence", "StagedSlab", "Staging", "clear_error"]
@@ -92,12 +92,21 @@ class StagedSlab:
     """A slab on loan from a :class:`Staging`: one thread's until it is given back."""
 
     slab: Slab
-    """For reading files into it and writing them from it, see ``slab.memory``."""
+    """The host memory."""
     _memory: _Memory = field(repr=False)
     _first: int = 0
     """The slab's first chunk in this memory."""
     fence: Fence = field(default_factory=Fence)
     """When the slab's last transfer is complete."""
+
+    @property
+    def memory(self) -> MemoryMap:
+        """See :attr:`Slab.memory`."""
+        return self.slab.memory
+
+    def arrays(self, chunk: int) -> list[tuple[npt.NDArray[np.uint8], tuple[int, ...]]]:
+        """See :meth:`Slab.arrays`."""
+        return self.slab.arrays(chunk)
 
     @property
     def device_bytes(self) -> Tensor:

@@ -1,0 +1,99 @@
+"""A chunk that cannot be loaded: whoever follows the cache is told, and what is behind it is read.
+
+On both ways into an engine's blocks: those in CPU memory, and those of GPU memory, with tensors on
+the CPU.
+"""
+
+from __future__ import annotations
+
+import errno
+import unittest
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import pytest
+from devices import on_cpu_too
+
+from helpers import DirectoryTest, flip, keys_of, noise, save_step, until
+from vua.format.identity import Identity
+from vua.format.layout import KVLayout
+from vua.storage.base import Filled
+from vua.storage.local import LocalStorage
+
+pytestmark = pytest.mark.vllm
+
+if find_spec("vllm"):
+    from vua.connector.cache_spec import Group, Model
+    from vua.connector.config import ConnectorConfig
+    from vua.connector.events import FileEventLog
+    from vua.connector.group_transfer import Rank
+    from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
+    from vua.connector.worker import WorkerSide
+    from vua.vllm import page_layout
+
+LAYOUT = KVLayout(2, 2, 32, 32, "F32", 16)
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class BadChunkTest(DirectoryTest):
+    def begin(self, *, on_device: bool) -> None:
+        """A worker that has stored five chunks of noise."""
+        if on_device:
+            on_cpu_too(self)
+        group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
+        identity = Identity(model=f"device {on_device}", chunk_tokens=16)
+        model = Model(identity, (group,), (16,), latent=False)
+        config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
+        self.watch = FileEventLog(model)
+        self.side = WorkerSide(model, config, Rank(0, 0), self.watch)
+        self.addCleanup(self.side.shutdown)
+        shape = (16, 2, 16, 2, 32) if on_device else (16, 2, 16, 64)
+        layers = {f"model.layers.{at}": noise(*shape, seed=at) for at in range(2)}
+        numbers = {name: at for at, name in enumerate(layers)}
+        self.side.register(layers, numbers, dict.fromkeys(layers, 0), page_layout)
+        self.keys = keys_of(range(80), 16)
+        orders = ConnectorMetadata(saves=[SaveOrder([[1, 2, 3, 4, 5]], [(0, self.keys)])])
+        save_step(self.side, orders)
+        until(lambda: self.side.saves.pending == 0)
+        self.watch.take()
+
+    def load(self) -> Any:
+        """Load all of it; return what is told of chunks, by their numbers."""
+        part = GroupLoad(0, 0, 80, self.keys)
+        order = LoadOrder("r", [[6, 7, 8, 9, 10]], [part])
+        self.side.start_loads(ConnectorMetadata(loads=[order]))
+        until(lambda: self.side.take_received(idle=True))
+        numbers = {key.prefix_hash: at for at, key in enumerate(self.keys)}
+        return [(numbers[seen.chunk], seen.file < 0) for seen in self.watch.take()]
+
+    def path(self, number: int) -> Any:
+        """The file of a chunk."""
+        (path,) = (path for path in self.files() if self.keys[number].name in str(path))
+        return path
+
+    def test_told(self) -> None:
+        """A damaged chunk is told of, and so are those behind it, missing or damaged."""
+        for on_device in (False, True):
+            with self.subTest(on_device=on_device):
+                self.begin(on_device=on_device)
+                for bad in (1, 4):
+                    flip(self.path(bad), self.path(bad).stat().st_size - 1)
+                self.path(3).unlink()
+                self.assertEqual([(1, True), (3, True), (4, True)], self.load())
+                self.assertEqual({7, 8, 9, 10}, self.side.take_failed_blocks())
+                self.assertEqual(2, self.side.counts["corrupt"])
+
+    def test_errors_tell_nothing(self) -> None:
+        """Of a storage that fails nothing is known: chunks may be there all the same."""
+        for on_device in (False, True):
+            with self.subTest(on_device=on_device):
+                self.begin(on_device=on_device)
+                answer = Filled(0, OSError(errno.EIO, "broken"), lambda _: None)
+                with mock.patch.object(LocalStorage, "read", return_value=answer):
+                    self.assertEqual([], self.load())
+                self.assertEqual({6, 7, 8, 9, 10}, self.side.take_failed_blocks())
+
+
+if __name__ == "__main__":
+    unittest.main()
