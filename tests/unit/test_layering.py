@@ -17,9 +17,8 @@ FLOORS = (
     ("serdes",),
     ("io",),  # what the operating system gives
     ("native",),
-    ("weights",),
     ("format",),
-    ("security",),
+    ("security", "weights"),
     ("storage",),
     ("capacity", "device"),
     ("store",),

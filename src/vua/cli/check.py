@@ -15,9 +15,9 @@ from vua.format.compressed import CODEC, PACKAGE, decompressed
 from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, codec_of, parse_entry
-from vua.format.verify import check_payload
-from vua.native import Digest, digests_of
+from vua.native import Digest
 from vua.security.keyring import KnownKeys
+from vua.store.whole_entry import check_parts
 
 __all__ = ["Check", "Checker", "Outcome", "Place"]
 
@@ -102,7 +102,7 @@ class Checker:
             info.check_length(nbytes)
             openings = self._openings(info, bytes(first[: info.header_nbytes]))
             payload = itertools.chain([first[info.header_nbytes :]], more)
-            _check_payload(info, payload, openings)
+            check_parts(info, payload, openings)
         except CorruptEntryError as problem:
             return Check("corrupt", (str(problem), *misplaced), nbytes, info)
         outcome: Outcome = "foreign" if misplaced else "sound"
@@ -128,40 +128,6 @@ class Checker:
     def _read_on(self, fd: int) -> Iterator[memoryview]:
         while got := os.readv(fd, [self._buffer]):
             yield self._buffer[:got]
-
-
-def _check_payload(
-    info: EntryInfo, payload: Iterator[memoryview], openings: Iterator[Digest] | None
-) -> None:
-    """Compare checksums and tags. Each part of the payload may be gone when the next one comes.
-
-    What is encrypted is decrypted where it lies. Raises CorruptEntryError.
-    """
-    codec, genuine = codec_of(info), []
-    sizes = codec.unit_nbytes()
-    rest = memoryview(b"")
-
-    def parts(left: int, opening: Digest | None) -> Iterator[memoryview]:
-        nonlocal rest
-        while left:
-            rest = rest or next(payload, rest)
-            if not rest:
-                raise CorruptEntryError("it became shorter while it was read")
-            part, rest = rest[:left], rest[left:]
-            left -= len(part)
-            yield part
-            if opening is not None:
-                opening.update(part)
-        genuine.append(1 if opening is None else opening.intdigest())
-
-    blocks = (parts(size, None if openings is None else next(openings)) for size in sizes)
-    found = digests_of(blocks)
-    check_payload(info.layout, info.shard, info.checksums, found)
-    try:
-        check_payload(info.layout, info.shard, [1] * len(sizes), genuine, what="tags")
-    except CorruptEntryError as problem:
-        msg = f"{problem}: written by somebody without the key {info.mark.key_id}, or changed since"
-        raise CorruptEntryError(msg) from problem
 
 
 def _differences(info: EntryInfo, place: Place) -> Iterator[str]:

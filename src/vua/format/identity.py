@@ -15,9 +15,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vua.errors import ConfigError
-from vua.weights import weights_fingerprint
 
-__all__ = ["Identity", "weights_fingerprint"]
+__all__ = ["Identity"]
 
 _VERSION = "vua.identity.v1"
 _CHUNK_TOKENS = range(1, 65537)
@@ -37,7 +36,7 @@ class Identity:
     Args:
         model: digest of the text config (:mod:`vua.format.config_digest`), or a label that the
             caller answers for.
-        weights: `weights_fingerprint` or a hub commit.
+        weights: :func:`vua.weights.weights_fingerprint` or a hub commit.
         adapter: fingerprint of the LoRA applied to every request; "" for none.
         kv_dtype: dtype of the stored values, such as "bfloat16" or "fp8_e4m3".
         kv_scales: digest of the scales of a quantised cache; "" for none.

@@ -28,7 +28,8 @@ from vua.io.threads import Call, Threads
 from vua.storage.base import FAILED, Storage
 from vua.storage.local import LocalStorage, chunk_path
 from vua.store.tier_rules import TierRules
-from vua.store.write_back import Bounds, WriteBack, verified, whole_batch
+from vua.store.whole_entry import verified
+from vua.store.write_back import Bounds, WriteBack, whole_batch
 
 __all__ = ["Travel"]
 

@@ -15,20 +15,18 @@ import numpy as np
 
 from vua.capacity.reservation import Reservation
 from vua.capacity.touches import Recent
-from vua.errors import EntryError, ForeignEntryError
-from vua.format.header import MAX_HEADER_NBYTES
+from vua.errors import EntryError
 from vua.format.keys import ChunkKey
-from vua.format.parse import EntryInfo, codec_of, parse_entry
-from vua.format.verify import check_payload
 from vua.io.forks import watch
 from vua.io.header_plan import header_plan
 from vua.io.threads import Call, Threads
-from vua.native import Transfer, digests_of
-from vua.storage.base import Batch, Storage, entry_name
+from vua.native import Transfer
+from vua.storage.base import Batch, Storage
 from vua.storage.local import LocalStorage
 from vua.store.tier_rules import DailyBudget, TierRules
+from vua.store.whole_entry import verified
 
-__all__ = ["Bounds", "WriteBack", "verified", "whole_batch"]
+__all__ = ["Bounds", "WriteBack", "whole_batch"]
 
 log = logging.getLogger(__name__)
 
@@ -192,19 +190,3 @@ def whole_batch(name: str, data: bytes | memoryview) -> Batch:
     batch = Batch.of([name], Transfer(plan, (), (), ()))
     batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
     return batch
-
-
-def verified(data: bytes | memoryview, namespace: str, name: str) -> EntryInfo:
-    """Return what an entry says, if it is sound and is ``name``. Raises EntryError."""
-    info = parse_entry(bytes(data[:MAX_HEADER_NBYTES]))
-    info.check_length(len(data))
-    if (info.namespace, entry_name(info.prefix_hash, info.shard)) != (namespace, name):
-        msg = f"it says that it is {info.prefix_hash}/{info.shard.name} of {info.namespace}"
-        raise ForeignEntryError(msg)
-    codec, view = codec_of(info), memoryview(data)[info.header_nbytes :]
-    blocks, start = [], 0
-    for nbytes in codec.unit_nbytes():
-        blocks.append([view[start : start + nbytes]])
-        start += nbytes
-    check_payload(info.layout, info.shard, info.checksums, digests_of(iter(blocks)))
-    return info

@@ -19,10 +19,11 @@ from helpers import DirectoryTest, Memory, caches_of, flip, keys_of, model_array
 from vua.cli.identify import compare, expect
 from vua.core import VUA, VUAConfig
 from vua.format.config_digest import config_digest
-from vua.format.identity import Identity, weights_fingerprint
+from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.store.namespace import Namespace
+from vua.weights import weights_fingerprint
 
 TOKENS = list(range(500, 514))  # three chunks of 4, and two more
 CONFIG = {"model_type": "llama", "hidden_size": 8, "torch_dtype": "bfloat16", "use_cache": True}

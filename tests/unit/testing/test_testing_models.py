@@ -10,8 +10,8 @@ from importlib import util
 from pathlib import Path
 from typing import get_args
 
-from vua.format.identity import weights_fingerprint
 from vua.testing.models import Family, make_model
+from vua.weights import weights_fingerprint
 
 
 @unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")

@@ -23,10 +23,10 @@ from helpers import SOON_S, in_child, keys_of
 from vua import ConfigError, InputError
 from vua.core import VUA, VUAConfig
 from vua.format.config_digest import config_digest
-from vua.format.identity import Identity, weights_fingerprint
+from vua.format.identity import Identity
 from vua.format.rope import INTERLEAVED, NEOX, rope_order, varies_with_length
 from vua.testing.models import Family, make_model
-from vua.weights import identify_weights
+from vua.weights import identify_weights, weights_fingerprint
 
 CHUNK = 16
 WINDOW = 40
