@@ -18,6 +18,25 @@ C_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 C_FUNCTION = re.compile(r"^(?!static)\w[^;{}()]*\b(\w+)\([^;{}()]*\)\n\{", re.MULTILINE)
 """The name of a function that other files may call, where it is defined."""
 
+FLOORS = (
+    ("errors",),
+    ("serdes",),
+    ("io",),
+    ("native",),
+    ("format",),
+    ("security", "weights"),
+    ("storage",),
+    ("capacity", "device"),
+    ("store",),
+    ("config",),
+    ("core", "connector"),
+    ("llama_cpp", "lmcache", "sglang", "transformers", "vllm"),
+    ("cli",),
+    ("testing",),
+)
+"""From the bottom up: a room, which is a package or one of the public modules, may import those of
+lines before its own."""
+
 
 def sources() -> dict[str, str]:
     """The source of every module of VUA, by the module's name."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import unittest
+from itertools import pairwise
 
 from helpers import ROOT
+from imports import FLOORS
 
 SOURCE = ROOT / "src" / "vua"
 NAMED = re.compile(r"`([a-z_0-9]+/[a-z_0-9/]+\.py)(?:: ([A-Za-z_.0-9]+))?`")
@@ -25,7 +27,7 @@ def functions(path: str) -> set[str]:
 
 class ArchitectureTest(unittest.TestCase):
     def test_names(self) -> None:
-        """Every file and function of the ways exists, and every room has its line."""
+        """Every file and function of the ways exists."""
         text = (ROOT / "docs" / "architecture.md").read_text()
         named = [
             (path, name) for path, name in NAMED.findall(text) if not path.startswith("tests/")
@@ -35,10 +37,18 @@ class ArchitectureTest(unittest.TestCase):
             with self.subTest(path=path, name=name):
                 self.assertTrue((SOURCE / path).is_file())
                 self.assertIn(name, functions(path) | {""})
-        rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-        rooms |= {path.stem for path in SOURCE.glob("*.py")} - {"__init__"}
+
+    def test_rooms(self) -> None:
+        """The rooms stand in the order in which they may import each other, the lowest last."""
+        text = (ROOT / "docs" / "architecture.md").read_text()
         table = text[text.index("| room |") : text.index("## Three")]
-        self.assertEqual(rooms, set(re.findall(r"`([a-z_]+)`", table.replace("`vua`", ""))) & rooms)
+        first = [line.split("|")[1] for line in table.splitlines()[2:] if line]
+        rows = [re.findall(r"`([a-z_]+)`", rooms) for rooms in first]
+        floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+        floors = [[floor_of[room] for room in row] for row in rows]
+        self.assertEqual({*floor_of}, {room for row in rows for room in row})
+        for above, below in pairwise(floors):
+            self.assertGreater(min(above), max(below), rows)
 
 
 if __name__ == "__main__":

@@ -7,27 +7,9 @@ import re
 import unittest
 
 from helpers import TESTS
-from imports import existing, imported_names, program, sources
+from imports import FLOORS, existing, imported_names, program, sources
 from properties import settings
 
-# From the bottom up: a room, which is a package or one of the flat modules, may import those before
-# it. Rooms of one line may not import each other.
-FLOORS = (
-    ("errors",),
-    ("serdes",),
-    ("io",),  # what the operating system gives
-    ("native",),
-    ("format",),
-    ("security", "weights"),
-    ("storage",),
-    ("capacity", "device"),
-    ("store",),
-    ("config",),
-    ("core", "connector"),
-    ("llama_cpp", "lmcache", "sglang", "transformers", "vllm"),
-    ("cli",),
-    ("testing",),
-)
 FACES = ("llama_cpp", "lmcache", "sglang", "transformers", "vllm")
 """Of the engines: only what tests them imports them."""
 TESTING = "vua.testing"
