@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 from devices import on_cpu_too
 
-from helpers import DirectoryTest, flip, keys_of, noise, save_step, until
+from helpers import DirectoryTest, bits, flip, keys_of, noise, save_step, until
+from vua.device.movers import PosixMover
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.storage.base import Filled
@@ -37,21 +38,22 @@ LAYOUT = KVLayout(2, 2, 32, 32, "F32", 16)
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class BadChunkTest(DirectoryTest):
-    def begin(self, *, on_device: bool) -> None:
+    def begin(self, *, on_device: bool, **settings: Any) -> None:
         """A worker that has stored five chunks of noise."""
         if on_device:
             on_cpu_too(self)
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
         identity = Identity(model=f"device {on_device}", chunk_tokens=16)
         model = Model(identity, (group,), (16,), latent=False)
-        config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
+        path = str(self.root)
+        config = ConnectorConfig(shared_storage_path=path, chunk_tokens=16, **settings)
         self.watch = FileEventLog(model)
         self.side = WorkerSide(model, config, Rank(0, 0), self.watch)
         self.addCleanup(self.side.shutdown)
         shape = (16, 2, 16, 2, 32) if on_device else (16, 2, 16, 64)
-        layers = {f"model.layers.{at}": noise(*shape, seed=at) for at in range(2)}
-        numbers = {name: at for at, name in enumerate(layers)}
-        self.side.register(layers, numbers, dict.fromkeys(layers, 0), page_layout)
+        self.layers = {f"model.layers.{at}": noise(*shape, seed=at) for at in range(2)}
+        numbers = {name: at for at, name in enumerate(self.layers)}
+        self.side.register(self.layers, numbers, dict.fromkeys(self.layers, 0), page_layout)
         self.keys = keys_of(range(80), 16)
         orders = ConnectorMetadata(saves=[SaveOrder([[1, 2, 3, 4, 5]], [(0, self.keys)])])
         save_step(self.side, orders)
@@ -93,6 +95,32 @@ class BadChunkTest(DirectoryTest):
                 with mock.patch.object(LocalStorage, "read", return_value=answer):
                     self.assertEqual([], self.load())
                 self.assertEqual({6, 7, 8, 9, 10}, self.side.take_failed_blocks())
+
+    def test_direct_reads_of_other_bytes(self) -> None:
+        """Files that are right although they came wrong into device memory: that way is given up.
+
+        They come by way of the host. Control: a way that reads them right is used.
+        """
+        read = PosixMover.read
+
+        def wrong(mover: Any, handle: Any, memory: Any, at: int, *more: Any) -> int:
+            got = read(mover, handle, memory, at, *more)
+            memory[at] ^= 1
+            return got
+
+        self.begin(on_device=True, gds_mode="required")
+        self.side.stats.take()
+        self.assertEqual([], self.load())
+        self.assertEqual({"gds"}, {*(self.side.stats.take() or {})["vua_loaded_bytes_total"]})
+        for layer in self.layers.values():
+            layer[6:11] = 0
+        with mock.patch.object(PosixMover, "read", wrong), self.assertLogs("vua.device", "WARNING"):
+            self.assertEqual([], self.load())
+        self.assertIsNone(self.side.gds.mover)
+        self.assertEqual({"pinned"}, {*(self.side.stats.take() or {})["vua_loaded_bytes_total"]})
+        self.assertEqual(set(), self.side.take_failed_blocks())
+        for layer in self.layers.values():
+            self.assertEqual(bits(layer[1:6]), bits(layer[6:11]))
 
 
 if __name__ == "__main__":
