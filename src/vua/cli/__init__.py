@@ -135,7 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_upkeep(commands, common, keys)
     _add_transfer(commands, common, keys)
 
-    add_warm(commands, common)
+    add_warm(commands, common, keys)
     add_key(commands, common)
 
     one = commands.add_parser(

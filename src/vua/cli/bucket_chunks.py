@@ -34,6 +34,7 @@ __all__ = [
     "BucketSpace",
     "cost",
     "find_key_ids",
+    "header",
     "listed_spaces",
     "opened_bucket",
     "resolve",
@@ -158,11 +159,11 @@ class BucketSpace:
 
 def _find_before(chunk: BucketChunk) -> None:
     """Read what a chunk says of the one before it; nothing where it cannot be read."""
-    info = _header(chunk, chunk.paths[0])
+    info = header(chunk, chunk.paths[0])
     chunk.before = (info.parent or "") if info is not None and info.start else ""
 
 
-def _header(chunk: BucketChunk, path: str) -> EntryInfo | None:
+def header(chunk: BucketChunk, path: str) -> EntryInfo | None:
     """Return what an entry's header says; None where it cannot be read or is not sound."""
     key, bucket = (chunk.place / path).key, chunk.place.bucket
     with suppress(OSError, CorruptEntryError):
@@ -187,7 +188,7 @@ def find_key_ids(chunks: Sequence[BucketChunk], show: Show) -> None:
 
 
 def _find_key_ids(chunk: BucketChunk) -> None:
-    infos = [_header(chunk, path) for path in chunk.paths]
+    infos = [header(chunk, path) for path in chunk.paths]
     chunk.key_ids = {one.mark.key_id if one is not None and one.kind else "" for one in infos}
 
 

@@ -1,4 +1,4 @@
-"""The namespaces that `vua export` reads, in a directory or in a bucket."""
+"""The namespaces that `vua export` and `vua warm` read, in a directory or in a bucket."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from vua.cli.archive import MAX_FILE_NBYTES
 from vua.cli.bucket_chunks import BucketSpace, listed_spaces, opened_bucket
 from vua.cli.check import Check, Checker, Place
 from vua.cli.spread import over_fans
+from vua.errors import CorruptEntryError
 from vua.format.compressed import PACKAGE, decompressed
+from vua.format.header import MAX_HEADER_NBYTES
+from vua.format.parse import EntryInfo, parse_entry
 from vua.io import posix
 from vua.storage.description import Description, read_description
-from vua.storage.local import chunk_path
+from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.names import is_compressed, plain_path
 from vua.storage.urls import is_url
 from vua.store.namespace import check_root
@@ -77,6 +80,10 @@ class Source(ABC):
         """Whether a chunk is there."""
 
     @abstractmethod
+    def header(self, chunk: str) -> EntryInfo | None:
+        """Return what an entry of a chunk says; None where none is there or it cannot be read."""
+
+    @abstractmethod
     def listed(self, chunk: str) -> list[str]:
         """Return the names of what lies in a chunk's folder, in order."""
 
@@ -101,6 +108,14 @@ class _Directory(Source):
 
     def holds(self, chunk: str) -> bool:
         return mtime_ns_of(self.space.fd, chunk) is not None
+
+    def header(self, chunk: str) -> EntryInfo | None:
+        with contextlib.suppress(OSError, CorruptEntryError):
+            for name in self.listed(chunk):
+                if name.endswith(SUFFIX):
+                    with self.opened(f"{chunk_path(chunk)}/{name}") as file:
+                        return parse_entry(file.stream.read(MAX_HEADER_NBYTES))
+        return None
 
     def listed(self, chunk: str) -> list[str]:
         with listed(self.space.fd, chunk_path(chunk)) as entries:
@@ -132,6 +147,10 @@ class _InBucket(Source):
 
     def holds(self, chunk: str) -> bool:
         return chunk in self.space.chunks
+
+    def header(self, chunk: str) -> EntryInfo | None:
+        one = self.space.chunks.get(chunk)
+        return None if one is None else bucket_chunks.header(one, one.paths[0])
 
     def listed(self, chunk: str) -> list[str]:
         one = self.space.chunks[chunk]

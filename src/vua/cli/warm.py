@@ -2,7 +2,8 @@
 
 An engine of its own does it (vLLM, SGLang, transformers), or a server that runs already and has VUA
 (vLLM, SGLang), through the API of OpenAI. What is newly stored is what the directory holds
-afterwards and did not before (:mod:`vua.cli.events`), whatever the engine says.
+afterwards and did not before (:mod:`vua.cli.events`), whatever the engine says. Prompts' chunks are
+looked for under the names that the keys give which the command is told.
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 from urllib import error, request
 
 from vua.cli.arguments import VARIABLE
-from vua.cli.events import look
+from vua.cli.events import Seen, look
+from vua.cli.keys import NO_KEYS, prompt_keys
+from vua.cli.sources import sources
 from vua.cli.text import DAMAGED, SOUND, Write, progress, table
 from vua.errors import ConfigError, InputError
-from vua.format.keys import KeyChain, token_ids
+from vua.format.keys import token_ids
+from vua.security.settings import Security
 from vua.storage.urls import is_url
+from vua.store.namespace import Namespace
+from vua.store.opening import locate, open_namespace
 from vua.weights import weights_fingerprint
 
 __all__ = ["add_warm", "warm"]
@@ -34,13 +40,17 @@ _TOGETHER: Final = 32
 """Prompts that vLLM is given at a time."""
 _PATIENCE_S: Final = 20.0
 """A server stores behind its answers: how long it is waited for when nothing new appears."""
+_BRIEFLY_S: Final = 5.0
+"""Likewise where the names of what is stored show that its keys are others than those given."""
 _LOOK_S: Final = 0.2
+_FIRST_CHUNKS: Final = 64
+"""Of so many the headers are read, at most, to see which keys they are sealed with."""
 _TELL_IDS: Final = ("return_token_ids", "return_prompt_token_ids")
 """Let vLLM (both ways) and SGLang (completions; chats) tell a prompt's token ids."""
 _ANSWER_S: Final = 3600.0
 
-_Held: TypeAlias = dict[tuple[str, int], set[str]]
-"""The chunks that a lookup can find, by namespace and its tokens per chunk."""
+_Held: TypeAlias = dict[str, set[str]]
+"""The chunks that a lookup can find, by namespace."""
 
 
 @dataclass(slots=True)
@@ -62,10 +72,12 @@ class _Prompt:
 
 
 def add_warm(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    common: argparse.ArgumentParser,
+    keys: argparse.ArgumentParser,
 ) -> None:
     """Add the command's arguments."""
-    one = commands.add_parser("warm", parents=[common], help="compute prompts and store them")
+    one = commands.add_parser("warm", parents=[common, keys], help="compute prompts and store them")
     one.add_argument(
         "prompts", metavar="FILE", help='a prompt a line; .jsonl: {"prompt"} or {"messages"}'
     )
@@ -107,16 +119,34 @@ def warm(options: argparse.Namespace, *, write: Write | None) -> int:
     if options.limit is not None and options.limit < 1:
         msg = f"--limit must be at least 1, found {options.limit}"
         raise ConfigError(msg)
+    if not options.server and options.engine in _WITHOUT_KEYS and options.security != NO_KEYS:
+        msg = (
+            f"--engine {options.engine} stores without keys, so --key-file, --tenant-keys and "
+            "--encrypt would have no effect; leave them out, or use --engine vllm"
+        )
+        raise ConfigError(msg)
     prompts = _read(options.prompts)[: options.limit]
-    before = _held(options.path)
+    cache, misnamed = _Cache(options.path, options.security), ""
+    before = cache.look()
     with progress() as show, redirect_stdout(sys.stderr):  # engines print
         for done, _ in enumerate(run(options, prompts), 1):
             amount = sum(one.tokens or 0 for one in prompts)
             show("warm", done, len(prompts), amount=amount, unit="tokens")
     if options.path:
-        after = _held_at_last(options.path, prompts) if options.server else _held(options.path)
-        _count(prompts, before, after)
+        if options.server:
+            misnamed = _wait(cache, prompts, before)
+        else:
+            cache.look()
+        if not misnamed:
+            _count(prompts, cache, before)
     _report(prompts, write)
+    if misnamed:
+        msg = (
+            f"{options.path}: nothing of these prompts is found; {misnamed}. Names are made with "
+            "the keys: give --key-file and --encrypt as the server is told security.key_file and "
+            "security.encrypt. The prompts are computed; what is stored of them is not counted"
+        )
+        raise ConfigError(msg)
     return DAMAGED if any(one.problem for one in prompts) else SOUND
 
 
@@ -191,7 +221,9 @@ def _vllm(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_
     engine = _package("vllm")
     if Path(options.model).is_dir():
         weights_fingerprint(options.model)  # an engine stores nothing until it knows its weights
-    words = ["serve", options.model, "--vua-path", options.path]
+    keys = {name: getattr(options, name) for name in ("key_file", "tenant_keys", "encrypt")}
+    extra = json.dumps({"kv_connector_extra_config": {"security": keys}})
+    words = ["serve", options.model, "--vua-path", options.path, "--kv-transfer-config", extra]
     transfer = json.loads(_package("vua.vllm.serve").with_connector(words)[-1])
     settings = {"kv_transfer_config": transfer, **options.engine_args}
     model = engine.LLM(model=options.model, **settings)
@@ -232,7 +264,8 @@ def _sglang(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator
             else:
                 one.found = answer["meta_info"]["cached_tokens"]
             yield one
-        _held_at_last(options.path, [one for one in prompts if not one.problem])
+        cache = _Cache(options.path, options.security)
+        _wait(cache, [one for one in prompts if not one.problem])
     finally:
         model.shutdown()
 
@@ -240,6 +273,8 @@ def _sglang(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator
 _ENGINES: Final[
     Mapping[str, Callable[[argparse.Namespace, Sequence[_Prompt]], Iterator[_Prompt]]]
 ] = {"sglang": _sglang, "transformers": _transformers, "vllm": _vllm}
+_WITHOUT_KEYS: Final = ("sglang", "transformers")
+"""Of these, those that cannot be given keys."""
 
 
 def _server(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
@@ -281,46 +316,126 @@ def _call(url: str, body: object = None) -> Any:  # noqa: ANN401
 # -- what is stored of them -----------------------------------------------------------------------
 
 
-def _held(where: str | None) -> _Held:
-    """Return what a cache holds; nothing where there is none yet."""
-    if where is None or not (is_url(where) or Path(where).exists()):
-        return {}
-    return {
-        (name, seen.layouts[0].chunk_tokens): set(seen.stored)
-        for name, seen in look(where, {}).items()
-    }
+class _Cache:
+    """A cache as this command sees it: what it holds, and what it calls a prompt's chunks."""
+
+    def __init__(self, where: str | None, security: Security) -> None:
+        """Look at a directory or a bucket, if one is given; of ``security`` the keys count."""
+        self._where = where
+        self._security = replace(security, trusted_uids="any")  # names are all that is read
+        self._seen: dict[str, Seen] = {}
+        self._opened: dict[str, Namespace] = {}
+        self.held: _Held = {}
+        """What the last look found."""
+
+    def look(self) -> _Held:
+        """Return what it holds now; nothing where there is none yet."""
+        where = self._where
+        if where is None or not (is_url(where) or Path(where).exists()):
+            self._seen = {}
+        else:
+            self._seen = look(where, self._seen)
+        self.held = {name: set(one.stored) for name, one in self._seen.items()}
+        return self.held
+
+    def chunk_tokens(self, name: str) -> int:
+        """Return the tokens per chunk of a namespace."""
+        return self._seen[name].layouts[0].chunk_tokens
+
+    def chunks(self, prompt: _Prompt, name: str) -> set[str]:
+        """Return the chunks of a prompt, as a namespace names them; none where it is gone.
+
+        Raises NoKeyError.
+        """
+        ids, namespace = token_ids(prompt.ids or ()), self._namespace(name)
+        if namespace is None:
+            return set()
+        keys, _ = prompt_keys(namespace, ids, "")
+        return {key.name for key in keys.first(len(keys))}
+
+    def misnamed(self, before: _Held) -> str:
+        """Say whose keys name what is stored, and whose would have to; nothing where these agree.
+
+        Told by headers of first chunks, of the new ones if there are some. Those of requests with a
+        salt have a parent, and tell nothing. Raises NoKeyError, StorageError, OSError.
+        """
+        first = [
+            (name, chunk)
+            for name, one in self._seen.items()
+            for chunk, previous in one.stored.items()
+            if not previous
+        ]
+        new = [(name, chunk) for name, chunk in first if chunk not in before.get(name, ())]
+        for some in (new, first):
+            seals = self._seals(some[:_FIRST_CHUNKS])
+            if seals:
+                found, expected = seals[0]
+                agree = any(one == other for one, other in seals)
+                return "" if agree else f"found: chunks that are {found}; expected: {expected}"
+        return ""
+
+    def _seals(self, chunks: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return how first chunks without extras are sealed, and how they would be by our keys."""
+        if self._where is None or not chunks:
+            return []
+        seals = []
+        with progress() as show, sources(self._where, show) as found:
+            there = {one.name: one for one in found}
+            for name, chunk in chunks:
+                namespace = self._namespace(name)
+                info = there[name].header(chunk) if name in there else None
+                if namespace is not None and info is not None and not info.parent:
+                    _, seal = prompt_keys(namespace, b"", "")
+                    expected = _sealed(seal.kind, seal.key_id) if seal else _sealed()
+                    seals.append((_sealed(info.kind, info.mark.key_id), expected))
+        return seals
+
+    def _namespace(self, name: str) -> Namespace | None:
+        if self._where is not None and name not in self._opened:
+            place = locate(self._where, create=False) / name
+            namespace = open_namespace(place, security=self._security)
+            if namespace is not None:
+                self._opened[name] = namespace
+        return self._opened.get(name)
 
 
-def _held_at_last(where: str, prompts: Sequence[_Prompt]) -> _Held:
-    """Wait until a cache holds the prompts, or nothing new has appeared for a while."""
+def _sealed(kind: str = "", key_id: str = "") -> str:
+    return f"sealed ({kind}) with key {key_id}" if kind else "not sealed"
+
+
+def _wait(cache: _Cache, prompts: Sequence[_Prompt], before: _Held | None = None) -> str:
+    """Wait until a cache holds the prompts, or nothing new has appeared for a while.
+
+    ``before`` is what it held before a server was asked, whose keys may be others than those given.
+    Returns what shows that they are, as :meth:`_Cache.misnamed` does.
+    """
     held: _Held = {}
-    until_s = time.monotonic() + _PATIENCE_S
+    misnamed, until_s = "", time.monotonic() + _PATIENCE_S
     while True:
-        if (now := _held(where)) != held:
-            held, until_s = now, time.monotonic() + _PATIENCE_S
-        wanted = [{space: _chunks(one, space) for space in held} for one in prompts]
-        if all(any(each[space] <= held[space] for space in each) for each in wanted):
-            return held
+        has_changed = cache.look() != held
+        held = cache.held
+        wanted = [{name: cache.chunks(one, name) for name in held} for one in prompts]
+        if all(any(each[name] <= held[name] for name in each) for each in wanted):
+            return ""
+        if has_changed:
+            ours = any(each[name] & held[name] for each in wanted for name in each)
+            misnamed = "" if ours or before is None else cache.misnamed(before)
+            until_s = time.monotonic() + (_BRIEFLY_S if misnamed else _PATIENCE_S)
         if time.monotonic() > until_s:
-            return held
+            return misnamed
         time.sleep(_LOOK_S)
 
 
-def _chunks(prompt: _Prompt, space: tuple[str, int]) -> set[str]:
-    """Return the chunks of a prompt, as a namespace names them."""
-    ids = token_ids(prompt.ids or ())
-    return {key.name for key in KeyChain(ids, space[1]).first(len(ids))}
-
-
-def _count(prompts: Sequence[_Prompt], before: _Held, after: _Held) -> None:
+def _count(prompts: Sequence[_Prompt], cache: _Cache, before: _Held) -> None:
     """Note what is stored of each prompt that was not before."""
-    new = {space: held - before.get(space, set()) for space, held in after.items()}
+    new = {name: held - before.get(name, set()) for name, held in cache.held.items()}
     for one in prompts:
         if one.ids is not None:
-            mine = {space: held & _chunks(one, space) for space, held in new.items()}
-            one.stored = max((len(mine[space]) * space[1] for space in mine), default=0)
-            for space, chunks in mine.items():
-                new[space] -= chunks
+            mine = {name: held & cache.chunks(one, name) for name, held in new.items()}
+            sizes = [len(chunks) * cache.chunk_tokens(name) for name, chunks in mine.items()]
+            one.stored = max(sizes, default=0)
+            for name, chunks in mine.items():
+                new[name] -= chunks
 
 
 def _report(prompts: Sequence[_Prompt], write: Write | None) -> None:
