@@ -12,45 +12,28 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 from urllib import error, request
 
 from vua.cli.arguments import VARIABLE
-from vua.cli.events import Seen, look
-from vua.cli.keys import NO_KEYS, prompt_keys
-from vua.cli.sources import sources
+from vua.cli.keys import NO_KEYS
 from vua.cli.text import DAMAGED, SOUND, Write, progress, table
+from vua.cli.warm_cache import Held, WarmedCache
 from vua.errors import ConfigError, InputError
-from vua.format.keys import token_ids
-from vua.security.settings import Security
-from vua.storage.urls import is_url
-from vua.store.namespace import Namespace
-from vua.store.opening import locate, open_namespace
 from vua.weights import weights_fingerprint
 
 __all__ = ["add_warm", "warm"]
 
 _TOGETHER: Final = 32
 """Prompts that vLLM is given at a time."""
-_PATIENCE_S: Final = 20.0
-"""A server stores behind its answers: how long it is waited for when nothing new appears."""
-_BRIEFLY_S: Final = 5.0
-"""Likewise where the names of what is stored show that its keys are others than those given."""
-_LOOK_S: Final = 0.2
-_FIRST_CHUNKS: Final = 64
-"""Of so many the headers are read, at most, to see which keys they are sealed with."""
 _TELL_IDS: Final = ("return_token_ids", "return_prompt_token_ids")
 """Let vLLM (both ways) and SGLang (completions; chats) tell a prompt's token ids."""
 _ANSWER_S: Final = 3600.0
-
-_Held: TypeAlias = dict[str, set[str]]
-"""The chunks that a lookup can find, by namespace."""
 
 
 @dataclass(slots=True)
@@ -126,7 +109,7 @@ def warm(options: argparse.Namespace, *, write: Write | None) -> int:
         )
         raise ConfigError(msg)
     prompts = _read(options.prompts)[: options.limit]
-    cache, misnamed = _Cache(options.path, options.security), ""
+    cache, misnamed = WarmedCache(options.path, options.security), ""
     before = cache.look()
     with progress() as show, redirect_stdout(sys.stderr):  # engines print
         for done, _ in enumerate(run(options, prompts), 1):
@@ -134,7 +117,7 @@ def warm(options: argparse.Namespace, *, write: Write | None) -> int:
             show("warm", done, len(prompts), amount=amount, unit="tokens")
     if options.path:
         if options.server:
-            misnamed = _wait(cache, prompts, before)
+            misnamed = cache.wait_for([one.ids or () for one in prompts], before)
         else:
             cache.look()
         if not misnamed:
@@ -264,8 +247,8 @@ def _sglang(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator
             else:
                 one.found = answer["meta_info"]["cached_tokens"]
             yield one
-        cache = _Cache(options.path, options.security)
-        _wait(cache, [one for one in prompts if not one.problem])
+        cache = WarmedCache(options.path, options.security)
+        cache.wait_for([one.ids or () for one in prompts if not one.problem])
     finally:
         model.shutdown()
 
@@ -313,125 +296,12 @@ def _call(url: str, body: object = None) -> Any:  # noqa: ANN401
         raise ConfigError(msg) from problem
 
 
-# -- what is stored of them -----------------------------------------------------------------------
-
-
-class _Cache:
-    """A cache as this command sees it: what it holds, and what it calls a prompt's chunks."""
-
-    def __init__(self, where: str | None, security: Security) -> None:
-        """Look at a directory or a bucket, if one is given; of ``security`` the keys count."""
-        self._where = where
-        self._security = replace(security, trusted_uids="any")  # names are all that is read
-        self._seen: dict[str, Seen] = {}
-        self._opened: dict[str, Namespace] = {}
-        self.held: _Held = {}
-        """What the last look found."""
-
-    def look(self) -> _Held:
-        """Return what it holds now; nothing where there is none yet."""
-        where = self._where
-        if where is None or not (is_url(where) or Path(where).exists()):
-            self._seen = {}
-        else:
-            self._seen = look(where, self._seen)
-        self.held = {name: set(one.stored) for name, one in self._seen.items()}
-        return self.held
-
-    def chunk_tokens(self, name: str) -> int:
-        """Return the tokens per chunk of a namespace."""
-        return self._seen[name].layouts[0].chunk_tokens
-
-    def chunks(self, prompt: _Prompt, name: str) -> set[str]:
-        """Return the chunks of a prompt, as a namespace names them; none where it is gone.
-
-        Raises NoKeyError.
-        """
-        ids, namespace = token_ids(prompt.ids or ()), self._namespace(name)
-        if namespace is None:
-            return set()
-        keys, _ = prompt_keys(namespace, ids, "")
-        return {key.name for key in keys.first(len(keys))}
-
-    def misnamed(self, before: _Held) -> str:
-        """Say whose keys name what is stored, and whose would have to; nothing where these agree.
-
-        Told by headers of first chunks, of the new ones if there are some. Those of requests with a
-        salt have a parent, and tell nothing. Raises NoKeyError, StorageError, OSError.
-        """
-        first = [
-            (name, chunk)
-            for name, one in self._seen.items()
-            for chunk, previous in one.stored.items()
-            if not previous
-        ]
-        new = [(name, chunk) for name, chunk in first if chunk not in before.get(name, ())]
-        for some in (new, first):
-            seals = self._seals(some[:_FIRST_CHUNKS])
-            if seals:
-                found, expected = seals[0]
-                agree = any(one == other for one, other in seals)
-                return "" if agree else f"found: chunks that are {found}; expected: {expected}"
-        return ""
-
-    def _seals(self, chunks: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return how first chunks without extras are sealed, and how they would be by our keys."""
-        if self._where is None or not chunks:
-            return []
-        seals = []
-        with progress() as show, sources(self._where, show) as found:
-            there = {one.name: one for one in found}
-            for name, chunk in chunks:
-                namespace = self._namespace(name)
-                info = there[name].header(chunk) if name in there else None
-                if namespace is not None and info is not None and not info.parent:
-                    _, seal = prompt_keys(namespace, b"", "")
-                    expected = _sealed(seal.kind, seal.key_id) if seal else _sealed()
-                    seals.append((_sealed(info.kind, info.mark.key_id), expected))
-        return seals
-
-    def _namespace(self, name: str) -> Namespace | None:
-        if self._where is not None and name not in self._opened:
-            place = locate(self._where, create=False) / name
-            namespace = open_namespace(place, security=self._security)
-            if namespace is not None:
-                self._opened[name] = namespace
-        return self._opened.get(name)
-
-
-def _sealed(kind: str = "", key_id: str = "") -> str:
-    return f"sealed ({kind}) with key {key_id}" if kind else "not sealed"
-
-
-def _wait(cache: _Cache, prompts: Sequence[_Prompt], before: _Held | None = None) -> str:
-    """Wait until a cache holds the prompts, or nothing new has appeared for a while.
-
-    ``before`` is what it held before a server was asked, whose keys may be others than those given.
-    Returns what shows that they are, as :meth:`_Cache.misnamed` does.
-    """
-    held: _Held = {}
-    misnamed, until_s = "", time.monotonic() + _PATIENCE_S
-    while True:
-        has_changed = cache.look() != held
-        held = cache.held
-        wanted = [{name: cache.chunks(one, name) for name in held} for one in prompts]
-        if all(any(each[name] <= held[name] for name in each) for each in wanted):
-            return ""
-        if has_changed:
-            ours = any(each[name] & held[name] for each in wanted for name in each)
-            misnamed = "" if ours or before is None else cache.misnamed(before)
-            until_s = time.monotonic() + (_BRIEFLY_S if misnamed else _PATIENCE_S)
-        if time.monotonic() > until_s:
-            return misnamed
-        time.sleep(_LOOK_S)
-
-
-def _count(prompts: Sequence[_Prompt], cache: _Cache, before: _Held) -> None:
+def _count(prompts: Sequence[_Prompt], cache: WarmedCache, before: Held) -> None:
     """Note what is stored of each prompt that was not before."""
     new = {name: held - before.get(name, set()) for name, held in cache.held.items()}
     for one in prompts:
         if one.ids is not None:
-            mine = {name: held & cache.chunks(one, name) for name, held in new.items()}
+            mine = {name: held & cache.chunks(one.ids, name) for name, held in new.items()}
             sizes = [len(chunks) * cache.chunk_tokens(name) for name, chunks in mine.items()]
             one.stored = max(sizes, default=0)
             for name, chunks in mine.items():

@@ -183,7 +183,7 @@ class ServerTest(KeysTest):
                 self.assertEqual((0, 8, ""), self.warm(address, *words))
                 self.assertEqual((0, 0, ""), self.warm(address, *words))
 
-    @mock.patch("vua.cli.warm._BRIEFLY_S", 0.5)
+    @mock.patch("vua.cli.warm_cache._BRIEFLY_S", 0.5)
     def test_other_names(self) -> None:
         """Who gives no key, another one, or one too many is told so without a long wait."""
         sealed, other = f"sealed (gmac) with key {self.id_of(self.key)}", self.id_of(self.wrong)
@@ -205,7 +205,7 @@ class ServerTest(KeysTest):
                     self.assertIn("--key-file", err)
 
     @unittest.skipUnless(find_spec("obstore"), "obstore is not installed")
-    @mock.patch("vua.cli.warm._BRIEFLY_S", 0.5)
+    @mock.patch("vua.cli.warm_cache._BRIEFLY_S", 0.5)
     def test_bucket(self) -> None:
         """Both hold for buckets."""
         from buckets import memory_url
@@ -218,7 +218,7 @@ class ServerTest(KeysTest):
         self.assertEqual((2, None), (code, new))
         self.assertIn(f"with key {self.id_of(self.key)}; expected: not sealed", err)
 
-    @mock.patch("vua.cli.warm._BRIEFLY_S", 0.1)
+    @mock.patch("vua.cli.warm_cache._BRIEFLY_S", 0.1)
     def test_others(self) -> None:
         """What others store in the directory with keys of their own does not end the wait."""
         for stored, words in ((Security(), []), (self.own, ["--key-file", self.key])):
