@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vua import native
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
@@ -43,7 +42,7 @@ from vua.vllm.events import BlockEvents, enabled
 from vua.vllm.prometheus import VUAPromMetrics, VUAStats
 from vua.vllm.setups import setup_of
 from vua.vllm.step import step_of
-from vua.vllm.versions import caveat, check_version
+from vua.vllm.versions import announce, check_version
 from vua.vllm.weights import find_weights
 from vua.weights import Identification
 
@@ -116,7 +115,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                     setup=setup_of(vllm_config),
                     identification=Identification(partial(find_weights, vllm_config)),
                 )
-                self._announce(transfer)
+                announce(transfer)
             else:
                 watch = FileEventLog(model) if enabled(vllm_config) else None
                 self.worker = self._make_worker(vllm_config, model, watch)
@@ -138,17 +137,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             if not VUAStorageConnector_V1._copied:  # its two halves may live in one process
                 VUAStorageConnector_V1._copied = True
                 log.warning("VUA: a forked copy of an engine's process neither loads nor stores")
-
-    def _announce(self, transfer: Any) -> None:  # noqa: ANN401
-        log.info("VUA: %s", native.status().text)
-        if (text := caveat()) is not None:
-            log.warning("VUA: %s", text)
-        if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
-            log.warning(
-                'VUA: kv_load_failure_policy is "%s": a damaged or vanished file will FAIL its '
-                'request. Set kv_load_failure_policy="recompute" in --kv-transfer-config',
-                transfer.kv_load_failure_policy,
-            )
 
     def _make_worker(
         self,

@@ -15,10 +15,13 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
+from vua import native
+from vua.connector.log import logger
 from vua.errors import ConfigError
 
 __all__ = [
     "MEDIUM_STORAGE",
+    "announce",
     "can_fail_requests",
     "caveat",
     "check_version",
@@ -27,6 +30,8 @@ __all__ = [
     "packs_k_and_v",
     "session_of",
 ]
+
+log = logger()
 
 OLDEST_ON_GPU: Final = Version("0.24")
 """From here to `OLDEST` on NVIDIA GPUs alone: the forms of their pages on CPUs were not checked."""
@@ -86,6 +91,19 @@ def caveat() -> str | None:
         f"vLLM {vllm.__version__} with this version of VUA: not run; {known} "
         f"(run: {OLDEST} to {NEWEST_RUN})"
     )
+
+
+def announce(transfer: Any) -> None:  # noqa: ANN401
+    """Tell the log what is in use, and what its readers may want to change in ``transfer``."""
+    log.info("VUA: %s", native.status().text)
+    if (text := caveat()) is not None:
+        log.warning("VUA: %s", text)
+    if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
+        log.warning(
+            'VUA: kv_load_failure_policy is "%s": a damaged or vanished file will FAIL its '
+            'request. Set kv_load_failure_policy="recompute" in --kv-transfer-config',
+            transfer.kv_load_failure_policy,
+        )
 
 
 def can_fail_requests() -> bool:
