@@ -90,11 +90,11 @@ def content_of(prompt: int, place: int) -> int:
 def fill(root: Path, chunks: int) -> None:
     """Write the entries, without the bookkeeping that a store does for each."""
     Namespace.create(root, IDENTITY, [LAYOUT]).stores[0]
-    nbytes, units = CODEC.file_nbytes - CODEC.header_nbytes, CODEC.unit_nbytes()
+    nbytes, blocks = CODEC.file_nbytes - CODEC.header_nbytes, CODEC.block_nbytes()
     base = root / IDENTITY.namespace
     for fan in range(256):
         (base / f"{fan:02x}").mkdir(exist_ok=True)
-    sums = [[xxhash.xxh3_64_intdigest(bytes([byte]) * n) for n in units] for byte in range(256)]
+    sums = [[xxhash.xxh3_64_intdigest(bytes([byte]) * n) for n in blocks] for byte in range(256)]
     tables = [np.array(one, dtype=np.uint64) for one in sums]
     for prompt in range(-(-chunks // PROMPT_CHUNKS)):
         keys, stamp = keys_of(prompt), time.time_ns()

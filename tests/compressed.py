@@ -51,7 +51,7 @@ def entry(layout: KVLayout = LAYOUT, kind: str = "") -> bytes:
     )
     (key,) = KeyChain(token_ids(range(layout.chunk_tokens)), layout.chunk_tokens).first(1)
     mark = Mark("0" * 16, "1" * 32) if kind else Mark()
-    tags = bytes(TAG_NBYTES * codec.units) if kind else b""
+    tags = bytes(TAG_NBYTES * codec.blocks) if kind else b""
     return encode_header(codec, key, checksums, mark=mark, tags=tags) + payload
 
 

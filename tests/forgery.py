@@ -30,7 +30,7 @@ def forged(
         codec: of another namespace, layout, shard or kind of seal.
         key: another chunk.
         mark: another key or nonce, of a sealed file.
-        tags: other tags, 16 bytes for each unit.
+        tags: other tags, 16 bytes for each checksum block.
         payload: other K and V, as they are stored.
     """
     info = parse_entry(data)

@@ -222,20 +222,21 @@ class Memory:
 
     def map(self) -> MemoryMap:
         """Where the tokens lie."""
-        offsets, strides, bases, piece = [], [], [], self.block_tokens or self.layout.chunk_tokens
+        offsets, strides, bases = [], [], []
+        segment = self.block_tokens or self.layout.chunk_tokens
         for buffer in self.buffers:
             address = buffer.ctypes.data
             if self.block_tokens is None:
                 address += GUARD * buffer.strides[2]
-                stride, places = buffer.strides[1], np.arange(self.tokens // piece)
-                offsets.append((places * piece * buffer.strides[2]).astype(np.uint64))
+                stride, places = buffer.strides[1], np.arange(self.tokens // segment)
+                offsets.append((places * segment * buffer.strides[2]).astype(np.uint64))
             else:
                 stride = buffer.strides[2]
                 offsets.append((self.blocks * buffer.strides[1]).astype(np.uint64))
             layers = np.arange(buffer.shape[0], dtype=np.uint64) * np.uint64(buffer.strides[0])
             bases.append(np.uint64(address) + layers)
             strides.append(stride)
-        return MemoryMap(tuple(bases), tuple(strides), tuple(offsets), piece, self.buffers)
+        return MemoryMap(tuple(bases), tuple(strides), tuple(offsets), segment, self.buffers)
 
 
 def flip(path: Path, at: int, mask: int = 0x01) -> None:

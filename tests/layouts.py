@@ -10,7 +10,7 @@ from vua.format.layout import KVLayout, Shard
 
 SMALL = KVLayout(layers=3, kv_heads=4, k_dim=8, v_dim=4, dtype="BF16", chunk_tokens=4)
 
-# Runs of 32 KiB and 16 KiB: units of 4 layers.
+# Extents of 32 KiB and 16 KiB: checksum blocks of 4 layers.
 DEEP = KVLayout(layers=11, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=128)
 
 

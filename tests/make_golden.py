@@ -68,8 +68,8 @@ def memory_of(layout: KVLayout, shard: Shard) -> MemoryMap:
             for array in arrays
         ),
         head_stride=tuple(array.strides[1] for array in arrays),
-        piece_offset=tuple(chunks * np.uint64(CHUNK * array.strides[2]) for array in arrays),
-        piece_tokens=CHUNK,
+        segment_offset=tuple(chunks * np.uint64(CHUNK * array.strides[2]) for array in arrays),
+        segment_tokens=CHUNK,
         owner=arrays,
     )
 

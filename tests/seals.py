@@ -26,7 +26,7 @@ from vua.store.store import Loaded, Store
 
 SMALL = KVLayout(layers=4, kv_heads=4, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=4)
 
-# Units of 8 layers, so that shards of layers cut through units.
+# Checksum blocks of 8 layers, so that shards of layers cut through them.
 DEEP = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
 
 LATENT = KVLayout(layers=10, kv_heads=1, k_dim=576, v_dim=0, dtype="BF16", chunk_tokens=16)
@@ -109,10 +109,10 @@ class SealTest(DirectoryTest):
         return path
 
 
-# Units of 8 layers that cross the tool's buffer, in files of whole models and of slices.
+# Checksum blocks of 8 layers that cross the tool's buffer, in files of whole models and of slices.
 LONG = KVLayout(layers=20, kv_heads=3, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
 
-# So many units that tags make the header a page longer.
+# So many checksum blocks that tags make the header a page longer.
 WIDE = KVLayout(layers=1, kv_heads=96, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=4)
 
 ALICE, BOB = b"alice", b"bob"

@@ -62,26 +62,26 @@ class Memory:
         if self.place == "staged":
             array = words.transpose(1, 3, 2, 0, 4, 5)
             return array.reshape(*array.shape[:3], -1, array.shape[-1])
-        order = self.map.piece_offset[0] // np.uint64(words.strides[2])
+        order = self.map.segment_offset[0] // np.uint64(words.strides[2])
         blocks = words[:, :, order].transpose(0, 1, 3, 2, 4, 5)
         return blocks.reshape(*blocks.shape[:3], -1, blocks.shape[-1])
 
 
 def dense(layout: KVLayout, chunks: int) -> Memory:
-    """One tensor ``[array, layer, head, token, dim]`` for the whole prefix: runs of one chunk."""
+    """One tensor ``[array, layer, head, token, dim]`` for the whole prefix: segments of a chunk."""
     tokens, dim = chunks * layout.chunk_tokens, layout.k_dim
     words = np.zeros((2, layout.layers, layout.kv_heads, tokens, dim), dtype=np.uint16)
-    pieces = np.arange(chunks, dtype=np.uint64) * np.uint64(layout.run_nbytes[0])
-    return Memory("dense", words, _map(words, pieces, layout.chunk_tokens, words.strides[2]))
+    segments = np.arange(chunks, dtype=np.uint64) * np.uint64(layout.extent_nbytes[0])
+    return Memory("dense", words, _map(words, segments, layout.chunk_tokens, words.strides[2]))
 
 
 def paged(layout: KVLayout, chunks: int, block: int) -> Memory:
-    """Blocks ``[array, layer, block, head, token, dim]`` in random order: runs of one block."""
+    """Blocks ``[array, layer, block, head, token, dim]`` in random order: segments of one block."""
     blocks, dim = chunks * layout.chunk_tokens // block, layout.k_dim
     words = np.zeros((2, layout.layers, blocks, layout.kv_heads, block, dim), dtype=np.uint16)
     table = np.random.default_rng(1).permutation(blocks).astype(np.uint64)
-    pieces = table * np.uint64(words.strides[2])
-    return Memory("paged", words, _map(words, pieces, block, words.strides[3]))
+    segments = table * np.uint64(words.strides[2])
+    return Memory("paged", words, _map(words, segments, block, words.strides[3]))
 
 
 def staged(layout: KVLayout, chunks: int) -> Memory:
@@ -106,10 +106,10 @@ def noise(case: Case) -> Memory:
     return memory
 
 
-def _map(words: Words, pieces: npt.NDArray[np.uint64], tokens: int, head: int) -> MemoryMap:
+def _map(words: Words, segments: npt.NDArray[np.uint64], tokens: int, head: int) -> MemoryMap:
     layers = np.arange(words.shape[1], dtype=np.uint64) * np.uint64(words.strides[1])
     base = tuple(np.uint64(words.ctypes.data + a * words.strides[0]) + layers for a in range(2))
-    return MemoryMap(base, (head, head), (pieces, pieces), tokens, words)
+    return MemoryMap(base, (head, head), (segments, segments), tokens, words)
 
 
 def keys_of(layout: KVLayout, chunks: int, seed: int = 2) -> list[ChunkKey]:

@@ -211,10 +211,10 @@ def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> dict[str, Arm]:
     layout, chunks = saving.case.layout, saving.case.chunks
     buffers = [staged(layout, 1) for _ in range(chunks)]
     savers = [EntryWriter(saving.store, buffer.map) for buffer in buffers]
-    paged, size = saving.paged, saving.paged.map.piece_tokens
+    paged, size = saving.paged, saving.paged.map.segment_tokens
     words = torch.from_numpy(paged.words.view(np.int16))  # [array, layer, block, head, token, dim]
     cache = PagedCache.of(list(zip(words[0], words[1], strict=True)), "BHND")
-    blocks = (paged.map.piece_offset[0] // np.uint64(paged.words.strides[2])).tolist()
+    blocks = (paged.map.segment_offset[0] // np.uint64(paged.words.strides[2])).tolist()
     slots = slots_of(blocks, size, 0, chunks * layout.chunk_tokens).view(chunks, -1)
     targets = [torch.from_numpy(buffer.words[0].view(np.int16)) for buffer in buffers]
 

@@ -54,11 +54,12 @@ def layout_of(nbytes: int) -> KVLayout:
 def memory_of(layout: KVLayout, buffer: memoryview) -> MemoryMap:
     """Return the map of one chunk that lies in ``buffer`` as it does in a file."""
     data = np.frombuffer(buffer, dtype=np.uint8)
-    run, array = layout.run_nbytes[0], layout.kv_heads * layout.layers * layout.run_nbytes[0]
-    layers = np.arange(layout.layers, dtype=np.uint64) * np.uint64(run)
+    extent = layout.extent_nbytes[0]
+    array = layout.kv_heads * layout.layers * extent
+    layers = np.arange(layout.layers, dtype=np.uint64) * np.uint64(extent)
     bases = [np.uint64(data.ctypes.data + place * array) + layers for place in range(2)]
     zero = np.zeros(1, dtype=np.uint64)
-    stride = layout.layers * run
+    stride = layout.layers * extent
     return MemoryMap(tuple(bases), (stride, stride), (zero, zero), layout.chunk_tokens, data)
 
 

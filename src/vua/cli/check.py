@@ -109,7 +109,7 @@ class Checker:
         return Check(outcome, misplaced, nbytes, info, openings is not None)
 
     def _openings(self, info: EntryInfo, header: bytes) -> Iterator[Digest] | None:
-        """What tells of each unit whether its tag is right; None: plain, or the key is not here."""
+        """What tells of each block if its tag is right; None: plain, or the key is not here."""
         if not info.kind:
             return None
         encrypt = info.kind == ENCRYPTED
@@ -117,7 +117,7 @@ class Checker:
         if seal is None:
             return None
         codec = codec_of(info)
-        return seal.openings(codec, info.key, memoryview(header), range(codec.units))
+        return seal.openings(codec, info.key, memoryview(header), range(codec.blocks))
 
     def _first_block(self, fd: int) -> memoryview:
         filled = 0

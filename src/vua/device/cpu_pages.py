@@ -233,8 +233,8 @@ class PagedKV:
         return MemoryMap(
             base=tuple(self._pages.layers(half.offset) for half in strided),
             head_stride=(self._pages.head_nbytes,) * len(strided),
-            piece_offset=tuple(offsets.copy() for _ in strided),
-            piece_tokens=tokens,
+            segment_offset=tuple(offsets.copy() for _ in strided),
+            segment_tokens=tokens,
             owner=self,
             spread=Spread(
                 item,
@@ -251,14 +251,14 @@ class PagedKV:
         """Let chunk places of :meth:`memory` be those of a request's tokens.
 
         The arguments are those of :meth:`scatter_chunks`; what the places have beside these tokens
-        is nowhere. Returns False, and aims at nothing, where the tokens cut a piece. Raises
+        is nowhere. Returns False, and aims at nothing, where the tokens cut a segment. Raises
         InputError.
         """
-        pieces, spread = memory.piece_tokens, memory.spread
-        if (token_start | skip) % pieces or n_tokens % pieces or spread is None:
+        size, spread = memory.segment_tokens, memory.spread
+        if (token_start | skip) % size or n_tokens % size or spread is None:
             return False
         ids = [int(block) for block in block_ids]
-        at = np.arange(token_start, token_start + n_tokens, pieces)
+        at = np.arange(token_start, token_start + n_tokens, size)
         if token_start < 0 or token_start + n_tokens > len(ids) * self._block_size:
             raise InputError(
                 f"{n_tokens} tokens from {token_start} on need more than {len(ids)} blocks"
@@ -267,8 +267,8 @@ class PagedKV:
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self._blocks:
             raise InputError(f"block ids {ids} are not all among {self._blocks} blocks")
         pages, slots = np.divmod(blocks * self._block_size + at % self._block_size, self._slots)
-        first = skip // pieces
-        for offsets, token in zip(memory.piece_offset, spread.token, strict=False):
+        first = skip // size
+        for offsets, token in zip(memory.segment_offset, spread.token, strict=False):
             offsets[:] = NOWHERE
             offsets[first : first + len(at)] = pages * self._pages.page_nbytes + slots * token
         return True

@@ -197,7 +197,7 @@ class DirectReader:
         """Read files that ``codec`` describes, of just this shard, from ``storage``."""
         self._gds, self._codec, self._storage = gds, codec, storage
         self._payload = codec.file_nbytes - codec.header_nbytes
-        sizes = np.array(codec.unit_nbytes(), dtype=np.int64)
+        sizes = np.array(codec.block_nbytes(), dtype=np.int64)
         self._sizes, self._starts = sizes, np.cumsum(sizes) - sizes
 
     def read(self, keys: Sequence[ChunkKey], memory: Tensor) -> tuple[int, bool]:

@@ -45,8 +45,8 @@ class Slab:
         self.chunks, self.number = chunks, number
         self._ranges: list[tuple[int, int, tuple[int, ...]]] = []
         start = 0
-        for dim, run in zip(layout.dims, layout.run_nbytes, strict=True):
-            stop = start + shard.heads * shard.layers * run
+        for dim, extent in zip(layout.dims, layout.extent_nbytes, strict=True):
+            stop = start + shard.heads * shard.layers * extent
             shape = (shard.heads, shard.layers, layout.chunk_tokens, dim)
             self._ranges.append((start, stop, shape))
             start = stop

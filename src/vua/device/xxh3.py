@@ -20,7 +20,7 @@ from torch import Tensor
 __all__ = ["Accumulate", "checksums", "kernel_for", "on_host"]
 
 _SHORT: Final = 240
-"""Inputs up to this length have formulas of their own; units of files are longer."""
+"""Inputs up to this length have formulas of their own; checksum blocks of files are longer."""
 _P32: Final = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 _P64: Final = (
     0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,

@@ -72,9 +72,9 @@ class EntryCodec:
             msg = f"shard {shard.name} lies outside the layout's {layout.full.name}"
             raise LayoutError(msg)
         self.namespace, self.layout, self.shard, self.kind = namespace, layout, shard, kind
-        self.units: int = len(layout.dims) * shard.heads * shard.units(layout)
-        """Number of checksums in a file."""
-        self._table_nbytes = (8 + TAG_NBYTES * bool(kind)) * self.units
+        self.blocks: int = len(layout.dims) * shard.heads * shard.checksum_blocks(layout)
+        """Checksum blocks of a file: the number of its checksums."""
+        self._table_nbytes = (8 + TAG_NBYTES * bool(kind)) * self.blocks
         opening = f'{SEALED}","seal":"{kind}","dtype":"{layout.dtype}' if kind else FORMAT
         self._head = (
             f'{{"__metadata__":{{"format":"{opening}","namespace":"{namespace}",'
@@ -99,22 +99,25 @@ class EntryCodec:
         self.check_offset: int = 8 + text_nbytes - len(self._tail) - _CHECK_WIDTH
         """Where in the file its header's check of itself stands, 16 hexadecimal digits."""
         if self.header_nbytes > MAX_HEADER_NBYTES:
-            msg = f"{self.units} checksums need a header of {self.header_nbytes} bytes; limit 1 MiB"
+            nbytes = self.header_nbytes
+            msg = f"{self.blocks} checksums need a header of {nbytes} bytes; limit 1 MiB"
             raise LayoutError(msg)
 
-    def unit_nbytes(self) -> list[int]:
-        """Return the bytes that each checksum covers, in file order; units leave no gaps."""
-        step, layers = self.layout.unit_layers, self.shard.layers
+    def block_nbytes(self) -> list[int]:
+        """Return the bytes that each checksum covers, in file order; blocks leave no gaps."""
+        step, layers = self.layout.checksum_block_layers, self.shard.layers
         counts = [min(step, layers - first) for first in range(0, layers, step)]
-        return [n * run for run in self.layout.run_nbytes for n in counts * self.shard.heads]
+        return [
+            n * extent for extent in self.layout.extent_nbytes for n in counts * self.shard.heads
+        ]
 
     def _tensors(self) -> str:
         layout, shard = self.layout, self.shard
         parts, offset = [], 0
-        units = [len(layout.dims), shard.heads, shard.units(layout)]
-        tables: list[tuple[str, str, list[int], int]] = [("checksums", "U64", units, 8)]
+        blocks = [len(layout.dims), shard.heads, shard.checksum_blocks(layout)]
+        tables: list[tuple[str, str, list[int], int]] = [("checksums", "U64", blocks, 8)]
         if self.kind:
-            tables.append(("tags", "U8", [*units, TAG_NBYTES], 1))
+            tables.append(("tags", "U8", [*blocks, TAG_NBYTES], 1))
         opaque = self.kind == ENCRYPTED
         for name, dim in zip("kv", layout.dims, strict=False):
             size = ITEMSIZE[layout.dtype]
@@ -166,9 +169,9 @@ class EntryCodec:
         """
         created = int(time.time()) if created is None else created
         variable = self._variable(created, writer, mark.nonce).encode()
-        table = bytes(8 * self.units) + tags
+        table = bytes(8 * self.blocks) + tags
         if len(table) != self._table_nbytes:
-            msg = f"expected {self.units} tags of 16 bytes, found {len(tags)} bytes"
+            msg = f"expected {self.blocks} tags of 16 bytes, found {len(tags)} bytes"
             raise LayoutError(msg)
         return b"".join((self.expected(key, mark.key_id), variable, self._end, table))
 
@@ -191,11 +194,11 @@ class EntryCodec:
             and _VARIABLE.fullmatch(header[len(expected) : stop - len(self._end)])
             and _self_check(header, stop - len(self._end))
         ):
-            return np.frombuffer(header[stop : stop + 8 * self.units], dtype="<u8")
+            return np.frombuffer(header[stop : stop + 8 * self.blocks], dtype="<u8")
         return None
 
     def seal_of(self, header: memoryview) -> tuple[str, npt.NDArray[np.uint8]]:
-        """Return nonce and tags ``[units, 16]`` of a sealed file; :meth:`table_of` comes first.
+        """Return nonce and tags ``[blocks, 16]`` of a sealed file; :meth:`table_of` comes first.
 
         Raises CorruptEntryError when there is no nonce.
         """
@@ -204,8 +207,8 @@ class EntryCodec:
         if found is None or found[1] is None:
             msg = "a sealed file without a nonce: it is damaged"
             raise CorruptEntryError(msg)
-        tags = np.frombuffer(header[self.table_offset + 8 * self.units :], dtype=np.uint8)
-        return found[1].decode(), tags.reshape(self.units, TAG_NBYTES)
+        tags = np.frombuffer(header[self.table_offset + 8 * self.blocks :], dtype=np.uint8)
+        return found[1].decode(), tags.reshape(self.blocks, TAG_NBYTES)
 
 
 def _self_check(header: memoryview, end: int) -> bool:

@@ -16,7 +16,7 @@ TAG_NBYTES: Final = 16
 NO_HASH: Final = "-" * 64
 """Stands for the parent of a chunk that has none."""
 MAX_HEADER_NBYTES: Final = 1 << 20
-"""Larger than any real header: 1 MiB of checksums are 131,072 runs."""
+"""Larger than any real header: 1 MiB of checksums are 131,072 blocks."""
 
 
 class Mark(NamedTuple):

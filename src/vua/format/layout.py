@@ -1,11 +1,12 @@
-"""Coordinates: which rectangle of a model's KV cache a file holds, and where its runs lie.
+"""Coordinates: which rectangle of a model's KV cache a file holds, and where its extents lie.
 
 The canonical payload of a chunk is two arrays, ``k`` and ``v``, each
 ``[KV heads, layers, tokens, head_dim]``. Heads stand outermost, so the heads of one tensor-parallel
 rank are one contiguous byte range per array. A *shard* is a rectangle ``layers a..b, heads c..d``
 (half-open, in the model's global numbering, never a rank); one file holds one shard of one chunk.
-A *run* is one head of one layer of K or V, ``tokens * head_dim`` elements. A *unit* is what one
-checksum covers: the runs of ``unit_layers`` consecutive layers of one head, some 64 KiB.
+An *extent* is one head of one layer of K or V, ``tokens * head_dim`` elements. A *checksum block*
+is what one checksum covers: the extents of ``checksum_block_layers`` consecutive layers of one
+head, some 64 KiB.
 
 Nothing here touches a file or copies a byte.
 """
@@ -32,8 +33,8 @@ ITEMSIZE: Final[Mapping[str, int]] = {
 }  # fmt: skip
 """Bytes per element by safetensors dtype name."""
 
-_UNIT_NBYTES: Final = 128 << 10
-"""What a checksum covers at most (or one run): xxhash keeps the GIL for inputs of this size."""
+_CHECKSUM_BLOCK_NBYTES: Final = 128 << 10
+"""What a checksum covers at most (or one extent): xxhash keeps the GIL for inputs of this size."""
 
 _MAX_CELLS: Final = 1 << 20
 """Layers times KV heads, far beyond any model: what somebody claims must not fill the memory."""
@@ -99,14 +100,14 @@ class KVLayout:
         return (self.k_dim, self.v_dim) if self.v_dim else (self.k_dim,)
 
     @property
-    def run_nbytes(self) -> tuple[int, ...]:
-        """Bytes of one run of K, and of V where there is one."""
+    def extent_nbytes(self) -> tuple[int, ...]:
+        """Bytes of one extent of K, and of V where there is one."""
         return tuple(self.chunk_tokens * dim * ITEMSIZE[self.dtype] for dim in self.dims)
 
     @property
-    def unit_layers(self) -> int:
+    def checksum_block_layers(self) -> int:
         """Consecutive layers of one head that share a checksum, counted from a file's first."""
-        return max(1, _UNIT_NBYTES // max(self.run_nbytes))
+        return max(1, _CHECKSUM_BLOCK_NBYTES // max(self.extent_nbytes))
 
     @property
     def full(self) -> Shard:
@@ -190,13 +191,13 @@ class Shard:
         meets = self.group == other.group and both.layers > 0 and both.heads > 0
         return both if meets else None
 
-    def units(self, layout: KVLayout) -> int:
+    def checksum_blocks(self, layout: KVLayout) -> int:
         """Checksums per head and array that a file of this shard has."""
-        return -(-self.layers // layout.unit_layers)
+        return -(-self.layers // layout.checksum_block_layers)
 
     def payload_nbytes(self, layout: KVLayout) -> int:
         """Bytes of K and V that a file of this shard holds."""
-        return self.heads * self.layers * sum(layout.run_nbytes)
+        return self.heads * self.layers * sum(layout.extent_nbytes)
 
 
 def cover(needed: Shard, available: Iterable[Shard]) -> list[tuple[Shard, Shard]] | None:
@@ -228,32 +229,32 @@ def cover(needed: Shard, available: Iterable[Shard]) -> list[tuple[Shard, Shard]
 
 @dataclass(frozen=True, slots=True)
 class MemoryMap:
-    """Where the tokens of one shard lie in memory, as runs of whole tokens.
+    """Where the tokens of one shard lie in memory, as segments of whole tokens.
 
     Token ``t`` of head ``h`` of layer ``l`` of array ``a`` (0: K, 1: V) lies at ``base[a][l] +
-    h * head_stride[a] + piece_offset[a][t // piece_tokens]`` plus its place inside the piece, in
-    which tokens follow each other without gaps. A dense tensor is one piece per chunk, a paged
-    cache one piece per block. Layers and heads count from the start of the shard.
+    h * head_stride[a] + segment_offset[a][t // segment_tokens]`` plus its place inside the segment,
+    in which tokens follow each other without gaps. A dense tensor is one segment per chunk, a paged
+    cache one segment per cache block. Layers and heads count from the start of the shard.
 
     With ``spread`` a token is no row: it says how far elements lie from each other. Such a map is
-    only loaded into, and a piece that is not wanted has the offset :data:`vua.native.NOWHERE`.
+    only loaded into, and a segment that is not wanted has the offset :data:`vua.native.NOWHERE`.
     """
 
     base: tuple[npt.NDArray[np.uint64], ...]
     """Per array: addresses of head 0, one per layer, ``[layers]``."""
     head_stride: tuple[int, ...]
     """Per array: bytes from one head to the next."""
-    piece_offset: tuple[npt.NDArray[np.uint64], ...]
-    """Per array: byte offset of each piece, ``[pieces]``."""
-    piece_tokens: int
-    """Tokens per piece; divides the chunk length."""
+    segment_offset: tuple[npt.NDArray[np.uint64], ...]
+    """Per array: byte offset of each segment, ``[segments]``."""
+    segment_tokens: int
+    """Tokens per segment; divides the chunk length."""
     owner: object
     """Whatever keeps the memory alive."""
     spread: Spread | None = None
 
     def chunks(self, layout: KVLayout) -> int:
         """Return how many whole chunks the map has room for."""
-        return len(self.piece_offset[0]) * self.piece_tokens // layout.chunk_tokens
+        return len(self.segment_offset[0]) * self.segment_tokens // layout.chunk_tokens
 
 
 def payload_map(
@@ -272,13 +273,13 @@ def payload_map(
     layers = np.arange(shard.layers, dtype=np.uint64)
     places = np.arange(chunks, dtype=np.uint64) * np.uint64(payload)
     bases = []
-    for run in layout.run_nbytes:
-        bases.append(np.uint64(address) + layers * np.uint64(run))
-        address += shard.heads * shard.layers * run
+    for extent in layout.extent_nbytes:
+        bases.append(np.uint64(address) + layers * np.uint64(extent))
+        address += shard.heads * shard.layers * extent
     return MemoryMap(
         base=tuple(bases),
-        head_stride=tuple(shard.layers * run for run in layout.run_nbytes),
-        piece_offset=tuple(places for _ in bases),
-        piece_tokens=layout.chunk_tokens,
+        head_stride=tuple(shard.layers * extent for extent in layout.extent_nbytes),
+        segment_offset=tuple(places for _ in bases),
+        segment_tokens=layout.chunk_tokens,
         owner=owner,
     )

@@ -98,7 +98,7 @@ def parse_entry(data: bytes) -> EntryInfo:
         key, shard, layout = claims(metadata, header, mark)
         codec = _codec(str(metadata["namespace"]), layout, shard, kind)
         created, writer = int(metadata["created"]), str(metadata["writer"]).rstrip()
-        tags_at = codec.table_offset + 8 * codec.units
+        tags_at = codec.table_offset + 8 * codec.blocks
         checksums = np.frombuffer(data[codec.table_offset : tags_at], dtype="<u8")
         tags, check = bytes(data[tags_at : codec.header_nbytes]), int(metadata["check"], 16)
         again = encode_header(
@@ -154,16 +154,16 @@ def encode_header(
     Args:
         codec: of the file.
         key: the chunk.
-        checksums: xxh3-64 of each unit, ``[units]`` in file order.
+        checksums: xxh3-64 of each checksum block, ``[blocks]`` in file order.
         writer: who writes (library version, host), for people to read; cut at 48 characters.
         mark: of a sealed file, which key, and what this file's own key is made with.
-        tags: of a sealed file, 16 bytes for each unit in file order.
+        tags: of a sealed file, 16 bytes for each checksum block in file order.
         created: seconds since 1970; by default now.
 
     Raises LayoutError: checksums or tags are too few or too many.
     """
-    if len(checksums) != codec.units:
-        msg = f"expected {codec.units} checksums, found {len(checksums)}"
+    if len(checksums) != codec.blocks:
+        msg = f"expected {codec.blocks} checksums, found {len(checksums)}"
         raise LayoutError(msg)
     blank = codec.blank_header(key, writer=writer, mark=mark, tags=tags, created=created)
     header = np.frombuffer(bytearray(blank), dtype=np.uint8)
@@ -174,8 +174,8 @@ def encode_header(
 
 
 def checksums_of(codec: EntryCodec, payload: npt.NDArray[np.uint8]) -> list[int]:
-    """Return the xxh3-64 of each unit of a whole payload that lies in one piece."""
-    edges = [0, *itertools.accumulate(codec.unit_nbytes())]
+    """Return the xxh3-64 of each block of a whole payload that lies in one piece."""
+    edges = [0, *itertools.accumulate(codec.block_nbytes())]
     view = memoryview(payload.data)
     return digests_of([view[a:b]] for a, b in itertools.pairwise(edges))
 

@@ -33,7 +33,7 @@ def entry_plan(codec: EntryCodec, taken: Shard, target: Shard, segment_tokens: i
         segment_tokens: tokens that lie together in memory; divides the chunk length.
     """
     layout, stored = codec.layout, codec.shard
-    step, arrays = layout.unit_layers, len(layout.dims)
+    step, arrays = layout.checksum_block_layers, len(layout.dims)
     first = (taken.layer_start - stored.layer_start) // step * step
     last = min(stored.layers, -(-(taken.layer_stop - stored.layer_start) // step) * step)
     array, head, layer = (
@@ -45,12 +45,12 @@ def entry_plan(codec: EntryCodec, taken: Shard, target: Shard, segment_tokens: i
             indexing="ij",
         )
     )
-    extent_nbytes = np.array(layout.run_nbytes, dtype=np.int64)
+    extent_nbytes = np.array(layout.extent_nbytes, dtype=np.int64)
     array_starts = np.cumsum(extent_nbytes * stored.heads * stored.layers)
     array_starts = np.concatenate(([0], array_starts[:-1]))
     nbytes, stored_head = extent_nbytes[array], head - stored.head_start
     offset = array_starts[array] + (stored_head * stored.layers + layer) * nbytes
-    place = (array * stored.heads + stored_head) * stored.units(layout) + layer // step
+    place = (array * stored.heads + stored_head) * stored.checksum_blocks(layout) + layer // step
     starts = np.flatnonzero(np.diff(place, prepend=-1))
     in_model = layer + stored.layer_start
     inside = (in_model >= taken.layer_start) & (in_model < taken.layer_stop)

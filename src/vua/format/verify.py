@@ -72,8 +72,8 @@ def check_payload(
 
 def _block_name(layout: KVLayout, shard: Shard, block: int) -> str:
     """Which part of the model's KV cache a checksum stands for."""
-    step = layout.unit_layers
-    row, column = divmod(block, shard.units(layout))
+    step = layout.checksum_block_layers
+    row, column = divmod(block, shard.checksum_blocks(layout))
     array, head = divmod(row, shard.heads)
     layer = shard.layer_start + column * step
     stop = min(layer + step, shard.layer_stop)

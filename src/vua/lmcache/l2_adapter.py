@@ -354,7 +354,7 @@ def _memory(objects: Sequence[Any]) -> MemoryMap:
     return MemoryMap(
         base=(np.array([base], dtype=np.uint64),),
         head_stride=(0,),
-        piece_offset=(addresses - base,),
-        piece_tokens=1,
+        segment_offset=(addresses - base,),
+        segment_tokens=1,
         owner=objects,
     )

@@ -18,17 +18,17 @@ int vua_is_cold(int fd)
     return syscall(SYS_CACHESTAT, fd, &range, &found, 0) == 0 && found.cached == 0;
 }
 
-/* Some slices that follow each other in a file, and where in it their pages lie. */
+/* Some reads that follow each other in a file, and where in it their pages lie. */
 struct part {
-    const struct slice *first, *stop;
+    const struct read *first, *stop;
     uint64_t begin, end; /* `end` may lie behind the last page's beginning */
 };
 
-/* The slices from `s` on that fit into a bounce buffer together, and at least one. */
-static struct part next_part(const struct work *work, const struct slice *s,
-                             const struct slice *stop)
+/* The reads from `r` on that fit into a bounce buffer together, and at least one. */
+static struct part next_part(const struct work *work, const struct read *r,
+                             const struct read *stop)
 {
-    struct part part = {s, s + 1, s->offset / PAGE * PAGE, s->offset + s->nbytes};
+    struct part part = {r, r + 1, r->offset / PAGE * PAGE, r->offset + r->nbytes};
     while (part.stop < stop && part.stop->offset == part.end &&
            part.end + part.stop->nbytes - part.begin <= work->bounce_nbytes)
         part.end += part.stop++->nbytes;
@@ -36,13 +36,13 @@ static struct part next_part(const struct work *work, const struct slice *s,
 }
 
 /* Write the iovecs of a part, and return how many, if each is whole pages; else 0. */
-static uint64_t aim_pages(struct iovec *rows, const struct work *work, struct part part,
-                          char *header, char *sink, uint64_t place)
+static uint64_t iovecs_of_pages(struct iovec *rows, const struct work *work, struct part part,
+                                char *header, char *discard, uint64_t place)
 {
     struct iovec some[ROWS_MAX];
     uint64_t count = 0;
-    for (const struct slice *s = part.first; s < part.stop; s++) {
-        uint64_t more = vua_aim(some, work->batch, s, header, sink, place);
+    for (const struct read *r = part.first; r < part.stop; r++) {
+        uint64_t more = vua_iovecs_of_read(some, work->batch, r, header, discard, place);
         if (more == 0 || count + more > ROWS_MAX)
             return 0;
         for (uint64_t row = 0; row < more; row++, count++) {
@@ -58,7 +58,7 @@ static uint64_t aim_pages(struct iovec *rows, const struct work *work, struct pa
 static int load_pages(struct work *work, int fd, struct part part, const struct iovec *rows,
                       uint64_t count, char *header, uint64_t *digests)
 {
-    const struct slice *first = part.first;
+    const struct read *first = part.first;
     const struct batch *batch = work->batch;
     int how = 0;
     if (!vua_read_rows(work, fd, rows, count, part.end - part.begin, part.begin, part.end, &how))
@@ -66,7 +66,7 @@ static int load_pages(struct work *work, int fd, struct part part, const struct 
     if (first->header)
         memcpy(header, rows->iov_base, batch->header_nbytes);
     struct cursor at = {rows + (first->header != 0), 0};
-    vua_hash_units(batch, at, first->unit, part.stop[-1].unit_stop, digests);
+    vua_hash_blocks(batch, at, first->block, part.stop[-1].block_stop, digests);
     return 1;
 }
 
@@ -88,20 +88,20 @@ static int read_pages(int fd, char *bounce, struct part part, uint64_t file_nbyt
     return 1;
 }
 
-int vua_load_direct(struct work *work, int fd, uint64_t file, const struct slice *first,
-                    const struct slice *stop, char *sink, char *bounce)
+int vua_load_direct(struct work *work, int fd, uint64_t file, const struct read *first,
+                    const struct read *stop, char *discard, char *bounce)
 {
     const struct batch *batch = work->batch;
     const uint64_t place = work->place + file;
     char *header = work->into->headers + file * batch->header_nbytes;
-    uint64_t *digests = work->into->digests + file * batch->unit_count;
+    uint64_t *digests = work->into->digests + file * batch->block_count;
     struct iovec rows[ROWS_MAX];
     struct part part;
-    for (const struct slice *s = first; s < stop; s = part.stop) {
-        part = next_part(work, s, stop);
+    for (const struct read *r = first; r < stop; r = part.stop) {
+        part = next_part(work, r, stop);
         if (part.end - part.begin > work->bounce_nbytes)
-            return 0; /* a unit, or a header, that is larger: there are none so far */
-        uint64_t count = aim_pages(rows, work, part, bounce, sink, place);
+            return 0; /* a checksum block, or a header, that is larger: there are none so far */
+        uint64_t count = iovecs_of_pages(rows, work, part, bounce, discard, place);
         if (count > 0) {
             if (!load_pages(work, fd, part, rows, count, header, digests))
                 return 0;
@@ -109,8 +109,8 @@ int vua_load_direct(struct work *work, int fd, uint64_t file, const struct slice
         }
         if (!read_pages(fd, bounce, part, batch->file_nbytes))
             return 0;
-        for (; s < part.stop; s++)
-            if (!vua_take(batch, s, bounce + (s->offset - part.begin), header, sink, place,
+        for (; r < part.stop; r++)
+            if (!vua_take(batch, r, bounce + (r->offset - part.begin), header, discard, place,
                       digests))
                 return 0;
     }

@@ -31,8 +31,8 @@ def digests_of(blocks: Iterable[Iterable[memoryview]]) -> list[int]:
     digests = []
     for block in blocks:
         digest = xxhash.xxh3_64()
-        for piece in block:
-            digest.update(piece)
+        for part in block:
+            digest.update(part)
         digests.append(digest.intdigest())
     return digests
 

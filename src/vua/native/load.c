@@ -29,7 +29,7 @@ static int open_path(const struct work *work, uint64_t file)
     return (int)syscall(SYS_openat2, work->dir_fd, path, &how, sizeof how);
 }
 
-/* Read what the units of a file have to hash to. */
+/* Read what the checksum blocks of a file have to hash to. */
 static int read_header(struct work *work, int fd, uint64_t file)
 {
     const uint64_t nbytes = work->batch->header_nbytes;
@@ -94,67 +94,67 @@ static void leave(struct work *work, uint64_t file)
     }
 }
 
-/* Load slices through the page cache. Returns whether all of them were read. */
-static int load_cached(struct work *work, int fd, uint64_t file, const struct slice *s,
-                       const struct slice *stop, char *sink)
+/* Do reads through the page cache. Returns whether all of them were done. */
+static int load_cached(struct work *work, int fd, uint64_t file, const struct read *r,
+                       const struct read *stop, char *discard)
 {
     const struct batch *batch = work->batch;
-    const struct slice *last = &batch->slices[batch->slice_count - 1];
+    const struct read *last = &batch->reads[batch->read_count - 1];
     char *header = work->into->headers + file * batch->header_nbytes;
-    uint64_t *digests = work->into->digests + file * batch->unit_count;
+    uint64_t *digests = work->into->digests + file * batch->block_count;
     struct iovec rows[ROWS_MAX];
     int how = RWF_NOWAIT;
-    for (; s < stop; s++) {
-        uint64_t count = vua_aim(rows, batch, s, header, sink, work->place + file);
-        struct cursor at = {rows + (s->header != 0), 0};
+    for (; r < stop; r++) {
+        uint64_t count = vua_iovecs_of_read(rows, batch, r, header, discard, work->place + file);
+        struct cursor at = {rows + (r->header != 0), 0};
         if (count == 0 ||
-            !vua_read_rows(work, fd, rows, count, s->nbytes, s->offset,
+            !vua_read_rows(work, fd, rows, count, r->nbytes, r->offset,
                            last->offset + last->nbytes, &how))
             return 0;
-        vua_hash_units(batch, at, s->unit, s->unit_stop, digests);
+        vua_hash_blocks(batch, at, r->block, r->block_stop, digests);
     }
     return 1;
 }
 
-/* Load slices through the page cache and `buffer` to where elements are spread. Returns whether all
- * of them were read. */
-static int load_spread(struct work *work, int fd, uint64_t file, const struct slice *s,
-                       const struct slice *stop, char *buffer)
+/* Do reads through the page cache and `buffer` to where elements are spread. Returns whether all
+ * of them were done. */
+static int load_spread(struct work *work, int fd, uint64_t file, const struct read *r,
+                       const struct read *stop, char *buffer)
 {
     const struct batch *batch = work->batch;
     const char *header = work->into->headers + file * batch->header_nbytes;
-    uint64_t *digests = work->into->digests + file * batch->unit_count;
+    uint64_t *digests = work->into->digests + file * batch->block_count;
     int how = RWF_NOWAIT;
-    for (; s < stop; s++) {
-        const uint64_t skip = s->header ? batch->header_nbytes : 0; /* it has been read */
-        const struct iovec row = {buffer, s->nbytes - skip};
+    for (; r < stop; r++) {
+        const uint64_t skip = r->header ? batch->header_nbytes : 0; /* it has been read */
+        const struct iovec row = {buffer, r->nbytes - skip};
         if (row.iov_len == 0)
             continue;
         if (row.iov_len > work->bounce_nbytes ||
-            !vua_read_rows(work, fd, &row, 1, row.iov_len, s->offset + skip,
-                           s->offset + s->nbytes, &how))
+            !vua_read_rows(work, fd, &row, 1, row.iov_len, r->offset + skip,
+                           r->offset + r->nbytes, &how))
             return 0;
-        vua_spread(batch, s, buffer, header, work->place + file, digests);
+        vua_spread(batch, r, buffer, header, work->place + file, digests);
     }
     return 1;
 }
 
-static int load_part(struct work *work, uint64_t file, uint64_t part, char *sink, char *bounce)
+static int load_part(struct work *work, uint64_t file, uint64_t part, char *discard, char *bounce)
 {
     const struct batch *batch = work->batch;
-    const uint64_t each = SLICES_OF_PART, first = part * each;
-    const uint64_t left = batch->slice_count - first;
-    const struct slice *s = batch->slices + first, *stop = s + (left < each ? left : each);
+    const uint64_t each = READS_OF_PART, first = part * each;
+    const uint64_t left = batch->read_count - first;
+    const struct read *r = batch->reads + first, *stop = r + (left < each ? left : each);
     struct opened *opened = &work->opened[file - work->first];
     if (batch->spread != NULL)
-        return bounce != NULL && load_spread(work, opened->fd, file, s, stop, bounce);
+        return bounce != NULL && load_spread(work, opened->fd, file, r, stop, bounce);
     if (opened->direct) {
-        if (bounce != NULL && vua_load_direct(work, opened->fd, file, s, stop, sink, bounce))
+        if (bounce != NULL && vua_load_direct(work, opened->fd, file, r, stop, discard, bounce))
             return 1;
         opened->direct = 0; /* not to be had there */
         fcntl(opened->fd, F_SETFL, 0);
     }
-    return load_cached(work, opened->fd, file, s, stop, sink);
+    return load_cached(work, opened->fd, file, r, stop, discard);
 }
 
 static void lower(_Atomic uint64_t *value, uint64_t to)
@@ -167,19 +167,20 @@ static void lower(_Atomic uint64_t *value, uint64_t to)
 static void *run(void *argument)
 {
     struct work *work = argument;
-    const uint64_t sink_nbytes = work->batch->sink_nbytes;
-    char *discard = work->into->discard, *own = sink_nbytes && !discard ? malloc(sink_nbytes) : NULL;
+    const uint64_t discard_nbytes = work->batch->discard_nbytes;
+    char *kept = work->into->discard;
+    char *own = discard_nbytes && !kept ? malloc(discard_nbytes) : NULL;
     uint64_t taken = work->bounce ? atomic_fetch_add(&work->bounces_taken, 1) : 0;
     char *bounce = taken < work->bounces ? work->bounce + taken * work->bounce_nbytes : NULL;
     for (;;) {
         uint64_t next = atomic_fetch_add(&work->next, 1), file = work->first + next / work->parts;
         if (file >= atomic_load(&work->good))
             break; /* all taken, or behind a bad one */
-        char *sink = discard ? discard + file * sink_nbytes : own;
+        char *discard = kept ? kept + file * discard_nbytes : own;
         int good = enter(work, file);
         if (good) {
-            good = (sink || !sink_nbytes) &&
-                load_part(work, file, next % work->parts, sink, bounce);
+            good = (discard || !discard_nbytes) &&
+                load_part(work, file, next % work->parts, discard, bounce);
             leave(work, file);
         }
         if (!good)
@@ -225,7 +226,7 @@ uint64_t vua_load(const struct batch *batch, const struct tables *into, int dir_
     struct work work = {
         batch, into, dir_fd, paths, path_nbytes, first, stop, place, flags, &trusted,
         bounce, bounce_nbytes, bounces, opened,
-        .parts = (batch->slice_count + SLICES_OF_PART - 1) / SLICES_OF_PART,
+        .parts = (batch->read_count + READS_OF_PART - 1) / READS_OF_PART,
         .threads = threads < THREADS_MAX ? threads : THREADS_MAX,
         .lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER,
         .good = stop, .found_cold = start_more,

@@ -10,8 +10,8 @@
 
 enum { ROWS_MAX = 1024, STATE_NBYTES = 1024, THREADS_MAX = 8, ARRAYS_MAX = 2 };
 enum { COLD_THREADS = 16 }; /* that wait for a device or a server, which want several requests */
-#define NOWHERE UINT64_MAX /* the offset of a piece that is not wanted, where elements are spread */
-enum { SLICES_OF_PART = 4 }; /* of a file, that a thread reads in turn: a MiB in all */
+#define NOWHERE UINT64_MAX /* offset of a segment that is not wanted, where elements are spread */
+enum { READS_OF_PART = 4 }; /* of a file, that a thread reads in turn: a MiB in all */
 
 /* xxhash.h's streaming interface, found in the xxhash module by the caller. */
 struct xxh3 {
@@ -20,17 +20,18 @@ struct xxh3 {
     uint64_t (*digest)(const void *state);
 };
 
-/* One head of one layer of K or V, in file order. One of array ARRAYS_MAX goes to the sink: it is
- * read only because a checksum covers it. */
-struct run {
+/* One head of one layer of K or V, in file order. One of array ARRAYS_MAX goes to the discard
+ * buffer: it is read only because a checksum covers it. */
+struct extent {
     uint64_t array, head, layer;
-    uint64_t sink;   /* place in each piece of it */
-    uint64_t nbytes; /* of each of its own pieces */
+    uint64_t discard; /* place in each segment of the discard buffer */
+    uint64_t nbytes;  /* of each of its own segments */
 };
 
-/* One read: runs [run, run_stop), behind the header where `header` says so. */
-struct slice {
-    uint64_t run, run_stop, header, nbytes, offset, unit, unit_stop;
+/* What one system call reads: extents [extent, extent_stop), behind the header where `header` says
+ * so; checksum blocks [block, block_stop). */
+struct read {
+    uint64_t extent, extent_stop, header, nbytes, offset, block, block_stop;
 };
 
 /* How elements lie in memory whose tokens are no rows without gaps. The same fields as
@@ -46,17 +47,17 @@ struct batch {
     struct xxh3 hash;
     uint64_t file_nbytes, header_nbytes;
     uint64_t table_offset;      /* of the checksums, in the header */
-    const struct slice *slices;
-    uint64_t slice_count;
-    const struct run *runs;
-    const uint64_t *unit_nbytes, *unit_place; /* [units]; place of its checksum in the table */
-    uint64_t unit_count;
-    uint64_t pieces;            /* of a chunk in memory */
-    uint64_t sink_nbytes;       /* all pieces of it */
+    const struct read *reads;
+    uint64_t read_count;
+    const struct extent *extents;
+    const uint64_t *block_nbytes, *block_place; /* [blocks]; place of its checksum in the table */
+    uint64_t block_count;
+    uint64_t segments;          /* of a chunk in memory */
+    uint64_t discard_nbytes;    /* all segments of it */
     /* Where tokens lie: see vua.native.Transfer. */
-    const uint64_t *base[ARRAYS_MAX];         /* [layers] */
+    const uint64_t *base[ARRAYS_MAX];           /* [layers] */
     uint64_t head_stride[ARRAYS_MAX];
-    const uint64_t *piece_offset[ARRAYS_MAX]; /* [pieces of all places] */
+    const uint64_t *segment_offset[ARRAYS_MAX]; /* [segments of all places] */
     const struct spread *spread; /* NULL: rows without gaps */
 };
 
@@ -72,9 +73,9 @@ enum { NOWAIT = 1, DIRECT = 2 };
 /* Memory for what is read of files beside their K and V. The same fields as vua.native.Headers. */
 struct tables {
     char *headers;     /* [files][header_nbytes] */
-    uint64_t *digests; /* [files][units]: what the units hash to */
+    uint64_t *digests; /* [files][blocks]: what the blocks hash to */
     uint64_t *inodes;  /* [files][2]: device and inode */
-    char *discard;     /* [files][sink_nbytes]; NULL: nobody wants to see it */
+    char *discard;     /* [files][discard_nbytes]; NULL: nobody wants to see it */
 };
 
 /* A file of which parts are being read. */
@@ -123,22 +124,23 @@ struct cursor {
 int vua_read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t count,
                   uint64_t nbytes, uint64_t offset, uint64_t stop, int *how);
 
-/* Write the iovecs of a slice, those that follow each other in memory as one; return how many. None
+/* Write the iovecs of a read, those that follow each other in memory as one; return how many. None
  * where elements are spread. */
-uint64_t vua_aim(struct iovec *rows, const struct batch *batch, const struct slice *slice,
-                 char *header, char *sink, uint64_t place);
+uint64_t vua_iovecs_of_read(struct iovec *rows, const struct batch *batch, const struct read *read,
+                            char *header, char *discard, uint64_t place);
 
-/* Hash units [unit, stop), which begin at the cursor, into `digests`, [units]. */
-void vua_hash_units(const struct batch *batch, struct cursor at, uint64_t unit, uint64_t stop,
-                    uint64_t *digests);
+/* Hash checksum blocks [block, stop), which begin at the cursor, into `digests`, [blocks]. */
+void vua_hash_blocks(const struct batch *batch, struct cursor at, uint64_t block, uint64_t stop,
+                     uint64_t *digests);
 
-/* Hash a slice that lies at `from`, and copy it to its place. Returns whether it could be. */
-int vua_take(const struct batch *batch, const struct slice *slice, const char *from, char *header,
-             char *sink, uint64_t place, uint64_t *digests);
+/* Hash the bytes of a read, which lie at `from`, and copy them to their place. Returns whether it
+ * could be. */
+int vua_take(const struct batch *batch, const struct read *read, const char *from, char *header,
+             char *discard, uint64_t place, uint64_t *digests);
 
-/* Hash the units of a slice, which lie at `from`, and copy those that hash to what the file's header
- * says to where their elements are spread: nothing else is written. */
-void vua_spread(const struct batch *batch, const struct slice *slice, const char *from,
+/* Hash the checksum blocks of a read, which lie at `from`, and copy those that hash to what the
+ * file's header says to where their elements are spread: nothing else is written. */
+void vua_spread(const struct batch *batch, const struct read *read, const char *from,
                 const char *header, uint64_t place, uint64_t *digests);
 
 /* Whether this is a regular file with one name, of a user who is trusted. */
@@ -149,9 +151,9 @@ int vua_is_plain(const struct stat *status, const struct users *trusted);
  * for files that this process may not write). */
 int vua_is_cold(int fd);
 
-/* Load slices [first, stop) of a file past the page cache: their pages need not be found memory
+/* Do reads [first, stop) of a file past the page cache: their pages need not be found memory
  * for, and displace none. Straight to their place where that is whole pages, else through `bounce`.
  * Returns whether all were read. */
-int vua_load_direct(struct work *work, int fd, uint64_t file, const struct slice *first,
-                    const struct slice *stop, char *sink, char *bounce);
+int vua_load_direct(struct work *work, int fd, uint64_t file, const struct read *first,
+                    const struct read *stop, char *discard, char *bounce);
 #endif

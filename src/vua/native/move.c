@@ -1,6 +1,6 @@
 /* Copy K and V between chunks and an engine's pages: boxes of heads, tokens and dims whose elements
- * lie at any strides on both sides, as in pages that keep K transposed. In one call for all pieces of
- * a chunk: one release of the GIL, and a second core where that pays.
+ * lie at any strides on both sides, as in pages that keep K transposed. In one call for all
+ * segments of a chunk: one release of the GIL, and a second core where that pays.
  *
  * It calls no Python, and writes exactly the elements of its boxes. A helper thread that gets no core
  * before all is done is not waited for: beside an engine that computes on every core that would take

@@ -61,34 +61,35 @@ int vua_read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t 
     }
 }
 
-uint64_t vua_aim(struct iovec *rows, const struct batch *batch, const struct slice *slice,
-                 char *header, char *sink, uint64_t place)
+uint64_t vua_iovecs_of_read(struct iovec *rows, const struct batch *batch, const struct read *read,
+                            char *header, char *discard, uint64_t place)
 {
     uint64_t count = 0;
     if (batch->spread != NULL)
         return 0;
-    if (slice->header)
+    if (read->header)
         rows[count++] = (struct iovec){header, batch->header_nbytes};
     uint64_t kept = count; /* rows that nothing is added to */
-    for (uint64_t i = slice->run; i < slice->run_stop; i++) {
-        const struct run *run = &batch->runs[i];
-        const uint64_t array = run->array;
+    for (uint64_t i = read->extent; i < read->extent_stop; i++) {
+        const struct extent *extent = &batch->extents[i];
+        const uint64_t array = extent->array;
         const uint64_t *offsets = NULL;
-        char *start = sink + run->sink;
+        char *start = discard + extent->discard;
         if (array < ARRAYS_MAX) {
-            start = (char *)(batch->base[array][run->layer] +
-                             run->head * batch->head_stride[array]);
-            offsets = batch->piece_offset[array] + place * batch->pieces;
+            start = (char *)(batch->base[array][extent->layer] +
+                             extent->head * batch->head_stride[array]);
+            offsets = batch->segment_offset[array] + place * batch->segments;
         }
-        for (uint64_t piece = 0; piece < batch->pieces; piece++) {
-            char *at = start + (offsets ? offsets[piece] : piece * (batch->sink_nbytes / batch->pieces));
+        for (uint64_t segment = 0; segment < batch->segments; segment++) {
+            char *at = start + (offsets ? offsets[segment]
+                                        : segment * (batch->discard_nbytes / batch->segments));
             struct iovec *last = &rows[count - 1];
             if (count > kept && (char *)last->iov_base + last->iov_len == at) {
-                last->iov_len += run->nbytes;
+                last->iov_len += extent->nbytes;
             } else {
                 if (count == ROWS_MAX)
                     return 0;
-                rows[count++] = (struct iovec){at, run->nbytes};
+                rows[count++] = (struct iovec){at, extent->nbytes};
             }
         }
     }
@@ -112,26 +113,27 @@ static uint64_t hash_next(const struct xxh3 *hash, struct cursor *at, uint64_t n
     return hash->digest(state);
 }
 
-void vua_hash_units(const struct batch *batch, struct cursor at, uint64_t unit, uint64_t stop,
-                    uint64_t *digests)
+void vua_hash_blocks(const struct batch *batch, struct cursor at, uint64_t block, uint64_t stop,
+                     uint64_t *digests)
 {
-    for (; unit < stop; unit++)
-        digests[unit] = hash_next(&batch->hash, &at, batch->unit_nbytes[unit]);
+    for (; block < stop; block++)
+        digests[block] = hash_next(&batch->hash, &at, batch->block_nbytes[block]);
 }
 
 /* Copy the K and V at a place in memory to their place in an entry that begins at `to`, and hash
- * them. The header is left alone. Returns whether it could be. Of a batch without a sink. */
+ * them. The header is left alone. Returns whether it could be. Of a batch without a discard
+ * buffer. */
 int vua_gather(const struct batch *batch, uint64_t place, char *to, uint64_t *digests)
 {
     struct iovec rows[ROWS_MAX];
-    const struct slice *stop = batch->slices + batch->slice_count;
-    for (const struct slice *s = batch->slices; s < stop; s++) {
-        char *at = to + s->offset;
-        uint64_t count = vua_aim(rows, batch, s, at, NULL, place), row = s->header != 0;
+    const struct read *stop = batch->reads + batch->read_count;
+    for (const struct read *r = batch->reads; r < stop; r++) {
+        char *at = to + r->offset;
+        uint64_t count = vua_iovecs_of_read(rows, batch, r, at, NULL, place), row = r->header != 0;
         if (count == 0)
             return 0;
         struct cursor cursor = {rows + row, 0};
-        vua_hash_units(batch, cursor, s->unit, s->unit_stop, digests);
+        vua_hash_blocks(batch, cursor, r->block, r->block_stop, digests);
         for (at += row ? batch->header_nbytes : 0; row < count; at += rows[row++].iov_len)
             stream_row(at, rows[row].iov_base, rows[row].iov_len);
     }
@@ -139,21 +141,21 @@ int vua_gather(const struct batch *batch, uint64_t place, char *to, uint64_t *di
     return 1;
 }
 
-int vua_take(const struct batch *batch, const struct slice *slice, const char *from,
-             char *header, char *sink, uint64_t place, uint64_t *digests)
+int vua_take(const struct batch *batch, const struct read *read, const char *from,
+             char *header, char *discard, uint64_t place, uint64_t *digests)
 {
     struct iovec rows[ROWS_MAX];
-    uint64_t count = vua_aim(rows, batch, slice, header, sink, place);
-    if (slice->header) {
+    uint64_t count = vua_iovecs_of_read(rows, batch, read, header, discard, place);
+    if (read->header) {
         memcpy(header, from, batch->header_nbytes);
         from += batch->header_nbytes;
     }
-    struct iovec bytes = {(char *)from, slice->nbytes};
+    struct iovec bytes = {(char *)from, read->nbytes};
     struct cursor at = {&bytes, 0};
     if (count == 0)
         return 0;
-    vua_hash_units(batch, at, slice->unit, slice->unit_stop, digests);
-    for (uint64_t row = slice->header != 0; row < count; row++) {
+    vua_hash_blocks(batch, at, read->block, read->block_stop, digests);
+    for (uint64_t row = read->header != 0; row < count; row++) {
         stream_row(rows[row].iov_base, from, rows[row].iov_len);
         from += rows[row].iov_len;
     }
@@ -161,59 +163,63 @@ int vua_take(const struct batch *batch, const struct slice *slice, const char *f
     return 1;
 }
 
-/* Copy a run, which lies at `from`, to where its elements are spread. */
-static void spread_run(const struct batch *batch, const struct run *run, const char *from,
-                       uint64_t place)
+/* Copy an extent, which lies at `from`, to where its elements are spread. */
+static void spread_extent(const struct batch *batch, const struct extent *extent, const char *from,
+                          uint64_t place)
 {
-    const uint64_t array = run->array, *offsets = batch->piece_offset[array] + place * batch->pieces;
-    const uint64_t start = batch->base[array][run->layer] + run->head * batch->head_stride[array];
+    const uint64_t array = extent->array;
+    const uint64_t *offsets = batch->segment_offset[array] + place * batch->segments;
+    const uint64_t start =
+        batch->base[array][extent->layer] + extent->head * batch->head_stride[array];
     const struct spread *spread = batch->spread;
-    const uint64_t row = spread->dims[array] * spread->item, tokens = run->nbytes / row;
-    for (uint64_t piece = 0; piece < batch->pieces; piece++, from += run->nbytes) {
-        const uint64_t target = start + offsets[piece], source = (uint64_t)from;
+    const uint64_t row = spread->dims[array] * spread->item, tokens = extent->nbytes / row;
+    for (uint64_t segment = 0; segment < batch->segments; segment++, from += extent->nbytes) {
+        const uint64_t target = start + offsets[segment], source = (uint64_t)from;
         const struct boxes box = {
             1, 1, spread->dims[array], spread->item,
             .to = {0, spread->token[array], spread->dim[array]}, .from = {0, row, spread->item},
             &target, &source, &tokens,
         };
-        if (offsets[piece] != NOWHERE)
+        if (offsets[segment] != NOWHERE)
             vua_copy_box(&box, 0, 1);
     }
 }
 
-void vua_spread(const struct batch *batch, const struct slice *slice, const char *from,
+void vua_spread(const struct batch *batch, const struct read *read, const char *from,
                 const char *header, uint64_t place, uint64_t *digests)
 {
-    const struct run *run = batch->runs + slice->run;
-    for (uint64_t unit = slice->unit; unit < slice->unit_stop; unit++) {
-        const uint64_t nbytes = batch->unit_nbytes[unit];
+    const struct extent *extent = batch->extents + read->extent;
+    for (uint64_t block = read->block; block < read->block_stop; block++) {
+        const uint64_t nbytes = batch->block_nbytes[block];
         struct iovec bytes = {(char *)from, nbytes};
         struct cursor at = {&bytes, 0};
         uint64_t expected;
-        memcpy(&expected, header + batch->table_offset + batch->unit_place[unit] * sizeof expected,
+        memcpy(&expected,
+               header + batch->table_offset + batch->block_place[block] * sizeof expected,
                sizeof expected);
-        digests[unit] = hash_next(&batch->hash, &at, nbytes);
-        for (const char *stop = from + nbytes; from < stop; from += run++->nbytes * batch->pieces)
-            if (digests[unit] == expected && run->array < ARRAYS_MAX)
-                spread_run(batch, run, from, place);
+        digests[block] = hash_next(&batch->hash, &at, nbytes);
+        const char *stop = from + nbytes;
+        for (; from < stop; from += extent++->nbytes * batch->segments)
+            if (digests[block] == expected && extent->array < ARRAYS_MAX)
+                spread_extent(batch, extent, from, place);
     }
     stream_end();
 }
 
 /* Put bytes [offset, offset + nbytes) of an entry, which lie at `from`, where they belong: those
- * slices that are whole. Returns whether it could be. */
+ * reads that are there as a whole. Returns whether it could be. */
 int vua_fill(const struct batch *batch, const struct tables *into, uint64_t file, uint64_t place,
              const char *from, uint64_t offset, uint64_t nbytes)
 {
-    const struct slice *s = batch->slices, *stop = s + batch->slice_count;
-    char *own = into->discard || !batch->sink_nbytes ? NULL : malloc(batch->sink_nbytes);
-    char *sink = into->discard ? into->discard + file * batch->sink_nbytes : own;
-    int good = sink != NULL || !batch->sink_nbytes;
-    for (; good && s < stop; s++)
-        if (offset <= s->offset && s->offset + s->nbytes <= offset + nbytes)
-            good = vua_take(batch, s, from + (s->offset - offset),
-                            into->headers + file * batch->header_nbytes, sink, place,
-                            into->digests + file * batch->unit_count);
+    const struct read *r = batch->reads, *stop = r + batch->read_count;
+    char *own = into->discard || !batch->discard_nbytes ? NULL : malloc(batch->discard_nbytes);
+    char *discard = into->discard ? into->discard + file * batch->discard_nbytes : own;
+    int good = discard != NULL || !batch->discard_nbytes;
+    for (; good && r < stop; r++)
+        if (offset <= r->offset && r->offset + r->nbytes <= offset + nbytes)
+            good = vua_take(batch, r, from + (r->offset - offset),
+                            into->headers + file * batch->header_nbytes, discard, place,
+                            into->digests + file * batch->block_count);
     free(own);
     return good;
 }

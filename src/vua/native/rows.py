@@ -126,16 +126,16 @@ def _cut(transfer: Transfer) -> _Cuts:
         low[array] = starts[mine].min()
         reach[array] = int((starts + nbytes)[mine].max() - low[array])
     first = starts - low[arrays]
-    pieces = list(zip(arrays.tolist(), first.tolist(), (first + nbytes).tolist(), strict=True))
+    spans = list(zip(arrays.tolist(), first.tolist(), (first + nbytes).tolist(), strict=True))
     edges = pairwise(plan.block_extent.tolist())
-    blocks = [_joined(pieces[at:stop], plan.segments) for at, stop in edges]
+    blocks = [_joined(spans[at:stop], plan.segments) for at, stop in edges]
     return _Cuts(starts, low, reach, blocks)
 
 
-def _joined(pieces: Sequence[tuple[int, int, int]], segments: int) -> list[tuple[int, slice]]:
-    """Return a block's extents, in one piece those that follow each other in memory."""
+def _joined(extents: Sequence[tuple[int, int, int]], segments: int) -> list[tuple[int, slice]]:
+    """Return a block's extents, as one those that follow each other in memory."""
     joined: list[tuple[int, slice]] = []
-    for array, start, stop in pieces:
+    for array, start, stop in extents:
         begin = start
         if segments == 1 and joined and joined[-1][0] == array and joined[-1][1].stop == start:
             begin = joined.pop()[1].start

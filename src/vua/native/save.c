@@ -142,21 +142,21 @@ static int write_bytes(const struct saves *saves, int fd, uint64_t file)
     struct iovec rows[ROWS_MAX];
     if (batch->file_nbytes >= saves->how->allocate)
         (void)fallocate(fd, 0, 0, (off_t)batch->file_nbytes); /* if not, the writes will see to it */
-    for (uint64_t n = 1; n <= batch->slice_count; n++) { /* the first one, with the header, last */
-        const struct slice *s = &batch->slices[n % batch->slice_count];
-        uint64_t count = vua_aim(rows, batch, s, header, NULL, saves->place + file);
-        struct cursor at = {rows + (s->header != 0), 0};
+    for (uint64_t n = 1; n <= batch->read_count; n++) { /* the first one, with the header, last */
+        const struct read *r = &batch->reads[n % batch->read_count];
+        uint64_t count = vua_iovecs_of_read(rows, batch, r, header, NULL, saves->place + file);
+        struct cursor at = {rows + (r->header != 0), 0};
         if (count == 0) {
             errno = EMSGSIZE;
             return 0;
         }
         if (saves->how->check_offset) { /* of whole files: each checksum stands at its own place */
             uint64_t *table = (uint64_t *)(header + batch->table_offset);
-            vua_hash_units(batch, at, s->unit, s->unit_stop, table);
-            if (s->header)
+            vua_hash_blocks(batch, at, r->block, r->block_stop, table);
+            if (r->header)
                 check_header(saves, header);
         }
-        if (!write_rows(fd, rows, count, s->nbytes, s->offset))
+        if (!write_rows(fd, rows, count, r->nbytes, r->offset))
             return 0;
     }
     return 1;

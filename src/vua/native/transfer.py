@@ -100,7 +100,7 @@ class Transfer(ctypes.Structure):
 
     Token ``t`` of head ``h`` of layer ``l`` of array ``a`` lies at ``base[a][l] + h *
     head_stride[a] + segment_offset[a][s]``, where ``s`` is the segment that ``t`` is in, plus its
-    place inside the segment. The first fields are `load.h`'s ``struct transfer``.
+    place inside the segment. The first fields are `load.h`'s ``struct batch``.
     """
 
     _fields_ = (

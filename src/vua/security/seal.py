@@ -1,11 +1,12 @@
 """Seals: what only somebody with the key could have written, and if wanted only they can read.
 
-A sealed file is a plain one with a tag per unit, of AES-256-GCM through `cryptography`. The nonce
-is the unit's number. The key is made for this file alone, from a random nonce in the header. The
-tag is bound (as associated data) to the header up to there: namespace, layout, shard, chunk,
-parent, position, kind of seal and key. Tags of kind ``gmac`` cover a unit in clear, those of kind
-``aes-256-gcm`` its ciphertext, which has the same length. NIST SP 800-38D is the specification;
-keys are derived as in RFC 5869 (HKDF-Expand with SHA-256, the key file being uniformly random).
+A sealed file is a plain one with a tag per checksum block, of AES-256-GCM through `cryptography`.
+The nonce is the block's number. The key is made for this file alone, from a random nonce in the
+header. The tag is bound (as associated data) to the header up to there: namespace, layout, shard,
+chunk, parent, position, kind of seal and key. Tags of kind ``gmac`` cover a block in clear, those
+of kind ``aes-256-gcm`` its ciphertext, which has the same length. NIST SP 800-38D is the
+specification; keys are derived as in RFC 5869 (HKDF-Expand with SHA-256, the key file being
+uniformly random).
 
 The checksums of a sealed file are of the bytes that are stored, so who has no key still finds
 damage. Measured against keyed BLAKE2b and BLAKE3 in docs/decisions/0008-keyed-and-encrypted.md.
@@ -132,9 +133,9 @@ class Seal:
             raise CorruptEntryError(msg)
 
     def openings(
-        self, codec: EntryCodec, key: ChunkKey, header: memoryview, units: Sequence[int]
+        self, codec: EntryCodec, key: ChunkKey, header: memoryview, places: Sequence[int]
     ) -> Iterator[Digest]:
-        """Return what each unit of a file is to be fed to: its number is 1 where its tag is right.
+        """Return what each block of a file is to be fed to: its number is 1 where its tag is right.
 
         What is encrypted is decrypted where it lies while it is fed.
 
@@ -142,22 +143,22 @@ class Seal:
             codec: of the file; it has checked the header.
             key: the chunk.
             header: of the file; must not change meanwhile.
-            units: which ones, by their places in the file.
+            places: which of the file's checksum blocks.
 
         Raises CorruptEntryError when there is no nonce.
         """
         nonce, tags = codec.seal_of(header)
         algorithm, bound = self._context(codec, key, nonce)
 
-        def opening(unit: int) -> Digest:
-            context = _Cipher(algorithm, GCM(_nonce(unit))).decryptor()
+        def opening(block: int) -> Digest:
+            context = _Cipher(algorithm, GCM(_nonce(block))).decryptor()
             context.authenticate_additional_data(bound)
-            return _Opening(context, tags[unit].tobytes(), in_place=self.kind == ENCRYPTED)
+            return _Opening(context, tags[block].tobytes(), in_place=self.kind == ENCRYPTED)
 
-        return map(opening, units)
+        return map(opening, places)
 
     def _context(self, codec: EntryCodec, key: ChunkKey, nonce: str) -> tuple[AES, bytes]:
-        """The cipher of one file, and what each of its units is bound to."""
+        """The cipher of one file, and what each of its blocks is bound to."""
         bound = codec.expected(key, self.key_id)
         algorithm = AES(hmac.digest(self._files, bytes.fromhex(nonce), "sha256"))
         return algorithm, len(bound).to_bytes(8, "little") + bound
@@ -166,8 +167,8 @@ class Seal:
         self, codec: EntryCodec, key: ChunkKey, nonce: str, room: memoryview | None
     ) -> Iterator[_Closing]:
         algorithm, bound = self._context(codec, key, nonce)
-        for unit in range(codec.units):
-            context = _Cipher(algorithm, GCM(_nonce(unit))).encryptor()
+        for block in range(codec.blocks):
+            context = _Cipher(algorithm, GCM(_nonce(block))).encryptor()
             context.authenticate_additional_data(bound)
             closing = _Closing(context, room)
             yield closing
@@ -185,12 +186,12 @@ def _fed(blocks: Iterable[Block], digests: Iterator[Digest]) -> list[int]:
     return found
 
 
-def _nonce(unit: int) -> bytes:
-    return unit.to_bytes(_NONCE_NBYTES, "big")
+def _nonce(block: int) -> bytes:
+    return block.to_bytes(_NONCE_NBYTES, "big")
 
 
 class _Closing:
-    """One unit of a new file. Its number is its tag."""
+    """One checksum block of a new file. Its number is its tag."""
 
     def __init__(self, context: AEADEncryptionContext, room: memoryview | None) -> None:
         self._context, self._room, self.written = context, room, 0
@@ -207,7 +208,7 @@ class _Closing:
 
 
 class _Opening:
-    """One unit that is read. Its number says whether its tag is right."""
+    """One checksum block that is read. Its number says whether its tag is right."""
 
     def __init__(self, context: AEADDecryptionContext, tag: bytes, *, in_place: bool) -> None:
         self._context, self._tag, self._in_place = context, tag, in_place

@@ -93,7 +93,7 @@ class EntryReader:
     ) -> tuple[int, EntryError | None]:
         """Return how many entries are good, and what is the matter with the one behind them."""
         codec, plan = self._codec, self._transfer.plan
-        key_id, whole = "" if seal is None else seal.key_id, plan.blocks == codec.units
+        key_id, whole = "" if seal is None else seal.key_id, plan.blocks == codec.blocks
         for index, key in enumerate(keys):
             header = memoryview(batch.headers[index].data)
             try:

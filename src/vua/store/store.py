@@ -2,7 +2,7 @@
 
 A :class:`Store` joins names (`keys`), coordinates (`layout`), bytes (`entry`) and a place
 (`storage`). It hands out nothing that it has not verified: header, identity, position and every
-run's checksum. Whatever is damaged, foreign or gone is a miss (`misses`).
+block's checksum. Whatever is damaged, foreign or gone is a miss (`misses`).
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ class Store:
         self, stored: Shard, taken: Shard, target: Shard, memory: MemoryMap, kind: str = ""
     ) -> Transfer:
         """Return how ``taken`` moves between files, of a ``kind`` of seal, and memory."""
-        which = (stored, taken, target, memory.piece_tokens, kind)
+        which = (stored, taken, target, memory.segment_tokens, kind)
         plan = self._plans.get(which)
         if plan is None:
-            plan = entry_plan(self.codec(stored, kind), taken, target, memory.piece_tokens)
+            plan = entry_plan(self.codec(stored, kind), taken, target, memory.segment_tokens)
             plan = self._plans.setdefault(which, plan)
         return Transfer(
-            *(plan, memory.base, memory.head_stride, memory.piece_offset),
+            *(plan, memory.base, memory.head_stride, memory.segment_offset),
             memory.owner,
             memory.spread,
         )

@@ -206,17 +206,17 @@ def allocate(
     return arrays
 
 
-def memory_map(arrays: list[list[torch.Tensor]], piece_tokens: int) -> MemoryMap:
+def memory_map(arrays: list[list[torch.Tensor]], segment_tokens: int) -> MemoryMap:
     """Describe tensors ``[K, V][layer]``, each (heads, tokens, head_dim) with plain rows."""
     tokens = arrays[0][0].shape[1]
-    pieces = np.arange(max(tokens // max(piece_tokens, 1), 1), dtype=np.uint64)
+    segments = np.arange(max(tokens // max(segment_tokens, 1), 1), dtype=np.uint64)
     return MemoryMap(
         base=tuple(np.array([t.data_ptr() for t in array], dtype=np.uint64) for array in arrays),
         head_stride=tuple(array[0].stride(0) * array[0].element_size() for array in arrays),
-        piece_offset=tuple(
-            pieces * np.uint64(piece_tokens * array[0].shape[2] * array[0].element_size())
+        segment_offset=tuple(
+            segments * np.uint64(segment_tokens * array[0].shape[2] * array[0].element_size())
             for array in arrays
         ),
-        piece_tokens=piece_tokens,
+        segment_tokens=segment_tokens,
         owner=arrays,
     )

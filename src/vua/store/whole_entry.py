@@ -39,7 +39,7 @@ def check_parts(
     What is encrypted is decrypted where it lies. Raises CorruptEntryError.
     """
     codec, genuine = codec_of(info), []
-    sizes = codec.unit_nbytes()
+    sizes = codec.block_nbytes()
     rest = memoryview(b"")
 
     def parts(left: int, opening: Digest | None) -> Iterator[memoryview]:

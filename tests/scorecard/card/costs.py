@@ -83,7 +83,7 @@ def verification(trial: Trial) -> None:
     store, codec = subject.store(), subject.store().codec(subject.layout.full)
     plain, blank = trial.stored(subject, 2)
     path = only_file(subject, blank)
-    sums = np.full(codec.units, _no_hash(), dtype=np.uint64)
+    sums = np.full(codec.blocks, _no_hash(), dtype=np.uint64)
     header = encode_header(codec, subject.chunk(blank), sums)
     restore(path, header + path.read_bytes()[len(header) :])
     memories = [memory_of(subject.layout, memoryview(bytearray(1 << 20))) for _ in range(2)]

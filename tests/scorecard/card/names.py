@@ -125,8 +125,8 @@ def _split_over_ranks(root: Path, base: tuple[Identity, KVLayout, list[tuple[str
     """What two ranks store, of heads (TP) or of layers (PP), one process reads as a whole."""
     identity, layout, _ = base
     whole = noise(_NBYTES, 99)
-    run = layout.run_nbytes[0]
-    rows = np.frombuffer(whole, dtype=np.uint8).reshape(2, 2, 2, run)  # array, head, layer
+    extent = layout.extent_nbytes[0]
+    rows = np.frombuffer(whole, dtype=np.uint8).reshape(2, 2, 2, extent)  # array, head, layer
     for number, axis in enumerate((1, 2)):
         ids = np.arange(8, dtype="<u4") + 1000 * (number + 1)
         key = KeyChain(ids.tobytes(), identity.chunk_tokens)[0]

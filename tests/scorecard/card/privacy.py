@@ -149,7 +149,7 @@ def _resealed(ours: VuaSubject, sound: bytes) -> bytes:
     codec = EntryCodec(found.namespace, ours.layout, ours.layout.full, found.kind)
     payload = noise(ours.nbytes, 5)
     sums = np.array(checksums_of(codec, np.frombuffer(payload, np.uint8)), dtype=np.uint64)
-    tags = sound[codec.table_offset + 8 * codec.units : codec.header_nbytes]
+    tags = sound[codec.table_offset + 8 * codec.blocks : codec.header_nbytes]
     return encode_header(codec, found.key, sums, mark=found.mark, tags=tags) + payload
 
 

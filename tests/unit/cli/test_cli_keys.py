@@ -111,7 +111,7 @@ class TestVerify(KeysTest):
                     self.assertEqual(0, self.verify("--key-file", self.wrong)[0])
             shutil.rmtree(self.cache)
 
-    def test_which_unit(self) -> None:
+    def test_which_block(self) -> None:
         """The reason names the part of the model whose tag is wrong, also far into a long file."""
         for encrypt in KINDS:
             keys, _ = self.save(self.store(LONG, self.security(encrypt=encrypt)))

@@ -87,8 +87,8 @@ class ChecksumsTest(unittest.TestCase):
         self.check([4, 260, 1300], [244, 1028, 2052])
 
     @pytest.mark.thorough
-    def test_a_unit(self) -> None:
-        """A file's whole unit of 128 KiB, and one of 16 KiB."""
+    def test_a_checksum_block(self) -> None:
+        """A file's whole checksum block of 128 KiB, and one of 16 KiB."""
         self.check([0, 131072], [131072, 16384])
 
     def test_nothing(self) -> None:
@@ -104,7 +104,7 @@ class ChecksumsTest(unittest.TestCase):
 
     @pytest.mark.thorough
     def test_large(self) -> None:
-        """A piece longer than a unit usually is, whose end is nowhere near a block's."""
+        """A piece longer than a checksum block usually is, whose end is near none of XXH3's."""
         self.check([8], [3 * 131072 + 1000])
 
 
@@ -132,7 +132,7 @@ class InterpretedChecksumsTest(ChecksumsTest):
         """All lengths from 241 to 1100."""
         self.check([n % 9 for n in range(241, 1101)], list(range(241, 1101)))
 
-    test_large = None  # the interpreter takes milliseconds per KiB; see test_a_unit
+    test_large = None  # the interpreter takes milliseconds per KiB; see test_a_checksum_block
 
     @pytest.mark.thorough
     def test_compiles_for_hopper(self) -> None:

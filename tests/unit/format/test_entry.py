@@ -42,7 +42,7 @@ def header_of(
 ) -> bytes:
     """A header with checksums that count up."""
     codec = codec or EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full)
-    return encode_header(codec, key, np.arange(codec.units, dtype=np.uint64), writer=writer)
+    return encode_header(codec, key, np.arange(codec.blocks, dtype=np.uint64), writer=writer)
 
 
 def resealed(header: bytes, old: bytes, new: bytes) -> bytes:
@@ -83,7 +83,7 @@ class TestRoundTrip(unittest.TestCase):
                 self.assertEqual(len(header), info.header_nbytes)
                 self.assertEqual(0, len(header) % 4096)
                 self.assertEqual(codec.file_nbytes, info.file_nbytes)
-                expected = np.arange(codec.units)
+                expected = np.arange(codec.blocks)
                 np.testing.assert_array_equal(expected, info.checksums)
                 np.testing.assert_array_equal(
                     expected, check_header(codec, memoryview(bytearray(header)), key)
@@ -105,14 +105,14 @@ class TestRoundTrip(unittest.TestCase):
                 self.assertEqual(len(header_of(codec)), len(header))
                 check_header(codec, memoryview(header), SECOND)
 
-    def test_units(self) -> None:
-        """The units' sizes add up to the payload."""
+    def test_blocks(self) -> None:
+        """The blocks' sizes add up to the payload."""
         deep = KVLayout(layers=11, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=128)
         for shard in (deep.full, Shard(1, 10, 0, 1), Shard(3, 4, 1, 2)):
             codec = EntryCodec(NAMESPACE, deep, shard)
 
-            self.assertEqual(codec.units, len(codec.unit_nbytes()))
-            self.assertEqual(codec.file_nbytes - codec.header_nbytes, sum(codec.unit_nbytes()))
+            self.assertEqual(codec.blocks, len(codec.block_nbytes()))
+            self.assertEqual(codec.file_nbytes - codec.header_nbytes, sum(codec.block_nbytes()))
 
     def test_refused(self) -> None:
         """What no file could hold is refused."""

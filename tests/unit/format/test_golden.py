@@ -54,7 +54,7 @@ class IndependentReader:
         assert path.parent.parent.name == path.parent.name[:2]
         assert f"{self.metadata['shard']}.safetensors" == path.name
         self.check_self()
-        self.check_units()
+        self.check_blocks()
 
     @staticmethod
     def framed(part: bytes) -> bytes:
@@ -75,21 +75,21 @@ class IndependentReader:
         blank = before[:field] + b"0" * 16 + before[field + 16 :]
         assert xxhash.xxh3_64_hexdigest(blank) == self.metadata["check"]
 
-    def check_units(self) -> None:
+    def check_blocks(self) -> None:
         """Every checksum."""
         arrays = [name for name in "kv" if name in self.header]
         shapes = [self.header[name]["shape"] for name in arrays]
-        runs = [shape[2] * shape[3] * 2 for shape in shapes]  # 2 bytes per element in these files
-        step = max(1, 131072 // max(runs))
+        extents = [shape[2] * shape[3] * 2 for shape in shapes]  # 2 bytes per element in all
+        step = max(1, 131072 // max(extents))
         begin, end = self.span("checksums")
         expected = list(struct.unpack(f"<{(end - begin) // 8}Q", self.data[begin:end]))
         found, stop = [], 0
-        for name, (heads, layers, _, _), run in zip(arrays, shapes, runs, strict=True):
+        for name, (heads, layers, _, _), extent in zip(arrays, shapes, extents, strict=True):
             start, stop = self.span(name)
             for head in range(heads):
                 for layer in range(0, layers, step):
-                    first = start + (head * layers + layer) * run
-                    size = min(step, layers - layer) * run
+                    first = start + (head * layers + layer) * extent
+                    size = min(step, layers - layer) * extent
                     found.append(xxhash.xxh3_64_intdigest(self.data[first : first + size]))
         assert found == expected
         assert stop == len(self.data)

@@ -1,4 +1,4 @@
-"""Mirrors `vua.format.layout`: rectangles, runs and units."""
+"""Mirrors `vua.format.layout`: rectangles, extents and checksum blocks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class TestKVLayout(unittest.TestCase):
     """The shape of a model's cache."""
 
     def test_sizes(self) -> None:
-        """Bytes and units follow from the fields."""
-        self.assertEqual((64, 32), SMALL.run_nbytes)
+        """Bytes and blocks follow from the fields."""
+        self.assertEqual((64, 32), SMALL.extent_nbytes)
         self.assertEqual((8, 4), SMALL.dims)
-        self.assertEqual(2048, SMALL.unit_layers)
-        self.assertEqual(4, DEEP.unit_layers)
-        self.assertEqual(3, DEEP.full.units(DEEP))
+        self.assertEqual(2048, SMALL.checksum_block_layers)
+        self.assertEqual(4, DEEP.checksum_block_layers)
+        self.assertEqual(3, DEEP.full.checksum_blocks(DEEP))
         self.assertEqual(3 * 4 * 96, SMALL.full.payload_nbytes(SMALL))
         latent = KVLayout(2, 1, 576, 0, "BF16", 64)
         self.assertEqual(
-            ((576,), (73728,), 1), (latent.dims, latent.run_nbytes, latent.unit_layers)
+            ((576,), (73728,), 1), (latent.dims, latent.extent_nbytes, latent.checksum_block_layers)
         )
 
     def test_description(self) -> None:

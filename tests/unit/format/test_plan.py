@@ -40,7 +40,7 @@ class TestPlan(unittest.TestCase):
             return
         taken = stored.intersection(needed)
         assert taken is not None
-        sizes = EntryCodec("0" * 64, layout, stored).unit_nbytes()
+        sizes = EntryCodec("0" * 64, layout, stored).block_nbytes()
         starts = [plan.header_nbytes + at for at in (0, *itertools.accumulate(sizes))]
         self.assertEqual(plan.file_nbytes, starts[-1])
         places = plan.block_place.astype(int).tolist()
@@ -73,7 +73,7 @@ class TestPlan(unittest.TestCase):
             assert plan is not None
             self.assertEqual(most, len(plan.reads))
         self.assertLessEqual(int(plan.reads["nbytes"].max()), (256 << 10) + plan.header_nbytes)
-        many = KVLayout(64, 40, 64, 64, "F16", 64)  # more pieces than one call takes
+        many = KVLayout(64, 40, 64, 64, "F16", 64)  # more segments than one call takes
         plan = plan_of(many, many.full, many.full, 1)
         assert plan is not None
         extents = plan.reads["extent_stop"] - plan.reads["extent"]
@@ -97,14 +97,14 @@ class TestPlan(unittest.TestCase):
         discard = np.full(plan.discard_nbytes, 0x5A, dtype=np.uint8)
         model = model_arrays(layout, 2)
         memory = Memory(layout, needed, 2, block_tokens=block).fill(rectangle(model, needed)).map()
-        transfer = Transfer(plan, memory.base, memory.head_stride, memory.piece_offset, memory)
+        transfer = Transfer(plan, memory.base, memory.head_stride, memory.segment_offset, memory)
         rows = rows_of(transfer, 1, discard.ctypes.data)
         found = b"".join(bytes(memory_at(int(at), int(nbytes))) for at, nbytes in rows)
         file = b"".join(
             array.transpose(1, 0, 2, 3)[:, :, layout.chunk_tokens :].tobytes()
             for array in rectangle(model, stored)
         )
-        sizes = EntryCodec("0" * 64, layout, stored).unit_nbytes()
+        sizes = EntryCodec("0" * 64, layout, stored).block_nbytes()
         starts = [0, *itertools.accumulate(sizes)]
         expected, blocks = b"", plan.block_place.astype(int).tolist()
         for place in blocks:
@@ -116,8 +116,8 @@ class TestPlan(unittest.TestCase):
             want = b"\x5a" * (stop - first) if outside else expected[first:stop]
             self.assertEqual(want, found[first:stop])
         self.assertEqual(len(expected), len(found))
-        pieces = [list(map(len, views)) for views in blocks_of(transfer, 1, discard.ctypes.data)]
-        self.assertEqual(plan.block_nbytes.tolist(), [sum(views) for views in pieces])
+        parts = [list(map(len, views)) for views in blocks_of(transfer, 1, discard.ctypes.data)]
+        self.assertEqual(plan.block_nbytes.tolist(), [sum(views) for views in parts])
 
 
 if __name__ == "__main__":

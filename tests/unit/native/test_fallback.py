@@ -93,7 +93,9 @@ class TestReadEntries(DirectoryTest):
             model = rectangle(MODELS[layout], needed)
             memory = Memory(layout, needed, FILES, block_tokens=block).fill(model)
             tokens = memory.map()
-            transfer = Transfer(plan, tokens.base, tokens.head_stride, tokens.piece_offset, memory)
+            transfer = Transfer(
+                plan, tokens.base, tokens.head_stride, tokens.segment_offset, memory
+            )
             into = Headers(plan, FILES, keep_discarded=keep)
             done = read(transfer, Directory(fd), paths, 0, into, 0, FILES)
             found.append((done, *contents(transfer, into, done)))

@@ -47,7 +47,7 @@ from vua.store.store import Loaded, Store
 NAMESPACE = "cd" * 32
 LAYOUT = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
 NOT_BUILT = "native code is not built: python3 dev.py build"
-LAYOUT_UNITS = EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full).units
+LAYOUT_BLOCKS = EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full).blocks
 CHUNKS = 40  # 38 MiB: enough for a second thread
 
 
@@ -157,7 +157,7 @@ class TestLoad(DirectoryTest):
                 *(self.transfer, Directory(self.storage.fileno(), whose), paths, first, into),
                 direct=self.direct,
             )
-        tables = into.headers[:, plan.table_offset :].view("<u8")[:, :LAYOUT_UNITS]
+        tables = into.headers[:, plan.table_offset :].view("<u8")[:, :LAYOUT_BLOCKS]
         tables = tables[:, plan.block_place.astype(int)]
         same = (tables == into.digests).all(axis=1)[:done]
         return done if same.all() else int(np.argmin(same))
@@ -183,7 +183,7 @@ class TestLoad(DirectoryTest):
                 np.testing.assert_array_equal(want, got)
 
     def test_part_of_files(self) -> None:
-        """Runs that are read only to be verified get in nobody's way, with several threads."""
+        """Extents that are read only to be verified get in nobody's way, with several threads."""
         target = Shard(3, 13, 0, 2)  # checksums cover 8 layers each
         expected = Memory(LAYOUT, target, CHUNKS, block_tokens=16)
         expected.fill(rectangle(self.model, target))
@@ -402,7 +402,7 @@ class TestDirectLoad(TestLoad):
             self.assertEqual(CHUNKS if direct else 0, cold)
 
     def test_small_parts(self) -> None:
-        """A file larger than the memory it is read through; and one whose units do not fit."""
+        """A file larger than the memory it is read through; and one whose blocks do not fit."""
         expected = Memory(LAYOUT, LAYOUT.full, CHUNKS, block_tokens=16).fill(self.model)
         for nbytes, cold in ((272 << 10, CHUNKS), (64 << 10, 0)):
             self.setUpMemory()

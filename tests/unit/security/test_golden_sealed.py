@@ -54,21 +54,21 @@ def unsealed(path: Path, key: bytes) -> dict[str, bytes]:
     size = 1 if said["seal"] == "aes-256-gcm" else 2  # 2 bytes per element in these files
     shapes = [header[name]["shape"] for name in arrays]
     step = max(1, 131072 // max(shape[2] * shape[3] * size for shape in shapes))
-    unit, found = 0, {}
+    block, found = 0, {}
     for name, (heads, layers, tokens, dim) in zip(arrays, shapes, strict=True):
         at, found[name] = start + header[name]["data_offsets"][0], b""
         for _ in range(heads):
             for layer in range(0, layers, step):
                 nbytes = min(step, layers - layer) * tokens * dim * size
-                stored, tag = data[at : at + nbytes], data[begin + 16 * unit :][:16]
-                assert xxhash.xxh3_64_intdigest(stored) == sums[unit]
-                nonce = unit.to_bytes(12, "big")
+                stored, tag = data[at : at + nbytes], data[begin + 16 * block :][:16]
+                assert xxhash.xxh3_64_intdigest(stored) == sums[block]
+                nonce = block.to_bytes(12, "big")
                 if said["seal"] == "aes-256-gcm":
                     found[name] += cipher.decrypt(nonce, stored + tag, bound)
                 else:
                     cipher.decrypt(nonce, tag, bound + stored)
                     found[name] += stored
-                at, unit = at + nbytes, unit + 1
+                at, block = at + nbytes, block + 1
     return found
 
 

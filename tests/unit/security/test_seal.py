@@ -67,7 +67,7 @@ class TestRoundTrip(SealTest):
                             self.assertEqual((CHUNKS, None), (loaded.chunks, loaded.reason))
 
     def test_shards(self) -> None:
-        """Any reader gets its part of any writer's files, also where it cuts through units."""
+        """Any reader gets its part of any writer's files, also where it cuts through blocks."""
         self.check(DEEP, [DEEP.full], [DEEP.full, Shard(3, 11, 1, 2)], 16)
 
     @pytest.mark.thorough
@@ -175,7 +175,7 @@ class TestForged(SealTest):
 
     def attacks(self, info: EntryInfo, data: bytes, other: bytes) -> Iterator[tuple[str, bytes]]:
         """What such a person may try in place of a file: from it, and from another chunk's."""
-        at, units = info.header_nbytes, len(info.checksums)
+        at, blocks = info.header_nbytes, len(info.checksums)
         codec = EntryCodec(info.namespace, info.layout, info.shard, info.kind)
         tags = codec.seal_of(memoryview(data[:at]))[1]
         foreign = codec.seal_of(memoryview(other[:at]))[1].tobytes()
@@ -184,16 +184,16 @@ class TestForged(SealTest):
             changed = payload[:]
             changed[place] ^= 0x10
             yield f"bit of byte {place}", forged(data, payload=bytes(changed))
-        size = codec.unit_nbytes()[0]
+        size = codec.block_nbytes()[0]
         swapped = payload[size : 2 * size] + payload[:size] + payload[2 * size :]
-        yield "units swapped", forged(data, payload=bytes(swapped))
+        yield "blocks swapped", forged(data, payload=bytes(swapped))
         turned = tags.copy()
         turned[[0, 1]] = turned[[1, 0]]
         yield (
-            "units swapped with their tags",
+            "blocks swapped with their tags",
             forged(data, payload=bytes(swapped), tags=turned.tobytes()),
         )
-        yield "tags of zeros", forged(data, tags=bytes(16 * units))
+        yield "tags of zeros", forged(data, tags=bytes(16 * blocks))
         yield "other's payload", forged(data, payload=other[at:])
         yield "other's payload and tags", forged(data, payload=other[at:], tags=foreign)
         mark = parse_entry(other).mark
@@ -441,10 +441,10 @@ class TestTools(SealTest):
 
 @pytest.mark.thorough
 class TestLarge(SealTest):
-    """Files of many units, and many chunks at once."""
+    """Files of many checksum blocks, and many chunks at once."""
 
     def test_many(self) -> None:
-        """Chunks of 2 MiB, in pieces of 16 tokens, by both ways."""
+        """Chunks of 2 MiB, in segments of 16 tokens, by both ways."""
         layout = KVLayout(16, 4, 64, 64, "F32", 64)
         for encrypt in KINDS:
             store = self.store(layout, self.security(encrypt=encrypt))

@@ -46,7 +46,7 @@ from vua.store.store import Loaded, Loader, Store
 
 NAMESPACE = "ab" * 32
 SMALL = KVLayout(layers=4, kv_heads=8, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=4)
-# Runs of 16 KiB and 8 KiB, so that a unit is 8 layers and shards of layers cut through units.
+# Extents of 16 KiB and 8 KiB: checksum blocks of 8 layers, so shards of layers cut through them.
 DEEP = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
 LATENT = KVLayout(layers=10, kv_heads=1, k_dim=576, v_dim=0, dtype="BF16", chunk_tokens=16)
 CHUNKS = 3
