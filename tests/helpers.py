@@ -82,10 +82,10 @@ def namespace_of(vua: VUA) -> Namespace:
 
 
 @contextmanager
-def native_code(wish: str) -> Iterator[None]:
+def native_code(mode: str) -> Iterator[None]:
     """Choose anew between the native code and Python, as VUA_NATIVE says: auto, off or require."""
     with (
-        mock.patch.dict(os.environ, VUA_NATIVE=wish),
+        mock.patch.dict(os.environ, VUA_NATIVE=mode),
         mock.patch.object(chosen.choice, "status", None),
     ):
         yield

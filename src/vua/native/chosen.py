@@ -52,17 +52,17 @@ def status() -> Status:
 
 
 def _choose() -> Status:
-    wish = os.environ.get("VUA_NATIVE", "auto")
-    if wish not in ("auto", "off", "require"):
-        msg = f"VUA_NATIVE must be auto, off or require, found {wish!r}"
+    mode = os.environ.get("VUA_NATIVE", "auto")
+    if mode not in ("auto", "off", "require"):
+        msg = f"VUA_NATIVE must be auto, off or require, found {mode!r}"
         raise ConfigError(msg)
     with choice.lock:
         if choice.status is None:
             found = Status(None, f"{INSTEAD}: it is switched off by VUA_NATIVE=off")
-            if wish != "off":
+            if mode != "off":
                 found = find()
                 log.log(logging.WARNING if found.refused else logging.INFO, "%s", found.text)
-            if found.library is None and wish == "require":
+            if found.library is None and mode == "require":
                 msg = f"VUA_NATIVE=require cannot be met: {found.text}"
                 raise ConfigError(msg)
             choice.status = found

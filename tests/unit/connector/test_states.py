@@ -11,16 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from helpers import DirectoryTest, save_chunk
 from vua.device.slab import Slab
-from vua.errors import InputError, LayoutError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout, Shard
-from vua.format.states import state_layout, state_nbytes
-from vua.storage.description import descriptions
+from vua.format.layout import KVLayout
+from vua.format.states import state_layout
 from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
@@ -30,93 +27,6 @@ NBYTES = 100
 FULL = KVLayout(1, 1, 4, 4, "U8", SIZE)
 STATE = state_layout(layers=2, parts=1, nbytes=NBYTES, chunk_tokens=SIZE)
 NEVER = 1 << 20
-
-
-class FormTest(DirectoryTest):
-    """In the directory a state is a group like others."""
-
-    def test_layout(self) -> None:
-        """A state's bytes are in the group's name; its rows hold them, and hardly more."""
-        self.assertEqual(("s100", 13, 0), (STATE.group, STATE.k_dim, STATE.v_dim))
-        self.assertEqual(NBYTES, state_nbytes(STATE))
-        self.assertIsNone(state_nbytes(FULL))
-        self.assertIsNone(state_nbytes(replace(FULL, group="w100")))
-        self.assertEqual("s100.l0-2.h0-1", STATE.full.name)
-        self.assertEqual(STATE.full, Shard.parse("s100.l0-2.h0-1"))
-        for group in ("s", "s0", "s01", "sw1", "s1w"):
-            with self.assertRaisesRegex(LayoutError, "group"):
-                replace(STATE, group=group)
-        with self.assertRaisesRegex(LayoutError, "a state of 100 bytes"):
-            state_nbytes(replace(STATE, v_dim=1))
-        with self.assertRaisesRegex(LayoutError, "a state of 200 bytes"):
-            state_nbytes(replace(STATE, group="s200"))
-
-    def test_described(self) -> None:
-        """The namespace's description tells who comes later what the files hold."""
-        identity = Identity(model="m", chunk_tokens=SIZE)
-        Namespace.create(self.root, identity, [FULL, STATE])
-        (found,) = descriptions(self.root)
-        self.assertEqual((FULL, STATE), found.layouts)
-
-
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class PagesTest(unittest.TestCase):
-    """`StatePages`: exactly the bytes of the block behind the chunk, none beside them."""
-
-    def setUp(self) -> None:
-        """Two layers of pages that are longer than a state, in one allocation as vLLM has it."""
-        noise = np.random.default_rng(0).integers(-128, 128, (6, 2, 1, 1, 128), dtype=np.int8)
-        self.memory = torch.from_numpy(noise)
-        self.caches = [self.memory[:, 0], self.memory[:, 1]]
-
-    def pages(self, **settings: Any) -> Any:
-        """The subject."""
-        from vua.device.state_pages import StatePages
-
-        return StatePages(
-            **{"caches": self.caches, "nbytes": NBYTES, "block_size": BLOCK} | settings
-        )
-
-    def chunk(self, fill: int = 7) -> torch.Tensor:
-        """A chunk's array."""
-        return torch.full((1, 2, SIZE, STATE.k_dim), fill, dtype=torch.uint8)
-
-    def test_there_and_back(self) -> None:
-        """What was gathered behind a chunk is put into the last block before it, nowhere else."""
-        before, chunk = self.memory.clone(), self.chunk()
-
-        self.pages().gather([0, 3], 3 * SIZE, SIZE, chunk, None)
-
-        rows = chunk.reshape(2, -1).numpy()
-        for layer in range(2):
-            expected = before[3, layer].flatten().numpy().view(np.uint8)
-            np.testing.assert_array_equal(expected[:NBYTES], rows[layer, :NBYTES])
-            self.assertFalse(rows[layer, NBYTES:].any())
-        self.assertTrue(torch.equal(before, self.memory))
-
-        self.pages().scatter([0, 0, 0, 5], 7 * SIZE, SIZE, chunk, None)
-
-        expected = before.clone()
-        expected[5, ..., :NBYTES] = before[3, ..., :NBYTES]
-        self.assertTrue(torch.equal(expected, self.memory))
-        self.assertFalse(torch.equal(before, self.memory))
-
-    def test_refusals(self) -> None:
-        """A chunk that ends within a block, a freed block, foreign memory: nothing is copied."""
-        before = self.memory.clone()
-        for table, start in (([1, 2], 0), ([0, 2], SIZE), ([1], 3 * SIZE), ([6], SIZE)):
-            with self.assertRaises(InputError):
-                self.pages().scatter(table, start, SIZE, self.chunk(), None)
-        with self.assertRaises(LayoutError):
-            self.pages().scatter([1], SIZE, SIZE, self.chunk()[:, :, :-1], None)
-        self.assertTrue(torch.equal(before, self.memory))
-        for caches, nbytes in (
-            ([self.caches[0]], 129),
-            ([torch.zeros(6, 2, 64, dtype=torch.uint8).transpose(1, 2)], NBYTES),
-            ([torch.zeros(6, 128, dtype=torch.int16)], NBYTES),
-        ):
-            with self.assertRaises(LayoutError):
-                self.pages(caches=caches, nbytes=nbytes)
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")

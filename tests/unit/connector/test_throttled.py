@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import pickle
-import time
 import unittest
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from helpers import DirectoryTest, bits, keys_of, noise, save_chunk, save_step, until
+from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
 from scheduling import bare_connector
 from vua.connector.step import ScheduledRequest, ScheduledStep
-from vua.device.slab import Slab
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.storage.base import Batch, Filled
-from vua.storage.local import LocalStorage
-from vua.store.store import Store
 from vua.testing.throttle import ThrottledStorage
 
 LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
@@ -29,54 +24,6 @@ COMPUTE_S = 0.1
 """What a step takes that computes a prompt of 64 tokens, and...."""
 FAST_S = 0.001
 """...what a read takes of storage that is not slow: by the clock of `Clock`."""
-
-
-class ThrottledStorageTest(DirectoryTest):
-    def setUp(self) -> None:
-        """A store of three chunks on throttled storage, and the bytes of one."""
-        super().setUp()
-        self.storage = ThrottledStorage(LocalStorage(self.root))
-        self.addCleanup(self.storage.storage.close)  # type: ignore[attr-defined]
-        self.store = Store(self.storage, "0" * 64, LAYOUT)
-        self.keys = keys_of(range(48), 16)
-        self.slab = Slab(LAYOUT, LAYOUT.full, 3)
-        for place in range(3):
-            for data, _ in self.slab.arrays(place):
-                data[...] = place + 1
-            save_chunk(self.store, self.keys[place], self.slab.memory, place=place)
-
-    def load(self) -> tuple[float, int]:
-        """Load everything: (seconds, chunks)."""
-        began = time.monotonic()
-        into = Slab(LAYOUT, LAYOUT.full, 3)
-        chunks = self.store.load(self.keys, into.memory).chunks
-        for place in range(chunks):
-            for (found, _), (given, _) in zip(
-                into.arrays(place), self.slab.arrays(place), strict=True
-            ):
-                self.assertTrue(np.array_equal(given, found))
-        return time.monotonic() - began, chunks
-
-    def test_slow(self) -> None:
-        """Reads take as long as they are told to, and bring the same."""
-        _, chunks = self.load()
-        self.assertEqual(3, chunks)
-        nbytes = self.storage.nbytes_read
-        self.assertGreaterEqual(nbytes, 3 * LAYOUT.full.payload_nbytes(LAYOUT))
-
-        self.storage.throttle(nbytes / 0.2)
-        seconds, chunks = self.load()
-        self.assertEqual(3, chunks)
-        self.assertGreaterEqual(seconds, 0.19)
-        self.storage.throttle(None, latency_s=0.1)
-        self.assertGreaterEqual(self.load()[0], 0.1)
-
-    def test_damage(self) -> None:
-        """A damaged file is taken out of sight as with any storage."""
-        (path, *_) = self.files()
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
-        self.assertLess(self.load()[1], 3)
-        self.assertEqual(2, len(self.files()))
 
 
 class Clock:

@@ -66,11 +66,11 @@ class TestTokenIds(unittest.TestCase):
 
     def test_largest(self) -> None:
         """The largest token id is taken as it is, by the native code and without it."""
-        for wish in ("auto", "off"):
+        for mode in ("auto", "off"):
             for dtype in (np.uint32, np.int64, np.uint64):
                 with (
-                    self.subTest(native=wish, dtype=dtype),
-                    native_code(wish),
+                    self.subTest(native=mode, dtype=dtype),
+                    native_code(mode),
                 ):
                     self.assertEqual(b"\xff" * 4, token_ids(np.array([2**32 - 1], dtype)))
 

@@ -198,6 +198,25 @@ class TestTransfer(DirectoryTest):
         self.assertEqual([0, 3], found)
 
 
+class TestAllocate(DirectoryTest):
+    """Room on the disk before the bytes."""
+
+    def test_allocate(self) -> None:
+        """Room is found where the file system can do that; elsewhere nothing happens."""
+        with (self.root / "file").open("w+b") as stream:
+            vectors.allocate(stream.fileno(), 1 << 20)
+            status = os.fstat(stream.fileno())
+            self.assertIn(status.st_size, (0, 1 << 20))
+            if posix.is_ext4(stream.fileno()):
+                self.assertEqual(1 << 20, status.st_size)
+                self.assertGreaterEqual(512 * status.st_blocks, 1 << 20)
+        inside, outside = os.pipe()
+        vectors.allocate(outside, 100)
+        self.assertFalse(posix.is_ext4(outside))
+        os.close(inside)
+        os.close(outside)
+
+
 class TestOpen(DirectoryTest):
     """Opening below a directory, through no link."""
 

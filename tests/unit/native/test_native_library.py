@@ -151,14 +151,14 @@ class TestLibrary(DirectoryTest):
         """It says what is in use, and what is to be mended."""
         found = native.status()
         self.assertEqual((has_native(), False), (found.library is not None, found.refused))
-        for wish, refused in (("off", False), ("yes", True)):
-            with self.subTest(wish), native_code(wish):
+        for mode, refused in (("off", False), ("yes", True)):
+            with self.subTest(mode), native_code(mode):
                 found = native.status()
                 self.assertIsNone(found.library)
                 self.assertEqual(refused, found.refused)
                 self.assertIn("VUA_NATIVE", found.text)
 
-    def test_unknown_wish(self) -> None:
+    def test_unknown_mode(self) -> None:
         """A word that means nothing is refused with those that do."""
         with (
             native_code("yes"),
@@ -278,7 +278,7 @@ class TestBuild(DirectoryTest):
         command, machine = hatch_build.release_compiler("manylinux_2_17_aarch64")
         self.assertEqual("aarch64", machine)
         self.assertIn("aarch64-linux-gnu.2.17", command)
-        for wish, needed in (
+        for tag, needed in (
             ("manylinux_2_17_aarch64", ["ziglang"]),
             ("pure", []),
             ("", []),
@@ -286,8 +286,8 @@ class TestBuild(DirectoryTest):
         ):
             with mock.patch.dict(os.environ):
                 os.environ.pop("VUA_WHEEL", None)
-                if wish is not None:
-                    os.environ["VUA_WHEEL"] = wish
+                if tag is not None:
+                    os.environ["VUA_WHEEL"] = tag
                 self.assertEqual(needed, new_hook().dependencies())
 
     def test_for_every_processor(self) -> None:

@@ -1,8 +1,7 @@
-"""Mirrors `vua.storage.direct`: calls that write, and which reads go past the page cache."""
+"""Mirrors `vua.storage.direct`: which reads go past the page cache."""
 
 from __future__ import annotations
 
-import os
 import random
 import unittest
 
@@ -13,31 +12,11 @@ from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arra
 from vua.cli.bench_files import cool, direct_works, is_cold
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.io import posix, vectors
 from vua.storage.direct import FirstReads
 from vua.storage.local import LocalStorage
 from vua.store.namespace import Namespace
 
 PAGE = 4096
-
-
-class TestAllocate(DirectoryTest):
-    """Room on the disk before the bytes."""
-
-    def test_allocate(self) -> None:
-        """Room is found where the file system can do that; elsewhere nothing happens."""
-        with (self.root / "file").open("w+b") as stream:
-            vectors.allocate(stream.fileno(), 1 << 20)
-            status = os.fstat(stream.fileno())
-            self.assertIn(status.st_size, (0, 1 << 20))
-            if posix.is_ext4(stream.fileno()):
-                self.assertEqual(1 << 20, status.st_size)
-                self.assertGreaterEqual(512 * status.st_blocks, 1 << 20)
-        inside, outside = os.pipe()
-        vectors.allocate(outside, 100)
-        self.assertFalse(posix.is_ext4(outside))
-        os.close(inside)
-        os.close(outside)
 
 
 class TestDirectReads(DirectoryTest):

@@ -94,15 +94,15 @@ class WriterTest(DirectoryTest):
                         layout, chunks, **({} if block is None else {"block_tokens": block})
                     ),
                 )
-                for wish in ("off", "auto"):
-                    with native_code(wish):
-                        store = self.open(wish, layout)
+                for mode in ("off", "auto"):
+                    with native_code(mode):
+                        store = self.open(mode, layout)
                         self.assertEqual(chunks, EntryWriter(store, memory.map()).save_all(keys))
                     self.assertEqual(chunks, store.counts["chunks_saved"])
                     self.check_stamps(store, keys)
                     files.append(self.files(store))
                     store.close()
-                    shutil.rmtree(self.root / wish)
+                    shutil.rmtree(self.root / mode)
                 self.assertEqual(chunks, len(files[0]))
                 self.assertEqual(*files)
 

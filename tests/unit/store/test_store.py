@@ -76,8 +76,8 @@ class StoreTest(DirectoryTest):
     def setUp(self) -> None:
         """Make a store with nothing in it."""
         super().setUp()
-        wish = "require" if self.native and has_native() else "off"
-        self.enterContext(native_code(wish))
+        mode = "require" if self.native and has_native() else "off"
+        self.enterContext(native_code(mode))
         self.keys = keys_of(range(CHUNKS * self.layout.chunk_tokens), self.layout.chunk_tokens)
         self.model = model_arrays(self.layout, CHUNKS)
         self.store = self.open()

@@ -46,7 +46,7 @@ RANKS = (Shard(0, 1, 0, 1), Shard(0, 1, 1, 2))
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class AnnouncerTest(unittest.TestCase):
+class EventPublisherTest(unittest.TestCase):
     def setUp(self) -> None:
         """The chunks of a prompt of 64 tokens; hashes in events are not shortened to integers."""
         switch = mock.patch.dict(os.environ, {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"})
@@ -55,8 +55,8 @@ class AnnouncerTest(unittest.TestCase):
         self.keys = KeyChain(token_ids(IDS), CHUNK)
         self.names = [key.prefix_hash for key in self.keys.first(4)]
 
-    def announcer(self, block: int, ranks: tuple[Shard, ...] = (LAYOUT.full,)) -> Any:
-        """An announcer of an engine with blocks of so many tokens, and its workers' watches."""
+    def publisher(self, block: int, ranks: tuple[Shard, ...] = (LAYOUT.full,)) -> Any:
+        """A publisher of an engine with blocks of so many tokens, and its workers' watches."""
         model = Model(
             Identity(model="m", chunk_tokens=CHUNK),
             (Group(LAYOUT, (0,), (ranks,), (0,)),),
@@ -88,7 +88,7 @@ class AnnouncerTest(unittest.TestCase):
         return BlockEvents(model, settings, cache)
 
     def store(
-        self, announcer: Any, chunks: Iterable[int], ranks: Iterable[int] = (0,)
+        self, publisher: Any, chunks: Iterable[int], ranks: Iterable[int] = (0,)
     ) -> list[Any]:
         """Let workers store chunks; return the events that come of it."""
         joined = WorkerOutput()
@@ -96,25 +96,25 @@ class AnnouncerTest(unittest.TestCase):
             for chunk in chunks:
                 self.watches[rank].stored(self.keys[chunk], self.ranks[rank])
             joined = joined.aggregate(WorkerOutput(seen=self.watches[rank].take()))
-        announcer.learn(joined.seen)
-        taken: list[Any] = announcer.take()
+        publisher.learn(joined.seen)
+        taken: list[Any] = publisher.take()
         return taken
 
-    def lose(self, announcer: Any, chunk: int) -> list[Any]:
+    def lose(self, publisher: Any, chunk: int) -> list[Any]:
         """Let a worker find a chunk gone; return the events that come of it."""
         self.watches[0].gone(self.names[chunk])
-        announcer.learn(self.watches[0].take())
-        taken: list[Any] = announcer.take()
+        publisher.learn(self.watches[0].take())
+        taken: list[Any] = publisher.take()
         return taken
 
     def test_a_chunk_counts_when_all_ranks_have_stored_it(self) -> None:
         """One rank's file is not enough, in whatever steps they come; nor is one stored twice."""
-        announcer = self.announcer(8, RANKS)
-        announcer.ordered(self.request, self.keys, range(3))
+        publisher = self.publisher(8, RANKS)
+        publisher.ordered(self.request, self.keys, range(3))
 
-        self.assertEqual([], self.store(announcer, [0, 0, 1], [0]))
-        both = self.store(announcer, [0], [1])
-        late = self.store(announcer, [1, 2], [0, 1])
+        self.assertEqual([], self.store(publisher, [0, 0, 1], [0]))
+        both = self.store(publisher, [0], [1])
+        late = self.store(publisher, [1, 2], [0, 1])
 
         self.assertEqual([[b"0", b"1"]], [event.block_hashes for event in both])
         self.assertEqual([[b"2", b"3"], [b"4", b"5"]], [event.block_hashes for event in late])
@@ -123,17 +123,17 @@ class AnnouncerTest(unittest.TestCase):
 
     def test_blocks_longer_than_chunks(self) -> None:
         """A block is announced when all chunks in it are stored, and gone with any of them."""
-        announcer = self.announcer(32)
-        announcer.ordered(self.request, self.keys, range(1))
-        announcer.ordered(self.request, self.keys, range(1, 4))
+        publisher = self.publisher(32)
+        publisher.ordered(self.request, self.keys, range(1))
+        publisher.ordered(self.request, self.keys, range(1, 4))
 
-        self.assertEqual([], self.store(announcer, [1, 2]))
-        first = self.store(announcer, [0])
-        second = self.store(announcer, [3])
-        gone = self.lose(announcer, 0)
-        announcer.ordered(self.request, self.keys, range(2))
-        again = self.store(announcer, [0, 1])
-        gone += self.lose(announcer, 1) + self.lose(announcer, 0)
+        self.assertEqual([], self.store(publisher, [1, 2]))
+        first = self.store(publisher, [0])
+        second = self.store(publisher, [3])
+        gone = self.lose(publisher, 0)
+        publisher.ordered(self.request, self.keys, range(2))
+        again = self.store(publisher, [0, 1])
+        gone += self.lose(publisher, 1) + self.lose(publisher, 0)
 
         self.assertEqual([[b"0"], [b"1"]], [event.block_hashes for event in first + second])
         self.assertEqual([IDS[:32], IDS[32:]], [event.token_ids for event in first + second])
@@ -142,51 +142,51 @@ class AnnouncerTest(unittest.TestCase):
 
     def test_what_a_lookup_finds(self) -> None:
         """What others stored is announced once, at once; what they deleted meanwhile is gone."""
-        announcer = self.announcer(16)
-        announcer.found(self.request, self.keys, 3)
-        (event,) = announcer.take()
+        publisher = self.publisher(16)
+        publisher.found(self.request, self.keys, 3)
+        (event,) = publisher.take()
         self.assertEqual([b"0", b"1", b"2"], event.block_hashes)
 
-        announcer.found(self.request, self.keys, 3)
-        self.assertEqual([], announcer.take())
-        announcer.found(self.request, self.keys, 1)
-        gone = announcer.take()
+        publisher.found(self.request, self.keys, 3)
+        self.assertEqual([], publisher.take())
+        publisher.found(self.request, self.keys, 1)
+        gone = publisher.take()
         self.assertEqual([[b"1"], [b"2"]], [one.block_hashes for one in gone])
-        announcer.ordered(self.request, self.keys, range(1, 3))
-        again = self.store(announcer, [2])
-        announcer.found(self.request, self.keys, 4)  # around what is known
-        again += announcer.take()
+        publisher.ordered(self.request, self.keys, range(1, 3))
+        again = self.store(publisher, [2])
+        publisher.found(self.request, self.keys, 4)  # around what is known
+        again += publisher.take()
         self.assertEqual([[b"2"], [b"1"], [b"3"]], [one.block_hashes for one in again])
 
     def test_reset(self) -> None:
         """After a reset nothing counts as stored, nor what workers say of chunks of before."""
-        announcer = self.announcer(16)
-        announcer.found(self.request, self.keys, 1)
-        announcer.ordered(self.request, self.keys, range(1, 2))
-        announcer.take()
+        publisher = self.publisher(16)
+        publisher.found(self.request, self.keys, 1)
+        publisher.ordered(self.request, self.keys, range(1, 2))
+        publisher.take()
 
-        announcer.forget()
+        publisher.forget()
 
-        self.assertEqual([[b"0"]], [one.block_hashes for one in announcer.take()])
-        self.assertEqual([], self.store(announcer, [1]))
+        self.assertEqual([[b"0"]], [one.block_hashes for one in publisher.take()])
+        self.assertEqual([], self.store(publisher, [1]))
 
     def test_memory_is_bounded(self) -> None:
         """Orders that nobody confirms, events that nobody takes, and files of a stuck scheduler."""
-        announcer = self.announcer(16)
+        publisher = self.publisher(16)
         for at in range(events.MAX_PENDING + 10):
             chain = KeyChain(token_ids([at, *IDS[1:]]), CHUNK)
-            announcer.ordered(self.request, chain, range(1))
+            publisher.ordered(self.request, chain, range(1))
         plain = self.keys
         for at, announced in ((0, 0), (9, 0), (10, 1), (11, 1)):  # the oldest are forgotten
             self.keys = KeyChain(token_ids([at, *IDS[1:]]), CHUNK)
-            self.assertEqual(announced, len(self.store(announcer, [0])), at)
+            self.assertEqual(announced, len(self.store(publisher, [0])), at)
         self.keys = plain
 
         with self.assertLogs("vllm.vua.events", "WARNING") as logged:
             for _ in range(events.MAX_QUEUED):
-                announcer.found(self.request, self.keys, 1)
-                announcer.found(self.request, self.keys, 0)
-        self.assertEqual([events.MAX_QUEUED, 1], [len(announcer.take()), len(logged.output)])
+                publisher.found(self.request, self.keys, 1)
+                publisher.found(self.request, self.keys, 0)
+        self.assertEqual([events.MAX_QUEUED, 1], [len(publisher.take()), len(logged.output)])
 
         for _ in range(events.MAX_SEEN + 10):
             self.watches[0].gone(self.names[0])

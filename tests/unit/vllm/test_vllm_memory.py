@@ -1,8 +1,7 @@
-"""Weights and adapters as they are in memory: what notices a change, and what follows from it."""
+"""Weights and adapters as they are in the memory of vLLM's worker: what notices a change."""
 
 from __future__ import annotations
 
-import gc
 import time
 import unittest
 from collections.abc import Callable
@@ -21,9 +20,8 @@ if find_spec("vllm"):
     from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from vua.connector.adapters import Adapter, AdapterBook, AdapterNote, together
+    from vua.connector.adapters import AdapterNote
     from vua.connector.cache_spec import UncachedError
-    from vua.connector.origins import MIXED, Origin, Origins
     from vua.connector.weights_watch import WeightsWatch
     from vua.vllm.adapters import Adapters, adapter_digest
     from vua.vllm.engine_worker import EngineWorker, memory_of
@@ -82,6 +80,16 @@ class EngineWorkerTest(unittest.TestCase):
             self.assertLess(before, engine.calls, number)
         self.assertEqual("model", engine.last_call)
 
+    def test_watched(self) -> None:
+        """A look at the weights is no call; a call is noticed without a look."""
+        wrapper = wrapped()
+        watch = WeightsWatch(EngineWorker(wrapper))
+        self.assertTrue(watch.expected.still_at(time.monotonic()))
+        wrapper.execute_model(None)
+        self.assertIsNone(watch.changed())
+        wrapper.anything()
+        self.assertIn("anything", str(watch.changed()))
+
     def test_found_among_the_callers(self) -> None:
         """By whoever is called by a wrapper; nobody else finds one, and may store nothing."""
 
@@ -105,82 +113,6 @@ class EngineWorkerTest(unittest.TestCase):
         wrapper.worker.model = None
         with self.assertRaises(UncachedError):
             EngineWorker(wrapper)
-
-
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class WeightsWatchTest(unittest.TestCase):
-    def setUp(self) -> None:
-        """A model that is watched."""
-        self.wrapper = wrapped()
-        self.engine = EngineWorker(self.wrapper)
-        self.model = self.engine.model
-        self.watch = WeightsWatch(self.engine)
-
-    def unchanged(self) -> bool:
-        """By a look of now."""
-        return self.watch.expected.still_at(time.monotonic())
-
-    def test_every_way(self) -> None:
-        """Each kind of write is noticed, and counts no longer once it is expected."""
-        linear, norm = self.model
-        weight = linear.weight
-
-        def replace() -> None:
-            linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
-
-        def remove() -> None:
-            norm.running_mean = None
-            gc.collect()
-
-        ways = {
-            "written to": lambda: weight.mul_(2),
-            "hold other bytes": lambda: weight.data.mul_(2),
-            "lie elsewhere": lambda: setattr(weight, "data", weight.data.clone()),
-            "buffers": lambda: norm.running_var.add_(1),
-            "replaced": replace,
-            "gone": remove,
-        }
-        for name, way in ways.items():
-            with self.subTest(name):
-                self.assertTrue(self.unchanged())
-                way()
-                self.assertFalse(self.unchanged())
-                self.assertIsNotNone(self.watch.changed())
-                self.watch.rebase()
-                self.assertIsNone(self.watch.changed())
-
-    def test_a_call(self) -> None:
-        """Is noticed by the next step, without a look."""
-        self.assertIsNone(self.watch.changed())
-        self.wrapper.anything()
-        self.assertIn("anything", str(self.watch.changed()))
-
-    def test_a_look_of_before(self) -> None:
-        """Proves nothing for later; what was proven stays so."""
-        asked = time.monotonic()
-        self.assertTrue(self.watch.expected.still_at(asked))
-        self.model[0].weight.data.mul_(2)
-        self.assertTrue(self.watch.expected.still_at(asked))
-        self.assertFalse(self.unchanged())
-
-    def test_inference_tensors(self) -> None:
-        """They have no version counter; their bytes are compared."""
-        with torch.inference_mode():
-            self.model[0].weight = nn.Parameter(torch.ones(64, 64), requires_grad=False)
-        self.watch.rebase()
-        self.assertTrue(self.unchanged())
-        with torch.inference_mode():
-            self.model[0].weight.mul_(2)
-        self.assertFalse(self.unchanged())
-
-    def test_large_tensors(self) -> None:
-        """A small change of one is found in turn: after at most so many looks as there are."""
-        self.model.append(nn.Embedding(4096, 256))
-        weight = self.model[-1].weight
-        self.watch.rebase()
-        weight.data[weight.shape[0] // 2 :] += 1
-        looks = sum(1 for _ in range(100) if self.unchanged())
-        self.assertLess(looks, 8)
 
 
 def lora(scaling: float = 2.0, **tensors: torch.Tensor) -> Any:
@@ -260,46 +192,6 @@ class AdaptersTest(unittest.TestCase):
         self.assertEqual({}, adapters.news([]))
         with self.assertRaises(UncachedError):
             Adapters(SimpleNamespace(lora_manager=object()))
-
-    def test_book(self) -> None:
-        """Only what all workers say counts; who does not agree, or answer, is not waited for."""
-        book = AdapterBook(workers=2, patience_s=0.01)
-        one, other = Adapter(5, "d", 0), Adapter(5, "e", 0)
-        request = SimpleNamespace(lora_int_id=5)
-        for notes, found in (
-            (together({5: AdapterNote(one, 1)}, {5: AdapterNote(one, 1)}), one),
-            (together({5: AdapterNote(one, 1)}, {5: AdapterNote(other, 1)}), None),
-            ({5: AdapterNote(one, 1)}, None),
-        ):
-            book.learn({5: AdapterNote(None, 2)})
-            if book.find(request)[1]:
-                book.find(request)
-            self.assertEqual([request], book.take_wanted())
-            book.learn(notes)
-            self.assertEqual((found, True), book.find(request))
-        self.assertEqual((None, False), book.find(request))
-        book.take_wanted()
-        time.sleep(0.02)
-        self.assertEqual((None, True), book.find(request))
-
-
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class OriginsTest(unittest.TestCase):
-    def test_blocks_of_before(self) -> None:
-        """What begins with blocks of other weights is mixed, and so is what begins with that."""
-        origins, now = Origins((16,)), Origin(1)
-        self.assertTrue(origins.begins([[1, 2, 3]], 0, Origin()))
-        self.assertTrue(origins.begins([[1, 2, 4]], 32, Origin()))
-        self.assertFalse(origins.begins([[1, 2, 5]], 32, now))
-        self.assertFalse(origins.begins([[5, 6]], 16, now))
-        self.assertTrue(origins.begins([[7, 8]], 0, now))
-        self.assertTrue(origins.begins([[7, 8, 9]], 32, now))
-        origins.computes([8], MIXED)
-        self.assertFalse(origins.begins([[7, 8, 9]], 32, now))
-        self.assertFalse(origins.begins([[10]], 0, MIXED))
-        self.assertFalse(origins.begins([[10, 11]], 16, MIXED))
-        self.assertTrue(origins.begins([[0, 12]], 16, now))  # freed behind a window
-        self.assertFalse(origins.begins([[12]], 16, Origin(1, Adapter(1, "d", 0))))
 
 
 if __name__ == "__main__":

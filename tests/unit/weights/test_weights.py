@@ -16,6 +16,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +32,7 @@ from vua.weights import (
     Weights,
     checkpoint_files,
     identify_weights,
+    process_began_s,
     weights_fingerprint,
 )
 from vua.weights import content as content_module
@@ -656,6 +658,13 @@ class TestIdentification(unittest.TestCase):
                 weights_fingerprint(file.name, cache=False)
         own = os.getpriority(os.PRIO_PROCESS, 0)
         self.assertEqual({min(19, max(10, own))}, set(found))
+
+    @unittest.skipUnless(find_spec("psutil"), "psutil is not installed")
+    def test_when_a_process_began(self) -> None:
+        """It is in the past, by less than this test run took."""
+        import psutil
+
+        self.assertAlmostEqual(psutil.Process().create_time(), process_began_s(), delta=2)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,36 @@
+"""What the scheduler's half knows of the adapters that workers hold."""
+
+from __future__ import annotations
+
+import time
+import unittest
+from types import SimpleNamespace
+
+from vua.connector.adapters import Adapter, AdapterBook, AdapterNote, together
+
+
+class AdapterBookTest(unittest.TestCase):
+    def test_book(self) -> None:
+        """Only what all workers say counts; who does not agree, or answer, is not waited for."""
+        book = AdapterBook(workers=2, patience_s=0.01)
+        one, other = Adapter(5, "d", 0), Adapter(5, "e", 0)
+        request = SimpleNamespace(lora_int_id=5)
+        for notes, found in (
+            (together({5: AdapterNote(one, 1)}, {5: AdapterNote(one, 1)}), one),
+            (together({5: AdapterNote(one, 1)}, {5: AdapterNote(other, 1)}), None),
+            ({5: AdapterNote(one, 1)}, None),
+        ):
+            book.learn({5: AdapterNote(None, 2)})
+            if book.find(request)[1]:
+                book.find(request)
+            self.assertEqual([request], book.take_wanted())
+            book.learn(notes)
+            self.assertEqual((found, True), book.find(request))
+        self.assertEqual((None, False), book.find(request))
+        book.take_wanted()
+        time.sleep(0.02)
+        self.assertEqual((None, True), book.find(request))
+
+
+if __name__ == "__main__":
+    unittest.main()

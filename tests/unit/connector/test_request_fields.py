@@ -1,0 +1,205 @@
+"""What a hit means: a field of a request that K and V depend on is part of its chunks' keys.
+
+One case per field; those of the engine decide about the namespace, see test_vllm_identity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import unittest
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import DirectoryTest, save_chunk
+from vua.connector.adapters import Adapter, AdapterNote
+from vua.connector.cache_spec import EngineIdentity, Group, Model
+from vua.connector.config import ConnectorConfig
+from vua.connector.metadata import WorkerOutput
+from vua.connector.scheduler import SchedulerSide
+from vua.device.slab import Slab
+from vua.format.identity import Identity
+from vua.format.keys import ChunkKey
+from vua.format.layout import KVLayout
+
+pytestmark = pytest.mark.vllm
+
+LAYOUT = KVLayout(1, 1, 8, 8, "U8", 16)
+PROMPT = list(range(64))
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class RequestFieldsTest(DirectoryTest):
+    """Through the scheduler's half, with a real directory."""
+
+    def setUp(self) -> None:
+        """Make a scheduler's half."""
+        super().setUp()
+        group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
+        self.config = ConnectorConfig(
+            shared_storage_path=str(self.root / "kv"), chunk_tokens=16, witness_every=0
+        )
+        self.side = SchedulerSide(model, self.config, loads=True, saves=True)
+        self.addCleanup(self.side.shutdown)
+        self.serial = 0
+        self.loaded: dict[int, str] = {}
+
+    def adapter(self, number: int, digest: str) -> Any:
+        """A request's adapter; the workers hold it under this number."""
+        self.loaded[number] = digest
+        return SimpleNamespace(lora_int_id=number, lora_name="l", lora_path="/anywhere")
+
+    def answer(self) -> None:
+        """Let the workers say what they hold of what they are asked about."""
+        notes = WorkerOutput()
+        for wanted in self.side.take_wanted_adapters():
+            number = wanted.lora_int_id
+            digest = self.loaded.get(number)
+            held = None if digest is None else Adapter(number, digest, 0)
+            notes.adapters[number] = AdapterNote(held, 1)
+        self.side.learn(notes)
+
+    def hits(self, *, save: bool = False, **fields: Any) -> int:
+        """Tokens found for a request with these fields; ``save``: store its chunks afterwards."""
+        self.serial += 1
+        plain: dict[str, Any] = {
+            "cache_salt": None,
+            "lora_request": None,
+            "mm_features": [],
+            "prompt_embeds": None,
+            "prompt_token_ids": PROMPT,
+        }
+        request = SimpleNamespace(
+            **plain | fields, request_id=f"r{self.serial}", num_tokens=65, kv_transfer_params=None
+        )
+        while (answer := self.side.matched_tokens(request, 0))[0] is None:
+            self.side.take_loads()
+            self.answer()
+        if save:
+            found = self.side.states[request.request_id].lookup.answer.result()
+            if found is not None:
+                self.store(found.keys.first(4))
+        self.side.finished(request)
+        return answer[0] or 0
+
+    def store(self, keys: list[ChunkKey]) -> None:
+        """Store chunks of these names."""
+        slab = Slab(LAYOUT, LAYOUT.full, 1)
+        for key in keys:
+            save_chunk(self.side.namespace.stores[0], key, slab.memory)
+
+    def test_fields(self) -> None:
+        """Each kind of request finds its own chunks and no other kind's."""
+        lora = [self.adapter(1, "one"), self.adapter(2, "two")]
+        kinds: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "salt a": {"cache_salt": "a"},
+            "salt b": {"cache_salt": "b"},
+            "adapter one": {"lora_request": lora[0]},
+            "adapter two, of the same name": {"lora_request": lora[1]},
+            "adapter one, salt a": {"lora_request": lora[0], "cache_salt": "a"},
+            "image": {"mm_features": [image("x", 0)]},
+            "other image": {"mm_features": [image("y", 0)]},
+            "image elsewhere": {"mm_features": [image("x", 1)]},
+            "longer image": {"mm_features": [image("x", 0, 8)]},
+            "sound": {"mm_features": [image("x", 0, modality="audio")]},
+            "two images": {"mm_features": [image("x", 0), image("x", 9)]},
+        }
+        for name, fields in kinds.items():
+            with self.subTest(name):
+                self.assertEqual(0, self.hits(**fields, save=True))
+                self.assertEqual(64, self.hits(**fields))
+        for name, fields in kinds.items():
+            with self.subTest(name, after="all"):
+                self.assertEqual(64, self.hits(**fields))
+
+    def test_image_further_on(self) -> None:
+        """The chunks before an image are shared by requests with other images, or none."""
+        self.hits(save=True)
+        late = {"mm_features": [image("x", 40)]}
+        self.assertEqual(32, self.hits(**late, save=True))
+        self.assertEqual(64, self.hits(**late))
+        self.assertEqual(32, self.hits(mm_features=[image("y", 40)]))
+
+    def test_images_by_content(self) -> None:
+        """Identifiers of counters and clients: what counts is the image, or nothing does."""
+        one = {"mm_features": [image("x", 0, name="renderer0-mm-1-image-0")]}
+        self.assertEqual(0, self.hits(**one, save=True))
+        self.assertEqual(64, self.hits(mm_features=[image("x", 0, name="renderer0-mm-2-image-0")]))
+        self.assertEqual(0, self.hits(mm_features=[image("y", 0, name="renderer0-mm-3-image-0")]))
+        with self.assertLogs("vllm.vua.scheduler", "WARNING") as said:
+            for content in "yxy":  # an engine of its own would take the next one's for the first's
+                again = {"mm_features": [image(content, 0, name="renderer0-mm-1-image-0")]}
+                self.assertEqual(0, self.hits(**again, save=True))
+        self.assertIn("identifier", said.output[0])
+        self.assertEqual(1, len(said.output))
+        self.assertEqual(4, len(self.files("kv/**/*.safetensors")))
+
+    def test_settings_of_adapters_and_images(self) -> None:
+        """What an engine says about them is in the keys of those requests, and of no others."""
+        kinds: dict[str, dict[str, Any]] = {
+            "adapter": {"lora_request": self.adapter(1, "one")},
+            "image": {"mm_features": [image("x", 0)]},
+            "plain": {},
+        }
+        for fields in kinds.values():
+            self.hits(**fields, save=True)
+        model, config = self.side.model, self.config
+        other = dataclasses.replace(model, engine=EngineIdentity({}, "a", "m", ""))
+        refusing = dataclasses.replace(model, engine=EngineIdentity({}, "", "", "no images"))
+        for changed, expected in ((other, [0, 0, 64]), (refusing, [64, 0, 64]), (model, [64] * 3)):
+            self.side = SchedulerSide(changed, config, loads=True, saves=True)
+            self.addCleanup(self.side.shutdown)
+            self.assertEqual(expected, [self.hits(**fields) for fields in kinds.values()])
+
+    def test_adapter_replaced(self) -> None:
+        """Under the same number, nothing of before is found; loaded again, all of it."""
+        lora = self.adapter(1, "one")
+        self.hits(lora_request=lora, save=True)
+        for generation, digest, found in ((1, "two", 0), (2, "one", 64)):
+            note = AdapterNote(Adapter(1, digest, generation), 1)
+            self.side.learn(WorkerOutput(adapters={1: note}))
+            self.assertEqual(found, self.hits(lora_request=lora))
+
+    def test_no_name(self) -> None:
+        """Prompt embeddings, and an adapter that is not loaded, are neither found nor stored."""
+        self.hits(save=True)
+        nowhere = SimpleNamespace(lora_int_id=9, lora_name="l", lora_path="/nowhere")
+        with self.assertLogs("vllm.vua.scheduler", "WARNING") as said:
+            self.assertEqual(0, self.hits(prompt_embeds=torch.zeros(64, 8), save=True))
+            self.assertEqual(0, self.hits(lora_request=nowhere, save=True))
+        self.assertEqual(2, len(said.output))
+        self.assertEqual(4, len(self.files("kv/**/*.safetensors")))
+
+
+def image(
+    content: str, offset: int, length: int = 4, modality: str = "image", name: str | None = None
+) -> Any:
+    """A multimodal input as vLLM describes it; ``name``: an identifier not made from content."""
+    from vllm.multimodal.inputs import (
+        MultiModalFeatureSpec,
+        MultiModalFieldConfig,
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
+
+    pixels = torch.full((1, 3, 4, 4), float(sum(content.encode())))
+    items = MultiModalKwargsItems.from_hf_inputs(
+        {"pixel_values": pixels},
+        {"pixel_values": MultiModalFieldConfig.batched(modality)},
+    )
+    return MultiModalFeatureSpec(
+        data=items[modality][0],
+        modality=modality,
+        identifier=name or hashlib.sha256(content.encode()).hexdigest(),
+        mm_position=PlaceholderRange(offset=offset, length=length),
+    )
+
+
+if __name__ == "__main__":
+    unittest.main()

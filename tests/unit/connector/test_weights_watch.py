@@ -1,0 +1,101 @@
+"""Weights as they are in memory: what notices a change."""
+
+from __future__ import annotations
+
+import gc
+import time
+import unittest
+from typing import Any
+
+import torch
+from torch import nn
+
+from vua.connector.weights_watch import WeightsWatch
+
+
+class Engine:
+    """What is watched: an engine's worker."""
+
+    def __init__(self) -> None:
+        self.model: Any = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(8)).requires_grad_(
+            requires_grad=False
+        )
+        self.calls, self.last_call = 0, ""
+
+
+class WeightsWatchTest(unittest.TestCase):
+    def setUp(self) -> None:
+        """A model that is watched."""
+        self.engine = Engine()
+        self.model = self.engine.model
+        self.watch = WeightsWatch(self.engine)
+
+    def unchanged(self) -> bool:
+        """By a look of now."""
+        return self.watch.expected.still_at(time.monotonic())
+
+    def test_every_way(self) -> None:
+        """Each kind of write is noticed, and counts no longer once it is expected."""
+        linear, norm = self.model
+        weight = linear.weight
+
+        def replace() -> None:
+            linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
+
+        def remove() -> None:
+            norm.running_mean = None
+            gc.collect()
+
+        ways = {
+            "written to": lambda: weight.mul_(2),
+            "hold other bytes": lambda: weight.data.mul_(2),
+            "lie elsewhere": lambda: setattr(weight, "data", weight.data.clone()),
+            "buffers": lambda: norm.running_var.add_(1),
+            "replaced": replace,
+            "gone": remove,
+        }
+        for name, way in ways.items():
+            with self.subTest(name):
+                self.assertTrue(self.unchanged())
+                way()
+                self.assertFalse(self.unchanged())
+                self.assertIsNotNone(self.watch.changed())
+                self.watch.rebase()
+                self.assertIsNone(self.watch.changed())
+
+    def test_a_call(self) -> None:
+        """Is noticed by the next step, without a look."""
+        self.assertIsNone(self.watch.changed())
+        self.engine.calls, self.engine.last_call = 1, "anything"
+        self.assertIn("anything", str(self.watch.changed()))
+
+    def test_a_look_of_before(self) -> None:
+        """Proves nothing for later; what was proven stays so."""
+        asked = time.monotonic()
+        self.assertTrue(self.watch.expected.still_at(asked))
+        self.model[0].weight.data.mul_(2)
+        self.assertTrue(self.watch.expected.still_at(asked))
+        self.assertFalse(self.unchanged())
+
+    def test_inference_tensors(self) -> None:
+        """They have no version counter; their bytes are compared."""
+        with torch.inference_mode():
+            self.model[0].weight = nn.Parameter(torch.ones(64, 64), requires_grad=False)
+        self.watch.rebase()
+        self.assertTrue(self.unchanged())
+        with torch.inference_mode():
+            self.model[0].weight.mul_(2)
+        self.assertFalse(self.unchanged())
+
+    def test_large_tensors(self) -> None:
+        """A small change of one is found in turn: after at most so many looks as there are."""
+        self.model.append(nn.Embedding(4096, 256))
+        weight = self.model[-1].weight
+        self.watch.rebase()
+        weight.data[weight.shape[0] // 2 :] += 1
+        looks = sum(1 for _ in range(100) if self.unchanged())
+        self.assertLess(looks, 8)
+
+
+if __name__ == "__main__":
+    unittest.main()
