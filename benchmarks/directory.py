@@ -42,7 +42,7 @@ from vua.capacity.prefix_tree import read_prefix_tree
 from vua.capacity.scan import spaces
 from vua.capacity.usage import measure
 from vua.cli import main as vua
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
@@ -131,9 +131,9 @@ class Serving:
         self.root, self.prompts = root, chunks // PROMPT_CHUNKS
         bounds = Limits(max_bytes=1 << 50, min_free_bytes=0)
         self.store = Namespace.create(root, IDENTITY, [LAYOUT], bounds=bounds).stores[0]
-        self.slab = Slab(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
-        self.saver = EntryWriter(self.store, self.slab.memory)
-        self.loader = Loader(self.store, self.slab.memory)
+        self.buffer = StagingBuffer(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
+        self.saver = EntryWriter(self.store, self.buffer.memory)
+        self.loader = Loader(self.store, self.buffer.memory)
 
     def turn(self, prompt: int, new: int, times: dict[str, list[float]], told: str) -> None:
         """Do everything once, with a stored prompt and one that is not."""
@@ -145,11 +145,11 @@ class Serving:
             if found != expected:
                 sys.exit(f"{self.root}: {what}: {found}, expected {expected}")
 
-        self.slab.bytes[:] = 0
+        self.buffer.bytes[:] = 0
         clocked("lookup", lambda: self.store.lookup(keys_of(prompt)), PROMPT_CHUNKS)
         clocked("lookup, nothing stored", lambda: self.store.lookup(keys_of(new)), 0)
         clocked("load", lambda: self.loader.load(keys_of(prompt)).chunks, PROMPT_CHUNKS)
-        last = self.slab.bytes.reshape(PROMPT_CHUNKS, -1)[-1]
+        last = self.buffer.bytes.reshape(PROMPT_CHUNKS, -1)[-1]
         if int(last[-1]) != content_of(prompt, PROMPT_CHUNKS - 1):
             sys.exit(f"{self.root}: wrong bytes")
         key = keys_of(new)[0]
@@ -233,9 +233,9 @@ def work(root: Path, kind: str, seed: int, seconds: float, most: int, prompts: i
     store = Namespace.create(
         root, IDENTITY, [LAYOUT], bounds=Limits(max_bytes=most, min_free_bytes=0)
     ).stores[0]
-    slab = Slab(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
-    saver, loader = EntryWriter(store, slab.memory), Loader(store, slab.memory)
-    bytes_ = slab.bytes.reshape(PROMPT_CHUNKS, -1)
+    buffer = StagingBuffer(LAYOUT, LAYOUT.full, PROMPT_CHUNKS)
+    saver, loader = EntryWriter(store, buffer.memory), Loader(store, buffer.memory)
+    bytes_ = buffer.bytes.reshape(PROMPT_CHUNKS, -1)
     done = wrong = refused = 0
     slowest_s = 0.0
     print("ready", flush=True)

@@ -31,7 +31,7 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import Rank
 from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder
 from vua.connector.worker import WorkerSide
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.store.entry_writer import EntryWriter
@@ -83,10 +83,10 @@ def main() -> None:
         group = side.groups[0]
         chain = KeyChain(token_ids(range(asked.tokens)), LLAMA_8B.chunk_tokens)
         keys = list(chain)
-        slab = Slab(LLAMA_8B, LLAMA_8B.full, 1)
-        slab.bytes[:] = np.random.default_rng(1).integers(0, 256, slab.bytes.size, np.uint8)
+        buffer = StagingBuffer(LLAMA_8B, LLAMA_8B.full, 1)
+        buffer.bytes[:] = np.random.default_rng(1).integers(0, 256, buffer.bytes.size, np.uint8)
         for key in keys:
-            EntryWriter(group.store, slab.memory).save([key])
+            EntryWriter(group.store, buffer.memory).save([key])
         group.store.storage = ThrottledStorage(
             group.store.storage, bytes_per_s=1e9 * asked.gb_per_s
         )

@@ -44,7 +44,7 @@ def move(*, transposed: bool) -> Work:
     there = target.transpose(0, 1, 3, 2) if transposed else target
     first = (side.ctypes.data + np.arange(CHUNKS) * side.strides[0] for side in (there, source))
     steps = (side.strides[1:] for side in (there, source))
-    boxes = native.Boxes((HEADS, DIMS, 2), *steps, *first, np.full(CHUNKS, TOKENS))
+    boxes = native.StridedCopy((HEADS, DIMS, 2), *steps, *first, np.full(CHUNKS, TOKENS))
 
     def work(_owners: object = (source, target)) -> None:
         if native.library() is None:

@@ -117,10 +117,10 @@ class SavingEngine:
     def prepare(self) -> None:
         """Have the buffers as a GPU's worker has them after its start; copies take no time."""
         taken = []
-        while (slab := self.group.save_slabs.take()) is not None:
-            taken.append(slab)
-        for slab in taken:
-            self.group.save_slabs.give_back(slab)
+        while (buffer := self.group.save_buffers.take()) is not None:
+            taken.append(buffer)
+        for buffer in taken:
+            self.group.save_buffers.give_back(buffer)
         self.group.gather = lambda *_: None  # type: ignore[method-assign]
 
     def begin(self, name: str, tokens: int, first: int = 0) -> Any:

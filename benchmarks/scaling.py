@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from vua import native
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -172,10 +172,13 @@ def measure(mib: int, rounds: int, place: str | None) -> list[dict[str, float]]:
         identity = Identity(model="scaling", kv_dtype="BF16", chunk_tokens=64)
         store = Namespace.create(Path(directory), identity, [LAYOUT]).stores[0]
         keys = KeyChain(token_ids(list(range(64 * count))), 64).first(count)
-        slab, into = Slab(LAYOUT, LAYOUT.full, 1), Slab(LAYOUT, LAYOUT.full, count)
-        slab.bytes[:] = np.random.default_rng(1).integers(0, 256, slab.bytes.size, np.uint8)
+        buffer, into = (
+            StagingBuffer(LAYOUT, LAYOUT.full, 1),
+            StagingBuffer(LAYOUT, LAYOUT.full, count),
+        )
+        buffer.bytes[:] = np.random.default_rng(1).integers(0, 256, buffer.bytes.size, np.uint8)
         for key in keys:
-            EntryWriter(store, slab.memory).save([key])
+            EntryWriter(store, buffer.memory).save([key])
         loader = Loader(store, into.memory)
         files = [path for path in Path(directory).rglob("*") if path.stat().st_size > payload]
         took: dict[int, list[float]] = {threads: [] for threads in THREADS}
@@ -187,7 +190,7 @@ def measure(mib: int, rounds: int, place: str | None) -> list[dict[str, float]]:
                     start = time.perf_counter()
                     loaded = loader.load(keys)
                     took[threads] += [time.perf_counter() - start] if turn else []
-                same = (into.bytes.reshape(count, -1) == slab.bytes).all()
+                same = (into.bytes.reshape(count, -1) == buffer.bytes).all()
                 if loaded.chunks != count or not same:
                     sys.exit(f"{loaded} of {count} chunks were loaded, or not what was stored")
                 plain[threads] += [plain_read_s(files, into.bytes, threads)] if turn else []

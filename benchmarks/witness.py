@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 
 from e2e.variants import WEIGHTS, make_variant
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
 from vua.serdes import DTYPES
 from vua.storage.description import descriptions
@@ -128,13 +128,13 @@ def chunks(root: Path, prompts: Prompts) -> Iterator[tuple[str, int, list[torch.
     (found,) = descriptions(root)
     (store,) = Namespace.open(found.path).stores
     layout = store.layout
-    slab, dtype = Slab(layout, layout.full, 1), DTYPES[layout.dtype]
+    buffer, dtype = StagingBuffer(layout, layout.full, 1), DTYPES[layout.dtype]
     for prompt in prompts:
         for key in KeyChain(token_ids(prompt), CHUNK):
-            if store.load([key], slab.memory).chunks:
+            if store.load([key], buffer.memory).chunks:
                 arrays = [
                     torch.from_numpy(data).view(dtype).view(shape).clone()
-                    for data, shape in slab.arrays(0)
+                    for data, shape in buffer.arrays(0)
                 ]
                 yield key.name, key.start, arrays, layout.dtype
     store.close()

@@ -10,7 +10,7 @@ from helpers import DirectoryTest, kv_bits
 from vua.core import VUA, VUAConfig
 from vua.format.compressed import CODEC, compress
 from vua.format.entry import EntryCodec
-from vua.format.header import TAG_NBYTES, Mark
+from vua.format.header import TAG_NBYTES, SealInfo
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout
 from vua.format.parse import checksums_of, encode_header
@@ -50,9 +50,9 @@ def entry(layout: KVLayout = LAYOUT, kind: str = "") -> bytes:
         checksums_of(codec, np.frombuffer(payload, dtype=np.uint8)), dtype=np.uint64
     )
     (key,) = KeyChain(token_ids(range(layout.chunk_tokens)), layout.chunk_tokens).first(1)
-    mark = Mark("0" * 16, "1" * 32) if kind else Mark()
+    seal_info = SealInfo("0" * 16, "1" * 32) if kind else SealInfo()
     tags = bytes(TAG_NBYTES * codec.blocks) if kind else b""
-    return encode_header(codec, key, checksums, mark=mark, tags=tags) + payload
+    return encode_header(codec, key, checksums, seal_info=seal_info, tags=tags) + payload
 
 
 def packed(data: bytes) -> bytes:

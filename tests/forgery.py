@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from vua.format.entry import EntryCodec
-from vua.format.header import Mark
+from vua.format.header import SealInfo
 from vua.format.keys import ChunkKey
 from vua.format.parse import checksums_of, encode_header, parse_entry
 
@@ -17,7 +17,7 @@ def forged(
     *,
     codec: EntryCodec | None = None,
     key: ChunkKey | None = None,
-    mark: Mark | None = None,
+    seal_info: SealInfo | None = None,
     tags: bytes | None = None,
     payload: bytes | None = None,
 ) -> bytes:
@@ -29,7 +29,7 @@ def forged(
         data: a whole, sound file.
         codec: of another namespace, layout, shard or kind of seal.
         key: another chunk.
-        mark: another key or nonce, of a sealed file.
+        seal_info: another key or nonce, of a sealed file.
         tags: other tags, 16 bytes for each checksum block.
         payload: other K and V, as they are stored.
     """
@@ -45,7 +45,7 @@ def forged(
         info.key if key is None else key,
         np.array(checksums_of(codec, stored), dtype=np.uint64),
         writer=info.writer,
-        mark=info.mark if mark is None else mark,
+        seal_info=info.seal_info if seal_info is None else seal_info,
         tags=tags,
     )
     return header + stored.tobytes()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vua.capacity.limits import Limits
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
@@ -72,7 +72,7 @@ class Cache:
         most = None if capacity is None else capacity * NBYTES
         bounds = Limits(max_bytes=most, min_free_bytes=0)
         self.store = Namespace.create(root, identity, [LAYOUT], bounds=bounds).stores[0]
-        self.saver = EntryWriter(self.store, Slab(LAYOUT, LAYOUT.full, 1).memory)
+        self.saver = EntryWriter(self.store, StagingBuffer(LAYOUT, LAYOUT.full, 1).memory)
         if self.store.capacity is None:
             raise AssertionError
         self.capacity = self.store.capacity

@@ -51,7 +51,7 @@ class Loading:
         for at, key in enumerate(self.keys):
             staged = self.staging.take()
             self.staging.save([staged], [self.slots[at : at + 1]]).wait()
-            EntryWriter(self.store, staged.slab.memory).save([key])
+            EntryWriter(self.store, staged.host.memory).save([key])
             self.staging.give_back(staged)
         root, shard = self.store.storage.directory, f"{self.layout.full.name}.safetensors"
         self.paths = [Path(root, key.name[:2], key.name, shard) for key in self.keys]
@@ -76,15 +76,15 @@ class Loading:
     def direct(self) -> None:
         """Read two chunks at a time into device memory, verify them there, scatter."""
         staging = self.staging
-        slabs = [staging.take(), staging.take()]
+        buffers = [staging.take(), staging.take()]
         for at in range(0, self.chunks, 2):
-            staged = slabs[at // 2 % 2]
+            staged = buffers[at // 2 % 2]
             staged.fence.wait()
             with staging.aside():
                 found = self.direct_reader.read(self.keys[at : at + 2], staged.device_bytes)
             expect("direct read", holds=found == (2, False))
             staging.load(staged, [self.slots[at : at + 2]], there=True)
-        for staged in slabs:
+        for staged in buffers:
             staging.give_back(staged)
 
     def by_mover(self) -> None:
@@ -100,15 +100,15 @@ class Loading:
     def pipelined(self) -> None:
         """Read the next two chunks while the last two travel: what an adapter does."""
         staging = self.staging
-        slabs = [staging.take(), staging.take()]
+        buffers = [staging.take(), staging.take()]
         for at in range(0, self.chunks, 2):
-            staged = slabs[at // 2 % 2]
+            staged = buffers[at // 2 % 2]
             staged.fence.wait()
-            memory = staged.slab.memory
-            loader = self.loaders.setdefault(staged.slab, Loader(self.store, memory))
+            memory = staged.host.memory
+            loader = self.loaders.setdefault(staged.host, Loader(self.store, memory))
             expect("load", holds=loader.load(self.keys[at : at + 2]).chunks == 2)
             staging.load(staged, [self.slots[at : at + 2]])
-        for staged in slabs:
+        for staged in buffers:
             staging.give_back(staged)
 
     def raw(self) -> None:
@@ -207,18 +207,18 @@ def save_files(bench: Bench) -> None:
     names = count()
 
     def queue() -> list:
-        slabs = [staging.take() for _ in keys]
-        staging.save(slabs, [slots])
-        return slabs
+        buffers = [staging.take() for _ in keys]
+        staging.save(buffers, [slots])
+        return buffers
 
-    def finish(slabs: list, *, write: bool) -> None:
+    def finish(buffers: list, *, write: bool) -> None:
         other = [next(names), *range(64 * chunks - 1)]  # what is stored is not written again
         fresh = KeyChain(token_ids(other), 64).first(chunks)
-        for staged, key in zip(slabs, fresh, strict=True):
+        for staged, key in zip(buffers, fresh, strict=True):
             staged.fence.wait()
             if write:
                 expect(
-                    "save", holds=EntryWriter(store, staged.slab.memory).save([key]) == [WRITTEN]
+                    "save", holds=EntryWriter(store, staged.host.memory).save([key]) == [WRITTEN]
                 )
             staging.give_back(staged)
 
@@ -233,12 +233,12 @@ def save_files(bench: Bench) -> None:
     for _ in range(bench.rounds):
         bench.sync()
         start = time.perf_counter()
-        slabs = queue()
+        buffers = queue()
         blocking.append(time.perf_counter() - start)
-        finish(slabs, write=False)
+        finish(buffers, write=False)
         waiting.append(time.perf_counter() - start)
     transfer = bench.time({"": lambda: [host.copy_(far, non_blocking=True) for _ in keys]})[""]
-    found = medians({"save() returned": blocking, "slabs complete": waiting})
+    found = medians({"save() returned": blocking, "buffers complete": waiting})
     case = f"{chunks} chunks of {payload >> 10} KiB"
     bench.report("G6", case, {"transfer alone": transfer, **found}, chunks * payload)
     arms: Arms = {"raw write": raw_write, "save, written": lambda: finish(queue(), write=True)}
@@ -252,8 +252,8 @@ def fixed_cost(bench: Bench) -> None:
     staging = Staging([paged], layout, layout.full, chunks=1, limit=1)
     staged = staging.take()
     staging.save([staged], [slots]).wait()
-    EntryWriter(store, staged.slab.memory).save([keys[0]])
-    loader = Loader(store, staged.slab.memory)
+    EntryWriter(store, staged.host.memory).save([keys[0]])
+    loader = Loader(store, staged.host.memory)
     small, far = bench.host(4096), torch.empty(4096, dtype=torch.uint8, device=bench.device)
 
     def from_file() -> None:

@@ -7,7 +7,7 @@
 1  machine      what is there; what page-locking takes; the tests of kernels and of the order of
                 transfers. If one of the order fails, nothing that follows counts: stay with it
 2  transfers    the parts against their limits (`transfers.py`)
-3  loads        how loads scale with threads and slabs: alone, on four cores, beside Python
+3  loads        how loads scale with threads and buffers: alone, on four cores, beside Python
                 (`sweep.py`)
 4  vllm         whether the connector works in a real vLLM, in both layouts (`vllm_cases.py`)
 5  engine       time to the first token, and what misses cost (`engine.py`)

@@ -158,14 +158,14 @@ def beside_compute(bench: Bench) -> None:
         stop = threading.Event()
 
         def work() -> None:
-            slabs = [staging.take(), staging.take()]
+            buffers = [staging.take(), staging.take()]
             while not stop.is_set():
-                staging.load(slabs[0], [slots])
-                slabs.reverse()
-                slabs[0].fence.wait()
+                staging.load(buffers[0], [slots])
+                buffers.reverse()
+                buffers[0].fence.wait()
                 moved[0] += 1
-            for slab in slabs:
-                staging.give_back(slab)
+            for buffer in buffers:
+                staging.give_back(buffer)
 
         thread = threading.Thread(target=work)
         thread.start()

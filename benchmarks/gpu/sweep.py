@@ -1,9 +1,9 @@
-"""How loads scale: verified loads from files to blocks, by threads of a call and files of a slab.
+"""How loads scale: verified loads from files to blocks, by threads of a call and files of a buffer.
 
     python benchmarks/gpu/sweep.py [--dir DIRECTORY] [--json FILE] [--busy] [--device cpu]
 
 To be run alone, under ``taskset -c 0-3``, and with ``--busy``, beside a thread that computes in
-Python: this decides the defaults of `vua.native` and of the connector's slabs. What is loaded is
+Python: this decides the defaults of `vua.native` and of the connector's buffers. What is loaded is
 compared with what was stored. On the CPU sizes are tiny and there is nothing to learn.
 """
 
@@ -41,18 +41,18 @@ class Sweep:
         self.store, self.layout, self.keys, self.paged, self.slots = stored(bench, chunks)
         self.payload = self.layout.full.payload_nbytes(self.layout)
         staging = self.staging(1)
-        slab = staging.take()
+        buffer = staging.take()
         for at, key in enumerate(self.keys):
-            staging.save([slab], [self.slots[at : at + 1]]).wait()
-            EntryWriter(self.store, slab.memory).save([key])
-        staging.give_back(slab)
+            staging.save([buffer], [self.slots[at : at + 1]]).wait()
+            EntryWriter(self.store, buffer.memory).save([key])
+        staging.give_back(buffer)
         staging.close()
         root, shard = self.store.storage.directory, f"{self.layout.full.name}.safetensors"
         self.paths = [Path(root, key.name[:2], key.name, shard) for key in self.keys]
         self.wanted = self.content()
 
     def staging(self, chunks: int) -> Staging:
-        """Two slabs of so many chunks."""
+        """Two buffers of so many chunks."""
         return Staging([self.paged], self.layout, self.layout.full, chunks=chunks, limit=2)
 
     def content(self) -> torch.Tensor:
@@ -64,23 +64,23 @@ class Sweep:
         return found.view(torch.int16)
 
     def measure(self, chunks: int, rounds: int) -> list[dict[str, object]]:
-        """Load by slabs of so many chunks, with each number of threads, warm and cold."""
+        """Load by buffers of so many chunks, with each number of threads, warm and cold."""
         staging, rows = self.staging(chunks), []
-        slabs = [staging.take(), staging.take()]
-        loaders = [Loader(self.store, slab.memory) for slab in slabs]
+        buffers = [staging.take(), staging.take()]
+        loaders = [Loader(self.store, buffer.memory) for buffer in buffers]
 
         def load() -> None:
             for turn, at in enumerate(range(0, self.chunks, chunks)):
-                slab, loader = slabs[turn % 2], loaders[turn % 2]
-                slab.fence.wait()
+                buffer, loader = buffers[turn % 2], loaders[turn % 2]
+                buffer.fence.wait()
                 keys = self.keys[at : at + chunks]
                 expect("load", holds=loader.load(keys).chunks == len(keys))
-                staging.load(slab, [self.slots[at : at + chunks]])
-            for slab in slabs:
-                slab.fence.wait()
+                staging.load(buffer, [self.slots[at : at + chunks]])
+            for buffer in buffers:
+                buffer.fence.wait()
 
         for threads in THREADS:
-            row: dict[str, object] = {"threads": threads, "slab files": chunks}
+            row: dict[str, object] = {"threads": threads, "buffer files": chunks}
             for temperature in ("warm", "cold"):
                 took = []
                 load()
@@ -94,8 +94,8 @@ class Sweep:
                 row[f"{temperature} GB/s"] = round(rate, 2)
             rows.append(row)
             print(*(f"{name}: {value}" for name, value in row.items()), sep=", ", flush=True)
-        for slab in slabs:
-            staging.give_back(slab)
+        for buffer in buffers:
+            staging.give_back(buffer)
         staging.close()
         return rows
 

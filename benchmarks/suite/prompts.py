@@ -8,7 +8,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout, MemoryMap
 from vua.native import rows_of
@@ -86,9 +86,9 @@ def paged(layout: KVLayout, chunks: int, block: int) -> Memory:
 
 def staged(layout: KVLayout, chunks: int) -> Memory:
     """Chunk after chunk as the file has it, as in the buffers that adapters load through."""
-    slab = Slab(layout, layout.full, chunks)
+    buffer = StagingBuffer(layout, layout.full, chunks)
     shape = (chunks, 2, layout.kv_heads, layout.layers, layout.chunk_tokens, layout.k_dim)
-    return Memory("staged", slab.bytes.view(np.uint16).reshape(shape), slab.memory)
+    return Memory("staged", buffer.bytes.view(np.uint16).reshape(shape), buffer.memory)
 
 
 def make(place: Place, case: Case) -> Memory:

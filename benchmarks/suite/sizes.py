@@ -9,7 +9,7 @@ from suite.context import Bench
 from suite.measure import Row
 from suite.prompts import keys_of
 from vua.cli.bench_path import MODELS, layout_of, token_nbytes
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.store.entry_writer import EntryWriter
@@ -60,8 +60,8 @@ def _stored(bench: Bench, layouts: list[KVLayout], ranks: int) -> int:
     stores = Namespace.create(root, Identity(model="sizes"), layouts).stores
     for store, layout in zip(stores, layouts, strict=True):
         for shard in _shards(layout, ranks):
-            slab = Slab(layout, shard, 1)
-            EntryWriter(store, slab.memory, shard=shard).save([keys_of(layout, 1)[0]])
+            buffer = StagingBuffer(layout, shard, 1)
+            EntryWriter(store, buffer.memory, shard=shard).save([keys_of(layout, 1)[0]])
     files = [path for path in Path(root).rglob("*.safetensors") if path.is_file()]
     nbytes = sum(path.stat().st_size for path in files)
     bench.drop(root)

@@ -9,7 +9,7 @@ import numpy as np
 
 from e2e.damage import CHUNK, chunk_files
 from helpers import save_chunk
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
@@ -41,7 +41,7 @@ def _store_noise(root: Path, other: Path, prompt: Sequence[int]) -> None:
     assert found.identity is not None
     rng = np.random.default_rng(0)
     for store in Namespace.create(other, found.identity, found.layouts).stores:
-        slab = Slab(store.layout, store.layout.full, 1)
-        slab.bytes[:] = rng.normal(size=len(slab.bytes) // 4).astype(np.float32).view(np.uint8)
+        buffer = StagingBuffer(store.layout, store.layout.full, 1)
+        buffer.bytes[:] = rng.normal(size=len(buffer.bytes) // 4).astype(np.float32).view(np.uint8)
         for key in KeyChain(token_ids(prompt), CHUNK).first(len(prompt) // CHUNK):
-            save_chunk(store, key, slab.memory)
+            save_chunk(store, key, buffer.memory)

@@ -12,7 +12,7 @@ from e2e.architectures import deepseek
 from e2e.damage import CHUNK
 from e2e.harness import PROMPT, Batch, EngineTest
 from helpers import save_chunk
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import entry_name
 from vua.storage.description import descriptions
@@ -65,12 +65,12 @@ class LatentBytesTest(EngineTest):
         (found,) = descriptions(self.root)
         assert found.identity is not None
         (store,) = Namespace.create(self.root, found.identity, found.layouts).stores
-        slab = Slab(store.layout, store.layout.full, 1)
-        noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
-        slab.bytes[:] = noise.view(np.uint8)
+        buffer = StagingBuffer(store.layout, store.layout.full, 1)
+        noise = np.random.default_rng(0).normal(size=len(buffer.bytes) // 4).astype(np.float32)
+        buffer.bytes[:] = noise.view(np.uint8)
         key = KeyChain(token_ids(PROMPT), CHUNK)[chunk]
         store.storage.delete(entry_name(key.name, store.layout.full))
-        save_chunk(store, key, slab.memory)
+        save_chunk(store, key, buffer.memory)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from e2e.harness import (
     tokens,
 )
 from helpers import save_chunk
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import entry_name
 from vua.storage.description import descriptions
@@ -151,12 +151,12 @@ class WindowedModelsTest(EngineTest):
         assert found.identity is not None
         _, windowed = Namespace.create(self.root, found.identity, found.layouts).stores
         layout = windowed.layout
-        slab = Slab(layout, layout.full, 1)
-        noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
-        slab.bytes[:] = noise.view(np.uint8)
+        buffer = StagingBuffer(layout, layout.full, 1)
+        noise = np.random.default_rng(0).normal(size=len(buffer.bytes) // 4).astype(np.float32)
+        buffer.bytes[:] = noise.view(np.uint8)
         for key in KeyChain(token_ids(PROMPT), CHUNK).first(10):
             windowed.storage.delete(entry_name(key.name, layout.full))
-            save_chunk(windowed, key, slab.memory)
+            save_chunk(windowed, key, buffer.memory)
 
         warm = self.serve(BATCH, engine=engine)
 

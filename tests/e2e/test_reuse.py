@@ -19,7 +19,7 @@ from e2e.harness import PROMPT, RESET, Batch, Copied, EngineTest, Phase, loadabl
 from helpers import save_chunk
 from vua import native
 from vua.cli import main
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
@@ -230,11 +230,11 @@ class ReuseTest(EngineTest):
         assert found.layout is not None
         other.mkdir()
         store = Namespace.create(other, found.identity, [found.layout]).stores[0]
-        slab = Slab(found.layout, found.layout.full, 1)
-        noise = np.random.default_rng(0).normal(size=len(slab.bytes) // 4).astype(np.float32)
-        slab.bytes[:] = noise.view(np.uint8)
+        buffer = StagingBuffer(found.layout, found.layout.full, 1)
+        noise = np.random.default_rng(0).normal(size=len(buffer.bytes) // 4).astype(np.float32)
+        buffer.bytes[:] = noise.view(np.uint8)
         for key in KeyChain(token_ids(PROMPT), CHUNK).first(10):
-            save_chunk(store, key, slab.memory)
+            save_chunk(store, key, buffer.memory)
 
         warm = self.serve(batch, root=other)
 

@@ -24,7 +24,7 @@ from e2e.harness import (
     tokens,
 )
 from helpers import save_chunk, soak
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import Shard
 from vua.storage.base import entry_name
@@ -87,11 +87,13 @@ class StatesTest(EngineTest):
         chance = torch.Generator().manual_seed(0)
         for path in self.states():
             shard = Shard.parse(path.stem)
-            slab = Slab(states.layout, shard, 1)
-            noise = torch.randn(len(slab.bytes) // 2, generator=chance) * 8
-            slab.bytes[:] = noise.bfloat16().view(torch.uint8).numpy()  # as float32 finite as well
+            buffer = StagingBuffer(states.layout, shard, 1)
+            noise = torch.randn(len(buffer.bytes) // 2, generator=chance) * 8
+            buffer.bytes[:] = (
+                noise.bfloat16().view(torch.uint8).numpy()
+            )  # as float32 finite as well
             states.storage.delete(entry_name(key.name, shard))
-            self.assertTrue(save_chunk(states, key, slab.memory, shard=shard))
+            self.assertTrue(save_chunk(states, key, buffer.memory, shard=shard))
 
         warm = self.serve(BATCH, engine=settings)
 

@@ -21,8 +21,8 @@ import torch
 from sim.case import Case, draw
 from vua.connector.cached_loads import CachedLoads
 from vua.connector.metadata import ConnectorMetadata
+from vua.device.buffers import StagingBuffer
 from vua.device.cpu_pages import PagedKV
-from vua.device.slab import Slab
 from vua.format.keys import KeyChain
 from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1 as Connector
 
@@ -55,8 +55,8 @@ def scenario(name: str, seed: int) -> Case:
     return dataclasses.replace(draw(seed + likely.pop("first_seed")), **likely)
 
 
-def by_slab(patches: ExitStack) -> None:
-    """Let all loads pass through slabs, as those of cold files do."""
+def by_buffer(patches: ExitStack) -> None:
+    """Let all loads pass through buffers, as those of cold files do."""
     patches.enter_context(mock.patch.object(CachedLoads, "of", return_value=None))
 
 
@@ -261,11 +261,11 @@ def tables_survive_preemption(patches: ExitStack) -> None:
 def chunks_come_from_the_wrong_place(patches: ExitStack) -> None:
     """Of several chunks read together always the first is taken."""
 
-    def rows(original: Any, self: Slab) -> Any:
+    def rows(original: Any, self: StagingBuffer) -> Any:
         return [(np.tile(data[:1], (len(data), 1)), shape) for data, shape in original(self)]
 
-    instead(patches, Slab, "rows", rows)
-    by_slab(patches)
+    instead(patches, StagingBuffer, "rows", rows)
+    by_buffer(patches)
 
 
 @mutation()
@@ -306,7 +306,7 @@ def pieces_end_one_token_early(patches: ExitStack) -> None:
             super().scatter_chunks(ids, start, count - 1, *rest)
 
     patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", Short))
-    by_slab(patches)
+    by_buffer(patches)
 
 
 @mutation()

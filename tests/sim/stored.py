@@ -10,7 +10,7 @@ import numpy as np
 
 from sim.truth import DRAFT, STATE, Chain, Shape, first_read, rows
 from sim.worker import Wrong
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.storage.base import parse_name
@@ -109,31 +109,36 @@ def take_inventory(
             for chunk, shard in (parse_name(entry.name) for entry in stores[0].storage.list())
         }
         for store in stores:
-            window, slab = kind_of(store.layout), Slab(store.layout, store.layout.full, 1)
+            window, buffer = (
+                kind_of(store.layout),
+                StagingBuffer(store.layout, store.layout.full, 1),
+            )
             for name in sorted(name for group, name in there if group == store.layout.group):
                 if name not in known:
                     raise Wrong(f"chunk {name} is stored and no prompt has it")
-                if _is_right(store, slab, *known[name], shape):
+                if _is_right(store, buffer, *known[name], shape):
                     inventory.good.add((window, name))
                 else:
                     inventory.damaged += 1
     return inventory
 
 
-def _is_right(store: Store, slab: Slab, key: ChunkKey, chain: Chain, shape: Shape) -> bool:
-    if not store.load([key], slab.memory).chunks:
+def _is_right(
+    store: Store, buffer: StagingBuffer, key: ChunkKey, chain: Chain, shape: Shape
+) -> bool:
+    if not store.load([key], buffer.memory).chunks:
         return False
     layers = shape.kinds[kind_of(store.layout)]
     if store.layout.window == STATE:
         expected = rows(chain.hashes(key.stop - 1, key.stop), shape, layers)
         wanted = expected[:, 0].transpose(1, 0, 2, 3).reshape(len(layers), -1)
-        ((data, _),) = slab.arrays(0)
+        ((data, _),) = buffer.arrays(0)
         found = data.view(np.int16).reshape(len(layers), -1)[:, : wanted.shape[1]]
         if not np.array_equal(found, wanted):
             raise Wrong(f"the stored states behind token {key.stop} of a prompt are wrong")
         return True
     expected = rows(chain.hashes(key.start, key.stop), shape, layers)
-    for (data, size), wanted in zip(slab.arrays(0), expected, strict=True):
+    for (data, size), wanted in zip(buffer.arrays(0), expected, strict=True):
         found = data.view(np.int16).reshape(size)
         if not np.array_equal(found, wanted.transpose(2, 1, 0, 3)):
             raise Wrong(f"the stored tokens {key.start}..{key.stop} of a prompt are wrong")

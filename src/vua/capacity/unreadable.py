@@ -119,4 +119,4 @@ def _sealed(space: Space, path: str, ids: frozenset[str]) -> EntryInfo | None:
             os.close(fd)
     except (OSError, CorruptEntryError):
         return None
-    return info if info.kind and info.mark.key_id not in ids else None
+    return info if info.kind and info.seal_info.key_id not in ids else None

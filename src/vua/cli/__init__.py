@@ -31,7 +31,7 @@ from vua.cli.completion import SHELLS, answer_shell, completion
 from vua.cli.doctor import doctor
 from vua.cli.events import add_events, events
 from vua.cli.explain import Question, explain
-from vua.cli.exporting import Choice, export
+from vua.cli.exporting import ExportChoice, export
 from vua.cli.importing import import_
 from vua.cli.inspection import inspect
 from vua.cli.key import add_key, key
@@ -262,8 +262,8 @@ def _add_transfer(
 
 
 def _run_export(options: argparse.Namespace, write: Write | None) -> int:
-    names = (field.name for field in fields(Choice))
-    choice = Choice(**{name: getattr(options, name) for name in names})
+    names = (field.name for field in fields(ExportChoice))
+    choice = ExportChoice(**{name: getattr(options, name) for name in names})
     return export(options.directory, options.file, choice, write=write)
 
 

@@ -21,7 +21,7 @@ from vua.capacity.limits import Limits
 from vua.capacity.scan import Show
 from vua.cli.bench_files import expect
 from vua.cli.bench_simulate import leading
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.errors import InputError
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
@@ -238,10 +238,10 @@ def block_file_nbytes() -> int:
     return EntryCodec("0" * 64, _LAYOUT, _LAYOUT.full).file_nbytes
 
 
-def _staged(chunks: int) -> tuple[npt.NDArray[np.uint64], Slab]:
-    """Return the first word of each chunk's place, ``[chunks]``, and the slab they lie in."""
-    slab = Slab(_LAYOUT, _LAYOUT.full, chunks)
-    return slab.bytes.view(np.uint64).reshape(chunks, -1)[:, 0], slab
+def _staged(chunks: int) -> tuple[npt.NDArray[np.uint64], StagingBuffer]:
+    """Return the first word of each chunk's place, ``[chunks]``, and the buffer they lie in."""
+    buffer = StagingBuffer(_LAYOUT, _LAYOUT.full, chunks)
+    return buffer.bytes.view(np.uint64).reshape(chunks, -1)[:, 0], buffer
 
 
 def _prompt(request: Request) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:

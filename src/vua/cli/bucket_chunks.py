@@ -189,7 +189,7 @@ def find_key_ids(chunks: Sequence[BucketChunk], show: Show) -> None:
 
 def _find_key_ids(chunk: BucketChunk) -> None:
     infos = [header(chunk, path) for path in chunk.paths]
-    chunk.key_ids = {one.mark.key_id if one is not None and one.kind else "" for one in infos}
+    chunk.key_ids = {one.seal_info.key_id if one is not None and one.kind else "" for one in infos}
 
 
 def opened_bucket(url: str) -> BucketPath:

@@ -113,7 +113,7 @@ class Checker:
         if not info.kind:
             return None
         encrypt = info.kind == ENCRYPTED
-        seal = self._keys.seal(info.namespace, info.mark.key_id, encrypt=encrypt)
+        seal = self._keys.seal(info.namespace, info.seal_info.key_id, encrypt=encrypt)
         if seal is None:
             return None
         codec = codec_of(info)

@@ -42,11 +42,11 @@ from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.problems import explained
 from vua.store.opening import open_namespace
 
-__all__ = ["Choice", "export"]
+__all__ = ["ExportChoice", "export"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ExportChoice:
     """What `vua export` is to take."""
 
     names: Sequence[str] = ()
@@ -73,7 +73,7 @@ class _Done:
     problems: list[str] = field(default_factory=list)
 
 
-def export(directory: str, file: str, choice: Choice, *, write: Write | None) -> int:
+def export(directory: str, file: str, choice: ExportChoice, *, write: Write | None) -> int:
     """Write what is chosen to ``file`` (``-``: stdout); exit status 1 if some was damaged.
 
     A file appears under its name when it is whole, and never in place of another one. Raises
@@ -109,7 +109,7 @@ def export(directory: str, file: str, choice: Choice, *, write: Write | None) ->
     return DAMAGED if done.problems else SOUND
 
 
-def _wanted(found: Sequence[Source], choice: Choice, show: Show) -> dict[Source, list[str]]:
+def _wanted(found: Sequence[Source], choice: ExportChoice, show: Show) -> dict[Source, list[str]]:
     """The chunks of each namespace, parents before children, each once."""
     wanted: dict[Source, dict[str, None]] = {}
     if choice.tokens or choice.prompt:

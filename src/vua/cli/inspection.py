@@ -138,7 +138,7 @@ def _statements(info: EntryInfo, namespace: Description | None) -> list[tuple[st
     payload = info.file_nbytes - info.header_nbytes
     layers = f"layers {shard.layer_start}-{shard.layer_stop} of {layout.layers}"
     heads = f"KV heads {shard.head_start}-{shard.head_stop} of {layout.kv_heads}"
-    seal = f"{info.kind} with key {info.mark.key_id}: whose it is only that key can tell"
+    seal = f"{info.kind} with key {info.seal_info.key_id}: whose it is only that key can tell"
     return [
         ("format", SEALED if info.kind else FORMAT),
         *([("sealed", seal)] if info.kind else []),
@@ -179,7 +179,7 @@ def _describe(file: str, check: Check) -> dict[str, object]:
             "file_nbytes": info.file_nbytes,
             "codec": check.codec or None,
             "seal": info.kind or None,
-            "key": info.mark.key_id or None,
+            "key": info.seal_info.key_id or None,
             "checksums": [f"{value:016x}" for value in info.checksums.tolist()],
         }
     return report

@@ -49,9 +49,9 @@ class Result:
         if check.info is not None and not check.info.kind:
             self.plain += 1
         elif check.info is not None:
-            self.sealed[check.info.mark.key_id] += 1
+            self.sealed[check.info.seal_info.key_id] += 1
             if check.authentic and check.outcome == "sound":
-                self.authentic[check.info.mark.key_id] += 1
+                self.authentic[check.info.seal_info.key_id] += 1
         if check.outcome != "sound":
             self.problems.append((path, check.outcome, "; ".join(check.reasons)))
 

@@ -125,7 +125,7 @@ class WarmedCache:
                 if namespace is not None and info is not None and not info.parent:
                     _, seal = prompt_keys(namespace, b"", "")
                     expected = _sealed(seal.kind, seal.key_id) if seal else _sealed()
-                    seals.append((_sealed(info.kind, info.mark.key_id), expected))
+                    seals.append((_sealed(info.kind, info.seal_info.key_id), expected))
         return seals
 
     def _namespace(self, name: str) -> Namespace | None:

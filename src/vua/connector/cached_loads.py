@@ -1,7 +1,7 @@
 """Loads of files that the page cache has, straight into an engine's blocks in CPU memory.
 
 A short cut of `vua.connector.group_transfer`, which judges nothing: what is not warm, sealed, in a
-bucket or not in order is left to the way through a slab. See docs/decisions/0006-native-loops.md.
+bucket or not in order is left to the way through a buffer. See docs/decisions/0006-native-loops.md.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import GroupTransfer
 from vua.connector.log import logger
 from vua.connector.metadata import Verdict, WitnessOrder
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt, Workers
 from vua.store.agreement import Agreement, compare
@@ -31,7 +31,7 @@ class _Computed:
 
     group: GroupTransfer
     key: ChunkKey
-    slab: Any
+    buffer: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class Comparisons:
         try:
             for number, keys in order.parts:
                 for key in keys:
-                    slab = groups[number].save_slabs.take()
-                    if slab is None:
+                    buffer = groups[number].save_buffers.take()
+                    if buffer is None:
                         self._give_back(chunks)
                         self._tell(Verdict(order.number, "none", text="all buffers are in use"))
                         return
-                    chunks.append(_Computed(groups[number], key, slab))
-                    groups[number].gather([slab], [key], [order.block_ids])
+                    chunks.append(_Computed(groups[number], key, buffer))
+                    groups[number].gather([buffer], [key], [order.block_ids])
             self._threads.submit(self._compare, _Comparison(order.number, chunks))
         except Exception as problem:  # costs a comparison, never a request
             log.exception("a chunk could not be copied to be compared")
@@ -120,13 +120,13 @@ class Comparisons:
     def _agreement(self, chunk: _Computed) -> Agreement | str:
         """Compare one chunk; return why not where its file cannot be loaded."""
         group = chunk.group
-        stored = Slab(group.group.layout, group.shard, 1)
+        stored = StagingBuffer(group.group.layout, group.shard, 1)
         loaded = group.store.load([chunk.key], stored.memory, target=group.shard)
         if not loaded.chunks:
             return f"its file is {loaded.reason}"
-        group.copied(chunk.slab)
+        group.copied(chunk.buffer)
         layers = group.group.layers[group.shard.layer_start : group.shard.layer_stop]
-        computed, theirs = group.arrays(chunk.slab), GroupTransfer.arrays(group, stored)
+        computed, theirs = group.arrays(chunk.buffer), group.arrays(stored)
         dtype = group.group.layout.dtype
         return compare(computed, theirs, dtype, layers, quantised=self._quantised)
 
@@ -137,4 +137,4 @@ class Comparisons:
     @staticmethod
     def _give_back(chunks: Sequence[_Computed]) -> None:
         for chunk in chunks:
-            chunk.group.save_slabs.give_back(chunk.slab)
+            chunk.group.save_buffers.give_back(chunk.buffer)

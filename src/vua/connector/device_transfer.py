@@ -1,4 +1,4 @@
-"""A group of layers whose blocks lie in GPU memory: files reach them through page-locked slabs.
+"""A group of layers whose blocks lie in GPU memory: files reach them through page-locked buffers.
 
 The order of things, which is all that is subtle here; see `vua.device.staging` for the transfers:
 
@@ -35,7 +35,7 @@ from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover, Mover, PosixMover
 from vua.device.paged import PagedCache, slots_of
-from vua.device.staging import Fence, StagedSlab, Staging
+from vua.device.staging import DeviceBuffer, Fence, Staging
 from vua.errors import ConfigError, LayoutError
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt
@@ -78,10 +78,10 @@ class _Part(NamedTuple):
 
 
 class DeviceGroupTransfer(GroupTransfer):
-    """As `GroupTransfer`, over tensors on a GPU. A load has two slabs: one is read, one travels."""
+    """As `GroupTransfer`, over tensors on a GPU. Loads have two buffers: one is read, one sent."""
 
-    load_slabs: Staging
-    save_slabs: Staging
+    load_buffers: Staging
+    save_buffers: Staging
     _parts: Sequence[_Part] = ()
     _direct: tuple[Store, DirectReader] | None = None
 
@@ -93,19 +93,19 @@ class DeviceGroupTransfer(GroupTransfer):
         layouts: PageLayouts,
     ) -> None:
         """Find this group's layers and make the ways to them. Raises UncachedError."""
-        self._attached: set[StagedSlab] = set()
+        self._attached: set[DeviceBuffer] = set()
         layout = self.group.layout
         try:
             super().register(kv_caches, layer_of, tables, layouts)
             pages = [part.pages for part in self._parts]
-            self.load_slabs = Staging(
+            self.load_buffers = Staging(
                 pages,
                 layout,
                 self.shard,
                 chunks=self.load_chunks,
                 limit=2 * self.load_threads,
             )
-            self.save_slabs = Staging(
+            self.save_buffers = Staging(
                 pages,
                 layout,
                 self.shard,
@@ -113,9 +113,9 @@ class DeviceGroupTransfer(GroupTransfer):
                 limit=self._on_device(pages[0].device),
                 adjoining=True,
             )
-            self.save_limit = self.save_slabs.limit
-            self.load_slabs.prepare(2)  # page-locking takes milliseconds: not in the first steps
-            self.save_slabs.prepare(self.save_limit)
+            self.save_limit = self.save_buffers.limit
+            self.load_buffers.prepare(2)  # page-locking takes milliseconds: not in the first steps
+            self.save_buffers.prepare(self.save_limit)
             self._warm_up()
         except LayoutError as problem:
             self._parts = ()
@@ -132,14 +132,14 @@ class DeviceGroupTransfer(GroupTransfer):
         """Move nothing both ways: kernels are compiled now, which takes up to a second."""
         size = self.group.layout.chunk_tokens
         nowhere = [torch.full((1, size), -1, dtype=torch.int64) for _ in self._parts]
-        for staging in (self.save_slabs, self.load_slabs):
-            slab = staging.take()
-            if slab is not None:
-                if staging is self.save_slabs:
-                    staging.save([slab], nowhere)
+        for staging in (self.save_buffers, self.load_buffers):
+            buffer = staging.take()
+            if buffer is not None:
+                if staging is self.save_buffers:
+                    staging.save([buffer], nowhere)
                 else:
-                    staging.load(slab, nowhere)
-                staging.give_back(slab)
+                    staging.load(buffer, nowhere)
+                staging.give_back(buffer)
 
     def _place(
         self, table: int, layers: slice, caches: Sequence[torch.Tensor], layouts: PageLayouts
@@ -150,21 +150,21 @@ class DeviceGroupTransfer(GroupTransfer):
 
     def mark(self) -> Fence:
         """See :meth:`GroupTransfer.mark`."""
-        return self.load_slabs.mark() if self._parts else Fence()
+        return self.load_buffers.mark() if self._parts else Fence()
 
     def fence(self) -> None:
         """See :meth:`GroupTransfer.fence`."""
         if self._parts:
-            self.load_slabs.join()
+            self.load_buffers.join()
 
     def close(self) -> None:
         """See :meth:`GroupTransfer.close`."""
         if self._parts:
             mover = None if self.gds is None else self.gds.mover
             if mover is not None:
-                for slab in self._attached:
-                    mover.detach(slab.device_bytes)
-            for staging in (self.load_slabs, self.save_slabs):
+                for buffer in self._attached:
+                    mover.detach(buffer.device_bytes)
+            for staging in (self.load_buffers, self.save_buffers):
                 staging.close()
 
     # -- loads --------------------------------------------------------------------------------
@@ -173,34 +173,34 @@ class DeviceGroupTransfer(GroupTransfer):
         self, part: GroupLoad, attempt: Attempt[LoadOrder], ready: Callable[[], None]
     ) -> tuple[int, str | None]:
         """See :meth:`GroupTransfer.load`; when it returns the blocks are complete on the GPU."""
-        slabs: list[StagedSlab] = []
+        buffers: list[DeviceBuffer] = []
         if self._parts:
-            self.load_slabs.enter_thread()
+            self.load_buffers.enter_thread()
         try:
             for _ in range(2 if self._parts else 0):
-                slab = self.load_slabs.take()
-                if slab is not None:
-                    slabs.append(slab)
-            if not slabs:
+                buffer = self.load_buffers.take()
+                if buffer is not None:
+                    buffers.append(buffer)
+            if not buffers:
                 return part.start, "unable"
-            return self._load(slabs, part, attempt, ready)
+            return self._load(buffers, part, attempt, ready)
         finally:
-            for slab in slabs:  # waits for its last transfer; a hanging read still holds it
-                self.load_slabs.give_back(slab)
+            for buffer in buffers:  # waits for its last transfer; a hanging read still holds it
+                self.load_buffers.give_back(buffer)
 
     def _load(
         self,
-        slabs: Sequence[StagedSlab],
+        buffers: Sequence[DeviceBuffer],
         part: GroupLoad,
         attempt: Attempt[LoadOrder],
         ready: Callable[[], None],
     ) -> tuple[int, str | None]:
-        reached, at, turns = part.start, 0, cycle(slabs)
+        reached, at, turns = part.start, 0, cycle(buffers)
         while at < len(part.keys):
-            slab = next(turns)
-            slab.fence.wait()  # until then its bytes are on their way
-            keys = part.keys[at : at + slab.slab.chunks]
-            path, loaded = self._read(slab, keys)
+            buffer = next(turns)
+            buffer.fence.wait()  # until then its bytes are on their way
+            keys = part.keys[at : at + buffer.host.chunks]
+            path, loaded = self._read(buffer, keys)
             attempt.progress()
             at += loaded.chunks
             if loaded.chunks:
@@ -209,32 +209,32 @@ class DeviceGroupTransfer(GroupTransfer):
                 with attempt.use() as wanted:
                     if not wanted:  # the blocks may be another request's by now
                         return reached, None
-                    self.load_slabs.load(slab, slots, there=path == "gds")
+                    self.load_buffers.load(buffer, slots, there=path == "gds")
                 reached = min(keys[loaded.chunks - 1].stop, part.stop)
                 self._stats.add("vua_loaded_bytes_total", loaded.nbytes, path)
             if loaded.reason is not None:
-                slab.fence.wait()
-                self._weed(slab, part.keys[at:], loaded.reason, attempt)
+                buffer.fence.wait()
+                self._weed(buffer, part.keys[at:], loaded.reason, attempt)
                 return reached, loaded.reason
         return reached, None
 
-    def _read(self, slab: StagedSlab, keys: Sequence[ChunkKey]) -> tuple[str, Loaded]:
-        """Read leading chunks into a slab, on its device or on the host; say which."""
+    def _read(self, buffer: DeviceBuffer, keys: Sequence[ChunkKey]) -> tuple[str, Loaded]:
+        """Read leading chunks into a buffer, on its device or on the host; say which."""
         gds = self.gds
         sealed = self.store.keyring.seals(keys[0].tenant)  # what is sealed is opened on the host
         if gds is None or gds.mover is None or sealed:
-            return "pinned", self._loader(slab).load(keys)
-        mover, memory = gds.mover, slab.device_bytes
-        if slab not in self._attached:
-            self._attached.add(slab)
+            return "pinned", self._loader(buffer).load(keys)
+        mover, memory = gds.mover, buffer.device_bytes
+        if buffer not in self._attached:
+            self._attached.add(buffer)
             mover.attach(memory)
-        with self.load_slabs.aside():
+        with self.load_buffers.aside():
             chunks, wrong = self._direct_reader(gds).read(keys, memory)
         if chunks:
             nbytes = chunks * self.shard.payload_nbytes(self.group.layout)
             return "gds", Loaded(chunks, nbytes)
         # One file the other way. That one judges: missing, foreign, corrupt, or right after all.
-        loaded = self._loader(slab).load(keys[:1])
+        loaded = self._loader(buffer).load(keys[:1])
         if loaded.chunks:
             self._stats.add("vua_gds_fallbacks_total")
             if wrong:
@@ -263,11 +263,11 @@ class DeviceGroupTransfer(GroupTransfer):
 
     def gather(
         self,
-        slabs: Sequence[StagedSlab],
+        buffers: Sequence[DeviceBuffer],
         keys: Sequence[ChunkKey],
         tables: Sequence[BlockTables],
     ) -> None:
-        """Queue the copies of chunks into slabs, all at once; :meth:`copied` waits for each."""
+        """Queue the copies of chunks into buffers, all at once; :meth:`copied` waits for each."""
         stretches: list[tuple[BlockTables, int, int]] = []
         for key, block_ids in zip(keys, tables, strict=True):
             start = key.start
@@ -278,9 +278,9 @@ class DeviceGroupTransfer(GroupTransfer):
             torch.cat([slots_of(ids[table], size, start, stop) for ids, start, stop in stretches])
             for table, size, _ in self._parts
         ]
-        self.save_slabs.save(slabs, [some.view(len(keys), -1) for some in slots])
+        self.save_buffers.save(buffers, [some.view(len(keys), -1) for some in slots])
 
-    def copied(self, slab: StagedSlab) -> None:
+    def copied(self, buffer: DeviceBuffer) -> None:
         """See :meth:`GroupTransfer.copied`."""
-        self.save_slabs.enter_thread()
-        slab.fence.wait()
+        self.save_buffers.enter_thread()
+        buffer.fence.wait()

@@ -19,10 +19,10 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.connector.metrics import Recorder
+from vua.device.buffers import StagingBuffer, StagingPool
 from vua.device.cpu_pages import PagedKV
 from vua.device.gds import Gds
 from vua.device.paged import PagedCache
-from vua.device.slab import Slab, SlabPool
 from vua.device.staging import Fence
 from vua.device.state_pages import StatePages
 from vua.format.keys import ChunkKey
@@ -48,13 +48,13 @@ __all__ = [
 _LEAST_NBYTES: Final = 512 << 20
 _LEAST_CHUNKS: Final = 256
 """Buffers for saves, as many as one of these allows: a disk may stand still for a while."""
-_LOAD_SLAB_NBYTES: Final = 16 << 20
+_LOAD_BUFFER_NBYTES: Final = 16 << 20
 """Memory that one load fills at a time."""
 _BUCKET_LOAD_CHUNKS: Final = 4 * REQUESTS_AT_ONCE
 """Chunks that one load from a bucket asks for at once. They are more than are under way, so that
 the link is busy while those that have come are verified; and a multiple of it, since a rest would
 take a round trip of its own."""
-_BUCKET_SLAB_NBYTES: Final = 64 << 20
+_BUCKET_BUFFER_NBYTES: Final = 64 << 20
 """The most memory for these chunks."""
 
 Tables: TypeAlias = Mapping[str, int]
@@ -112,10 +112,10 @@ def load_chunks(config: ConnectorConfig, chunk_nbytes: int) -> int:
         config: the settings, which say whether any place is a bucket.
         chunk_nbytes: what this rank holds of one chunk.
     """
-    chunks = max(1, _LOAD_SLAB_NBYTES // chunk_nbytes)
+    chunks = max(1, _LOAD_BUFFER_NBYTES // chunk_nbytes)
     path = config.shared_storage_path
     if any(map(is_url, [path] if isinstance(path, str) else path)):
-        fitting = min(_BUCKET_LOAD_CHUNKS, _BUCKET_SLAB_NBYTES // chunk_nbytes)
+        fitting = min(_BUCKET_LOAD_CHUNKS, _BUCKET_BUFFER_NBYTES // chunk_nbytes)
         if fitting > REQUESTS_AT_ONCE:
             fitting -= fitting % REQUESTS_AT_ONCE
         chunks = max(chunks, fitting)
@@ -150,9 +150,11 @@ class GroupTransfer:
         layout, payload = self.group.layout, self.shard.payload_nbytes(self.group.layout)
         self.load_chunks, threads = load_chunks(config, payload), config.worker.load_threads
         self.load_threads = threads
-        self.load_slabs: Any = SlabPool(layout, self.shard, chunks=self.load_chunks, limit=threads)
+        self.load_buffers: Any = StagingPool(
+            layout, self.shard, chunks=self.load_chunks, limit=threads
+        )
         self.save_limit = save_limit(model, payload, config.worker.max_pending_save_mib)
-        self.save_slabs: Any = SlabPool(layout, self.shard, chunks=1, limit=self.save_limit)
+        self.save_buffers: Any = StagingPool(layout, self.shard, chunks=1, limit=self.save_limit)
         self._loader_of: dict[Any, Loader] = {}
         self._cached: list[CachedLoads] = []
         """Those that no thread uses."""
@@ -205,8 +207,8 @@ class GroupTransfer:
     def fence(self) -> None:
         """Let what the engine's thread orders from now on come after all loads."""
 
-    def copied(self, slab: Any) -> None:  # noqa: ANN401
-        """Wait until what :meth:`gather` copies is in the slab."""
+    def copied(self, buffer: Any) -> None:  # noqa: ANN401
+        """Wait until what :meth:`gather` copies is in the buffer."""
 
     def close(self) -> None:
         """Release what transfers used, after the last of them."""
@@ -222,7 +224,7 @@ class GroupTransfer:
         """
         if not self._places:
             return part.start, "unable"
-        spare, slab, cached = self._cached, None, self._cached_loads()
+        spare, buffer, cached = self._cached, None, self._cached_loads()
         reached, reason, at = part.start, None, 0
         try:
             while at < len(part.keys) and reason is None:
@@ -235,10 +237,10 @@ class GroupTransfer:
                         done = cached.loader.load_cached(cached.aim(part, at, attempt.what))
                 path = "blocks"
                 if done == 0:
-                    slab, path = slab or self.load_slabs.take(), "slab"
-                    if slab is None:
+                    buffer, path = buffer or self.load_buffers.take(), "slab"
+                    if buffer is None:
                         return reached, "unable"
-                    done, reason = self._load_by(slab, part, at, attempt, ready)
+                    done, reason = self._load_by(buffer, part, at, attempt, ready)
                 attempt.progress()
                 if done:
                     at += done
@@ -248,8 +250,8 @@ class GroupTransfer:
         finally:
             if cached is not None:
                 spare.append(cached)
-            if slab is not None:  # not earlier: a hanging read may still write to it
-                self.load_slabs.give_back(slab)
+            if buffer is not None:  # not earlier: a hanging read may still write to it
+                self.load_buffers.give_back(buffer)
         return reached, reason
 
     def _cached_loads(self) -> CachedLoads | None:
@@ -265,35 +267,35 @@ class GroupTransfer:
 
     def _load_by(
         self,
-        slab: Slab,
+        buffer: StagingBuffer,
         part: GroupLoad,
         at: int,
         attempt: Attempt[LoadOrder],
         ready: Callable[[], None],
     ) -> tuple[int, str | None]:
-        """Load some chunks by way of a slab; return how many, and why they are the last."""
-        keys = part.keys[at : at + slab.chunks]
-        loaded = self._loader(slab).load(keys)
+        """Load some chunks by way of a buffer; return how many, and why they are the last."""
+        keys = part.keys[at : at + buffer.chunks]
+        loaded = self._loader(buffer).load(keys)
         attempt.progress()
         ready()
         with attempt.use() as wanted:
             if not wanted:
                 return 0, None
             if loaded.chunks:
-                self._scatter(slab, keys[: loaded.chunks], part, attempt.what)
+                self._scatter(buffer, keys[: loaded.chunks], part, attempt.what)
         if loaded.reason is not None:
-            self._weed(slab, part.keys[at + loaded.chunks :], loaded.reason, attempt)
+            self._weed(buffer, part.keys[at + loaded.chunks :], loaded.reason, attempt)
         return loaded.chunks, loaded.reason
 
     def _scatter(
-        self, slab: Slab, keys: Sequence[ChunkKey], part: GroupLoad, order: LoadOrder
+        self, buffer: StagingBuffer, keys: Sequence[ChunkKey], part: GroupLoad, order: LoadOrder
     ) -> None:
-        """Bring chunks from the slab into their blocks."""
+        """Bring chunks from the buffer into their blocks."""
         start, stop = max(keys[0].start, part.start), min(keys[-1].stop, part.stop)
         skip, dtype = start - keys[0].start, DTYPES[self.group.layout.dtype]
         arrays = [
             torch.from_numpy(rows[: len(keys)]).view(dtype).view(len(keys), *shape)
-            for rows, shape in slab.rows()
+            for rows, shape in buffer.rows()
         ]
         for table, layers, pages in self._places:
             k, *rest = (array[:, :, layers] for array in arrays)
@@ -302,7 +304,7 @@ class GroupTransfer:
 
     def _weed(
         self,
-        slab: Any,  # noqa: ANN401
+        buffer: Any,  # noqa: ANN401
         keys: Sequence[ChunkKey],
         reason: str | None,
         attempt: Attempt[LoadOrder],
@@ -319,45 +321,49 @@ class GroupTransfer:
                 keys = keys[1:]
             if not (keys and attempt.wanted):
                 return
-            loaded = self._loader(slab).load(keys[: self.load_slabs.chunks])
+            loaded = self._loader(buffer).load(keys[: self.load_buffers.chunks])
             attempt.progress()
             keys, reason = keys[loaded.chunks :], loaded.reason
 
-    def _loader(self, slab: Any) -> Loader:  # noqa: ANN401
-        """Return what loads into a slab, for who holds it."""
-        loader = self._loader_of.get(slab)
+    def _loader(self, buffer: Any) -> Loader:  # noqa: ANN401
+        """Return what loads into a buffer, for who holds it."""
+        loader = self._loader_of.get(buffer)
         if loader is None:
-            loader = self._loader_of[slab] = Loader(self.store, slab.memory, target=self.shard)
+            loader = self._loader_of[buffer] = Loader(self.store, buffer.memory, target=self.shard)
         return loader
 
-    def saver(self, slab: Any) -> EntryWriter:  # noqa: ANN401
-        """Return what saves this rank's shard from a slab; for who holds the slab."""
-        saver = self._saver_of.get(slab)
+    def saver(self, buffer: Any) -> EntryWriter:  # noqa: ANN401
+        """Return what saves this rank's shard from a buffer; for who holds the buffer."""
+        saver = self._saver_of.get(buffer)
         if saver is None:
-            saver = self._saver_of[slab] = EntryWriter(self.store, slab.memory, shard=self.shard)
+            saver = self._saver_of[buffer] = EntryWriter(
+                self.store, buffer.memory, shard=self.shard
+            )
         return saver
 
     def gather(
-        self, slabs: Sequence[Any], keys: Sequence[ChunkKey], tables: Sequence[BlockTables]
+        self, buffers: Sequence[Any], keys: Sequence[ChunkKey], tables: Sequence[BlockTables]
     ) -> None:
-        """Copy chunks out of their prompts' blocks, each into a slab; ``tables`` of each prompt."""
-        for slab, key, block_ids in zip(slabs, keys, tables, strict=True):
-            k, v = self._tensors(slab, 0)
+        """Copy chunks out of their prompts' blocks, each to a buffer; ``tables`` of each prompt."""
+        for buffer, key, block_ids in zip(buffers, keys, tables, strict=True):
+            k, v = self._tensors(buffer, 0)
             for table, layers, pages in self._places:
                 v_part = None if v is None else v[:, layers]
                 count = key.stop - key.start
                 pages.gather(block_ids[table], key.start, count, k[:, layers], v_part)
 
-    def arrays(self, slab: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    def arrays(self, buffer: Any) -> list[torch.Tensor]:  # noqa: ANN401
         """Return K, and V where there is one, of what :meth:`gather` copied, once it is there.
 
-        ``[heads, layers, tokens, dim]`` each, of the cache's dtype, in the slab's memory.
+        ``[heads, layers, tokens, dim]`` each, of the cache's dtype, in the buffer's memory.
         """
-        return [array for array in self._tensors(slab, 0) if array is not None]
+        return [array for array in self._tensors(buffer, 0) if array is not None]
 
-    def _tensors(self, slab: Slab, place: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _tensors(
+        self, buffer: StagingBuffer, place: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = DTYPES[self.group.layout.dtype]
         arrays = [
-            torch.from_numpy(data).view(dtype).view(shape) for data, shape in slab.arrays(place)
+            torch.from_numpy(data).view(dtype).view(shape) for data, shape in buffer.arrays(place)
         ]
         return arrays[0], arrays[1] if len(arrays) == 2 else None

@@ -94,8 +94,10 @@ class SchedulerSide:
         self._loads: list[LoadOrder] = []
         self._patience = StepPatience()
         self.policy = LoadPolicy(model, config, clock=clock)
-        self.accounts = RequestMetrics(self.stats, self.policy, clock=clock)
-        self._saves = SaveScheduler(config, model.block_sizes, self._media, self.accounts, events)
+        self.request_metrics = RequestMetrics(self.stats, self.policy, clock=clock)
+        self._saves = SaveScheduler(
+            config, model.block_sizes, self._media, self.request_metrics, events
+        )
         self._saves.use(model, self.witness)
         self._use_what_is_known()
 
@@ -248,7 +250,7 @@ class SchedulerSide:
 
     def _account(self, state: RequestState, outcome: str) -> None:
         request, seconds = state.request, self._clock() - state.arrived_s
-        self.accounts.answered(
+        self.request_metrics.answered(
             request.request_id,
             outcome,
             request.num_tokens,
@@ -284,7 +286,7 @@ class SchedulerSide:
             known.admitted = True
         if num_external_tokens == 0:
             if known is not None:
-                self.accounts.computing(request, known.local_tokens, known.decision)
+                self.request_metrics.computing(request, known.local_tokens, known.decision)
             return
         state = self.states[request.request_id]
         found = state.lookup.answer.result()
@@ -299,14 +301,14 @@ class SchedulerSide:
             state.loading = table[start // block : -(-stop // block)]
         self._loads.append(LoadOrder(request.request_id, tables, parts, state.adapter))
         self._saves.begins(state, tables, start)
-        self.accounts.load_ordered(request.request_id, start, stop, state.decision)
+        self.request_metrics.load_ordered(request.request_id, start, stop, state.decision)
         self.witness.loaded(request, found)
 
     def finished(self, request: Any) -> None:  # noqa: ANN401
         """Forget a request that has ended or was aborted."""
         if (state := self.states.pop(request.request_id, None)) is not None:
             self._saves.ended(state)
-        self.accounts.finished(request.request_id)
+        self.request_metrics.finished(request.request_id)
         self.witness.gone(request.request_id)
 
     def judge(self, verdicts: Sequence[Verdict]) -> None:
@@ -334,10 +336,10 @@ class SchedulerSide:
                 state.failed = True
                 state.next_save, state.unsaved = 0, None
                 bad = (at for at, block in enumerate(state.loading) if block in failed_blocks)
-                self.accounts.load_failed(request_id, next(bad, 0) * self.model.align)
+                self.request_metrics.load_failed(request_id, next(bad, 0) * self.model.align)
         for request_id in (request_ids | failed_ids) & self.states.keys():
             self.states[request_id].loading = []
-            self.accounts.load_ended(request_id)
+            self.request_metrics.load_ended(request_id)
 
     # -- per step -----------------------------------------------------------------------------
 
@@ -350,7 +352,7 @@ class SchedulerSide:
 
     def take_stats(self) -> Series | None:
         """Return what was recorded since the last step; called once at the end of each."""
-        self.accounts.step_ended()
+        self.request_metrics.step_ended()
         self._saves.step_ended()
         record_requests(self.stats)
         return self.stats.take()
@@ -372,6 +374,6 @@ class SchedulerSide:
     def add_saves(self, orders: ConnectorMetadata, step: ScheduledStep) -> None:
         """Add the chunks that are complete after this step's forward pass, if it has one."""
         orders.idle = not step.requests
-        self.accounts.step_scheduled(*prompt_work(step.requests))
+        self.request_metrics.step_scheduled(*prompt_work(step.requests))
         if self._may_save or self.witness.watching:
             self._saves.add(orders, self.states, step, saves=self._may_save)

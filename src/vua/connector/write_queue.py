@@ -45,7 +45,7 @@ class _Save:
     saver: EntryWriter
     """Taken when it is copied: after a reset it must not get into the new epoch."""
     key: ChunkKey
-    slab: Any
+    buffer: Any
     proven: Callable[[], bool]
     """Whether it was computed with the weights of its epoch."""
     order: SaveOrder
@@ -119,7 +119,9 @@ class WriteQueue:
             for group in groups:
                 if mine := [save for save in taken if save.group is group]:
                     tables = [save.order.block_ids for save in mine]
-                    group.gather([save.slab for save in mine], [save.key for save in mine], tables)
+                    group.gather(
+                        [save.buffer for save in mine], [save.key for save in mine], tables
+                    )
         except Exception:
             self._lose(taken)
             raise
@@ -158,8 +160,8 @@ class WriteQueue:
         taken: list[Any] = []
         for key in keys:
             paused = not self._guard.allows()
-            slab = None if paused else group.save_slabs.take()
-            if slab is None:
+            buffer = None if paused else group.save_buffers.take()
+            if buffer is None:
                 left = len(keys) - len(taken)
                 outcome = "paused" if paused else "dropped"
                 self._stats.add("vua_chunks_saved_total", left, outcome)
@@ -167,11 +169,11 @@ class WriteQueue:
                     self._warn_once("full", "storage is slower than the engine")
                 self._leave(order, key.start, left, again=not paused)
                 break
-            taken.append(slab)
+            taken.append(buffer)
         saves = []
-        for key, slab in zip(keys, taken, strict=False):
-            pin = order.hints.pin and slab is taken[-1]  # holds those before it too
-            saves.append(_Save(group, group.saver(slab), key, slab, proven, order, pin))
+        for key, buffer in zip(keys, taken, strict=False):
+            pin = order.hints.pin and buffer is taken[-1]  # holds those before it too
+            saves.append(_Save(group, group.saver(buffer), key, buffer, proven, order, pin))
         return saves
 
     def _behind_hole(self, order: SaveOrder, key: ChunkKey) -> bool:
@@ -208,7 +210,7 @@ class WriteQueue:
             for request_id, hole in self._holes.items():
                 waits = hole.again and not hole.told and request_id not in unsaved
                 if waits and all(
-                    group.save_slabs.left >= min(hole.chunks, max(1, group.save_limit // 8))
+                    group.save_buffers.left >= min(hole.chunks, max(1, group.save_limit // 8))
                     for group in groups
                 ):
                     hole.told = True
@@ -241,14 +243,14 @@ class WriteQueue:
     def _lose(self, saves: Sequence[_Save]) -> None:
         """Give the buffers back of what is not written."""
         for save in saves:
-            save.group.save_slabs.give_back(save.slab)
+            save.group.save_buffers.give_back(save.buffer)
             self._count_save(save, "error", 0.0)
 
     def _write(self, attempt: Attempt[_Save]) -> None:
         save = attempt.what
         outcome, began = "error", self._clock()
         try:
-            save.group.copied(save.slab)
+            save.group.copied(save.buffer)
             if self._behind_hole(save.order, save.key):
                 outcome = "dropped"
                 return
@@ -266,7 +268,7 @@ class WriteQueue:
         except Exception:  # a save that breaks costs hits, never a request
             log.exception("chunk %s was not stored", save.key.name[:12])
         finally:
-            save.group.save_slabs.give_back(save.slab)  # not earlier: a write may still read it
+            save.group.save_buffers.give_back(save.buffer)  # not earlier: a write may still read it
             if attempt.settle():
                 if outcome != "dropped":  # the storage was asked
                     self._guard.went(well=outcome != "error")
@@ -276,7 +278,7 @@ class WriteQueue:
         """Forget the saves that hang; the chunks are not stored."""
         for attempt in self._threads.overdue():
             if not attempt.started:
-                attempt.what.group.save_slabs.give_back(attempt.what.slab)
+                attempt.what.group.save_buffers.give_back(attempt.what.buffer)
             self._guard.went(well=False)
             self._count_save(attempt.what, "timeout", 0.0)
 

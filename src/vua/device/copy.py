@@ -12,10 +12,10 @@ from vua.device import moves
 from vua.device.moves import Move, plan
 from vua.device.paged import PagedCache
 
-__all__ = ["Choice", "choose", "gather", "proves", "scatter", "synchronize"]
+__all__ = ["MoveChoice", "choose", "gather", "proves", "scatter", "synchronize"]
 
 
-class Choice(NamedTuple):
+class MoveChoice(NamedTuple):
     """How rows are moved on some device."""
 
     name: str
@@ -26,23 +26,23 @@ class Choice(NamedTuple):
 
 
 @cache
-def choose(device: torch.device) -> Choice:
+def choose(device: torch.device) -> MoveChoice:
     """Return how rows are moved on a device: by Triton where that works, proved once by a trial."""
     if device.type == "cpu":
         from vua.device import host  # noqa: PLC0415 - the native library is not needed on a GPU
 
-        return Choice("host", host.move, "the cache lies in CPU memory")
+        return MoveChoice("host", host.move, "the cache lies in CPU memory")
     if device.type != "cuda":
-        return Choice("torch", moves.move, f"the cache lies on the device {device.type}")
+        return MoveChoice("torch", moves.move, f"the cache lies on the device {device.type}")
     try:
         from vua.device import kernels  # noqa: PLC0415 - Triton is optional
 
         proved = proves(kernels.move, device)
     except Exception as error:  # noqa: BLE001 - whatever Triton or its compiler raises, copies go on
-        return Choice("torch", moves.move, f"Triton: {type(error).__name__}: {error}")
+        return MoveChoice("torch", moves.move, f"Triton: {type(error).__name__}: {error}")
     if not proved:
-        return Choice("torch", moves.move, "Triton's kernel moves other bytes than PyTorch")
-    return Choice("triton", kernels.move, "")
+        return MoveChoice("torch", moves.move, "Triton's kernel moves other bytes than PyTorch")
+    return MoveChoice("triton", kernels.move, "")
 
 
 def proves(move: Move, device: torch.device) -> bool:

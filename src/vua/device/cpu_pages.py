@@ -22,7 +22,7 @@ from vua.device.paged import WORDS, spans
 from vua.device.strided_copy import Pages, Piece
 from vua.errors import InputError, LayoutError
 from vua.format.layout import MemoryMap
-from vua.native import NOWHERE, Boxes, Spread
+from vua.native import NOWHERE, Spread, StridedCopy
 
 __all__ = ["PageForm", "PagedKV", "fused_form", "latent_form"]
 
@@ -282,9 +282,9 @@ class PagedKV:
 
     def _copy(self, pieces: Sequence[Piece], chunks: _Chunks, *, store: bool = True) -> None:
         """Copy pieces of chunks ``[chunks, heads, layers, tokens, dim]``, if possible in C."""
-        boxes = self._boxes(pieces, chunks, store=store) if pieces and self._strided else []
-        if boxes:
-            native.copy_strided(boxes)
+        copies = self._copies(pieces, chunks, store=store) if pieces and self._strided else []
+        if copies:
+            native.copy_strided(copies)
             return
         # vLLM may have made its caches in inference mode, the only mode that can write them then.
         with torch.inference_mode():
@@ -297,9 +297,11 @@ class PagedKV:
                         part = rows[number].narrow(1, run.first, run.layers).narrow(2, at, size)
                         half.move(run, page, slot, part, store=store)
 
-    def _boxes(self, pieces: Sequence[Piece], chunks: _Chunks, *, store: bool) -> list[Boxes]:
+    def _copies(
+        self, pieces: Sequence[Piece], chunks: _Chunks, *, store: bool
+    ) -> list[StridedCopy]:
         return [
-            self._pages.boxes(pieces, chunk, (half.offset, half.token, half.dim), store=store)
+            self._pages.copies(pieces, chunk, (half.offset, half.token, half.dim), store=store)
             for chunk, half in zip(chunks, self._halves, strict=True)
             if chunk is not None and isinstance(half, _Strided)
         ]

@@ -203,7 +203,7 @@ class DirectReader:
     def read(self, keys: Sequence[ChunkKey], memory: Tensor) -> tuple[int, bool]:
         """Bring the payloads of leading chunks into memory, chunk i to place i; verify them there.
 
-        ``memory`` is a staged slab's, and nothing uses it; on a GPU the checksums are computed on
+        ``memory`` is a staged buffer's, and nothing uses it; on a GPU the checksums are computed on
         the current stream. Raises nothing for the state of the storage.
 
         Returns how many leading chunks are there and right, and whether the one behind them was

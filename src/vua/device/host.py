@@ -19,7 +19,7 @@ def move(job: Job, *, store: bool) -> None:
         moves.move(job, store=store)
         return
     found = moves.runs(slots, job.cache.layout.block_size)
-    kinds = [_boxes(job, array, found, store=store) for array in range(len(job.chunks))]
+    kinds = [_copies_of(job, array, found, store=store) for array in range(len(job.chunks))]
     native.copy_strided(kinds)
 
 
@@ -29,7 +29,7 @@ def _repeats(slots: npt.NDArray[np.int64]) -> bool:
     return bool(((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).any())
 
 
-def _boxes(job: Job, array: int, runs: Runs, *, store: bool) -> native.Boxes:
+def _copies_of(job: Job, array: int, runs: Runs, *, store: bool) -> native.StridedCopy:
     """Return the copies of K, or of V: a box per run and layer, as rows lie on both sides."""
     (first, slot, counts), chunk = runs, job.chunks[array]
     layout, size = job.cache.layout, job.cache.itemsize
@@ -46,5 +46,5 @@ def _boxes(job: Job, array: int, runs: Runs, *, store: bool) -> native.Boxes:
     theirs = [step[1], step[3], job.word.itemsize]
     shape = layout.heads, chunk.shape[4], job.word.itemsize
     if store:
-        return native.Boxes(shape, ours, theirs, inside, outside, counted)
-    return native.Boxes(shape, theirs, ours, outside, inside, counted)
+        return native.StridedCopy(shape, ours, theirs, inside, outside, counted)
+    return native.StridedCopy(shape, theirs, ours, outside, inside, counted)

@@ -1,8 +1,8 @@
 """One move of rows between a paged cache and chunk arrays, checked; and how PyTorch makes it.
 
 A chunk array is ``[chunks, heads, layers, tokens, dim]``, K and V apart: what a
-`vua.device.slab.Slab` holds. `move` here is the reference for the kernels in `vua.device.kernels`,
-and their fallback.
+`vua.device.buffers.StagingBuffer` holds. `move` here is the reference for the kernels in
+`vua.device.kernels`, and their fallback.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Brings chunks from host memory into paged caches and back, beside the engine's own work.
 
-Host memory is a bounded pool of slabs in the form of files, made once, touched, page-locked where
-the cache is on a GPU, and used again. There each slab has a mirror of its size in device memory: a
-load is one DMA transfer into the mirror and one kernel from there into the blocks, a save the
-reverse, for all slabs of a step that lie one behind the other; transfers have a stream per
+Host memory is a bounded pool of buffers in the form of files, made once, touched, page-locked where
+the cache is on a GPU, and used again. There each buffer has a mirror of its size in device memory:
+a load is one DMA transfer into the mirror and one kernel from there into the blocks, a save the
+reverse, for all buffers of a step that lie one behind the other; transfers have a stream per
 direction. The ordering, which is all that is subtle here:
 
 - A load is queued when everything has ended that the engine had queued when :meth:`Staging.mark`
@@ -13,7 +13,7 @@ direction. The ordering, which is all that is subtle here:
 - A save's gather (device memory to device memory, microseconds) is queued with the engine's own
   work: after what may still write the blocks, before what may overwrite them. Only the transfer to
   the host has a stream of its own, so the engine never waits for one. The fence has passed when the
-  slab is complete.
+  buffer is complete.
 
 On the CPU the same calls copy at once, and their fences have passed when they return.
 """
@@ -32,15 +32,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vua.device.buffers import StagingBuffer, StagingPool
 from vua.device.copy import choose, gather, scatter
 from vua.device.moves import check_slots
 from vua.device.paged import PagedCache
-from vua.device.slab import Slab, SlabPool
 from vua.errors import InputError, LayoutError
 from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
 from vua.io.posix import page_aligned
 
-__all__ = ["Fence", "StagedSlab", "Staging", "clear_error"]
+__all__ = ["DeviceBuffer", "Fence", "Staging", "clear_error"]
 
 
 class Fence:
@@ -75,7 +75,7 @@ def clear_error(device: torch.device) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """Host memory of one slab, or of several that lie one behind the other."""
+    """Host memory of one buffer, or of several that lie one behind the other."""
 
     host: Tensor
     """uint8."""
@@ -88,31 +88,31 @@ class _Memory:
 
 
 @dataclass(slots=True, eq=False)
-class StagedSlab:
-    """A slab on loan from a :class:`Staging`: one thread's until it is given back."""
+class DeviceBuffer:
+    """A buffer on loan from a :class:`Staging`: one thread's until it is given back."""
 
-    slab: Slab
+    host: StagingBuffer
     """The host memory."""
     _memory: _Memory = field(repr=False)
     _first: int = 0
-    """The slab's first chunk in this memory."""
+    """The buffer's first chunk in this memory."""
     fence: Fence = field(default_factory=Fence)
-    """When the slab's last transfer is complete."""
+    """When the buffer's last transfer is complete."""
 
     @property
     def memory(self) -> MemoryMap:
-        """See :attr:`Slab.memory`."""
-        return self.slab.memory
+        """See :attr:`StagingBuffer.memory`."""
+        return self.host.memory
 
     def arrays(self, chunk: int) -> list[tuple[npt.NDArray[np.uint8], tuple[int, ...]]]:
-        """See :meth:`Slab.arrays`."""
-        return self.slab.arrays(chunk)
+        """See :meth:`StagingBuffer.arrays`."""
+        return self.host.arrays(chunk)
 
     @property
     def device_bytes(self) -> Tensor:
-        """The slab's bytes where the cache is; nobody else's while no transfer is under way."""
-        nbytes = len(self.slab.bytes)
-        at = self._first // self.slab.chunks * nbytes
+        """The buffer's bytes where the cache is; nobody else's while no transfer is under way."""
+        nbytes = len(self.host.bytes)
+        at = self._first // self.host.chunks * nbytes
         return self._memory.mirror[at : at + nbytes]
 
 
@@ -132,8 +132,8 @@ class _Run(NamedTuple):
 class Staging:
     """The ways of one shard's layers to and from host memory. Safe for threads.
 
-    A load, in any thread: ``take``, read files into ``slab.memory``, wait for the mark, ``load``,
-    wait for the fence before anybody is told, ``give_back``. With two slabs in turn the next file
+    A load, in any thread: ``take``, read files into ``buffer.memory``, wait for the mark, ``load``,
+    wait for the fence before anybody is told, ``give_back``. With two buffers in turn the next file
     is read while the last one is transferred. A save: ``take`` and ``save`` in the engine's thread;
     elsewhere wait for the fence, write files, ``give_back``.
     """
@@ -148,10 +148,10 @@ class Staging:
         limit: int,
         adjoining: bool = False,
     ) -> None:
-        """Lend at most ``limit`` slabs of ``chunks`` chunks of ``shard``, made when first needed.
+        """Lend at most ``limit`` buffers of ``chunks`` chunks of ``shard``, made when first needed.
 
         ``parts`` are the shard's layers in order: one cache, or several where an engine gives some
-        layers block tables (and block sizes) of their own. ``adjoining``: memory for all slabs is
+        layers block tables (and block sizes) of their own. ``adjoining``: memory for all buffers is
         taken now, one behind the other, so that :meth:`save` moves many by one call; where the
         device has no room for so many, for fewer.
 
@@ -168,7 +168,7 @@ class Staging:
         self._parts, self._device, self.chunks = tuple(parts), parts[0].device, chunks
         self._tokens = layout.chunk_tokens
         self._shapes = [(shard.heads, shard.layers, self._tokens, dim) for dim in layout.dims]
-        self._made: dict[Slab, StagedSlab] = {}
+        self._made: dict[StagingBuffer, DeviceBuffer] = {}
         self._lock = threading.Lock()
         self._cuda = self._device.type == "cuda"
         self._closed = False
@@ -185,43 +185,43 @@ class Staging:
             except torch.OutOfMemoryError:
                 limit //= 2
         self.limit = limit
-        """How many slabs there may be."""
-        self._pool = SlabPool(layout, shard, chunks=chunks, limit=limit, memory=together)
+        """How many buffers there may be."""
+        self._pool = StagingPool(layout, shard, chunks=chunks, limit=limit, memory=together)
 
-    def take(self) -> StagedSlab | None:
-        """Return a slab with undefined contents.
+    def take(self) -> DeviceBuffer | None:
+        """Return a buffer with undefined contents.
 
         None when all are lent, when the device has no memory for another one, or after ``close``.
         """
-        slab = None if self._closed else self._pool.take()
-        if slab is None:
+        buffer = None if self._closed else self._pool.take()
+        if buffer is None:
             return None
         with self._lock:
-            if slab not in self._made:
+            if buffer not in self._made:
                 try:
-                    memory = self._shared or self._with_mirror(slab.bytes, slab.chunks)
+                    memory = self._shared or self._with_mirror(buffer.bytes, buffer.chunks)
                 except torch.OutOfMemoryError:
                     return None  # the device has no room for one more: the pool stays smaller
-                first = 0 if self._shared is None else slab.number * slab.chunks
-                self._made[slab] = StagedSlab(slab, memory, first)
-            return self._made[slab]
+                first = 0 if self._shared is None else buffer.number * buffer.chunks
+                self._made[buffer] = DeviceBuffer(buffer, memory, first)
+            return self._made[buffer]
 
     @property
     def left(self) -> int:
-        """How many slabs could be lent now."""
+        """How many buffers could be lent now."""
         return self._pool.left
 
-    def prepare(self, slabs: int) -> None:
-        """Make so many slabs now, as far as there may and can be, and not when they are needed."""
-        taken = [self.take() for _ in range(slabs)]
+    def prepare(self, buffers: int) -> None:
+        """Make so many buffers now, as far as there may and can be, not when they are needed."""
+        taken = [self.take() for _ in range(buffers)]
         for staged in taken:
             if staged is not None:
                 self.give_back(staged)
 
-    def give_back(self, staged: StagedSlab) -> None:
-        """Return a slab, when its last transfer is complete: waits for it."""
+    def give_back(self, staged: DeviceBuffer) -> None:
+        """Return a buffer, when its last transfer is complete: waits for it."""
         staged.fence.wait()
-        self._pool.give_back(staged.slab)
+        self._pool.give_back(staged.host)
 
     def mark(self) -> Fence:
         """Return the end of what the calling thread's current stream was given so far."""
@@ -246,8 +246,8 @@ class Staging:
         if self._cuda:
             torch.cuda.current_stream(self._device).wait_stream(self._load_stream)
 
-    def load(self, staged: StagedSlab, slots: Sequence[Tensor], *, there: bool = False) -> Fence:
-        """Queue the slab's first chunks into the cache; return when the blocks are complete.
+    def load(self, staged: DeviceBuffer, slots: Sequence[Tensor], *, there: bool = False) -> Fence:
+        """Queue the buffer's first chunks into the cache; return when the blocks are complete.
 
         Args:
             staged: its bytes must not change before the fence has passed.
@@ -271,21 +271,21 @@ class Staging:
             staged.fence = _end_of(self._load_stream)
         return staged.fence
 
-    def save(self, slabs: Sequence[StagedSlab], slots: Sequence[Tensor]) -> Fence:
-        """Queue the tokens of some slots into slabs; return when they are there.
+    def save(self, buffers: Sequence[DeviceBuffer], slots: Sequence[Tensor]) -> Fence:
+        """Queue the tokens of some slots into buffers; return when they are there.
 
-        Slabs that lie one behind the other take one gather per part, and one copy.
+        Buffers that lie one behind the other take one gather per part, and one copy.
 
         Args:
-            slabs: each but the last is filled.
+            buffers: each but the last is filled.
             slots: for each of the parts int64 in host memory, ``[chunks, tokens]``: of the first
-                slab's chunks, then of the next one's; negative where a token is not to be touched.
+                buffer's chunks, then of the next one's; negative: a token is not to be touched.
 
         Errors as for :meth:`load`. To be called where the engine queues its own work: what it
         queues afterwards may overwrite the blocks.
         """
-        runs = self._runs(slabs, slots)
-        for staged in slabs:
+        runs = self._runs(buffers, slots)
+        for staged in buffers:
             staged.fence.wait()
         if not self._cuda:
             self._gather(runs, slots)
@@ -299,12 +299,12 @@ class Staging:
                 memory = run.memory
                 run.bytes_of(memory.host).copy_(run.bytes_of(memory.mirror), non_blocking=True)
             fence = _end_of(self._save_stream)
-        for staged in slabs:
+        for staged in buffers:
             staged.fence = fence
         return fence
 
     def close(self) -> None:
-        """Wait for all transfers and let the page-locked memory go. Slabs on loan stay usable."""
+        """Wait for all transfers and let the page-locked memory go. Buffers on loan stay usable."""
         self._closed = True
         with self._lock:
             made, self._made = list(self._made.values()), {}
@@ -337,10 +337,10 @@ class Staging:
                 clear_error(self._device)
         return _Memory(host, mirror, slots, int(status) == 0)
 
-    def _runs(self, slabs: Sequence[StagedSlab], slots: Sequence[Tensor]) -> list[_Run]:
+    def _runs(self, buffers: Sequence[DeviceBuffer], slots: Sequence[Tensor]) -> list[_Run]:
         """Return where the chunks lie that there are slots for; check all before any is moved."""
         shapes = {tuple(some.shape) for some in slots}
-        count, most = len(slots[0]) if slots else 0, len(slabs) * self.chunks
+        count, most = len(slots[0]) if slots else 0, len(buffers) * self.chunks
         fits = shapes == {(count, self._tokens)} and most - self.chunks < count <= most
         if not fits or len(slots) != len(self._parts):
             raise InputError(
@@ -350,7 +350,7 @@ class Staging:
         for part, some in zip(self._parts, slots, strict=True):
             check_slots(part, some, count * self._tokens)
         runs: list[_Run] = []
-        for staged in slabs:
+        for staged in buffers:
             memory, first = staged._memory, staged._first
             stop = first + min(count, self.chunks)
             count -= stop - first

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from vua.native import Boxes
+from vua.native import StridedCopy
 
 __all__ = ["Pages", "Piece"]
 
@@ -40,9 +40,9 @@ class Pages:
         """Return the address of an element of each layer's first page."""
         return self._layers[:, 0].astype(np.uint64) + np.uint64(element * self._item)
 
-    def boxes(
+    def copies(
         self, pieces: Sequence[Piece], chunks: Tensor, half: tuple[int, int, int], *, store: bool
-    ) -> Boxes:
+    ) -> StridedCopy:
         """Return the copies of ``pieces`` of all layers.
 
         Args:
@@ -62,4 +62,4 @@ class Pages:
         outside = rows, (head, row, column)
         (target, to), (source, from_) = (inside, outside) if store else (outside, inside)
         shape = self._heads, chunks.shape[4], item
-        return Boxes(shape, to, from_, target, source, np.broadcast_to(tokens, rows.shape))
+        return StridedCopy(shape, to, from_, target, source, np.broadcast_to(tokens, rows.shape))

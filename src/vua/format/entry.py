@@ -38,7 +38,7 @@ from vua.format.header import (
     PLAIN,
     SEALED,
     TAG_NBYTES,
-    Mark,
+    SealInfo,
 )
 from vua.format.keys import ChunkKey
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
@@ -82,9 +82,9 @@ class EntryCodec:
             f'"prefix_hash":"'
         )
         self._tail = f'"}},{self._tensors()}}}'
-        mark = Mark("0" * 16, "0" * 32) if kind else PLAIN
-        width = len(self._middle(ChunkKey(b"", b"", 0, 0), mark.key_id)) + len(self._tail)
-        text_nbytes = len(self._head) + width + len(self._variable(0, "", mark.nonce))
+        seal_info = SealInfo("0" * 16, "0" * 32) if kind else PLAIN
+        width = len(self._middle(ChunkKey(b"", b"", 0, 0), seal_info.key_id)) + len(self._tail)
+        text_nbytes = len(self._head) + width + len(self._variable(0, "", seal_info.nonce))
         self.header_nbytes: int = text_nbytes + 8 + self._table_nbytes
         padding = -self.header_nbytes % ALIGNMENT
         self.header_nbytes += padding
@@ -158,7 +158,7 @@ class EntryCodec:
         key: ChunkKey,
         *,
         writer: str = "",
-        mark: Mark = PLAIN,
+        seal_info: SealInfo = PLAIN,
         tags: bytes = b"",
         created: int | None = None,
     ) -> bytes:
@@ -168,12 +168,12 @@ class EntryCodec:
         :attr:`check_offset`. The arguments: :func:`vua.format.parse.encode_header`.
         """
         created = int(time.time()) if created is None else created
-        variable = self._variable(created, writer, mark.nonce).encode()
+        variable = self._variable(created, writer, seal_info.nonce).encode()
         table = bytes(8 * self.blocks) + tags
         if len(table) != self._table_nbytes:
             msg = f"expected {self.blocks} tags of 16 bytes, found {len(tags)} bytes"
             raise LayoutError(msg)
-        return b"".join((self.expected(key, mark.key_id), variable, self._end, table))
+        return b"".join((self.expected(key, seal_info.key_id), variable, self._end, table))
 
     def table_of(
         self, header: memoryview, key: ChunkKey, key_id: str = ""

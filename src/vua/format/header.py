@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["AUTHENTIC", "ENCRYPTED", "FORMAT", "PLAIN", "SEALED", "Mark"]
+__all__ = ["AUTHENTIC", "ENCRYPTED", "FORMAT", "PLAIN", "SEALED", "SealInfo"]
 
 FORMAT: Final = "vua.entry.v1"
 SEALED: Final = "vua.sealed.v1"
@@ -19,7 +19,7 @@ MAX_HEADER_NBYTES: Final = 1 << 20
 """Larger than any real header: 1 MiB of checksums are 131,072 blocks."""
 
 
-class Mark(NamedTuple):
+class SealInfo(NamedTuple):
     """What a sealed file says about its seal; of a plain file both are empty."""
 
     key_id: str = ""
@@ -28,4 +28,4 @@ class Mark(NamedTuple):
     """Of this file alone, 32 hex."""
 
 
-PLAIN: Final = Mark()
+PLAIN: Final = SealInfo()

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from vua.errors import CorruptEntryError, LayoutError
 from vua.format.entry import EntryCodec
-from vua.format.header import ENCRYPTED, FORMAT, MAX_HEADER_NBYTES, NO_HASH, PLAIN, SEALED, Mark
+from vua.format.header import ENCRYPTED, FORMAT, MAX_HEADER_NBYTES, NO_HASH, PLAIN, SEALED, SealInfo
 from vua.format.keys import ChunkKey
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
 from vua.native import digests_of, fill_check
@@ -29,15 +29,15 @@ from vua.native import digests_of, fill_check
 __all__ = [
     "EntryInfo",
     "checksums_of",
-    "claims",
     "codec_of",
+    "coordinates_of",
     "encode_header",
     "json_header",
     "parse_entry",
 ]
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_MARK: Final = re.compile(r"[0-9a-f]{16} [0-9a-f]{32}| ")
+_SEAL_INFO: Final = re.compile(r"[0-9a-f]{16} [0-9a-f]{32}| ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class EntryInfo:
     checksums: npt.NDArray[np.uint64]
     kind: str = ""
     """Of a sealed file the kind of its seal."""
-    mark: Mark = PLAIN
+    seal_info: SealInfo = PLAIN
 
     def check_length(self, nbytes: int) -> None:
         """Raise CorruptEntryError where the file is not as long as it says."""
@@ -94,15 +94,15 @@ def parse_entry(data: bytes) -> EntryInfo:
         raise CorruptEntryError(msg)
     try:
         kind = metadata["seal"] if metadata["format"] == SEALED else ""
-        mark = Mark(metadata["key"], metadata["nonce"]) if kind else PLAIN
-        key, shard, layout = claims(metadata, header, mark)
+        seal_info = SealInfo(metadata["key"], metadata["nonce"]) if kind else PLAIN
+        key, shard, layout = coordinates_of(metadata, header, seal_info)
         codec = _codec(str(metadata["namespace"]), layout, shard, kind)
         created, writer = int(metadata["created"]), str(metadata["writer"]).rstrip()
         tags_at = codec.table_offset + 8 * codec.blocks
         checksums = np.frombuffer(data[codec.table_offset : tags_at], dtype="<u8")
         tags, check = bytes(data[tags_at : codec.header_nbytes]), int(metadata["check"], 16)
         again = encode_header(
-            codec, key, checksums, writer=writer, mark=mark, tags=tags, created=created
+            codec, key, checksums, writer=writer, seal_info=seal_info, tags=tags, created=created
         )
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
         msg = f"header fields are not those of a VUA entry: {problem!r:.200}"
@@ -124,7 +124,7 @@ def parse_entry(data: bytes) -> EntryInfo:
         file_nbytes=codec.file_nbytes,
         checksums=checksums,
         kind=kind,
-        mark=mark,
+        seal_info=seal_info,
     )
 
 
@@ -145,7 +145,7 @@ def encode_header(
     checksums: npt.NDArray[np.uint64],
     *,
     writer: str = "",
-    mark: Mark = PLAIN,
+    seal_info: SealInfo = PLAIN,
     tags: bytes = b"",
     created: int | None = None,
 ) -> bytes:
@@ -156,7 +156,7 @@ def encode_header(
         key: the chunk.
         checksums: xxh3-64 of each checksum block, ``[blocks]`` in file order.
         writer: who writes (library version, host), for people to read; cut at 48 characters.
-        mark: of a sealed file, which key, and what this file's own key is made with.
+        seal_info: of a sealed file, which key, and what this file's own key is made with.
         tags: of a sealed file, 16 bytes for each checksum block in file order.
         created: seconds since 1970; by default now.
 
@@ -165,7 +165,7 @@ def encode_header(
     if len(checksums) != codec.blocks:
         msg = f"expected {codec.blocks} checksums, found {len(checksums)}"
         raise LayoutError(msg)
-    blank = codec.blank_header(key, writer=writer, mark=mark, tags=tags, created=created)
+    blank = codec.blank_header(key, writer=writer, seal_info=seal_info, tags=tags, created=created)
     header = np.frombuffer(bytearray(blank), dtype=np.uint8)
     table = np.ascontiguousarray(checksums, dtype="<u8").view(np.uint8)
     header[codec.table_offset : codec.table_offset + len(table)] = table
@@ -203,8 +203,8 @@ def json_header(data: bytes) -> tuple[Mapping[str, Any], int]:
     return header, 8 + nbytes
 
 
-def claims(
-    metadata: Mapping[str, Any], header: Mapping[str, Any], mark: Mark
+def coordinates_of(
+    metadata: Mapping[str, Any], header: Mapping[str, Any], seal_info: SealInfo
 ) -> tuple[ChunkKey, Shard, KVLayout]:
     """Return the key, shard and layout that header fields state.
 
@@ -240,7 +240,7 @@ def claims(
     if (
         not all(len(digest) == len(NO_HASH) for digest in digests)
         or _DIGEST.fullmatch(metadata["namespace"]) is None
-        or _MARK.fullmatch(f"{mark.key_id} {mark.nonce}") is None
+        or _SEAL_INFO.fullmatch(f"{seal_info.key_id} {seal_info.nonce}") is None
         or (odd, key.stop - key.start) != (0, layout.chunk_tokens)
         or (place and not key.parent)
         or Shard.parse(layout.full.name) is None

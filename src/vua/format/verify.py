@@ -37,7 +37,7 @@ def mismatch(codec: EntryCodec, header: memoryview, key: ChunkKey, key_id: str =
     )
     foreign = ForeignEntryError(msg)
     asked = (codec.namespace, key.name, codec.shard, codec.kind, key_id)
-    there = (found.namespace, found.prefix_hash, found.shard, found.kind, found.mark.key_id)
+    there = (found.namespace, found.prefix_hash, found.shard, found.kind, found.seal_info.key_id)
     foreign.misplaced = there != asked
     return foreign
 

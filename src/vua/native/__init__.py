@@ -28,7 +28,7 @@ from vua.native.fallback import LATEST_NS, read_entry
 from vua.native.hashes import Digest, digests_of, fill_check
 from vua.native.listing import list_chunks
 from vua.native.memory import fill_entry, gather_entry
-from vua.native.moves import ITEMS, Boxes, copy_strided
+from vua.native.moves import ITEMS, StridedCopy, copy_strided
 from vua.native.prefixes import hash_chain, narrow
 from vua.native.rows import blocks_of, rows_of
 from vua.native.saves import FAILED, PRESENT, WRITTEN, WriteOptions, write_entries
@@ -42,11 +42,11 @@ __all__ = [
     "PRESENT",
     "THREADS",
     "WRITTEN",
-    "Boxes",
     "Digest",
     "Headers",
     "Spread",
     "Status",
+    "StridedCopy",
     "Transfer",
     "WriteOptions",
     "blocks_of",

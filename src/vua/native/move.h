@@ -8,7 +8,7 @@ struct stride {
     uint64_t head, token, dim;
 };
 
-/* Boxes of one shape, but for their tokens. The same fields as vua.native.moves.Boxes. */
+/* StridedCopy of one shape, but for their tokens. The same fields as vua.native.moves.StridedCopy. */
 struct boxes {
     uint64_t count, heads, dims, item; /* item: bytes of an element; 1, 2, 4 or 8 */
     struct stride to, from;

@@ -13,7 +13,7 @@ from vua.native import fallback
 from vua.native.batches import crew
 from vua.native.chosen import library
 
-__all__ = ["ITEMS", "Boxes", "copy_strided"]
+__all__ = ["ITEMS", "StridedCopy", "copy_strided"]
 
 ITEMS: Final = (1, 2, 4, 8)
 """Bytes per element that `move.c` knows."""
@@ -23,8 +23,8 @@ _STREAMED_NBYTES: Final = 8 << 20
 """Copies from this size on go past the caches, in which they would not stay anyway."""
 
 
-class Boxes(ctypes.Structure):
-    """Boxes ``[heads, tokens, dims]`` that are to be copied, as `move.c` wants it. Immutable."""
+class StridedCopy(ctypes.Structure):
+    """Copies of boxes ``[heads, tokens, dims]``, as `move.c` wants them. Immutable."""
 
     _fields_ = (
         ("count", ctypes.c_uint64),
@@ -76,13 +76,13 @@ class Boxes(ctypes.Structure):
         return int(self.keep[2].sum() * self.heads * self.dims * self.item)
 
 
-def copy_strided(copies: Sequence[Boxes]) -> None:
+def copy_strided(copies: Sequence[StridedCopy]) -> None:
     """Copy all boxes. In C the GIL is released, and threads share what is large."""
     bound = library()
     nbytes = sum(one.nbytes for one in copies)
     stream = nbytes >= _STREAMED_NBYTES
     with crew.joined(nbytes, _THREAD_NBYTES) as threads:
         if bound is None or not bound.move(
-            (Boxes * len(copies))(*copies), len(copies), threads, stream
+            (StridedCopy * len(copies))(*copies), len(copies), threads, stream
         ):
             fallback.copy_strided([one.plain() for one in copies])

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from vua.errors import CorruptEntryError
 from vua.format.entry import EntryCodec
-from vua.format.header import AUTHENTIC, ENCRYPTED, TAG_NBYTES, Mark
+from vua.format.header import AUTHENTIC, ENCRYPTED, TAG_NBYTES, SealInfo
 from vua.format.keys import ChunkKey
 from vua.native import Digest
 
@@ -44,7 +44,7 @@ Block: TypeAlias = Iterable[memoryview]
 class Sealed(NamedTuple):
     """What a new file is to say."""
 
-    mark: Mark
+    seal_info: SealInfo
     tags: bytes
 
 
@@ -104,10 +104,10 @@ class Seal:
             blocks: the bytes of each of its checksum blocks, in parts.
             into: memory for the encrypted payload, where the kind is ENCRYPTED.
         """
-        mark = Mark(self.key_id, new_nonce())
+        seal_info = SealInfo(self.key_id, new_nonce())
         room = None if into is None else memoryview(into.data)
-        tags = _fed(blocks, self._closings(codec, key, mark.nonce, room))
-        return Sealed(mark, b"".join(tag.to_bytes(TAG_NBYTES, "big") for tag in tags))
+        tags = _fed(blocks, self._closings(codec, key, seal_info.nonce, room))
+        return Sealed(seal_info, b"".join(tag.to_bytes(TAG_NBYTES, "big") for tag in tags))
 
     def open(
         self,

@@ -22,7 +22,7 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import load_chunks
 from vua.connector.log import logger
 from vua.connector.metrics import Recorder
-from vua.device.slab import Slab, SlabPool
+from vua.device.buffers import StagingBuffer, StagingPool
 from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
@@ -36,7 +36,7 @@ __all__ = ["Transfers"]
 
 log = logger("worker")
 
-_SLABS: Final = 2
+_BUFFERS: Final = 2
 """Per direction: one in use, and one that a hanging thread may still hold."""
 _LOOKS: Final = 10
 """How often per time limit it is looked whether work is overdue."""
@@ -48,7 +48,7 @@ class _Work:
 
     keys: Sequence[ChunkKey]
     pages: Sequence[int]
-    slab: Slab
+    buffer: StagingBuffer
     proven: Callable[[], bool]
     behind: Sequence[ChunkKey] = ()
     """Chunks that are to be loaded next."""
@@ -72,14 +72,16 @@ class Transfers:
         payload = shard.payload_nbytes(store.layout)
         self.chunks = load_chunks(config, payload)
         """How many go at once."""
-        pools = [SlabPool(store.layout, shard, chunks=self.chunks, limit=_SLABS) for _ in range(2)]
-        self._load_slabs, self._save_slabs = pools
+        pools = [
+            StagingPool(store.layout, shard, chunks=self.chunks, limit=_BUFFERS) for _ in range(2)
+        ]
+        self._load_buffers, self._save_buffers = pools
         limit_s = config.timeouts.io_s
-        self._loads: Workers[_Work] = Workers(_SLABS, timeout_s=limit_s, name="vua-load")
-        self._saves: Workers[_Work] = Workers(_SLABS, timeout_s=limit_s, name="vua-save")
+        self._loads: Workers[_Work] = Workers(_BUFFERS, timeout_s=limit_s, name="vua-load")
+        self._saves: Workers[_Work] = Workers(_BUFFERS, timeout_s=limit_s, name="vua-save")
         self._loads_guard, self._saves_guard = StorageGuard("loads"), StorageGuard("saves")
-        self._loader_of: dict[Slab, Loader] = {}
-        self._writer_of: dict[Slab, EntryWriter] = {}
+        self._loader_of: dict[StagingBuffer, Loader] = {}
+        self._writer_of: dict[StagingBuffer, EntryWriter] = {}
         self._warned: set[str] = set()
 
     def close(self) -> None:
@@ -114,24 +116,24 @@ class Transfers:
         proven: Callable[[], bool],
         behind: Sequence[ChunkKey],
     ) -> int:
-        slab = self._load_slabs.take() if self._loads_guard.allows() else None
-        if slab is None:
+        buffer = self._load_buffers.take() if self._loads_guard.allows() else None
+        if buffer is None:
             self._stats.add("vua_load_stops_total", label="paused")
             return 0
-        work = _Work(keys, pages, slab, proven, behind)
-        self._submit(self._loads, self._read, work, self._load_slabs)
-        return self._result(self._loads, self._loads_guard, work, self._load_slabs)
+        work = _Work(keys, pages, buffer, proven, behind)
+        self._submit(self._loads, self._read, work, self._load_buffers)
+        return self._result(self._loads, self._loads_guard, work, self._load_buffers)
 
     def _read(self, attempt: Attempt[_Work]) -> None:
         work = attempt.what
         try:
-            loader = self._loader_of.get(work.slab)
+            loader = self._loader_of.get(work.buffer)
             if loader is None:
-                loader = Loader(self.store, work.slab.memory, target=self.shard)
-                self._loader_of[work.slab] = loader
+                loader = Loader(self.store, work.buffer.memory, target=self.shard)
+                self._loader_of[work.buffer] = loader
             self._fill(attempt, loader)
         finally:
-            self._load_slabs.give_back(work.slab)  # not earlier: a hanging read may write to it
+            self._load_buffers.give_back(work.buffer)  # not earlier: a hanging read may write to it
 
     def _fill(self, attempt: Attempt[_Work], loader: Loader) -> None:
         """Load, and copy into the pool while somebody waits for it."""
@@ -159,7 +161,7 @@ class Transfers:
             dtype = DTYPES[self.store.layout.dtype]
             arrays = [
                 torch.from_numpy(rows[:chunks]).view(dtype).view(chunks, *shape)
-                for rows, shape in work.slab.rows()
+                for rows, shape in work.buffer.rows()
             ]
             self._pages.scatter(work.pages[:chunks], arrays)
 
@@ -193,29 +195,29 @@ class Transfers:
     def _save_some(
         self, keys: Sequence[ChunkKey], pages: Sequence[int], proven: Callable[[], bool]
     ) -> int:
-        slab = self._save_slabs.take() if self._saves_guard.allows() else None
-        if slab is None:
+        buffer = self._save_buffers.take() if self._saves_guard.allows() else None
+        if buffer is None:
             self._stats.add("vua_chunks_saved_total", len(keys), "paused")
             return 0
         for place, page in enumerate(pages):
-            self._pages.gather(page, self._arrays(slab, place))
-        work = _Work(keys, pages, slab, proven)
-        self._submit(self._saves, self._write, work, self._save_slabs)
-        return self._result(self._saves, self._saves_guard, work, self._save_slabs)
+            self._pages.gather(page, self._arrays(buffer, place))
+        work = _Work(keys, pages, buffer, proven)
+        self._submit(self._saves, self._write, work, self._save_buffers)
+        return self._result(self._saves, self._saves_guard, work, self._save_buffers)
 
-    def _arrays(self, slab: Slab, place: int) -> list[torch.Tensor]:
+    def _arrays(self, buffer: StagingBuffer, place: int) -> list[torch.Tensor]:
         dtype = DTYPES[self.store.layout.dtype]
         return [
-            torch.from_numpy(data).view(dtype).view(shape) for data, shape in slab.arrays(place)
+            torch.from_numpy(data).view(dtype).view(shape) for data, shape in buffer.arrays(place)
         ]
 
     def _write(self, attempt: Attempt[_Work]) -> None:
         work, done, written, outcome = attempt.what, 0, 0, "error"
         try:
-            writer = self._writer_of.get(work.slab)
+            writer = self._writer_of.get(work.buffer)
             if writer is None:
-                writer = EntryWriter(self.store, work.slab.memory, shard=self.shard)
-                self._writer_of[work.slab] = writer
+                writer = EntryWriter(self.store, work.buffer.memory, shard=self.shard)
+                self._writer_of[work.buffer] = writer
             if work.proven():
                 written = writer.save_all(work.keys)
                 done, outcome = len(work.keys), "present"
@@ -228,7 +230,7 @@ class Transfers:
         except Exception:
             log.exception("chunks were not stored")
         finally:
-            self._save_slabs.give_back(work.slab)  # not earlier: a hanging write may read it
+            self._save_buffers.give_back(work.buffer)  # not earlier: a hanging write may read it
             if attempt.settle():
                 self._saves_guard.went(well=outcome != "error")
                 self._count(work, written, outcome)
@@ -250,24 +252,24 @@ class Transfers:
         threads: Workers[_Work],
         what: Callable[[Attempt[_Work]], None],
         work: _Work,
-        slabs: SlabPool,
+        buffers: StagingPool,
     ) -> None:
         """Have it done on a thread; ends the work where not a single thread can be started."""
         try:
             threads.submit(what, work)
         except RuntimeError as problem:
             log.warning("VUA: %s", problem)
-            slabs.give_back(work.slab)
+            buffers.give_back(work.buffer)
             work.ended.set_result(0)
 
     def _result(
-        self, threads: Workers[_Work], guard: StorageGuard, work: _Work, slabs: SlabPool
+        self, threads: Workers[_Work], guard: StorageGuard, work: _Work, buffers: StagingPool
     ) -> int:
         """Return how many chunks were moved; 0 for what hangs, which is given up."""
         while not wait_for([work.ended], timeout=self._look_s).done:
             for late in threads.overdue():
                 if not late.started:
-                    slabs.give_back(late.what.slab)
+                    buffers.give_back(late.what.buffer)
                 guard.went(well=False)
                 if threads is self._loads:
                     self._stats.add("vua_load_stops_total", label="timeout")

@@ -106,7 +106,7 @@ class EntryWriter:
         while present < len(run) and storage.exists([names[present]], nbytes)[0]:
             present += 1
         if present:
-            store.misses.count("chunks_present", present)
+            store.quarantine.count("chunks_present", present)
             return [PRESENT] * present
         with self._reserve(run, nbytes) as room:
             if not room.granted:
@@ -127,7 +127,7 @@ class EntryWriter:
     def _count(self, run: Sequence[ChunkKey], statuses: Sequence[int]) -> None:
         for event, became in (("chunks_saved", WRITTEN), ("chunks_present", PRESENT)):
             if chunks := statuses.count(became):
-                self.store.misses.count(event, chunks)
+                self.store.quarantine.count(event, chunks)
         for key, became in zip(run, statuses, strict=True):
             if self.store.search is not None and became != FAILED:
                 self.store.search.wrote(entry_name(key.name, self.shard))
@@ -144,12 +144,12 @@ class EntryWriter:
         if kind == ENCRYPTED:
             encrypted = page_aligned(len(run) * payload_nbytes).reshape(len(run), -1)
         for at, key in enumerate(run):
-            mark, tags = PLAIN, b""
+            seal_info, tags = PLAIN, b""
             if seal is not None:
                 blocks = blocks_of(transfer, place + at)
                 into = encrypted[at] if len(encrypted) else None
-                mark, tags = seal.close(codec, key, blocks, into)
-            headers.append(codec.blank_header(key, writer=_WRITER, mark=mark, tags=tags))
+                seal_info, tags = seal.close(codec, key, blocks, into)
+            headers.append(codec.blank_header(key, writer=_WRITER, seal_info=seal_info, tags=tags))
         if len(encrypted):
             store, shard, address = self.store, self.shard, encrypted.ctypes.data
             memory = payload_map(store.layout, shard, address, encrypted, len(run))
@@ -178,7 +178,7 @@ class EntryWriter:
     def _refuse(self, chunks: int) -> list[int]:
         self.refused = True
         if chunks == 1:  # several are then asked for one by one
-            self.store.misses.count("chunks_refused")
+            self.store.quarantine.count("chunks_refused")
         return []
 
     def _transfer(self, kind: str) -> Transfer:

@@ -19,7 +19,7 @@ from vua.format.layout import Shard
 from vua.io.forks import watch
 from vua.storage.base import Storage, entry_name
 
-__all__ = ["Misses"]
+__all__ = ["Quarantine"]
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _FAILURES: Final = 3
 _MAX_FAILED: Final = 1024
 
 
-class Misses:
+class Quarantine:
     """Judges the files of one storage that could not be loaded. Safe for threads."""
 
     def __init__(self, storage: Storage) -> None:

@@ -2,7 +2,7 @@
 
 A :class:`Store` joins names (`keys`), coordinates (`layout`), bytes (`entry`) and a place
 (`storage`). It hands out nothing that it has not verified: header, identity, position and every
-block's checksum. Whatever is damaged, foreign or gone is a miss (`misses`).
+block's checksum. Whatever is damaged, foreign or gone is a miss (`quarantine`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vua.security.settings import Security
 from vua.storage.base import Storage, entry_name, parse_name
 from vua.storage.local import LocalStorage
 from vua.store.entry_reader import EntryReader, Verified
-from vua.store.quarantine import Misses
+from vua.store.quarantine import Quarantine
 from vua.store.search import Search
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class Store:
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
         self.search = Search(storage, layout) if storage.capabilities.probes > 1 else None
         """What looks chunks up where an answer takes long."""
-        self.misses = Misses(storage)
-        self.counts: Counter[str] = self.misses.counts
+        self.quarantine = Quarantine(storage)
+        self.counts: Counter[str] = self.quarantine.counts
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
         corrupt, foreign, locked, error."""
 
@@ -193,7 +193,7 @@ class Loader:
         try:
             self._unlock(keys[0].tenant if len(keys) else "")
         except NoKeyError as problem:
-            store.misses.count("locked")
+            store.quarantine.count("locked")
             log.warning("nothing is loaded: %s", problem)
             return Loaded(0, 0, "locked")
         while chunks < len(keys):
@@ -207,9 +207,9 @@ class Loader:
             if got.problem is not None:
                 reason = self._miss(keys[chunks], bad, got.problem, got.version)
             if reason is not None:
-                store.misses.count(reason)
+                store.quarantine.count(reason)
                 break
-        store.misses.loaded(keys, chunks)
+        store.quarantine.loaded(keys, chunks)
         log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
         return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
 
@@ -229,7 +229,7 @@ class Loader:
         if store.files is None or len(self._route) > 1 or store.keyring.seals(keys[0].tenant):
             return 0
         chunks = self._route[0][1].read([keys[at] for at in range(len(keys))]).count
-        store.misses.loaded(keys, chunks)
+        store.quarantine.loaded(keys, chunks)
         return chunks
 
     def _unlock(self, tenant: str) -> None:
@@ -242,7 +242,7 @@ class Loader:
         self, key: ChunkKey, shard: Shard, problem: Exception, version: bytes | None
     ) -> str | None:
         """Return why a chunk is not to be had; None where it may be in other shards."""
-        misses = self._store.misses
+        quarantine = self._store.quarantine
         if self._store.search is not None:
             self._store.search.forget(entry_name(key.name, shard))
         if isinstance(problem, FileNotFoundError):
@@ -253,9 +253,9 @@ class Loader:
             self._follow(found)
             return None
         if isinstance(problem, EntryError):
-            return misses.reject(key, shard, version, problem)
+            return quarantine.reject(key, shard, version, problem)
         if isinstance(problem, OSError):
-            misses.read_failed(key, shard, version, problem)
+            quarantine.read_failed(key, shard, version, problem)
             return "error"
         log.warning("chunk %s is not believed, a miss: %s", key.name[:12], problem)
         return "foreign"

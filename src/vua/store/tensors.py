@@ -17,9 +17,9 @@ from vua.serdes import DTYPES
 from vua.store.store import Store
 
 __all__ = [
-    "Batch",
     "Cache",
     "KVCache",
+    "Sequences",
     "allocate",
     "memory_map",
     "sequences",
@@ -33,7 +33,7 @@ KVCache = Sequence[Sequence[torch.Tensor]]
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Batch(NamedTuple):
+class Sequences(NamedTuple):
     """Sequences taken apart: their ids as u32 bytes, and the tensors answers are cut from."""
 
     ids: list[bytes]
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
     """Whether the answer is a list."""
 
 
-def sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> Batch:
+def sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> Sequences:
     """Take the tokens of one or several sequences apart. Raises InputError."""
     if isinstance(tokens, torch.Tensor):
         if tokens.ndim not in (1, 2):
@@ -50,12 +50,12 @@ def sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> 
             raise InputError(msg)
         if tokens.ndim == 2 and tokens.shape[0] != 1:
             rows = list(tokens)
-            return Batch([token_ids(row) for row in rows], rows, listed=True)
-        return Batch([token_ids(tokens)], [tokens], listed=False)
+            return Sequences([token_ids(row) for row in rows], rows, listed=True)
+        return Sequences([token_ids(tokens)], [tokens], listed=False)
     if isinstance(tokens, Sequence) and len(tokens) and isinstance(tokens[0], int):
         ids = token_ids(tokens)  # type: ignore[arg-type] # which looks at each
         row = torch.from_numpy(np.frombuffer(ids, dtype="<u4").astype(np.int64))
-        return Batch([ids], [row], listed=False)
+        return Sequences([ids], [row], listed=False)
     if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
         msg = (
             "tokens must be an integer tensor, a sequence of int, or a list of such, found "
@@ -66,7 +66,7 @@ def sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> 
     if any(part.listed for part in parts):
         msg = "a list of sequences must hold one sequence per item, found a batch inside it"
         raise InputError(msg)
-    return Batch([part.ids[0] for part in parts], [part.rows[0] for part in parts], listed=True)
+    return Sequences([part.ids[0] for part in parts], [part.rows[0] for part in parts], listed=True)
 
 
 class Cache:

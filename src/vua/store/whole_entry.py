@@ -61,5 +61,6 @@ def check_parts(
     try:
         check_payload(info.layout, info.shard, [1] * len(sizes), genuine, what="tags")
     except CorruptEntryError as problem:
-        msg = f"{problem}: written by somebody without the key {info.mark.key_id}, or changed since"
+        key_id = info.seal_info.key_id
+        msg = f"{problem}: written by somebody without the key {key_id}, or changed since"
         raise CorruptEntryError(msg) from problem

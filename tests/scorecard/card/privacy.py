@@ -150,7 +150,7 @@ def _resealed(ours: VuaSubject, sound: bytes) -> bytes:
     payload = noise(ours.nbytes, 5)
     sums = np.array(checksums_of(codec, np.frombuffer(payload, np.uint8)), dtype=np.uint64)
     tags = sound[codec.table_offset + 8 * codec.blocks : codec.header_nbytes]
-    return encode_header(codec, found.key, sums, mark=found.mark, tags=tags) + payload
+    return encode_header(codec, found.key, sums, seal_info=found.seal_info, tags=tags) + payload
 
 
 def _price(trial: Trial) -> None:

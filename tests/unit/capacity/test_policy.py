@@ -14,7 +14,7 @@ from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
 from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.reservation import Capacity
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import WRITTEN
@@ -49,7 +49,7 @@ class TestPolicy(DirectoryTest):
         self.addCleanup(capacity.close)
         capacity.on_evicted(names.append)
         store = Store(space.storage, space.name, LAYOUT, capacity)
-        saver = EntryWriter(store, Slab(LAYOUT, LAYOUT.full, 1).memory)
+        saver = EntryWriter(store, StagingBuffer(LAYOUT, LAYOUT.full, 1).memory)
         keys = [space.keys(token_ids([number])) for number in range(STORED)]
         for key in keys:
             self.assertEqual([WRITTEN], saver.save([key[0]]))
@@ -110,7 +110,7 @@ class TestLeastHitDensity(DirectoryTest):
         capacity = Capacity(self.root, self.space.storage, Limits(min_free_bytes=0))
         self.addCleanup(capacity.close)
         store = Store(self.space.storage, self.space.name, LAYOUT, capacity)
-        saver = EntryWriter(store, Slab(LAYOUT, LAYOUT.full, 1).memory)
+        saver = EntryWriter(store, StagingBuffer(LAYOUT, LAYOUT.full, 1).memory)
         for number, keys in enumerate(prompts):
             for at in range(len(keys)):
                 saver.save([keys[at]])
@@ -213,7 +213,7 @@ class TestLeastHitDensity(DirectoryTest):
         capacity = Capacity(self.root, self.space.storage, limits)
         self.addCleanup(capacity.close)
         store = Store(self.space.storage, self.space.name, LAYOUT, capacity)
-        saver = EntryWriter(store, Slab(LAYOUT, LAYOUT.full, 1).memory)
+        saver = EntryWriter(store, StagingBuffer(LAYOUT, LAYOUT.full, 1).memory)
 
         def ask(keys: KeyChain) -> int:
             """Ask for a prompt, store the rest of it; return how many chunks were written."""

@@ -14,7 +14,7 @@ from vua.capacity.lru import next_tick_ns, server_now_ns, set_mtime, touch
 from vua.capacity.prefix_tree import pin
 from vua.capacity.reservation import Capacity
 from vua.capacity.scan import Space
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -35,10 +35,10 @@ class HintsTest(DirectoryTest):
         assert self.store.capacity is not None
         self.capacity: Capacity = self.store.capacity
         self.space: Space = self.capacity.space
-        slab = Slab(LAYOUT, LAYOUT.full, 1)
-        slab.bytes[:] = noise(slab.bytes.size // 4).numpy().view("u1")
-        self.memory = slab.memory
-        self.saver = EntryWriter(self.store, slab.memory)
+        buffer = StagingBuffer(LAYOUT, LAYOUT.full, 1)
+        buffer.bytes[:] = noise(buffer.bytes.size // 4).numpy().view("u1")
+        self.memory = buffer.memory
+        self.saver = EntryWriter(self.store, buffer.memory)
 
     def put(self, prompt: list[int], ttl_s: float | None = None) -> list[str]:
         """Store a prompt with a hint; return its chunks' names."""

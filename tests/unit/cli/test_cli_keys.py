@@ -15,7 +15,7 @@ from commands import run, run_json
 from forgery import forged
 from helpers import flip
 from seals import ALICE, CHUNKS, KINDS, LONG, SMALL, WIDE, KeysTest
-from vua.format.header import AUTHENTIC, ENCRYPTED, Mark
+from vua.format.header import AUTHENTIC, ENCRYPTED, SealInfo
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import codec_of, parse_entry
@@ -87,7 +87,7 @@ class TestVerify(KeysTest):
             turned = tags[:]
             turned[place] ^= 0x80
             yield f"tag at {place}", forged(sound, tags=bytes(turned))
-        yield "another nonce", forged(sound, mark=Mark(info.mark.key_id, "0" * 32))
+        yield "another nonce", forged(sound, seal_info=SealInfo(info.seal_info.key_id, "0" * 32))
         yield "another chunk in its place", forged(other, key=info.key)
 
     def test_forged(self) -> None:

@@ -278,7 +278,7 @@ class GPUFormsTest(FormsTest):
 @unittest.skipUnless(HAS_VLLM, "vLLM is not installed")
 @pytest.mark.thorough
 class StagedSimulationTest(unittest.TestCase):
-    """The connector under vLLM's scheduler, over plain pages that are reached through slabs."""
+    """The connector under vLLM's scheduler, over plain pages that are reached through buffers."""
 
     def setUp(self) -> None:
         """Set what vLLM reads from the environment; compute on one thread."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers import DirectoryTest, save_chunk
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -47,9 +47,9 @@ class PrefixTest(DirectoryTest):
 
     def store(self, store: Any, keys: KeyChain, chunks: Any) -> None:
         """Store some chunks of a group."""
-        slab = Slab(store.layout, store.layout.full, 1)
+        buffer = StagingBuffer(store.layout, store.layout.full, 1)
         for chunk in chunks:
-            save_chunk(store, keys[chunk], slab.memory)
+            save_chunk(store, keys[chunk], buffer.memory)
 
     def test_definition(self) -> None:
         """Over many patterns of stored windows, block sizes and prompt lengths."""

@@ -155,7 +155,7 @@ class RanksTest(DirectoryTest):
 
 
 class StagedRanksTest(RanksTest):
-    """Every parallel size writes and reads through slabs, from pages as GPUs have them."""
+    """Every parallel size writes and reads through buffers, from pages as GPUs have them."""
 
     def setUp(self) -> None:
         """Name three chunks."""

@@ -21,7 +21,7 @@ from vua.connector.cache_spec import EngineIdentity, Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.metadata import WorkerOutput
 from vua.connector.scheduler import SchedulerSide
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout
@@ -89,9 +89,9 @@ class RequestFieldsTest(DirectoryTest):
 
     def store(self, keys: list[ChunkKey]) -> None:
         """Store chunks of these names."""
-        slab = Slab(LAYOUT, LAYOUT.full, 1)
+        buffer = StagingBuffer(LAYOUT, LAYOUT.full, 1)
         for key in keys:
-            save_chunk(self.side.namespace.stores[0], key, slab.memory)
+            save_chunk(self.side.namespace.stores[0], key, buffer.memory)
 
     def test_fields(self) -> None:
         """Each kind of request finds its own chunks and no other kind's."""

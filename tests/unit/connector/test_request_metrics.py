@@ -23,7 +23,7 @@ if find_spec("vllm"):
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class AccountsTest(unittest.TestCase):
+class RequestMetricsTest(unittest.TestCase):
     def setUp(self) -> None:
         """Accounts with a clock that tests move."""
         self.now = 100.0
@@ -33,7 +33,7 @@ class AccountsTest(unittest.TestCase):
         model = Model(Identity(model="m", chunk_tokens=64), (group,), (64,), latent=False)
         config = ConnectorConfig(shared_storage_path="/kv")
         policy = LoadPolicy(model, config, clock=lambda: self.now)
-        self.accounts = RequestMetrics(self.stats, policy, clock=lambda: self.now)
+        self.request_metrics = RequestMetrics(self.stats, policy, clock=lambda: self.now)
 
     def counted(self) -> dict[str, dict[str, Any]]:
         """What was recorded since the last call."""
@@ -44,17 +44,17 @@ class AccountsTest(unittest.TestCase):
 
         ``seconds``: what it was predicted to take, and computing the tokens.
         """
-        self.accounts.load_ordered("a", 0, 640, LoadDecision(640, "faster", *seconds))
+        self.request_metrics.load_ordered("a", 0, 640, LoadDecision(640, "faster", *seconds))
         self.now += 0.5
         if good is not None:
-            self.accounts.load_failed("a", good)
-        self.accounts.load_ended("a")
+            self.request_metrics.load_failed("a", good)
+        self.request_metrics.load_ended("a")
         return self.counted()
 
     def test_lookup_counts_once(self) -> None:
         """However often vLLM asks again, the first answer counts."""
-        self.accounts.answered("a", "hit", 700, 0.25, local_tokens=96)
-        self.accounts.answered("a", "miss", 700, 9.0)
+        self.request_metrics.answered("a", "hit", 700, 0.25, local_tokens=96)
+        self.request_metrics.answered("a", "miss", 700, 9.0)
 
         expected = {
             "vua_lookups_total": {"hit": 1},
@@ -66,7 +66,7 @@ class AccountsTest(unittest.TestCase):
 
     def test_loads(self) -> None:
         """Only tokens that came to all ranks count as loaded."""
-        self.accounts.answered("a", "hit", 700, 0.25)
+        self.request_metrics.answered("a", "hit", 700, 0.25)
         self.counted()
 
         self.assertEqual(
@@ -95,15 +95,15 @@ class AccountsTest(unittest.TestCase):
             },
             self.load(0),
         )
-        self.accounts.load_ended("a")
+        self.request_metrics.load_ended("a")
         self.assertEqual({}, self.counted(), "a load that was not ordered")
 
     def test_saved_prefill(self) -> None:
         """Loaded tokens are worth the time that this engine takes to compute as many."""
-        self.accounts.answered("a", "hit", 700, 0.25)
-        self.accounts.step_scheduled(1000, 500_000)
+        self.request_metrics.answered("a", "hit", 700, 0.25)
+        self.request_metrics.step_scheduled(1000, 500_000)
         self.now += 2.0
-        self.accounts.step_ended()
+        self.request_metrics.step_ended()
         counted = self.load(None, 0.3, 1.2)
         self.assertEqual({"": 1.28}, counted["vua_saved_prefill_seconds_total"])
         self.assertAlmostEqual(0.9, counted["vua_seconds_saved"]["predicted"])
@@ -117,26 +117,26 @@ class AccountsTest(unittest.TestCase):
     def test_computed_although_stored(self) -> None:
         """Such a request is counted and says why; one with nothing stored is not."""
         request = SimpleNamespace(request_id="a", num_tokens=700, num_computed_tokens=0)
-        self.accounts.answered("a", "hit", 700, 0.25)
+        self.request_metrics.answered("a", "hit", 700, 0.25)
         self.counted()
-        self.accounts.computing(request, 0, LoadDecision(0, "nothing"))
+        self.request_metrics.computing(request, 0, LoadDecision(0, "nothing"))
         self.assertEqual({}, self.counted())
 
-        self.accounts.computing(request, 0, LoadDecision(0, "compute", 3.0, 0.5))
+        self.request_metrics.computing(request, 0, LoadDecision(0, "compute", 3.0, 0.5))
 
         self.assertEqual({"vua_load_decisions_total": {"compute": 1}}, self.counted())
         with self.assertLogs("vllm.vua.requests", "DEBUG") as logged:
-            self.accounts.finished("a")
+            self.request_metrics.finished("a")
         (line,) = logged.output
         self.assertIn("decided compute (load 3000.0 ms, compute 500.0 ms)", line)
 
     def test_summary(self) -> None:
         """A finished request is summed up in one line at DEBUG, and forgotten."""
-        self.accounts.answered("a", "hit", 700, 0.002)
+        self.request_metrics.answered("a", "hit", 700, 0.002)
         self.load(128, 0.02)
-        self.accounts.saves_ordered("a", 3)
+        self.request_metrics.saves_ordered("a", 3)
         with self.assertLogs("vllm.vua.requests", "DEBUG") as logged:
-            self.accounts.finished("a")
+            self.request_metrics.finished("a")
 
         (line,) = logged.records
         self.assertEqual(
@@ -146,7 +146,7 @@ class AccountsTest(unittest.TestCase):
             line.getMessage(),
         )
         with self.assertNoLogs("vllm.vua.requests", "DEBUG"):
-            self.accounts.finished("a")
+            self.request_metrics.finished("a")
 
 
 if __name__ == "__main__":

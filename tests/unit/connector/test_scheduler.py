@@ -18,7 +18,7 @@ from scheduling import LAYOUT, answer, bare_connector, request_of, step
 from vua.capacity.ttl import settle, ttl_s_of
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.step import ScheduledRequest, ScheduledStep
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -36,7 +36,7 @@ def asking(name: str, **options: Any) -> Any:
 def store(side: Any, first: int, stop: int) -> None:
     """Store these chunks of the request."""
     layout = side.namespace.stores[0].layout
-    memory = Slab(layout, layout.full, 1).memory
+    memory = StagingBuffer(layout, layout.full, 1).memory
     for key in keys_of(range(64), 16)[first:stop]:
         save_chunk(side.namespace.stores[0], key, memory)
 
@@ -126,7 +126,7 @@ class SchedulerTest(unittest.TestCase):
             token_ids(range(64)), 16, {0: [("salt", b"alice")]}, store.keyring.naming(b"alice")
         )
         for key in chain.first(2):
-            save_chunk(store, key, Slab(LAYOUT, LAYOUT.full, 1).memory)
+            save_chunk(store, key, StagingBuffer(LAYOUT, LAYOUT.full, 1).memory)
         found = {
             name: answer(side, request_of(name, cache_salt=name or None))
             for name in ("alice", "carol", "")
@@ -144,7 +144,10 @@ class SchedulerTest(unittest.TestCase):
         self.assertEqual({tenant_of(b"alice")}, {key.tenant for key in loaded})
         self.assertEqual({tenant_of(b"alice"), ""}, {key.tenant for key in saved})
         self.assertTrue(
-            all(save_chunk(store, key, Slab(LAYOUT, LAYOUT.full, 1).memory) for key in saved)
+            all(
+                save_chunk(store, key, StagingBuffer(LAYOUT, LAYOUT.full, 1).memory)
+                for key in saved
+            )
         )
         (keys / f"{tenant_of(b'alice')}.key").unlink()
         gone = request_of("gone", cache_salt="alice")

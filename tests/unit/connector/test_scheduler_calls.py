@@ -14,7 +14,7 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.metadata import ConnectorMetadata
 from vua.connector.scheduler import SchedulerSide
 from vua.connector.step import ScheduledRequest, ScheduledStep
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 
@@ -50,7 +50,7 @@ class CallsTest(unittest.TestCase):
             kv_transfer_params=None,
         )  # fmt: skip
         store, half = side.namespace.stores[0], tokens // 2
-        memory = Slab(store.layout, store.layout.full, 1).memory
+        memory = StagingBuffer(store.layout, store.layout.full, 1).memory
         side.matched_tokens(request, 0)
         state = side.states["r"]
         keys = state.lookup.answer.result(timeout=30).keys  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from helpers import DirectoryTest, save_chunk
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -51,9 +51,9 @@ class RulesTest(DirectoryTest):
 
     def store(self, store: Any, keys: KeyChain, chunks: Any) -> None:
         """Store some chunks of a group."""
-        slab = Slab(store.layout, store.layout.full, 1)
+        buffer = StagingBuffer(store.layout, store.layout.full, 1)
         for chunk in chunks:
-            save_chunk(store, keys[chunk], slab.memory)
+            save_chunk(store, keys[chunk], buffer.memory)
 
     def test_definition(self) -> None:
         """The longest end of a block and a chunk with all K and V before it and the state there."""

@@ -68,8 +68,8 @@ class CachedLoadTest(DirectoryTest):
         """Load as a worker's thread does."""
         return self.side.groups[0].load(self.order.parts[0], self.attempt, lambda: None)
 
-    def test_without_a_slab(self) -> None:
-        """All of it is there, and in no slab."""
+    def test_without_a_buffer(self) -> None:
+        """All of it is there, and in no buffer."""
         nbytes = 3 * LAYOUT.full.payload_nbytes(LAYOUT)
         self.assertEqual({"blocks": nbytes}, self.load()["vua_loaded_bytes_total"])
         self.assertEqual(set(), self.side.take_failed_blocks())

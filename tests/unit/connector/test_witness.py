@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from helpers import save_chunk
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -70,7 +70,7 @@ class WitnessTest(unittest.TestCase):
     def store(self) -> None:
         """Store one chunk."""
         store = Namespace.create(self.root, IDENTITY, [LAYOUT]).stores[0]
-        memory = Slab(LAYOUT, LAYOUT.full, 1).memory
+        memory = StagingBuffer(LAYOUT, LAYOUT.full, 1).memory
         save_chunk(store, KeyChain(token_ids(range(SIZE)), SIZE)[0], memory)
         store.close()
 

@@ -17,7 +17,7 @@ from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
 from vua.device import staging
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.device.staging import Fence, Staging
 from vua.errors import StorageError
 from vua.format.identity import Identity
@@ -163,11 +163,11 @@ class HangingTest(DirectoryTest):
             layer[5:8] = 1.0
         before = self.blocks(5, 6, 7)
         self.assertIsNone(
-            self.side.groups[0].load_slabs.take(), "its thread may still write to the slab"
+            self.side.groups[0].load_buffers.take(), "its thread may still write to the buffer"
         )
         self.storage.go.set()
-        slab = until(self.side.groups[0].load_slabs.take)
-        self.side.groups[0].load_slabs.give_back(slab)
+        buffer = until(self.side.groups[0].load_buffers.take)
+        self.side.groups[0].load_buffers.give_back(buffer)
 
         self.assertEqual(before, self.blocks(5, 6, 7))
         self.assertEqual(set(), self.side.take_received(idle=False))
@@ -323,7 +323,7 @@ class HangingTest(DirectoryTest):
             page_layout,
         )
         side.groups[0].store.storage = self.storage  # type: ignore[assignment]
-        room = side.groups[0].save_slabs.left
+        room = side.groups[0].save_buffers.left
         keys = keys_of(range(1000, 1000 + 16 * (room + 5)), 16)
 
         def order(first: int) -> ConnectorMetadata:
@@ -374,11 +374,11 @@ class HangingTest(DirectoryTest):
     def test_copies_that_fail(self) -> None:
         """Where chunks cannot be copied out, their buffers are there for the next ones."""
         group, keys = self.side.groups[0], keys_of(range(100, 148), 16)
-        room = group.save_slabs.left
+        room = group.save_buffers.left
         broken = mock.patch.object(group, "gather", side_effect=RuntimeError("broken"))
         with broken, self.assertRaisesRegex(RuntimeError, "broken"):
             self.save(keys)
-        self.assertEqual((room, 0), (group.save_slabs.left, self.side.saves.pending))
+        self.assertEqual((room, 0), (group.save_buffers.left, self.side.saves.pending))
         self.assertEqual({"error": 3}, self.counted("vua_chunks_saved_total"))
         self.storage.go.set()
         self.save(keys)
@@ -393,13 +393,13 @@ class HangingTest(DirectoryTest):
             dict.fromkeys(layers, 0),
             page_layout,
         )
-        room, keys = side.groups[0].save_slabs.left, keys_of(range(100, 148), 16)
+        room, keys = side.groups[0].save_buffers.left, keys_of(range(100, 148), 16)
         order = ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])])
         no_more = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
         with no_more, self.assertLogs("vllm.vua.worker", "WARNING"):
             save_step(side, order)
 
-        self.assertEqual((0, room), (side.saves.pending, side.groups[0].save_slabs.left))
+        self.assertEqual((0, room), (side.saves.pending, side.groups[0].save_buffers.left))
         save_step(side, order)
         until(lambda: len(self.files()) == 6)
 
@@ -450,7 +450,7 @@ class StagedHangingTest(HangingTest):
     """All that the CPU's worker promises on storage that hangs or fails holds here too."""
 
     def setUp(self) -> None:
-        """The same worker, with slabs between files and blocks."""
+        """The same worker, with buffers between files and blocks."""
         on_cpu_too(self)
         super().setUp()
         self.assertIsInstance(self.side.groups[0], DeviceGroupTransfer)
@@ -484,20 +484,20 @@ class StagedHangingTest(HangingTest):
         until(lambda: self.side.saves.pending == 0)
 
         self.assertEqual(1, gather.call_count)
-        store, slab = self.side.groups[0].store, Slab(LAYOUT, LAYOUT.full, 1)
+        store, buffer = self.side.groups[0].store, StagingBuffer(LAYOUT, LAYOUT.full, 1)
         for block, key in enumerate([*one, *other], 1):
-            self.assertEqual(1, store.load([key], slab.memory).chunks)
+            self.assertEqual(1, store.load([key], buffer.memory).chunks)
             k = torch.stack([layer[block, 0, :, : LAYOUT.k_dim] for layer in self.layers.values()])
-            self.assertEqual(bits(k), slab.arrays(0)[0][0].tobytes())
+            self.assertEqual(bits(k), buffer.arrays(0)[0][0].tobytes())
 
     def test_warm(self) -> None:
         """All buffers are made, and both kernels were used, before the first request."""
         group, before = self.side.groups[0], self.blocks(*range(BLOCKS))
         with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError):
-            made = [group.save_slabs.take() for _ in range(group.save_limit)]
+            made = [group.save_buffers.take() for _ in range(group.save_limit)]
         self.assertNotIn(None, made)
-        for slab in made:
-            group.save_slabs.give_back(slab)
+        for buffer in made:
+            group.save_buffers.give_back(buffer)
         with (
             mock.patch("vua.device.staging.gather", wraps=staging.gather) as gather,
             mock.patch("vua.device.staging.scatter", wraps=staging.scatter) as scatter,
@@ -537,7 +537,7 @@ class StagedHangingTest(HangingTest):
         wanted = []
 
         def join(staging: Staging) -> None:
-            self.assertIs(side.groups[0].load_slabs, staging)
+            self.assertIs(side.groups[0].load_buffers, staging)
             self.assertIs(threading.main_thread(), threading.current_thread())
             # race: the load's thread hangs while the engine waits, and must have been given up
             wanted.extend(attempt.wanted for attempt in side._loaders._running)

@@ -24,8 +24,8 @@ from helpers import (
 )
 from vua import native
 from vua.cli.bench_files import cool, is_cold
+from vua.device.buffers import StagingBuffer
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
-from vua.device.slab import Slab
 from vua.errors import InputError, LayoutError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
@@ -48,15 +48,18 @@ class CachedLoadTest(DirectoryTest):
         if not has_native():
             self.skipTest("native code is not built: python3 dev.py build")
 
-    def stored(self, layout: KVLayout) -> tuple[Store, list[ChunkKey], Slab]:
-        """Chunks of noise in files, and the same in a slab."""
+    def stored(self, layout: KVLayout) -> tuple[Store, list[ChunkKey], StagingBuffer]:
+        """Chunks of noise in files, and the same in a buffer."""
         root = self.root / f"{layout.layers}-{layout.dtype}"
         [store] = Namespace.create(root, Identity(model="m", chunk_tokens=SIZE), [layout]).stores
-        keys, slab = keys_of(range(CHUNKS * SIZE), SIZE), Slab(layout, layout.full, CHUNKS)
-        slab.bytes[:] = noise(slab.bytes.size, dtype=torch.uint8, seed=1).numpy()
+        keys, buffer = (
+            keys_of(range(CHUNKS * SIZE), SIZE),
+            StagingBuffer(layout, layout.full, CHUNKS),
+        )
+        buffer.bytes[:] = noise(buffer.bytes.size, dtype=torch.uint8, seed=1).numpy()
         for place, key in enumerate(keys):
-            self.assertTrue(save_chunk(store, key, slab.memory, place=place))
-        return store, keys, slab
+            self.assertTrue(save_chunk(store, key, buffer.memory, place=place))
+        return store, keys, buffer
 
     def pages(
         self, layout: KVLayout, form: PageForm, shard: Shard | None = None
@@ -90,16 +93,18 @@ class CachedLoadTest(DirectoryTest):
         self.assertTrue(pages.aim(memory, ids, start, stop - start, start - first * SIZE))
         return loader.load_cached(keys[first:last])
 
-    def scattered(self, slab: Slab, layout: KVLayout, chunks: int) -> list[torch.Tensor | None]:
-        """K and V of leading chunks of a slab, as `PagedKV.scatter_chunks` takes them."""
+    def scattered(
+        self, buffer: StagingBuffer, layout: KVLayout, chunks: int
+    ) -> list[torch.Tensor | None]:
+        """K and V of leading chunks of a buffer, as `PagedKV.scatter_chunks` takes them."""
         arrays: list[torch.Tensor | None] = [
             torch.from_numpy(rows[:chunks]).view(DTYPES[layout.dtype]).view(chunks, *shape)
-            for rows, shape in slab.rows()
+            for rows, shape in buffer.rows()
         ]
         return arrays if len(arrays) == 2 else [*arrays, None]
 
     def test_every_form_and_range(self) -> None:
-        """The same bytes as through a slab, and no others, whatever is cut off at both ends."""
+        """The same bytes as through a buffer, and no others, whatever is cut off at both ends."""
         cases = (
             (LONG, column_form(16, 64)),
             (LONG, fused_form(16, 64)),
@@ -110,7 +115,7 @@ class CachedLoadTest(DirectoryTest):
         ranges = ((0, 192), (32, 192), (96, 144), (112, 144), (64, 176))
         for number, (layout, form) in enumerate(cases):
             self.root = self.root / f"{number}"
-            store, keys, slab = self.stored(layout)
+            store, keys, buffer = self.stored(layout)
             unit = form.block_size
             for start, stop in {(a // unit * unit, b // unit * unit) for a, b in ranges}:
                 with self.subTest(layout=layout, width=form.width, start=start, stop=stop):
@@ -120,7 +125,7 @@ class CachedLoadTest(DirectoryTest):
                     chunks = self.load(store, keys, pages, ids, (start, stop))
                     first, last = start // SIZE, -(-stop // SIZE)
                     self.assertEqual(last - first, chunks)
-                    k, v = self.scattered(slab, layout, CHUNKS)
+                    k, v = self.scattered(buffer, layout, CHUNKS)
                     assert k is not None
                     others.scatter_chunks(
                         ids, start, stop - start, start - first * SIZE,
@@ -134,11 +139,11 @@ class CachedLoadTest(DirectoryTest):
         keys = keys_of(range(CHUNKS * SIZE), SIZE)
         for head in range(2):
             half = Shard(0, LONG.layers, head, head + 1)
-            slab = Slab(LONG, half, 1)
-            slab.bytes[:] = head + 1
+            buffer = StagingBuffer(LONG, half, 1)
+            buffer.bytes[:] = head + 1
             for key in keys:
-                self.assertTrue(save_chunk(store, key, slab.memory, shard=half))
-        room = Slab(LONG, LONG.full, CHUNKS)
+                self.assertTrue(save_chunk(store, key, buffer.memory, shard=half))
+        room = StagingBuffer(LONG, LONG.full, CHUNKS)
         self.assertEqual(CHUNKS, store.load(keys, room.memory).chunks, "both files are found")
         caches, pages = self.pages(LONG, column_form(16, 64))
         before = bits(caches)
@@ -147,7 +152,7 @@ class CachedLoadTest(DirectoryTest):
 
     def test_parts_of_files(self) -> None:
         """Some heads and layers of files that hold more, some of it only to be verified."""
-        store, keys, slab = self.stored(LONG)
+        store, keys, buffer = self.stored(LONG)
         shard = Shard(3, 12, 1, 2)
         ids, form = range(CHUNKS * SIZE // 32), column_form(16, 64)
         ours, pages = self.pages(LONG, form, shard)
@@ -157,10 +162,10 @@ class CachedLoadTest(DirectoryTest):
         self.assertTrue(pages.aim(memory, ids, 0, CHUNKS * SIZE, 0))
         loader = Loader(store, memory, target=shard)
         self.assertEqual(0, loader.load_cached(keys))
-        room = Slab(LONG, shard, 1)
+        room = StagingBuffer(LONG, shard, 1)
         self.assertEqual(1, store.load(keys[:1], room.memory, target=shard).chunks)
         self.assertEqual(CHUNKS, loader.load_cached(keys), "the other one has found the files")
-        k, v = self.scattered(slab, LONG, CHUNKS)
+        k, v = self.scattered(buffer, LONG, CHUNKS)
         assert k is not None
         assert v is not None
         others.scatter_chunks(ids, 0, CHUNKS * SIZE, 0, k[:, 1:2, 3:12], v[:, 1:2, 3:12])
@@ -169,9 +174,9 @@ class CachedLoadTest(DirectoryTest):
     def test_damage(self) -> None:
         """A flipped bit ends the load there, and no byte that has no checksum of its own lands."""
         for layout, form in ((LONG, column_form(16, 64)), (SHORT, column_form(16, 8))):
-            store, keys, slab = self.stored(layout)
+            store, keys, buffer = self.stored(layout)
             ids, draw = range(CHUNKS * SIZE // 32), random.Random(5)
-            k, v = self.scattered(slab, layout, CHUNKS)
+            k, v = self.scattered(buffer, layout, CHUNKS)
             assert k is not None
             nbytes = self.file(store, keys[0]).stat().st_size
             for turn in range(12):
@@ -217,7 +222,7 @@ class CachedLoadTest(DirectoryTest):
         self.assertTrue(all(map(is_cold, paths[2:])))
 
     def test_without_native_code(self) -> None:
-        """Python leaves all of it to the slab; and takes no spread memory for rows."""
+        """Python leaves all of it to the buffer; and takes no spread memory for rows."""
         store, keys, _ = self.stored(SHORT)
         _, pages = self.pages(SHORT, column_form(16, 8))
         with native_code("off"):

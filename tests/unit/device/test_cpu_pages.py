@@ -117,8 +117,8 @@ class PagedTestCase(unittest.TestCase):
         pages, reference = PagedKV(layers, form, block_size), Reference(layers, form, block_size)
         shape = (layers[0].shape[1] if layers[0].dim() == 4 else 1, len(layers), count)
         generator = torch.Generator().manual_seed(start * 1000 + count)
-        slab = noise(generator, 4, *shape, form.k_index.shape[1], dtype=memory.dtype)
-        k, v = slab[1].clone(), slab[2, ..., : form.v_index.shape[1]].clone()
+        buffer = noise(generator, 4, *shape, form.k_index.shape[1], dtype=memory.dtype)
+        k, v = buffer[1].clone(), buffer[2, ..., : form.v_index.shape[1]].clone()
         before = memory.clone()
         with self.native(wanted=bool(draw.getrandbits(1))):
             pages.gather(ids, start, count, k, v)
@@ -126,7 +126,7 @@ class PagedTestCase(unittest.TestCase):
         self.assert_same(reference.gather(ids, start, count, form.k_index), k)
         if form.v_index.shape[1]:
             self.assert_same(reference.gather(ids, start, count, form.v_index), v)
-        k, v = slab[1], slab[2, ..., : form.v_index.shape[1]]
+        k, v = buffer[1], buffer[2, ..., : form.v_index.shape[1]]
         with self.native(wanted=False):
             pages.scatter(ids, start, count, k, v)
         after = memory.clone()
@@ -263,22 +263,22 @@ class MoveTest(PagedTestCase):
         rows = memory[:, 6, :, 2:6].transpose(0, 1)
         self.assert_same(rows, torch.cat((k, v), dim=-1))
 
-    def test_chunks_inside_a_bigger_slab(self) -> None:
-        """A chunk may be a strided part of a slab; the rest of the slab keeps its bytes."""
+    def test_chunks_inside_a_bigger_buffer(self) -> None:
+        """A chunk may be a strided part of a buffer; the rest of the buffer keeps its bytes."""
         for make in (column_form, shuffled_form):
             form = make(16, 8)
             memory = caches("LBHNC", form, torch.bfloat16)
             pages = PagedKV(list(memory), form, 16)
             plain = torch.zeros(2, HEADS, LAYERS, 20, 8, dtype=torch.bfloat16)
             pages.gather([1, 8], 9, 20, *plain)
-            slab = noise(
+            buffer = noise(
                 torch.Generator().manual_seed(1), 2, HEADS, LAYERS + 1, 64, 8, dtype=torch.bfloat16
             )
-            wanted = slab.clone()
+            wanted = buffer.clone()
             wanted[:, :, 1:, 30:50] = plain
-            pages.gather([1, 8], 9, 20, *slab[:, :, 1:, 30:50])
-            self.assert_same(wanted, slab)
-            pages.scatter([5, 3], 2, 20, *slab[:, :, 1:, 30:50])
+            pages.gather([1, 8], 9, 20, *buffer[:, :, 1:, 30:50])
+            self.assert_same(wanted, buffer)
+            pages.scatter([5, 3], 2, 20, *buffer[:, :, 1:, 30:50])
             back = torch.zeros_like(plain)
             pages.gather([5, 3], 2, 20, *back)
             self.assert_same(plain, back)

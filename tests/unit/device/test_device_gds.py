@@ -21,9 +21,9 @@ import xxhash
 import vua.device
 from helpers import SOON_S, DirectoryTest, flip, keys_of, save_chunk, soak, swap
 from vua.device import movers, xxh3
+from vua.device.buffers import StagingBuffer
 from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover, Mover, PosixMover
-from vua.device.slab import Slab
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
@@ -332,15 +332,15 @@ class DirectReaderTest(DirectoryTest):
             self.root, Identity(model="m", chunk_tokens=16), [self.layout]
         ).stores[0]
         self.keys = keys_of(range(80), 16)
-        self.slab = Slab(self.layout, self.layout.full, 5)
-        self.slab.bytes[:] = content(len(self.slab.bytes)).numpy()
+        self.buffer = StagingBuffer(self.layout, self.layout.full, 5)
+        self.buffer.bytes[:] = content(len(self.buffer.bytes)).numpy()
         for place, key in enumerate(self.keys):
-            save_chunk(self.store, key, self.slab.memory, place=place)
+            save_chunk(self.store, key, self.buffer.memory, place=place)
         self.gds = Gds("required", self.mover, self.root, self.device)
         self.addCleanup(self.gds.close)
         codec = self.store.codec(self.layout.full)
         self.reader = DirectReader(self.gds, codec, self.store.storage)
-        size = len(self.slab.bytes)
+        size = len(self.buffer.bytes)
         self.memory = torch.full((size,), 0x77, dtype=torch.uint8, device=self.device)
 
     def file(self, place: int) -> Path:
@@ -350,7 +350,7 @@ class DirectReaderTest(DirectoryTest):
     def test_all(self) -> None:
         """What was stored is there."""
         self.assertEqual((5, False), self.reader.read(self.keys, self.memory))
-        self.assertEqual(self.slab.bytes.tobytes(), self.memory.cpu().numpy().tobytes())
+        self.assertEqual(self.buffer.bytes.tobytes(), self.memory.cpu().numpy().tobytes())
 
     def test_more_than_fit(self) -> None:
         """No more chunks are read than there is room for, whole ones."""

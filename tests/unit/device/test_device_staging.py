@@ -55,7 +55,7 @@ class StagingTest(DirectoryTest):
             fence = staging.save([staged], [slots_of(ids, BLOCK, 8 * at, 8 * at + 16).view(2, 8)])
             fence.wait()
             for place in (0, 1):
-                memory = staged.slab.memory
+                memory = staged.host.memory
                 save_chunk(self.store, self.keys[at + place], memory, shard=SHARD, place=place)
             staging.give_back(staged)
 
@@ -74,7 +74,7 @@ class StagingTest(DirectoryTest):
 
         for at in (0, 2):
             staged = staging.take()
-            loaded = self.store.load(self.keys[at : at + 2], staged.slab.memory, target=SHARD)
+            loaded = self.store.load(self.keys[at : at + 2], staged.host.memory, target=SHARD)
             self.assertEqual(2, loaded.chunks)
             first = 8 * at
             slots = slots_of(in_ids, BLOCK, first, first + 16, wanted=(start, stop)).view(2, 8)
@@ -100,7 +100,7 @@ class StagingTest(DirectoryTest):
 
         near = memory[:2, [3, 1]].permute(2, 0, 1, 3, 4).flatten(2, 3).cpu()  # [H, L, T, C]
         whole = torch.cat([near, other[:, 7].transpose(0, 1).cpu()], dim=1)
-        k, v = (data.tobytes() for data, _ in staged.slab.arrays(0))
+        k, v = (data.tobytes() for data, _ in staged.host.arrays(0))
         self.assertEqual([bits(whole[..., :8]), bits(whole[..., 8:])], [k, v])
         back = [slots_of([0, 2], BLOCK, 0, 8).view(1, 8), slots_of([4], 8, 0, 8).view(1, 8)]
         expected, expected_other = memory.cpu(), other.cpu()
@@ -116,22 +116,22 @@ class StagingTest(DirectoryTest):
         )
 
     def test_first_chunks_only(self) -> None:
-        """Fewer chunks than a slab has room for leave the rest of the slab alone."""
+        """Fewer chunks than a buffer has room for leave the rest of the buffer alone."""
         memory, paged = engine(self.device, seed=1)
         staging = self.staging(paged, chunks=3)
         staged = staging.take()
-        staged.slab.bytes[:] = 0xA5
+        staged.host.bytes[:] = 0xA5
 
         staging.save([staged], [slots_of([5, 6], BLOCK, 0, 8).view(1, 8)]).wait()
 
-        k, v = (data.tobytes() for data, _ in staged.slab.arrays(0))
+        k, v = (data.tobytes() for data, _ in staged.host.arrays(0))
         blocks = memory[:, 5:7].permute(2, 0, 1, 3, 4).flatten(2, 3).cpu()  # [H, L, T, C]
         self.assertEqual([bits(blocks[..., :8]), bits(blocks[..., 8:])], [k, v])
-        rest = np.concatenate([data for place in (1, 2) for data, _ in staged.slab.arrays(place)])
+        rest = np.concatenate([data for place in (1, 2) for data, _ in staged.host.arrays(place)])
         self.assertEqual({0xA5}, set(rest.tolist()))
 
     def test_bounded_and_reused(self) -> None:
-        """No more slabs than the limit are lent; what comes back is lent again."""
+        """No more buffers than the limit are lent; what comes back is lent again."""
         staging = self.staging(engine(self.device, seed=1)[1], limit=2)
         first, second = staging.take(), staging.take()
         self.assertIsNotNone(first)
@@ -146,7 +146,7 @@ class StagingTest(DirectoryTest):
         self.assertIsNone(staging.take())
 
     def test_prepared(self) -> None:
-        """Slabs that were made beforehand are those that are lent."""
+        """Buffers that were made beforehand are those that are lent."""
         staging = self.staging(engine(self.device, seed=1)[1], limit=2)
         staging.prepare(5)
         with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError):
@@ -154,7 +154,7 @@ class StagingTest(DirectoryTest):
         self.assertEqual(2, len(lent - {None}))
 
     def test_neighbours(self) -> None:
-        """Slabs that lie one behind the other are filled by one call, others by one each."""
+        """Buffers that lie one behind the other are filled by one call, others by one each."""
         memory, paged = engine(self.device, seed=1)
         staging = Staging([paged], LAYOUT, SHARD, chunks=1, limit=5, adjoining=True)
         self.addCleanup(staging.close)
@@ -166,20 +166,20 @@ class StagingTest(DirectoryTest):
         again = [staging.take() for _ in range(3)]
         self.assertEqual([every[0], every[2], every[3]], again)
 
-        for slabs, calls in ((every, 1), (again, 2), (every[::-1], 5)):
+        for buffers, calls in ((every, 1), (again, 2), (every[::-1], 5)):
             for staged in every:
-                staged.slab.bytes[:] = 0xA5
-            slots = slots_of(ids, BLOCK, 0, 8 * len(slabs)).view(-1, 8)
+                staged.host.bytes[:] = 0xA5
+            slots = slots_of(ids, BLOCK, 0, 8 * len(buffers)).view(-1, 8)
             with mock.patch.object(module, "gather", wraps=module.gather) as gather:
-                staging.save(slabs, [slots]).wait()
-            with self.subTest(slabs=len(slabs)):
+                staging.save(buffers, [slots]).wait()
+            with self.subTest(buffers=len(buffers)):
                 self.assertEqual(calls, gather.call_count)
-                for at, staged in enumerate(slabs):
+                for at, staged in enumerate(buffers):
                     two = memory[:, ids[2 * at : 2 * at + 2]]
                     rows = two.permute(2, 0, 1, 3, 4).flatten(2, 3).cpu()  # [H, L, T, C]
-                    k, v = (data.tobytes() for data, _ in staged.slab.arrays(0))
+                    k, v = (data.tobytes() for data, _ in staged.host.arrays(0))
                     self.assertEqual([bits(rows[..., :8]), bits(rows[..., 8:])], [k, v])
-        left = every[1].slab.bytes
+        left = every[1].host.bytes
         staging.save(again, [slots_of(ids, BLOCK, 0, 24).view(-1, 8)]).wait()
         left[:] = 0xA5
         staging.save(again, [slots_of(ids, BLOCK, 0, 24).view(-1, 8)]).wait()
@@ -190,7 +190,7 @@ class StagingTest(DirectoryTest):
         self.addCleanup(staging.close)
         first, second = staging.take(), staging.take()
         for staged, value in ((first, 1), (second, 2)):
-            staged.slab.bytes[:] = value
+            staged.host.bytes[:] = value
             staged.device_bytes[:] = value
         for there in (False, True):
             staging.load(second, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)], there=there).wait()
@@ -199,7 +199,7 @@ class StagingTest(DirectoryTest):
             other.zero_()
 
     def test_little_room_on_the_device(self) -> None:
-        """Where it has no room for all adjoining slabs there are fewer of them."""
+        """Where it has no room for all adjoining buffers there are fewer of them."""
         empty, asked = torch.empty, list[int]()
 
         def little(room: Any, *rest: Any, **settings: Any) -> Any:  # it asks for slots first
@@ -216,8 +216,8 @@ class StagingTest(DirectoryTest):
                 staging = Staging([paged], LAYOUT, SHARD, chunks=1, limit=limit, adjoining=True)
             self.addCleanup(staging.close)
             self.assertEqual((wanted, left, left), (asked, staging.limit, staging.left))
-            slabs = [staging.take() for _ in range(left)]
-            self.assertEqual((left, None), (len(set(slabs)), staging.take()))
+            buffers = [staging.take() for _ in range(left)]
+            self.assertEqual((left, None), (len(set(buffers)), staging.take()))
 
     def test_long_tables(self) -> None:
         """Of a block table only what a chunk lies in is looked at."""
@@ -246,7 +246,7 @@ class StagingTest(DirectoryTest):
         empty.assert_called_once()
 
     def test_refused(self) -> None:
-        """A cache that is not the shard, and slots that do not fit a slab, are refused."""
+        """A cache that is not the shard, and slots that do not fit a buffer, are refused."""
         memory, paged = engine(self.device, seed=1)
         for shard in (Shard(0, 3, 0, 4), Shard(0, 2, 1, 3)):
             with self.subTest(shard=shard), self.assertRaises(LayoutError):
@@ -317,7 +317,7 @@ class GPUStagingTest(StagingTest):
         memory.copy_(final)
         fence.wait()
 
-        self.assertEqual(expected, staged.slab.arrays(0)[0][0].tobytes())
+        self.assertEqual(expected, staged.host.arrays(0)[0][0].tobytes())
         torch.cuda.synchronize()
         self.assertEqual(bits(final.cpu()), bits(memory.cpu()))
 
@@ -326,7 +326,7 @@ class GPUStagingTest(StagingTest):
         memory, paged = engine(self.device, seed=1)
         staging = self.staging(paged)
         staged = staging.take()
-        staged.slab.bytes[:] = 7
+        staged.host.bytes[:] = 7
         torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)
         memory.zero_()
@@ -345,7 +345,7 @@ class GPUStagingTest(StagingTest):
         memory, paged = engine(self.device, seed=1)
         staging = self.staging(paged)
         staged = staging.take()
-        staged.slab.bytes[:] = 7
+        staged.host.bytes[:] = 7
         torch.cuda.synchronize()
         with staging.aside():
             torch.cuda._sleep(200_000_000)
@@ -358,14 +358,14 @@ class GPUStagingTest(StagingTest):
         self.assertEqual({0}, set(memory.view(torch.uint8).cpu().flatten().tolist()))
 
     def test_pinned(self) -> None:
-        """Slabs are page-locked while the staging is open."""
+        """Buffers are page-locked while the staging is open."""
         staging = self.staging(engine(self.device, seed=1)[1])
         staged = staging.take()
 
-        self.assertTrue(torch.from_numpy(staged.slab.bytes).is_pinned())
+        self.assertTrue(torch.from_numpy(staged.host.bytes).is_pinned())
         staging.give_back(staged)
         staging.close()
-        self.assertFalse(torch.from_numpy(staged.slab.bytes).is_pinned())
+        self.assertFalse(torch.from_numpy(staged.host.bytes).is_pinned())
 
 
 if __name__ == "__main__":

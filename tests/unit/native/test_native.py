@@ -477,7 +477,7 @@ class TestMove(unittest.TestCase):
                     side.ctypes.data + np.arange(5) * side.strides[0] for side in (target, source)
                 )
                 steps = (side.strides[1:4] for side in (target, source))
-                native.copy_strided([native.Boxes((3, 64, item), *steps, *first, counts)])
+                native.copy_strided([native.StridedCopy((3, 64, item), *steps, *first, counts)])
                 self.assertTrue(np.array_equal(expected[0], rows))
                 self.assertTrue(np.array_equal(expected[1], memory))
 
@@ -501,7 +501,9 @@ class TestMove(unittest.TestCase):
                         side.ctypes.data + np.arange(count) * side.strides[0]
                         for side in (target, source)
                     )
-                    kinds.append(native.Boxes((3, dims, 2), *steps, *first, np.full(count, 16)))
+                    kinds.append(
+                        native.StridedCopy((3, dims, 2), *steps, *first, np.full(count, 16))
+                    )
                 with mock.patch.object(moves, "_STREAMED_NBYTES", 0 if stream else 1 << 40):
                     native.copy_strided(kinds)
                 for source, target in pairs:
@@ -540,7 +542,7 @@ class TestMove(unittest.TestCase):
                     to, from_ = (head, column, row), (other_head, other_column, other_row)
                     tokens, dims = columns, rows
                 counts = np.full(5, tokens)
-                boxes = native.Boxes((2, dims, kind().itemsize), to, from_, *first, counts)
+                boxes = native.StridedCopy((2, dims, kind().itemsize), to, from_, *first, counts)
                 with mock.patch.object(moves, "_STREAMED_NBYTES", 0 if stream else 1 << 40):
                     native.copy_strided([boxes])
                 np.testing.assert_array_equal(expected, memory)
@@ -557,7 +559,7 @@ class TestMove(unittest.TestCase):
                 side.ctypes.data + np.arange(64) * side.strides[0] for side in (target, source)
             )
             steps = (head, token, dim), source.strides[1:]
-            boxes = native.Boxes((4, 128, 2), *steps, *first, np.full(64, 64))
+            boxes = native.StridedCopy((4, 128, 2), *steps, *first, np.full(64, 64))
             for _ in range(20):
                 native.copy_strided([boxes])
 
@@ -582,7 +584,7 @@ class TestBatch(unittest.TestCase):
         """Words without gaps, as in `load.c`."""
         self.assertEqual(21 * 8, ctypes.sizeof(native.Transfer))
         self.assertEqual(7 * 8, ctypes.sizeof(native.Spread))
-        self.assertEqual(13 * 8, ctypes.sizeof(native.Boxes))  # in `move.c`
+        self.assertEqual(13 * 8, ctypes.sizeof(native.StridedCopy))  # in `move.c`
 
 
 if __name__ == "__main__":

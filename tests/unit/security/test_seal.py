@@ -32,7 +32,7 @@ from vua.cli import main
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.format.entry import EntryCodec
-from vua.format.header import PLAIN, Mark
+from vua.format.header import PLAIN, SealInfo
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.format.naming import Naming
@@ -100,7 +100,7 @@ class TestRoundTrip(SealTest):
         self.save(store)
         second = self.file(keys).read_bytes()
 
-        self.assertNotEqual(parse_entry(first).mark.nonce, parse_entry(second).mark.nonce)
+        self.assertNotEqual(parse_entry(first).seal_info.nonce, parse_entry(second).seal_info.nonce)
         same = np.frombuffer(first[4096:], "u1") == np.frombuffer(second[4096:], "u1")
         self.assertLess(same.mean(), 0.05)
 
@@ -196,12 +196,15 @@ class TestForged(SealTest):
         yield "tags of zeros", forged(data, tags=bytes(16 * blocks))
         yield "other's payload", forged(data, payload=other[at:])
         yield "other's payload and tags", forged(data, payload=other[at:], tags=foreign)
-        mark = parse_entry(other).mark
-        yield "other's all but the key", forged(data, payload=other[at:], tags=foreign, mark=mark)
-        yield "another nonce", forged(data, mark=Mark(info.mark.key_id, "0" * 32))
-        yield "another key's name", forged(data, mark=Mark("0" * 16, info.mark.nonce))
+        seal_info = parse_entry(other).seal_info
+        yield (
+            "other's all but the key",
+            forged(data, payload=other[at:], tags=foreign, seal_info=seal_info),
+        )
+        yield "another nonce", forged(data, seal_info=SealInfo(info.seal_info.key_id, "0" * 32))
+        yield "another key's name", forged(data, seal_info=SealInfo("0" * 16, info.seal_info.nonce))
         plain = EntryCodec(info.namespace, info.layout, info.shard)
-        yield "plain", forged(data, codec=plain, mark=PLAIN, tags=b"")
+        yield "plain", forged(data, codec=plain, seal_info=PLAIN, tags=b"")
 
     def test_attacks(self) -> None:
         """None is taken for the chunk: each is a miss, and goes out of sight."""
@@ -210,7 +213,7 @@ class TestForged(SealTest):
             keys, model = self.save(store)
             path = self.file(keys)
             sound, other = path.read_bytes(), self.file(keys, 2).read_bytes()
-            self.assertEqual(parse_entry(sound).mark, parse_entry(forged(sound)).mark)
+            self.assertEqual(parse_entry(sound).seal_info, parse_entry(forged(sound)).seal_info)
             for native in natives():
                 for name, data in self.attacks(parse_entry(sound), sound, other):
                     with self.subTest(name, encrypt=encrypt, native=native):

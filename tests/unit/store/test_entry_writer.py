@@ -113,7 +113,7 @@ class WriterTest(DirectoryTest):
         for place in (0, 1, 7, 8, 20, CHUNKS - 1):
             self.assertEqual([WRITTEN], saver.save([keys[place]], place))
         before = self.files(store)
-        store.misses.counts.clear()
+        store.quarantine.counts.clear()
         self.assertEqual(CHUNKS - 6, saver.save_all(keys))
         self.assertEqual({"chunks_saved": CHUNKS - 6, "chunks_present": 6}, store.counts)
         self.assertEqual(before, {path: self.files(store)[path] for path in before})

@@ -382,12 +382,12 @@ class TestDamage(StoreTest):
         key, bad_sector = self.keys[0], OSError(errno.EIO, "bad sector")
         version = self.version(0)
         for problem in (*[OSError(errno.EAGAIN, "busy")] * 3, *[bad_sector] * 2):
-            self.store.misses.read_failed(key, SMALL.full, version, problem)
+            self.store.quarantine.read_failed(key, SMALL.full, version, problem)
         self.assertEqual(CHUNKS, self.load().chunks)
         for _ in range(2):
-            self.store.misses.read_failed(key, SMALL.full, version, bad_sector)
+            self.store.quarantine.read_failed(key, SMALL.full, version, bad_sector)
         self.assertTrue(self.file(0).exists())
-        self.store.misses.read_failed(key, SMALL.full, version, bad_sector)
+        self.store.quarantine.read_failed(key, SMALL.full, version, bad_sector)
         self.assertFalse(self.file(0).exists())
 
     def test_foreign_shard(self) -> None:

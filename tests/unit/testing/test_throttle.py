@@ -8,7 +8,7 @@ import unittest
 import numpy as np
 
 from helpers import DirectoryTest, keys_of, save_chunk
-from vua.device.slab import Slab
+from vua.device.buffers import StagingBuffer
 from vua.format.layout import KVLayout
 from vua.storage.local import LocalStorage
 from vua.store.store import Store
@@ -25,20 +25,20 @@ class ThrottledStorageTest(DirectoryTest):
         self.addCleanup(self.storage.storage.close)  # type: ignore[attr-defined]
         self.store = Store(self.storage, "0" * 64, LAYOUT)
         self.keys = keys_of(range(48), 16)
-        self.slab = Slab(LAYOUT, LAYOUT.full, 3)
+        self.buffer = StagingBuffer(LAYOUT, LAYOUT.full, 3)
         for place in range(3):
-            for data, _ in self.slab.arrays(place):
+            for data, _ in self.buffer.arrays(place):
                 data[...] = place + 1
-            save_chunk(self.store, self.keys[place], self.slab.memory, place=place)
+            save_chunk(self.store, self.keys[place], self.buffer.memory, place=place)
 
     def load(self) -> tuple[float, int]:
         """Load everything: (seconds, chunks)."""
         began = time.monotonic()
-        into = Slab(LAYOUT, LAYOUT.full, 3)
+        into = StagingBuffer(LAYOUT, LAYOUT.full, 3)
         chunks = self.store.load(self.keys, into.memory).chunks
         for place in range(chunks):
             for (found, _), (given, _) in zip(
-                into.arrays(place), self.slab.arrays(place), strict=True
+                into.arrays(place), self.buffer.arrays(place), strict=True
             ):
                 self.assertTrue(np.array_equal(given, found))
         return time.monotonic() - began, chunks

@@ -1,8 +1,8 @@
 """Contiguous host buffers in the canonical form of chunks, made once and used again.
 
 Where an engine's memory cannot be read into directly (it lies on a GPU, or in blocks that the
-engine packs its own way), chunks pass through a slab: the file is read into it with one call and
-verified, then taken apart. Fresh memory costs ten times a copy in page faults, so slabs are pooled.
+engine packs its own way), chunks pass through a buffer: the file is read into it with one call and
+verified, then taken apart. Fresh memory costs ten times a copy in page faults, so there is a pool.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy.typing as npt
 from vua.format.layout import KVLayout, Shard, payload_map
 from vua.io.posix import PAGE, page_aligned
 
-__all__ = ["Slab", "SlabPool"]
+__all__ = ["StagingBuffer", "StagingPool"]
 
 
-class Slab:
+class StagingBuffer:
     """Room for some chunks of one shard, each laid out like a file's payload."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Slab:
             shard: which part of each.
             chunks: how many.
             memory: uint8, of just that size; None: it is allocated, page aligned.
-            number: the slab's number in its pool.
+            number: the buffer's number in its pool.
         """
         payload = shard.payload_nbytes(layout)
         self.bytes = page_aligned(chunks * payload) if memory is None else memory
@@ -68,8 +68,8 @@ class Slab:
         return [(places[:, a:b], shape) for a, b, shape in self._ranges]
 
 
-class SlabPool:
-    """A bounded number of equal slabs, the lowest numbers first. Safe for threads; never blocks."""
+class StagingPool:
+    """A bounded number of equal buffers, lowest numbers first. Safe for threads; never blocks."""
 
     def __init__(
         self,
@@ -80,19 +80,19 @@ class SlabPool:
         limit: int,
         memory: npt.NDArray[np.uint8] | None = None,
     ) -> None:
-        """Lend at most ``limit`` slabs of ``chunks`` chunks at a time; make them when needed.
+        """Lend at most ``limit`` buffers of ``chunks`` chunks at a time; make them when needed.
 
         ``memory``, uint8, is cut into them: number after number, without gaps. None: each has
         memory of its own.
         """
         self.chunks = chunks
         self._size, self._memory = (layout, shard, chunks), memory
-        self._free: list[tuple[int, Slab]] = []
+        self._free: list[tuple[int, StagingBuffer]] = []
         self._made, self._limit = 0, limit
         self._lock = threading.Lock()
 
-    def take(self) -> Slab | None:
-        """Return a slab, or None when all are lent."""
+    def take(self) -> StagingBuffer | None:
+        """Return a buffer, or None when all are lent."""
         with self._lock:
             if self._free:
                 return heapq.heappop(self._free)[1]
@@ -103,14 +103,14 @@ class SlabPool:
         if memory is not None:
             nbytes = len(memory) // self._limit
             memory = memory[number * nbytes : (number + 1) * nbytes]
-        return Slab(*self._size, memory, number)
+        return StagingBuffer(*self._size, memory, number)
 
     @property
     def left(self) -> int:
-        """How many slabs could be lent now."""
+        """How many buffers could be lent now."""
         return self._limit - self._made + len(self._free)
 
-    def give_back(self, slab: Slab) -> None:
-        """Return a slab that :meth:`take` lent."""
+    def give_back(self, buffer: StagingBuffer) -> None:
+        """Return a buffer that :meth:`take` lent."""
         with self._lock:
-            heapq.heappush(self._free, (slab.number, slab))
+            heapq.heappush(self._free, (buffer.number, buffer))
