@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from buckets import memory_url
+from forgery import checksums_of
 from helpers import DirectoryTest, kv_bits
 from vua.core import VUA, VUAConfig
 from vua.format.compressed import CODEC, compress
@@ -13,7 +14,7 @@ from vua.format.entry import EntryCodec
 from vua.format.header import TAG_NBYTES, SealInfo
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout
-from vua.format.parse import checksums_of, encode_header
+from vua.format.parse import encode_header
 from vua.storage.bucket import Bucket
 from vua.storage.names import is_compressed
 
@@ -46,9 +47,7 @@ def entry(layout: KVLayout = LAYOUT, kind: str = "") -> bytes:
     """An entry's file; of a sealed one the tags are none."""
     codec = EntryCodec("ab" * 32, layout, layout.full, kind)
     payload = numbers(layout.full.payload_nbytes(layout), ITEMSIZE[layout.dtype])
-    checksums = np.array(
-        checksums_of(codec, np.frombuffer(payload, dtype=np.uint8)), dtype=np.uint64
-    )
+    checksums = checksums_of(codec, payload)
     (key,) = KeyChain(token_ids(range(layout.chunk_tokens)), layout.chunk_tokens).first(1)
     seal_info = SealInfo("0" * 16, "1" * 32) if kind else SealInfo()
     tags = bytes(TAG_NBYTES * codec.blocks) if kind else b""

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import numpy as np
+import numpy.typing as npt
 
 from vua.format.entry import EntryCodec
 from vua.format.header import SealInfo
 from vua.format.keys import ChunkKey
-from vua.format.parse import checksums_of, encode_header, parse_entry
+from vua.format.parse import encode_header, parse_entry
+from vua.native import digests_of
 
-__all__ = ["forged"]
+__all__ = ["checksums_of", "forged"]
+
+
+def checksums_of(codec: EntryCodec, payload: bytes) -> npt.NDArray[np.uint64]:
+    """The checksum of each unit of a whole payload."""
+    edges, view = [0, *accumulate(codec.block_nbytes())], memoryview(payload)
+    return np.array(digests_of([view[a:b]] for a, b in pairwise(edges)), dtype=np.uint64)
 
 
 def forged(
@@ -38,14 +48,14 @@ def forged(
     own = EntryCodec(info.namespace, info.layout, info.shard, info.kind)
     if tags is None:
         tags = own.seal_of(memoryview(data[:at]))[1].tobytes() if info.kind else b""
-    stored = np.frombuffer(data[at:] if payload is None else payload, dtype=np.uint8)
+    stored = data[at:] if payload is None else payload
     codec = own if codec is None else codec
     header = encode_header(
         codec,
         info.key if key is None else key,
-        np.array(checksums_of(codec, stored), dtype=np.uint64),
+        checksums_of(codec, stored),
         writer=info.writer,
         seal_info=info.seal_info if seal_info is None else seal_info,
         tags=tags,
     )
-    return header + stored.tobytes()
+    return header + stored

@@ -18,13 +18,14 @@ from unittest import mock
 
 import numpy as np
 
+from forgery import checksums_of
 from helpers import save_chunk
 from vua.format.compressed import compress, is_available
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, MemoryMap, Shard
-from vua.format.parse import checksums_of, encode_header, parse_entry
+from vua.format.parse import encode_header, parse_entry
 from vua.security.settings import Security
 from vua.store.namespace import Namespace
 
@@ -122,7 +123,7 @@ def compressed_plain() -> bytes:
     low = b"".join(hashlib.sha256(bytes([n >> 8 & 255, n & 255])).digest() for n in numbers[::32])
     high = bytes(0x3A + n.bit_count() // 3 for n in numbers)
     payload = np.stack([np.frombuffer(one, dtype=np.uint8) for one in (low, high)], axis=1).ravel()
-    checksums = np.array(checksums_of(codec, payload), dtype=np.uint64)
+    checksums = checksums_of(codec, payload.tobytes())
     (key,) = KeyChain(token_ids(range(64)), 64).first(1)
     with mock.patch("vua.format.entry.time.time", return_value=CREATED):
         return encode_header(codec, key, checksums, writer=WRITER) + payload.tobytes()

@@ -27,9 +27,7 @@ from vua.native import hash_chain, narrow
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ChunkKey", "KeyChain", "KeyRun", "Keys", "Tokens", "token_ids"]
-
-Tokens = "torch.Tensor | npt.NDArray[np.generic] | Sequence[int]"
+__all__ = ["ChunkKey", "KeyChain", "KeyRun", "Keys", "token_ids"]
 
 _NO_PARENT = b""
 _HASH_NBYTES: Final = 32

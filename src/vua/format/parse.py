@@ -8,7 +8,6 @@ functions over bytes. Who knows the chunk compares by :meth:`vua.format.entry.En
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import re
 import struct
@@ -24,11 +23,10 @@ from vua.format.entry import EntryCodec
 from vua.format.header import ENCRYPTED, FORMAT, MAX_HEADER_NBYTES, NO_HASH, PLAIN, SEALED, SealInfo
 from vua.format.keys import ChunkKey
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
-from vua.native import digests_of, fill_check
+from vua.native import fill_check
 
 __all__ = [
     "EntryInfo",
-    "checksums_of",
     "codec_of",
     "coordinates_of",
     "encode_header",
@@ -171,13 +169,6 @@ def encode_header(
     header[codec.table_offset : codec.table_offset + len(table)] = table
     fill_check(header, codec.check_offset)
     return header.tobytes()
-
-
-def checksums_of(codec: EntryCodec, payload: npt.NDArray[np.uint8]) -> list[int]:
-    """Return the xxh3-64 of each block of a whole payload that lies in one piece."""
-    edges = [0, *itertools.accumulate(codec.block_nbytes())]
-    view = memoryview(payload.data)
-    return digests_of([view[a:b]] for a, b in itertools.pairwise(edges))
 
 
 def json_header(data: bytes) -> tuple[Mapping[str, Any], int]:

@@ -190,8 +190,6 @@ class Capabilities:
 
     device_reads: bool = False
     """Entries are files of this system, which a GPU may read by itself; see `vua.device.gds`."""
-    own_lifecycle: bool = False
-    """It deletes entries by rules of its own, so nobody else has to bound it."""
     probes: int = 1
     """Of how many entries it is best asked at a time whether they are there: more where an answer
     takes long, and several take no longer."""

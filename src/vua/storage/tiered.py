@@ -51,7 +51,6 @@ class TieredStorage:
     def __init__(self, near: LocalStorage, far: Sequence[Storage], where: str) -> None:
         """Put ``near`` before ``far``, of which the first is nearest; ``where`` names those."""
         self.near, self.far, self.where = near, tuple(far), where
-        self.directory = near.directory
         self.travels: Travels | None = None
         probes = max(tier.capabilities.probes for tier in self.tiers)
         self.capabilities = Capabilities(probes=probes)

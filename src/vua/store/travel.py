@@ -69,8 +69,8 @@ class Travel:
             where: names the places behind, for the marks: others are sent to anew.
             rules: what may be copied when; by default everything.
         """
-        self._near, self._far, self._namespace = near, tuple(far), namespace
-        self._capacity, self._where = capacity, where
+        self._near, self._far = near, tuple(far)
+        self._namespace, self._where = namespace, where
         self._rules = rules = rules or TierRules()
         self.counts: Counter[str] = Counter()
         """So far: sent, sent_nbytes, brought, brought_nbytes, not_brought, send_failed."""

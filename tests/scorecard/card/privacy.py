@@ -10,15 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
+from forgery import checksums_of
 from scorecard.card.costs import timings
 from scorecard.card.damage import hurt, only_file, restore
 from scorecard.stores import VuaSubject
 from scorecard.subject import Key, noise
 from scorecard.trial import Trial, scored
 from vua.format.entry import EntryCodec
-from vua.format.parse import checksums_of, encode_header, parse_entry
+from vua.format.parse import encode_header, parse_entry
 from vua.security.keyring import write_key
 from vua.security.settings import Security
 
@@ -139,7 +138,7 @@ def _renamed(plain: VuaSubject, ours: VuaSubject, victim: Key) -> bytes:
     """Return a plain file that says it is the chunk for which ``ours`` has a secret name."""
     codec = plain.store().codec(plain.layout.full)
     payload = victim.payload(plain.nbytes)
-    sums = np.array(checksums_of(codec, np.frombuffer(payload, np.uint8)), dtype=np.uint64)
+    sums = checksums_of(codec, payload)
     return encode_header(codec, ours.chunk(victim), sums) + payload
 
 
@@ -148,7 +147,7 @@ def _resealed(ours: VuaSubject, sound: bytes) -> bytes:
     found = parse_entry(sound)
     codec = EntryCodec(found.namespace, ours.layout, ours.layout.full, found.kind)
     payload = noise(ours.nbytes, 5)
-    sums = np.array(checksums_of(codec, np.frombuffer(payload, np.uint8)), dtype=np.uint64)
+    sums = checksums_of(codec, payload)
     tags = sound[codec.table_offset + 8 * codec.blocks : codec.header_nbytes]
     return encode_header(codec, found.key, sums, seal_info=found.seal_info, tags=tags) + payload
 
