@@ -32,7 +32,7 @@ class _OnClassOrInstance:
 
 
 class VUAConfig:
-    """Settings of a :class:`VUA`; pass the class for the defaults, or an instance.
+    """Settings of a :class:`vua.core.VUA`; pass the class for the defaults, or an instance.
 
     A subclass may set the attributes instead. Caches stored with different ``split_factor``,
     ``model`` or ``epoch`` do not see each other.

@@ -70,8 +70,8 @@ class LRU:
 class LeastHitDensity(LRU):
     """Evicts what promises fewest hits for the space and time that it takes; see `HitDensity`.
 
-    It learns from the requests of all processes that use the directory (:mod:`use_log`). Until it
-    has seen enough it is LRU.
+    It learns from the requests of all processes that use the directory
+    (:mod:`vua.capacity.use_log`). Until it has seen enough it is LRU.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:

@@ -28,7 +28,7 @@ __all__ = ["ReclaimThread"]
 log = logging.getLogger(__name__)
 
 _WAIT_S: Final = 4.0
-"""A writer waits no longer: vLLM's connector gives a write up after `io_timeout_s`, 10 s."""
+"""A writer waits no longer: vLLM's connector gives a write up after `timeouts.io_s`, 10 s."""
 _CLOSE_WAIT_S: Final = 5.0
 _PAUSES_S: Final = (1.0, 300.0)
 """How long nothing is written after the disk stayed full: first, doubled each time, at most."""

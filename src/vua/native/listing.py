@@ -23,9 +23,9 @@ def list_chunks(directory: int) -> tuple[list[str], npt.NDArray[np.int64]]:
     """Return the names (64 hex) of chunks in a directory, and their mtimes in ns since 1970.
 
     Chunks are directories with such names; whatever else lies there is passed over, and so is what
-    vanishes meanwhile. No mtime is later than :data:`LATEST_NS`. The GIL is released. One thread
-    lists by a descriptor at a time; it begins, and ends, at the front. Raises OSError where the
-    directory, an open descriptor, cannot be read.
+    vanishes meanwhile. No mtime is later than :data:`vua.native.LATEST_NS`. The GIL is released.
+    One thread lists by a descriptor at a time; it begins, and ends, at the front. Raises OSError
+    where the directory, an open descriptor, cannot be read.
     """
     bound = library()
     if bound is None:

@@ -7,7 +7,7 @@ out, so a new storage cannot forget to. A name is ``<chunk>/<shard>``, of at mos
 
 Whoever asks for bytes names the memory that they are to be in. How a file's bytes lie there is a
 :class:`vua.native.Transfer`; a storage that is not made of files in a directory needs to know only
-:meth:`Batch.fill` (reading), :meth:`Batch.parts` (writing) and :attr:`Batch.nbytes`.
+:meth:`Batch.fill` (reading), :meth:`Batch.entry` (writing) and :attr:`Batch.nbytes`.
 `vua.testing.conformance` tests a storage through this contract alone.
 """
 

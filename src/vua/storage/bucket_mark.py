@@ -55,7 +55,7 @@ def is_marked_bucket(place: BucketPath) -> bool:
 def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
     """See to the mark of a place before anything is written there: an empty one gets it.
 
-    As :func:`vua.storage.mark.claim` does with a directory. One in which this process has seen it
+    As :func:`vua.storage.claim.claim` does with a directory. One in which this process has seen it
     before gets it again: its own entries may lie there already. A bucket that is not there counts
     as empty: some servers make it with the first write. Sends a request or two. Raises
     StorageError; ConfigError for a place that holds something else, and with ``tool`` for any

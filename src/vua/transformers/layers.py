@@ -78,7 +78,7 @@ class StoredLayers:
         """Use ``root``; nothing is opened yet.
 
         Args:
-            root: the directory of the cache, as `vua.store.namespace.locate` returns it.
+            root: the directory of the cache, as `vua.store.opening.locate` returns it.
             identity: what K and V depend on.
             groups: the model's layers.
             durable: fsync each file.
