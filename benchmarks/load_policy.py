@@ -54,7 +54,7 @@ def run(ratio: Ratio, seed: int) -> tuple[float, float, float]:
     """Return the time of always loading, of always computing and of deciding, over the best."""
     layout = KVLayout(1, 1, 8, 8, "U8", CHUNK)
     group = Group(layout, (0,), ((layout.full,),), (0,))
-    model = Model(Identity(model="m", chunk_tokens=CHUNK), (group,), (32,), latent=False)
+    model = Model(Identity(model="m", chunk_tokens=CHUNK), (group,), (32,))
     clock, chance = Clock(), random.Random(seed)
     policy = LoadPolicy(model, ConnectorConfig(shared_storage_path="/kv"), clock=clock)
     loads_s = computes_s = best_s = took_s = 0.0

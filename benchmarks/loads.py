@@ -47,7 +47,7 @@ def worker(root: str) -> WorkerSide:
     layers, tokens = LLAMA_8B.layers, LLAMA_8B.chunk_tokens
     group = Group(LLAMA_8B, tuple(range(layers)), ((LLAMA_8B.full,),), (0,))
     identity = Identity(model="m", chunk_tokens=tokens, kv_dtype=LLAMA_8B.dtype)
-    model = Model(identity, (group,), (tokens,), latent=False)
+    model = Model(identity, (group,), (tokens,))
     config = ConnectorConfig(shared_storage_path=root, chunk_tokens=tokens, witness_every=0)
     side = WorkerSide(model, config, Rank(0, 0))
     shape = (BLOCKS, LLAMA_8B.kv_heads, tokens, LLAMA_8B.k_dim + LLAMA_8B.v_dim)

@@ -96,7 +96,7 @@ class SavingEngine:
         self.payload = layout.full.payload_nbytes(layout)
         group = Group(layout, tuple(range(layout.layers)), ((layout.full,),), (0,))
         identity = Identity(model="m", chunk_tokens=self.block, kv_dtype=layout.dtype)
-        model = Model(identity, (group,), (self.block,), latent=False)
+        model = Model(identity, (group,), (self.block,))
         if hasattr(model, "step_tokens"):
             object.__setattr__(model, "step_tokens", step_tokens)
         config = ConnectorConfig(

@@ -77,7 +77,7 @@ class WaysTest(DirectoryTest):
         """From K and V copied out, when the engine goes on, to a file under its name."""
         for native in ("auto", "off"):
             group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
-            model = Model(Identity(model=native, chunk_tokens=16), (group,), (16,), latent=False)
+            model = Model(Identity(model=native, chunk_tokens=16), (group,), (16,))
             config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
             caches = {f"layers.{layer}": noise(4, 1, 16, 128, seed=layer) for layer in range(2)}
             before = len(self.files())
@@ -101,7 +101,7 @@ class WaysTest(DirectoryTest):
         layout = KVLayout(layers=2, kv_heads=4, k_dim=64, v_dim=64, dtype="F32", chunk_tokens=64)
         for native in ("auto", "off"):
             group = Group(layout, (0, 1), ((layout.full,),), (0,))
-            model = Model(Identity(model=native, chunk_tokens=64), (group,), (64,), latent=False)
+            model = Model(Identity(model=native, chunk_tokens=64), (group,), (64,))
             config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=64)
             caches = {f"layers.{layer}": noise(4, 4, 64, 128, seed=layer) for layer in range(2)}
             keys = keys_of(range(64), 64)

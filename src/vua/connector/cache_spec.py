@@ -88,8 +88,6 @@ class Model:
     """Those that attend to everything first."""
     block_sizes: tuple[int, ...]
     """Tokens per block of each of the engine's cache groups."""
-    latent: bool
-    """Whether K and V are one latent (MLA)."""
     quantised: bool = False
     """Whether the model computes with quantised weights or activations."""
     engine: EngineIdentity = NOTHING_MORE

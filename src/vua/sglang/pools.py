@@ -89,7 +89,7 @@ class Pools:
             parts[name] = Part(own, HostPages(pool, latent=latent), writes)
         groups = tuple(part.group for part in parts.values())
         blocks = tuple(group.layout.chunk_tokens for group in groups)
-        return cls(parts, Model(found.identity, groups, blocks, latent=latent, identified=False))
+        return cls(parts, Model(found.identity, groups, blocks, identified=False))
 
 
 @dataclass(frozen=True, slots=True)

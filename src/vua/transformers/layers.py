@@ -85,7 +85,7 @@ class StoredLayers:
         """
         self._root, self._identity, self._durable = root, identity, durable
         blocks = (identity.chunk_tokens,) * len(groups)
-        self._model = Model(identity, tuple(groups), blocks, latent=False)
+        self._model = Model(identity, tuple(groups), blocks)
         self._layers = sum(len(group.layers) for group in groups)
         self._buffers = BufferPool(VUAConfig.buffer_bytes)
         self._reading: Namespace | None = None

@@ -54,7 +54,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     if not tables:
         msg = "the engine has no KV cache"
         raise UncachedError(msg)
-    groups, latent = _groups_of(vllm_config, tables, config)
+    groups = _groups_of(vllm_config, tables, config)
     dtypes = sorted({group.layout.dtype for group in groups if not group.keeps_state})
     if not dtypes:
         msg = "a model without attention has no prefix of which to store single tokens"
@@ -85,7 +85,6 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
         identity=identity,
         groups=groups,
         block_sizes=tuple(table.kv_cache_spec.block_size for table in tables),
-        latent=latent,
         quantised=vllm_config.model_config.quantization is not None,
         identified=False,
         engine=engine,
@@ -137,8 +136,8 @@ def _groups_of(
     vllm_config: Any,  # noqa: ANN401
     tables: Sequence[Any],
     config: ConnectorConfig,
-) -> tuple[tuple[Group, ...], bool]:
-    """Return the kinds of layers, those that attend to everything first, and whether MLA is one.
+) -> tuple[Group, ...]:
+    """Return the kinds of layers, those that attend to everything first.
 
     ``tables``: vLLM's cache groups. Raises UncachedError.
     """
@@ -155,13 +154,11 @@ def _groups_of(
             kinds.setdefault(DRAFT, []).append(_Layers(number, table.kv_cache_spec, drafts))
     if len(tables) > 1:  # with one kind of layer, too
         check_groups("a model with several KV cache groups")
-    latent = any(isinstance(table.kv_cache_spec, MLAAttentionSpec) for table in tables)
-    if latent:
+    if any(isinstance(table.kv_cache_spec, MLAAttentionSpec) for table in tables):
         check_latent(vllm_config, config)
-    groups = tuple(
+    return tuple(
         _group(vllm_config, config, kind, kinds[kind], len(tables) == 1) for kind in sorted(kinds)
     )
-    return groups, latent
 
 
 class _Layers(NamedTuple):

@@ -44,7 +44,7 @@ class BadChunkTest(DirectoryTest):
             on_cpu_too(self)
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
         identity = Identity(model=f"device {on_device}", chunk_tokens=16)
-        model = Model(identity, (group,), (16,), latent=False)
+        model = Model(identity, (group,), (16,))
         path = str(self.root)
         config = ConnectorConfig(shared_storage_path=path, chunk_tokens=16, **settings)
         self.watch = FileEventLog(model)

@@ -61,7 +61,7 @@ class FormsTest(DirectoryTest):
 
         group = Group(layout, tuple(range(layout.layers)), ((layout.full,),), (0,))
         identity = Identity(model=f"{layout}", chunk_tokens=layout.chunk_tokens)
-        model = Model(identity, (group,), (block_size,), latent=not layout.v_dim)
+        model = Model(identity, (group,), (block_size,))
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
         made = WorkerSide(model, config, Rank(0, 0))
         made.register(

@@ -47,7 +47,7 @@ class UntilKnownTest(unittest.TestCase):
         """A model of one layer."""
         group = Group(layout, (0,), ((layout.full,),), (0,))
         identity = Identity(model="m", chunk_tokens=16)
-        return Model(identity, (group,), (16,), latent=False, identified=identified)
+        return Model(identity, (group,), (16,), identified=identified)
 
     def side(self, end: Callable[[], Weights] = lambda: NO_FILES) -> Any:
         """The scheduler's half, whose search waits for `go`."""

@@ -31,7 +31,7 @@ def model(window: int | None = None, block: int = 32) -> Any:
     tag = "" if window is None else f"w{window}"
     layout = KVLayout(1, 1, 8, 8, "U8", CHUNK, tag)
     group = Group(layout, (0,), ((layout.full,),), (0,))
-    return Model(Identity(model="m", chunk_tokens=CHUNK), (group,), (block,), latent=False)
+    return Model(Identity(model="m", chunk_tokens=CHUNK), (group,), (block,))
 
 
 class Storage:

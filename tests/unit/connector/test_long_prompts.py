@@ -183,7 +183,7 @@ class MemoryTest(unittest.TestCase):
         shards = tuple(LLAMA_8B.full for _ in range(workers))
         group = Group(LLAMA_8B, tuple(range(32)), (shards,), (0,))
         identity = Identity(model="m", chunk_tokens=64)
-        model = Model(identity, (group,), (16,), latent=False, step_tokens=step_tokens)
+        model = Model(identity, (group,), (16,), step_tokens=step_tokens)
         return save_limit(model, LLAMA_8B.full.payload_nbytes(LLAMA_8B), mib)
 
     def test_default(self) -> None:

@@ -39,7 +39,7 @@ class PrefixTest(DirectoryTest):
             for number, layout in enumerate(layouts)
         )
         identity = Identity(model=f"{len(layouts)} {block}", chunk_tokens=SIZE)
-        return Model(identity, groups, (block,) * len(groups), latent=False)
+        return Model(identity, groups, (block,) * len(groups))
 
     def keys(self, tokens: int) -> KeyChain:
         """The chunks of a prompt."""

@@ -46,7 +46,7 @@ class RanksTest(DirectoryTest):
         shards = worker_shards(layout, pp_size=sizes[0], tp_size=sizes[1])
         group = Group(layout, tuple(range(layout.layers)), shards, (0,))
         identity = Identity(model="ranks", chunk_tokens=SIZE)
-        return Model(identity, (group,), (BLOCK,), latent=not layout.v_dim)
+        return Model(identity, (group,), (BLOCK,))
 
     def content(self, layout: KVLayout) -> torch.Tensor:
         """What the whole model holds: ``[layers, heads, tokens, K and V]``."""

@@ -40,7 +40,7 @@ class RequestFieldsTest(DirectoryTest):
         """Make a scheduler's half."""
         super().setUp()
         group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
         self.config = ConnectorConfig(
             shared_storage_path=str(self.root / "kv"), chunk_tokens=16, witness_every=0
         )

@@ -30,7 +30,7 @@ class RequestMetricsTest(unittest.TestCase):
         self.stats = Recorder()
         layout = KVLayout(1, 1, 8, 8, "U8", 64)
         group = Group(layout, (0,), ((layout.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=64), (group,), (64,), latent=False)
+        model = Model(Identity(model="m", chunk_tokens=64), (group,), (64,))
         config = ConnectorConfig(shared_storage_path="/kv")
         policy = LoadPolicy(model, config, clock=lambda: self.now)
         self.request_metrics = RequestMetrics(self.stats, policy, clock=lambda: self.now)

@@ -61,7 +61,7 @@ class SchedulerTest(unittest.TestCase):
 
         group = Group(layout, (0,), ((layout.full,),), (0,))
         identity = Identity(model="m", chunk_tokens=16)
-        model = Model(identity, (group,), (block,), latent=False, draft_tokens=draft_tokens)
+        model = Model(identity, (group,), (block,), draft_tokens=draft_tokens)
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         settings = {"witness_every": 0} | settings

@@ -41,9 +41,7 @@ class RulesTest(DirectoryTest):
             Group(layout, tuple(range(layout.layers)), ((layout.full,),), (number,))
             for number, layout in enumerate((FULL, STATE))
         )
-        return Model(
-            Identity(model=f"{block}", chunk_tokens=SIZE), groups, (block, block), latent=False
-        )
+        return Model(Identity(model=f"{block}", chunk_tokens=SIZE), groups, (block, block))
 
     def keys(self, tokens: int) -> KeyChain:
         """The chunks of a prompt."""

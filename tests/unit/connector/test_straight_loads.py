@@ -37,7 +37,7 @@ class CachedLoadTest(DirectoryTest):
         if not has_native():
             self.skipTest("native code is not built: python3 dev.py build")
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
         self.side = WorkerSide(model, config, Rank(0, 0))
         self.addCleanup(self.side.shutdown)

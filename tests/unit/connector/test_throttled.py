@@ -65,7 +65,7 @@ class ThrottledConnectorTest(DirectoryTest):
         from vua.vllm import page_layout
 
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
         settings |= {"witness_every": 0}
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
         self.clock = Clock()

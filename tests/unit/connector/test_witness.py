@@ -79,7 +79,7 @@ class WitnessTest(unittest.TestCase):
     ) -> Witness:
         """A new engine's."""
         group = Group(LAYOUT, (0,), ((LAYOUT.full,) * workers,), (0,))
-        model = Model(IDENTITY, (group,), (SIZE,), latent=False).in_epoch(model_epoch)
+        model = Model(IDENTITY, (group,), (SIZE,)).in_epoch(model_epoch)
         config = ConnectorConfig(shared_storage_path=str(self.root), **settings)
         self.stats = Recorder()
         return Witness(model, config, self.stats, setup, clock=lambda: self.now_s)

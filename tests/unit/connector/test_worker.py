@@ -116,7 +116,7 @@ class HangingTest(DirectoryTest):
         """A worker on this test's directory, which computes with ``memory``."""
         settings = {"worker": ONE_THREAD, "timeouts": Timeouts(io_s=IO_S)} | settings
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
         return WorkerSide(model, config, Rank(0, 0), memory=memory, clock=self.clock)
 
@@ -223,7 +223,7 @@ class HangingTest(DirectoryTest):
         """Ranks that hold the same heads read through the page cache, others past it."""
         for shards in (((LAYOUT.full, LAYOUT.full),), ((LAYOUT.full,),)):
             group = Group(LAYOUT, (0, 1), shards, (0,))
-            model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), latent=False)
+            model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
             config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
             side = WorkerSide(model, config, Rank(0, 0))
             self.addCleanup(side.shutdown)

@@ -21,7 +21,6 @@ MODEL = Model(
     Identity(model="test"),
     (Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,)),),
     (CHUNK,),
-    latent=False,
 )
 
 

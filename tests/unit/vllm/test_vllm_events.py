@@ -61,7 +61,6 @@ class EventPublisherTest(unittest.TestCase):
             Identity(model="m", chunk_tokens=CHUNK),
             (Group(LAYOUT, (0,), (ranks,), (0,)),),
             (block,),
-            latent=False,
         )
         spec = FullAttentionSpec(
             block_size=block, num_kv_heads=1, head_size=8, dtype=torch.bfloat16
