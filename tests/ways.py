@@ -34,8 +34,6 @@ class Way:
 
     functions: list[str] = field(default_factory=list)
     """On the stack, in this order, the hook first; each once."""
-    called: set[str] = field(default_factory=set)
-    """All that were called meanwhile."""
 
     @property
     def after_hook(self) -> int:
@@ -114,12 +112,12 @@ class Tracer:
                 stack = stack[hook:]
                 if event == "call" and stack[-1].endswith(HAND_OVER) and WORKERS in stack[-1]:
                     self._above = stack
+                elif self._above:  # the end is reached by another thread, perhaps just now
+                    return
             elif self._above and any(WORKERS in s and s.endswith(TAKEN_UP) for s in stack):
                 stack = self._above + stack
             else:
                 return
-            if event == "call":
-                self._way.called.add(stack[-1])
             if self._hook is not None and self._reached():
                 if event == "call":  # it was done before by the caller
                     stack.pop()
