@@ -1,17 +1,21 @@
 """The suite of this checkout beside that of an earlier commit, by turns.
 
     python benchmarks/checkouts.py COMMIT [--only C1,C2,C3,C8,C9] [--rounds 5] [--out FILE]
-    python benchmarks/checkouts.py COMMIT --again FILE [--rounds 11]
+    python benchmarks/checkouts.py COMMIT --again FILE [--rounds 7] [--markdown PAGE]
 
 Each round runs the suite of both, the earlier one first in every other round. Each suite measures
 its arms against a denominator of its own (raw reads and writes, SHA-256), in the same process. What
-is compared are these ratios, so a machine that is slow for a while is slow for both sides. Prints
-for each row that both have the median and the quartiles of "how many times as good as before" over
-the rounds: above 1 is better, whichever way the row counts. Interrupted, it tells of the rounds
-that have ended.
+is compared are these ratios, so a machine that is slow for a while is slow for both sides. Some
+rows divide one of VUA's own times by another (beside a busy thread by idle): such a ratio falls
+where only the denominator got faster, so there the arm's own times are compared.
+
+Prints for each row that both have the median and the quartiles of "how many times as good as
+before" over the rounds: above 1 is better, whichever way the row counts; and a summary of each
+number. Interrupted, it tells of the rounds that have ended.
 
 Of some 150 rows a few come out low by chance. With --again only those that are below 0.97 in FILE,
-which an earlier run wrote by --out, are measured: a row that has truly fallen is low again.
+which an earlier run wrote by --out, are measured: a row that has truly fallen is low again. Their
+rounds are added to those in FILE. --markdown puts the summary into a page.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from house import ROOT, archived
+from house import ROOT, archived, replace_between
 
 Row = tuple[str, str, str, str]
 """Its number, case, arm and denominator."""
@@ -36,6 +40,8 @@ JOINT = " | "
 """Between these where a row is named by one text."""
 LEAST = 0.97
 """A row below this is low."""
+OURS = ("load", "answer", "idle")
+"""How denominators begin that are VUA's own times."""
 
 
 def suite_of(checkout: Path) -> list[str]:
@@ -61,7 +67,12 @@ def measured(checkout: Path, only: str, work: Path) -> dict[Row, dict[str, Any]]
 
 
 def times_as_good(before: dict[str, Any], now: dict[str, Any]) -> float:
-    """The second row's ratio over the first one's, or the reverse where lower is better."""
+    """The second row's ratio over the first one's, or the reverse where lower is better.
+
+    Of rows against VUA's own times, the arm's time before over its time now.
+    """
+    if now["of"].startswith(OURS):
+        return float(before["ms"] / now["ms"])
     ratio: float = now["ratio"] / before["ratio"]
     return 1 / ratio if now["better"] == "lower" else ratio
 
@@ -75,10 +86,27 @@ def table(found: dict[Row, list[float]]) -> str:
     return "\n".join(lines)
 
 
-def low_rows(report: dict[str, list[float]]) -> set[Row]:
+def summary(found: dict[Row, list[float]], before: dict[Row, list[float]]) -> str:
+    """Markdown, a line for each number; ``before``: of the first run, where rows ran again."""
+    lines = ["| | rows | median | lowest | low at first |", "|---|--:|--:|--:|--:|"]
+    for number in sorted({row[0] for row in found}):
+        of_rows = {row: statistics.median(found[row]) for row in found if row[0] == number}
+        first = (statistics.median(before.get(row, found[row])) for row in of_rows)
+        low = sum(median < LEAST for median in first)
+        middle, lowest = statistics.median(of_rows.values()), min(of_rows.values())
+        lines.append(f"| {number} | {len(of_rows)} | {middle:.2f} | {lowest:.2f} | {low} |")
+    return "\n".join(lines)
+
+
+def read_row(name: str) -> Row:
+    """A row by the text that names it."""
+    number, case, arm, of = name.split(JOINT)
+    return number, case, arm, of
+
+
+def low_rows(report: dict[Row, list[float]]) -> set[Row]:
     """The rows of a report whose median is below LEAST."""
-    low = (row.split(JOINT) for row, all_ in report.items() if statistics.median(all_) < LEAST)
-    return {(number, case, arm, of) for number, case, arm, of in low}
+    return {row for row, ratios in report.items() if statistics.median(ratios) < LEAST}
 
 
 def main() -> None:
@@ -90,12 +118,17 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="work there: on the file system to measure")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all ratios as JSON")
     parser.add_argument("--again", type=Path, metavar="FILE", help="only rows that are low there")
+    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="with --again")
     asked = parser.parse_args()
     wanted: set[Row] | None = None
-    if asked.again:
-        wanted = low_rows(json.loads(asked.again.read_text(encoding="utf-8")))
-        asked.only = ",".join(sorted({number for number, *_ in wanted}))
     found: dict[Row, list[float]] = defaultdict(list)
+    first: dict[Row, list[float]] = {}
+    if asked.again:
+        report = json.loads(asked.again.read_text(encoding="utf-8"))
+        first = {read_row(name): ratios for name, ratios in report.items()}
+        found |= {row: [*ratios] for row, ratios in first.items()}
+        wanted, asked.out = low_rows(first), asked.out or asked.again
+        asked.only = ",".join(sorted({number for number, *_ in wanted}))
     with tempfile.TemporaryDirectory(prefix="vua-checkouts-", dir=asked.dir) as name:
         work = Path(name)
         before = archived(asked.commit, work / asked.commit)
@@ -108,7 +141,10 @@ def main() -> None:
                 for row in ours if wanted is None else ours & wanted:
                     found[row].append(times_as_good(rows[before][row], rows[ROOT][row]))
                 print(f"round {turn + 1} of {asked.rounds}", file=sys.stderr)
-    print(table(found))
+    print(table({row: found[row] for row in wanted} if wanted else found))
+    print(summary(found, first))
+    if asked.markdown:
+        replace_between(asked.markdown, "checkouts", summary(found, first))
     if asked.out:
         report = {JOINT.join(row): ratios for row, ratios in found.items()}
         asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

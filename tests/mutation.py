@@ -42,7 +42,7 @@ SOURCE = ROOT / "src"
 ROOMS = ("capacity", "store", "connector")
 QUICK = "not thorough and not soak and not gpu"
 PYTEST = ("-q", "-p", "no:cacheprovider", "--assert=plain")
-BELONG = ("capacity", "store", "connector", "vllm", "format", "testing", "cli")
+BELONG = ("capacity", "store", "connector", "vllm", "format", "testing", "cli", "device")
 """Folders of tests/unit that call these rooms; so does tests/unit/test_core.py."""
 PRELOADED = ("torch", "numpy", "vllm.v1.outputs", "vllm.v1.core.sched.scheduler")
 """Imported once, before every mutant's process is forked. Nothing of VUA."""

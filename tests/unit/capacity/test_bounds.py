@@ -199,6 +199,17 @@ class TestSurvey(DirectoryTest):
         self.assertEqual(names[: len(some)], [one.chunk for one in some])
         self.assertTrue(5 < len(some) < 400, len(some))
 
+    def test_empty(self) -> None:
+        """Namespaces in which no chunk is left are told of, and no others."""
+        cache = Cache(self.root)
+        cache.request([1])
+        with spaces(self.root) as found:
+            self.assertEqual([], lowest(found, 50).empty)
+        for chunk in cache.store.storage.directory.glob("*/*"):
+            shutil.rmtree(chunk)
+        with spaces(self.root) as found:
+            self.assertEqual([cache.store.storage.directory.name], lowest(found, 50).empty)
+
 
 class TestLease(DirectoryTest):
     """One at a time, and never for ever."""
