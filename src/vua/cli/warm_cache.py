@@ -75,15 +75,14 @@ class WarmedCache:
         ``before`` is what it held before a server was asked, whose keys may be others than those
         given. Returns what shows that they are, as :meth:`misnamed` does.
         """
-        held: Held = {}
-        misnamed, until_s = "", time.monotonic() + _PATIENCE_S
+        held: Held | None = None
+        misnamed, until_s = "", 0.0
         while True:
-            has_changed = self.look() != held
-            held = self.held
-            wanted = [{name: self.chunks(one, name) for name in held} for one in prompts]
-            if all(any(each[name] <= held[name] for name in each) for each in wanted):
-                return ""
-            if has_changed:
+            if self.look() != held:
+                held = self.held
+                wanted = [{name: self.chunks(one, name) for name in held} for one in prompts]
+                if all(any(each[name] <= held[name] for name in each) for each in wanted):
+                    return ""
                 ours = any(each[name] & held[name] for each in wanted for name in each)
                 misnamed = "" if ours or before is None else self.misnamed(before)
                 until_s = time.monotonic() + (_BRIEFLY_S if misnamed else _PATIENCE_S)

@@ -30,7 +30,7 @@ class CallsTest(unittest.TestCase):
         self.assertGreater(few["allocated"] + few["add_saves"], 1)
 
     def calls(self, tokens: int) -> dict[str, int]:
-        """Python functions called for a prompt of which half is stored: how often each."""
+        """Count the calls of each Python function for a prompt that is stored to its half."""
         layout = KVLayout(1, 1, 8, 8, "U8", CHUNK)
         group = Group(layout, (0,), ((layout.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=CHUNK), (group,), (CHUNK,))
