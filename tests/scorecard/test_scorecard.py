@@ -12,6 +12,7 @@ import sys
 import time
 import unittest
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from helpers import DirectoryTest
 from scorecard.__main__ import numbers_of
 from scorecard.card.names import same_distribution
 from scorecard.runner import Outcome, Plan, Table, run_apart, run_test
-from scorecard.stores import StoreSubject
+from scorecard.stores import StoreSubject, VuaSubject, make_vua
 from scorecard.subject import Key, Subject, load_subject
 from scorecard.trial import TESTS, NotApplicableError, NotRunError, Test, Trial
 from vua.storage.local import LocalStorage
@@ -112,6 +113,23 @@ class TestCard(DirectoryTest):
         table = Table("raw", list(verdicts.values()), {})
         self.assertEqual([12, 13, 14, 15, 20], table.failed_gates)
         self.assertEqual((0.0, 5), table.total)
+
+    def test_telling_time_fails(self) -> None:
+        """One that reads another tenant's entry before it misses fails the gate: it is slower."""
+
+        class Telling(VuaSubject):
+            def get(self, key: Key, into: memoryview) -> bool:
+                """Read what tenant A has of these tokens, and only then look for one's own."""
+                other = replace(key, salt="A")
+                if self.holds(other):
+                    super().get(other, into)
+                return super().get(key, into)
+
+        kept = run_test(TESTS[21], Plan(make_vua, directory=self.root))
+        self.assertEqual(("pass", []), (kept.verdict, kept.found))
+        outcome = run_test(TESTS[21], Plan(Telling, directory=self.root))
+        self.assertEqual("fail", outcome.verdict)
+        self.assertIn("a foreign entry looks like none", outcome.found[0])
 
     @pytest.mark.thorough
     def test_raw_files_fail(self) -> None:
