@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import unittest
 from types import SimpleNamespace
 
@@ -12,7 +11,8 @@ from vua.connector.adapters import Adapter, AdapterBook, AdapterNote, together
 class AdapterBookTest(unittest.TestCase):
     def test_book(self) -> None:
         """Only what all workers say counts; who does not agree, or answer, is not waited for."""
-        book = AdapterBook(workers=2, patience_s=0.01)
+        now_s = 0.0
+        book = AdapterBook(workers=2, patience_s=1.0, clock=lambda: now_s)
         one, other = Adapter(5, "d", 0), Adapter(5, "e", 0)
         request = SimpleNamespace(lora_int_id=5)
         for notes, found in (
@@ -28,7 +28,7 @@ class AdapterBookTest(unittest.TestCase):
             self.assertEqual((found, True), book.find(request))
         self.assertEqual((None, False), book.find(request))
         book.take_wanted()
-        time.sleep(0.02)
+        now_s = 1.5
         self.assertEqual((None, True), book.find(request))
 
 
