@@ -3,8 +3,9 @@
 ``{"kv_transfer_params": {"vua": {"store": false, "ttl_s": 3600}}}`` in the body of an OpenAI
 request, or ``SamplingParams(extra_args={"kv_transfer_params": {...}})``. VUA's settings stand in an
 object of their own, so that they never meet those of other connectors. A client must not be able to
-fail a request, here or in the engine, by what it says about a cache: whatever cannot be understood
-is ignored, with one line in the log for each kind of mistake.
+fail or delay a request, here or in the engine, by what it says about a cache: whatever cannot be
+understood is ignored, with one line in the log for each kind of mistake. The options are read on
+the engine's thread, so the time for that does not depend on how much a client sent.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ log = logger("requests")
 SECTION: Final = "vua"
 MAX_WAIT_S: Final = 60.0
 """A client may let its own request wait for so long, not for ever."""
-_MAX_WARNINGS: Final = 100
-"""Kinds of mistakes that are remembered: clients choose them, so memory must be bounded."""
+_SHOWN: Final = 60
+"""Characters of a client's value that a log line shows."""
+_MAX_TOKENS: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,14 @@ class OptionReader:
             return _DEFAULT
         given = params[SECTION]
         if not isinstance(given, Mapping):
-            self._complain(SECTION, f"must be an object, found {given!r:.60}")
+            self._complain(SECTION, f"must be an object, found {_shown(given)}")
             return _DEFAULT
-        values = {name: self._value(name, value) for name, value in given.items()}
+        known = {name: given[name] for name in _KINDS if name in given}
+        if len(known) < len(given) and "unknown" not in self._complained:
+            name = next(name for name in given if name not in known)
+            near = difflib.get_close_matches(str(name)[:40], _KINDS, n=1, cutoff=0.0)[0]
+            self._complain("unknown", f"has no {_shown(name)}; the nearest is {near!r}")
+        values = {name: self._value(name, value) for name, value in known.items()}
         good = {name: value for name, value in values.items() if value is not None}
         if good.get("pin") and not self._allow_pins:
             self._complain(
@@ -87,33 +94,44 @@ class OptionReader:
         hints = {name: good.pop(name) for name in _HINTS if name in good}
         return RequestOptions(**good, hints=SaveHints(**hints))
 
-    def _value(self, name: object, value: object) -> Any:  # noqa: ANN401
-        """Return a sound value of a known option; None when there is none."""
-        kind = _KINDS.get(name) if isinstance(name, str) else None
-        if kind is None:
-            near = difflib.get_close_matches(str(name)[:40], _KINDS, n=1, cutoff=0.0)[0]
-            self._complain("unknown", f"has no {name!r:.40}; the nearest is {near!r}")
-            return None
+    def _value(self, name: str, value: object) -> Any:  # noqa: ANN401
+        """Return a sound value of an option; None when there is none."""
+        kind = _KINDS[name]
         if value is None:  # as if it were not given
             return None
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if kind == "bool" and isinstance(value, bool):
             return value
         if kind == "int" and isinstance(value, int) and number and value >= 0:
-            return value
+            return min(value, _MAX_TOKENS)
         if kind == "float" and number and (seconds := _finite(value)) >= 0:
             return min(seconds, MAX_WAIT_S) if name == "wait_s" else seconds
-        self._complain(f"{name}", f"{name!r} must be {_WORDS[kind]}, found {value!r:.60}")
+        self._complain(name, f"{name!r} must be {_WORDS[kind]}, found {_shown(value)}")
         return None
 
     def _complain(self, about: str, what: str) -> None:
-        if about not in self._complained and len(self._complained) < _MAX_WARNINGS:
+        if about not in self._complained:
             self._complained.add(about)
             log.warning(
                 "VUA: a request's kv_transfer_params[%r] %s; ignored, as will be others like it",
                 SECTION,
                 what,
             )
+
+
+def _shown(value: object) -> str:
+    """Return a client's value for a log line, in time and length that do not depend on its size."""
+    if isinstance(value, str):
+        return repr(value[:_SHOWN])
+    if isinstance(value, int) and value.bit_length() > 2 * _SHOWN:
+        return f"a whole number of {value.bit_length()} bits"
+    if value is None or isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"an object with {len(value)} members"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)} values"
+    return f"a {type(value).__name__}"
 
 
 def _finite(value: Any) -> float:  # noqa: ANN401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unittest
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vua.connector.request import MAX_WAIT_S, OptionReader, RequestOptions, SaveHints
@@ -95,6 +96,59 @@ class OptionsTest(unittest.TestCase):
                 self.read(store=at, **{f"x{at}": 1})
 
         self.assertEqual(2, len(logged.output))
+
+    def test_long_options(self) -> None:
+        """What a client sends is not gone through: of 100,000 unknown keys the first is looked at.
+
+        The section counts how often a key or a value is asked for, so that no clock is needed.
+        """
+        names = [f"max_load_tokenswait_s_ttl_s_pin_{at:08d}" for at in range(100_000)]
+        given = CountedOptions(dict.fromkeys(names, 0) | {"store": False})
+        with self.assertLogs("vllm.vua.requests", "WARNING") as logged:
+            for _ in range(3):
+                self.assertEqual(RequestOptions(store=False), self.reader.read({"vua": given}))
+
+        self.assertEqual(1, len(logged.output))
+        self.assertLess(given.looked_at, 100)
+
+    def test_long_values(self) -> None:
+        """Of a long value a log line shows a part, and no value is turned into text as a whole."""
+        unshowable = Unshowable()
+        for long in ("x" * 5_000_000, unshowable, [unshowable], {"a": unshowable}, 10**10_000):
+            with self.subTest(kind=type(long)):
+                self.setUp()
+                with self.assertLogs("vllm.vua.requests", "WARNING") as logged:
+                    self.assertEqual(RequestOptions(), self.read(store=long))
+                    self.assertEqual(RequestOptions(), self.reader.read({"vua": [long]}))
+                    self.assertEqual(RequestOptions(), self.reader.read({"vua": {"y" * 5000: 1}}))
+                self.assertLess(max(map(len, logged.output)), 400)
+        self.assertEqual(RequestOptions(max_load_tokens=1 << 62), self.read(max_load_tokens=10**99))
+
+
+class CountedOptions(Mapping[str, object]):
+    """Counts the keys and values that somebody looks at."""
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        self.options, self.looked_at = options, 0
+
+    def __len__(self) -> int:
+        return len(self.options)
+
+    def __iter__(self) -> Iterator[str]:
+        for name in self.options:
+            self.looked_at += 1
+            yield name
+
+    def __getitem__(self, name: str) -> object:
+        self.looked_at += 1
+        return self.options[name]
+
+
+class Unshowable:
+    """A value that is too long to be shown."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("the whole value was turned into text")
 
 
 if __name__ == "__main__":
