@@ -56,5 +56,5 @@ def states_of_any_point_are_saved(patches: ExitStack) -> None:
 def states_are_not_looked_up(patches: ExitStack) -> None:
     """Where there are K and V of a prefix its state is taken for granted."""
     patches.enter_context(
-        mock.patch("vua.connector.prefix_match.WindowProbe.gap", return_value=None)
+        mock.patch("vua.connector.prefix_match.WindowProbe.missing", return_value=None)
     )

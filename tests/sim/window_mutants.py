@@ -10,8 +10,9 @@ from typing import Any
 from unittest import mock
 
 from sim.mutants import Connector, change_orders, instead, mutation
-from vua.connector.cache_spec import Group
 from vua.connector.metadata import ConnectorMetadata, GroupLoad
+from vua.format import prefix
+from vua.format.layout import KVLayout
 
 BELOW_A_CHUNK: dict[str, Any] = {"window": 20, "chunk_tokens": 96, "max_num_batched_tokens": 48}
 BELOW_A_CHUNK |= {"block_sizes": (16, 16), "prefix_caching": False}
@@ -76,11 +77,11 @@ def the_first_chunk_of_a_window_is_not_loaded(patches: ExitStack) -> None:
 def windows_are_one_token_too_short(patches: ExitStack) -> None:
     """The first token that is needed is counted wrong by one."""
 
-    def first(original: Any, self: Group, tokens: int) -> int:
-        needed: int = original(self, tokens)
+    def first(original: Any, layout: KVLayout, tokens: int) -> int:
+        needed: int = original(layout, tokens)
         return needed + (needed > 0)
 
-    instead(patches, Group, "first_needed", first)
+    instead(patches, prefix, "first_needed", first)
 
 
 @mutation(model="two windows", window=20, first_seed=1)
@@ -162,7 +163,7 @@ def windows_are_not_saved(patches: ExitStack) -> None:
 def windows_are_not_looked_up(patches: ExitStack) -> None:
     """What the layers that attend to everything have is promised."""
     patches.enter_context(
-        mock.patch("vua.connector.prefix_match.WindowProbe.gap", return_value=None)
+        mock.patch("vua.connector.prefix_match.WindowProbe.missing", return_value=None)
     )
 
 

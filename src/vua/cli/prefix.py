@@ -16,6 +16,7 @@ from vua.capacity.prefix_tree import PrefixTree
 from vua.errors import CorruptEntryError, ForeignEntryError
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, Shard, cover
+from vua.format.prefix import Kind, leading, longest_prefix
 from vua.io.header_plan import header_plan
 from vua.native import Transfer
 from vua.store.entry_reader import EntryReader
@@ -142,40 +143,29 @@ def _explained(problem: Exception) -> str:
 def usable(groups: Sequence[GroupState]) -> int:
     """Return the leading chunks after which a computation can go on, given what is stored.
 
-    A group without a window needs all of them, one with a window of w tokens those that hold the
-    last w - 1 tokens. (Where all groups have windows each chunk of each is stored, and needed.)
     An engine loads no more than that, see :func:`loadable`.
     """
-    full, windows = _kinds(groups)
     size = groups[0].layout.chunk_tokens
-    for count in range(min(group.leading for group in full), 0, -1):
-        if all(_holds_window(group, count * size) for group in windows):
-            return count
-    return 0
+    count = len(groups[0].chunks)
+    return _longest(groups, count * size, 1, size) // size
 
 
 def loadable(groups: Sequence[GroupState], prompt_tokens: int, block_tokens: int) -> int:
     """Return how many tokens of a prompt vLLM can load: whole blocks, and never the last token."""
-    full, windows = _kinds(groups)
-    stored = min(group.leading for group in full) * groups[0].layout.chunk_tokens
-    most = max(0, min(stored, prompt_tokens - 1)) // block_tokens * block_tokens
-    for tokens in range(most, 0, -block_tokens):
-        if all(_holds_window(group, tokens) for group in windows):
-            return tokens
-    return 0
+    return _longest(groups, prompt_tokens - 1, block_tokens, block_tokens)
 
 
-def _kinds(groups: Sequence[GroupState]) -> tuple[list[GroupState], list[GroupState]]:
-    """The groups that need every chunk, and those that need a window of them."""
-    full = [group for group in groups if group.layout.window is None] or list(groups)
-    return full, [group for group in groups if group not in full]
+def _longest(groups: Sequence[GroupState], most: int, block_tokens: int, align: int) -> int:
+    """Return how many tokens can be used that are a multiple of ``align``, by the engines' rule."""
 
+    def missing(number: int, chunks: Sequence[int]) -> int | None:
+        states = groups[number].chunks
+        return next((one for one in chunks if states[one].state != "stored"), None)
 
-def _holds_window(group: GroupState, tokens: int) -> bool:
-    """Whether what a computation needs that goes on behind so many tokens is stored."""
-    size, window = group.layout.chunk_tokens, group.layout.window or 0
-    first, stop = max(0, tokens - window + 1) // size, -(-tokens // size)
-    return all(chunk.state == "stored" for chunk in group.chunks[first:stop])
+    kinds = [Kind(group.layout, block_tokens) for group in groups]
+    lead = leading([group.layout for group in groups])
+    stored = min((groups[at].leading for at in lead), default=len(groups[0].chunks))
+    return longest_prefix(kinds, stored, most, missing, align)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Final
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
+from vua.format.prefix import Kind, alignment, first_needed, first_token, leading
 
 __all__ = ["NOTHING_MORE", "EngineIdentity", "Group", "Model", "UncachedError", "division"]
 
@@ -66,7 +67,7 @@ class Group:
 
     def first_needed(self, tokens: int) -> int:
         """The first token whose K/V matter to whoever goes on behind ``tokens`` tokens."""
-        return 0 if self.layout.window is None else max(0, tokens - self.layout.window + 1)
+        return first_needed(self.layout, tokens)
 
 
 def division(groups: Sequence[Group]) -> dict[str, object]:
@@ -123,24 +124,20 @@ class Model:
 
     @property
     def align(self) -> int:
-        """What the length of a hit must be a multiple of: it ends with a block in every group.
+        """What the length of a hit must be a multiple of: it ends with a block in every group."""
+        return math.lcm(*self.block_sizes, alignment(self.kinds))
 
-        Where there are states it ends with a chunk too: a state's file is that of the last chunk.
-        """
-        states = any(group.keeps_state for group in self.groups)
-        return math.lcm(*self.block_sizes, self.chunk_tokens if states else 1)
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The groups as the rule for usable prefixes takes them."""
+        return tuple(self._kind(group) for group in self.groups)
+
+    def _kind(self, group: Group) -> Kind:
+        return Kind(group.layout, math.lcm(*(self.block_sizes[table] for table in group.tables)))
 
     def first_loaded(self, group: Group, tokens: int) -> int:
-        """The first token to load of a group for whoever goes on behind ``tokens`` tokens.
-
-        Where that is behind the first token of a block, the block is loaded whole nevertheless: the
-        engine's own prefix cache offers it to other requests, whose windows may begin earlier. Of
-        states it is the first token of the chunk that ends there.
-        """
-        if group.keeps_state:
-            return max(0, tokens - self.chunk_tokens)
-        first = group.first_needed(tokens)
-        return first - first % math.lcm(*(self.block_sizes[table] for table in group.tables))
+        """The first token to load of a group for whoever goes on behind ``tokens`` tokens."""
+        return first_token(self._kind(group), tokens)
 
     def loaded_nbytes(self, start: int, stop: int) -> int:
         """The bytes that all workers read, in whole chunks, to load tokens [start, stop)."""
@@ -163,5 +160,4 @@ class Model:
     @property
     def leading(self) -> tuple[Group, ...]:
         """The groups of which every chunk is stored: they tell how much of a prompt is shared."""
-        full = tuple(group for group in self.groups if group.layout.window is None)
-        return full or tuple(group for group in self.groups if not group.keeps_state)
+        return tuple(self.groups[at] for at in leading([one.layout for one in self.groups]))

@@ -15,6 +15,7 @@ from typing import Final
 
 from vua.connector.cache_spec import Group, Model
 from vua.format.keys import KeyChain, Keys
+from vua.format.prefix import longest_prefix
 from vua.store.store import Store
 
 __all__ = ["PrefixMatch", "WindowProbe", "find", "longest"]
@@ -98,14 +99,8 @@ def longest(model: Model, stores: Sequence[Store], keys: Keys, stored: int, most
         stored: how many of them, from the first on, the leading groups have.
         most: tokens to load at most.
     """
-    probe, size, align = WindowProbe(model, stores, keys), model.chunk_tokens, model.align
-    while stored > 0:
-        tokens = min(stored * size, most) // align * align
-        gap = probe.gap(tokens)
-        if gap is None:
-            return tokens
-        stored = gap
-    return 0
+    probe = WindowProbe(model, stores, keys)
+    return longest_prefix(model.kinds, stored, most, probe.missing, model.align)
 
 
 def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]:
@@ -123,32 +118,19 @@ def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]
 
 
 class WindowProbe:
-    """Looks for the windows that a hit of a certain length needs."""
+    """Looks for the chunks that hold windows and states; each is asked for once."""
 
     def __init__(self, model: Model, stores: Sequence[Store], keys: Keys) -> None:
-        self._model, self._size, self._keys = model, model.chunk_tokens, keys
-        pairs = zip(model.groups, stores, strict=True)
-        self._windows = [(group, store) for group, store in pairs if group not in model.leading]
+        self._groups = list(zip(model.groups, stores, strict=True))
+        self._keys = keys
         self._seen: dict[tuple[int, int], bool] = {}
 
-    def gap(self, tokens: int) -> int | None:
-        """Return a chunk that is missing for a hit of ``tokens`` tokens, None if none is.
-
-        No longer hit than up to that chunk is possible: it is in every window up to ``tokens``.
-        """
-        if not tokens:
-            return None
-        for number, (group, store) in enumerate(self._windows):
-            first = self._model.first_loaded(group, tokens) // self._size
-            last = (tokens - 1) // self._size + 1
-            # The lowest first: without it, no hit ends inside the window either.
-            chunks: tuple[int, ...] = (first, *range(last - 1, first, -1))
-            if store.search is not None:  # all at once: it remembers the answers
-                store.search.holds([self._keys[chunk] for chunk in chunks], group.written)
-            for chunk in chunks:
-                if not self._there(number, group, store, chunk):
-                    return chunk
-        return None
+    def missing(self, number: int, chunks: Sequence[int]) -> int | None:
+        """Return the first of a group's chunks that is not stored; None where all are."""
+        group, store = self._groups[number]
+        if store.search is not None:  # all at once: it remembers the answers
+            store.search.holds([self._keys[chunk] for chunk in chunks], group.written)
+        return next((one for one in chunks if not self._there(number, group, store, one)), None)
 
     def _there(self, number: int, group: Group, store: Store, chunk: int) -> bool:
         known = self._seen.get((number, chunk))

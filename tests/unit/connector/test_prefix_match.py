@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from helpers import DirectoryTest, save_chunk
+from vua.cli.prefix import loadable, look
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.format.states import state_layout
 from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
@@ -87,6 +89,40 @@ class PrefixTest(DirectoryTest):
         first = max(0, end - WINDOW + 1) // block * block
         windows = {token // SIZE for token in range(first, end)}
         return end <= stored * SIZE and windows <= there
+
+    def test_everybody_agrees(self) -> None:
+        """`vua explain` and a rank of SGLang say what the engine's lookup says.
+
+        With windows that are no whole blocks, with windows of several blocks, and with states.
+        """
+        from vua.connector.prefix_match import find, longest
+
+        size, chunks = 32, 12
+        full = KVLayout(1, 1, 4, 4, "U8", size)
+        others = [KVLayout(1, 1, 4, 4, "U8", size, f"w{window}") for window in (40, 48, 64, 192)]
+        others.append(state_layout(layers=1, parts=1, nbytes=4 * size, chunk_tokens=size))
+        rng = np.random.default_rng(7)
+        for other, block in itertools.product(others, (16, 32, 48, 128)):
+            tokens = chunks * size + int(rng.integers(0, size))
+            keys = KeyChain(token_ids(list(range(tokens))), size)
+            for trial in range(4):
+                model = self.model(full, other, block=block)
+                root = self.root / f"{other.group}-{block}-{trial}"
+                root.mkdir()
+                stores = Namespace.create(root, model.identity, [full, other]).stores
+                there = np.flatnonzero(rng.random(chunks) < rng.choice([0.5, 0.9]))
+                self.store(stores[0], keys, range(rng.integers(chunks // 2, chunks + 1)))
+                self.store(stores[1], keys, map(int, there))
+
+                found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
+                groups = [look(store, keys, None) for store in stores]
+                answers = {
+                    found.tokens,
+                    loadable(groups, tokens, block),
+                    longest(model, stores, keys, found.stored, tokens - 1),
+                }
+
+                self.assertEqual(1, len(answers), (other.group, block, list(there), answers))
 
     def test_what_to_store(self) -> None:
         """The window at the end, at the branch, and at regular places; one chunk of slack."""

@@ -1,0 +1,102 @@
+"""Which prefix of a prompt can be used, given which chunks are stored: the one rule for all askers.
+
+Layers that attend to everything need every chunk of the prefix. Layers with a sliding window need
+the chunks that hold the window at the prefix's end, from the first token of a block on: an engine
+fills whole blocks. Layers with a state need the chunk that ends where the prefix ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from vua.format.layout import KVLayout
+
+__all__ = ["Kind", "alignment", "first_needed", "first_token", "leading", "longest_prefix"]
+
+
+class Kind(NamedTuple):
+    """Layers of one kind, as an engine keeps them."""
+
+    layout: KVLayout
+    block_tokens: int
+    """Tokens per block: the least common multiple where an engine has several sizes; 1 without
+    blocks."""
+
+
+def first_needed(layout: KVLayout, tokens: int) -> int:
+    """Return the first token whose K/V count to go on behind ``tokens`` tokens.
+
+    >>> first_needed(KVLayout(1, 1, 4, 4, "U8", 8, "w20"), 64)
+    45
+    """
+    if layout.keeps_state:
+        return max(0, tokens - layout.chunk_tokens)
+    return 0 if layout.window is None else max(0, tokens - layout.window + 1)
+
+
+def first_token(kind: Kind, tokens: int) -> int:
+    """Return the first token to load of layers to go on behind ``tokens`` tokens.
+
+    Of a window's first block the whole block counts: the engine's own prefix cache offers it to
+    other requests, whose windows may begin earlier.
+
+    >>> layout = KVLayout(1, 1, 4, 4, "U8", 8, "w20")
+    >>> first_token(Kind(layout, 1), 64), first_token(Kind(layout, 16), 64)
+    (45, 32)
+    """
+    first = first_needed(kind.layout, tokens)
+    return first if kind.layout.keeps_state else first - first % kind.block_tokens
+
+
+def alignment(kinds: Sequence[Kind]) -> int:
+    """Return what the length of a prefix is a multiple of: it ends with a block of every kind.
+
+    Where there are states it ends with a chunk too: a state's file is that of the last chunk.
+    """
+    states = (kind.layout.chunk_tokens for kind in kinds if kind.layout.keeps_state)
+    return math.lcm(*(kind.block_tokens for kind in kinds), *states)
+
+
+def leading(layouts: Sequence[KVLayout]) -> list[int]:
+    """Return the places of the layouts of which every chunk is stored.
+
+    These attend to everything; where none does, they are those with windows.
+    """
+    full = [at for at, layout in enumerate(layouts) if layout.window is None]
+    return full or [at for at, layout in enumerate(layouts) if not layout.keeps_state]
+
+
+def longest_prefix(
+    kinds: Sequence[Kind],
+    stored: int,
+    most: int,
+    missing: Callable[[int, Sequence[int]], int | None],
+    align: int = 1,
+) -> int:
+    """Return how many tokens of a prompt can be used: behind them every window and state is there.
+
+    Args:
+        kinds: the model's, in any order.
+        stored: how many of the prompt's chunks, from the first on, the :func:`leading` kinds have.
+        most: tokens to use at most.
+        missing: tells, for a kind's place and some chunks, the first of these that is not stored;
+            None: all are. It is asked about the other kinds only.
+        align: what the answer is a multiple of, beside :func:`alignment`.
+    """
+    lead = set(leading([kind.layout for kind in kinds]))
+    others = [(at, kind) for at, kind in enumerate(kinds) if at not in lead]
+    size, align = kinds[0].layout.chunk_tokens, math.lcm(align, alignment(kinds))
+    while (tokens := min(stored * size, most) // align * align) > 0:
+        gap = None
+        for at, kind in others:
+            first, stop = first_token(kind, tokens) // size, -(-tokens // size)
+            # The lowest first: without it no prefix that ends inside the window can be used either.
+            gap = missing(at, (first, *range(stop - 1, first, -1)))
+            if gap is not None:
+                break
+        if gap is None:
+            return tokens
+        stored = gap  # it is needed for every prefix from there up to `tokens`
+    return 0
