@@ -216,7 +216,8 @@ class VUA:
     def _put(self, call: Call[int], store: Store, keys: KeyChain, cache: Cache, stored: int) -> int:
         saver = EntryWriter(store, cache.memory(self.config.split_factor))
         saver.wanted = lambda: call.wanted
-        store.used(keys, stored, wait=stored < len(keys))  # before it makes room for the rest
+        # Before it makes room for the rest.
+        store.used(keys, stored, wait=stored < len(keys), storing=True)
         written = saver.save_all(keys)
         log.debug("put %d tokens: %d of %d chunks written", cache.length, written, len(keys))
         return written

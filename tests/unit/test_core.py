@@ -20,6 +20,7 @@ import torch
 
 from helpers import DirectoryTest, caches_of, flip, kv_bits, noise, read_only
 from vua import core
+from vua.capacity.use_log import UseLog
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, InputError, LayoutError, NotWritableError
 from vua.security.settings import Security
@@ -282,6 +283,33 @@ class TestPutAndGet(CoreTest):
         self.assertEqual(before, len(list(Path("/proc/self/fd").iterdir())))
 
 
+class TestRequests(CoreTest):
+    """What is logged of a program that asks for prompts and stores what it computes."""
+
+    def logged(self) -> list[int]:
+        """The lengths of the requests in the log, in chunks."""
+        self.vua.close()  # finishes what works in the background
+        return [len(request.chunks) for request in UseLog(self.root).read()]
+
+    def test_one_request_counts_once(self) -> None:
+        """A prompt that is asked for, and stored with its answer, is one request."""
+        tokens = torch.arange(200, 224)
+        cache = caches_of(layers=1, heads=1, tokens=24, dim=4)
+        first = [[array[:, :, :8] for array in pair] for pair in cache]
+        self.vua.put(tokens[:8], first)
+        for _ in range(2):
+            self.vua.get_closest(tokens[:20])
+            self.vua.put(tokens, cache)
+        self.assertEqual([2, 5], self.logged())
+
+    def test_stored_without_asking(self) -> None:
+        """What is only stored is a request of its own."""
+        cache = caches_of(layers=1, heads=1, tokens=8, dim=4)
+        for first in range(0, 300, 100):
+            self.vua.put(torch.arange(first, first + 8), cache)
+        self.assertEqual([2, 2, 2], self.logged())
+
+
 class TestTensors(CoreTest):
     """Tensors come with any strides; what is stored are their values."""
 
@@ -477,9 +505,16 @@ class TestDirectory(CoreTest):
                 VUA(SMALL, path)
         self.assertEqual("mine", file.read_text())
 
+    def test_nothing_is_mounted(self) -> None:
+        """A path of which more than the last part is missing is refused, and not made."""
+        path = self.root / "mnt" / "kv"
+        with self.assertRaisesRegex(ConfigError, "mnt is missing too; correct the path, mount"):
+            VUA(SMALL, path)
+        self.assertFalse((self.root / "mnt").exists())
+
     def test_path_is_created(self) -> None:
         """A missing directory is created for its owner only."""
-        path = self.root / "a" / "b"
+        path = self.root / "kv"
         VUA(SMALL, str(path)).close()
 
         self.assertEqual(0o700, stat.S_IMODE(path.stat().st_mode))

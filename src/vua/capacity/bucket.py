@@ -64,7 +64,7 @@ class BucketCapacity:
             self._warn_of_ttls()
         return Unlimited()
 
-    def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
+    def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
         """Do nothing."""
 
     def pin(self, chunk: str) -> bool:

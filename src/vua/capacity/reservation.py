@@ -54,6 +54,8 @@ class _Use(NamedTuple):
     """Names, from the prompt's first one on."""
     touched: int
     """How many of them get new mtimes."""
+    is_request: bool
+    """Whether it is logged; a request that is logged already is not logged again."""
 
 
 class Capacity:
@@ -82,7 +84,7 @@ class Capacity:
         self.reclaiming = ReclaimThread(root, limits, self.counts, self.policy)
         self.pending = Pending(_ADOPT_WAIT_S)
         self.touches: Touches[_Use] = Touches(self._note)
-        self._requests = Recent(INTERVAL_S)
+        self._requests, self._stores = Recent(INTERVAL_S), Recent(INTERVAL_S)
         self.after_fork()
         watch(self)
 
@@ -163,21 +165,35 @@ class Capacity:
 
     # -- use ------------------------------------------------------------------------------------
 
-    def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
+    def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
         """Note a request for ``keys``. The first ``chunks`` of them are stored, and used now.
 
-        At most once a minute for the same request. Returns at once and works in the background;
-        ``wait`` does so here and now. Never raises for the state of the storage.
+        The same request is logged at most once a minute. Returns at once and works in the
+        background. Never raises for the state of the storage.
+
+        Args:
+            keys: the chunks of a prompt, from its first one on.
+            chunks: how many of them are stored.
+            wait: work before returning, each time.
+            storing: what is not stored yet is stored next. A request that this process logged in
+                the last minute, for these keys or a prefix of them, is this one: it counts once.
         """
         many = len(keys)
-        is_new = bool(many) and self._requests.passes(keys[many - 1].name)
-        touched = chunks if wait or (chunks and self.touches.wants(keys[chunks - 1].name)) else 0
-        if is_new or touched or (many and wait):
-            self.touches.touch(_Use([keys[at].name for at in range(many)], touched), wait=wait)
+        if not many:
+            return
+        names = [keys[at].name for at in range(many)]
+        if storing:
+            is_new = not self._requests.passed_any(names) and self._stores.passes(names[-1])
+        else:
+            is_new = self._requests.passes(names[-1]) or wait
+        touched = chunks if wait or (chunks and self.touches.wants(names[chunks - 1])) else 0
+        if is_new or touched:
+            self.touches.touch(_Use(names, touched, is_new), wait=wait)
 
     def _note(self, use: _Use) -> None:
         """Log a request, and only then show that its chunks are used: see `LeastHitDensity`."""
-        self.policy.asked(use.chunks)
+        if use.is_request:
+            self.policy.asked(use.chunks)
         if use.touched:
             self.policy.used(self.storage.fileno(), use.chunks[: use.touched])
 

@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Generic, TypeVar
 
 from vua.io.forks import watch
@@ -99,3 +99,10 @@ class Recent:
             if len(self._seen) > self._room:
                 self._seen.popitem(last=False)
         return True
+
+    def passed_any(self, names: Iterable[str]) -> bool:
+        """Return whether one of ``names`` passed within the interval; changes nothing."""
+        now = time.monotonic()
+        with self._lock:
+            seen = self._seen
+            return any(name in seen and now - seen[name] < self._interval_s for name in names)

@@ -51,9 +51,9 @@ class RenewingCapacity(BucketCapacity):
         super().__init__(place, bounds)
         self.renewals = [Renewal(place, bounds)]
 
-    def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
+    def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
         """Renew what is old of the first ``chunks``, in the background."""
-        super().used(keys, chunks, wait=wait)
+        super().used(keys, chunks, wait=wait, storing=storing)
         for one in self.renewals:
             one.used(keys, chunks)
 
@@ -84,9 +84,9 @@ class TieredCapacity(Capacity):
         ]
         """What keeps objects young that are used, one for each bucket."""
 
-    def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
+    def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
         """As in a directory; and renew what is old in buckets, in the background."""
-        super().used(keys, chunks, wait=wait)
+        super().used(keys, chunks, wait=wait, storing=storing)
         for one in self.renewals:
             one.used(keys, chunks)
 

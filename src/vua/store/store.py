@@ -155,10 +155,10 @@ class Store:
         found = (parse_name(entry.name)[1] for entry in self.storage.list(f"{chunk}/"))
         return [shard for shard in found if shard is not None]
 
-    def used(self, keys: Keys, chunks: int, *, wait: bool = False) -> None:
+    def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
         """Note that the first ``chunks`` chunks were used; see :meth:`Capacity.used`."""
         if self.capacity is not None:
-            self.capacity.used(keys, chunks, wait=wait)
+            self.capacity.used(keys, chunks, wait=wait, storing=storing)
 
     # -- load ---------------------------------------------------------------------------------
 

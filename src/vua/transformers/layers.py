@@ -194,7 +194,8 @@ class StoredLayers:
             for group, store in zip(groups, namespace.stores, strict=True)
             if group in self._model.leading
         )
-        namespace.stores[0].used(keys, stored, wait=stored < len(keys))  # before others go for it
+        # Before eviction makes room for the rest.
+        namespace.stores[0].used(keys, stored, wait=stored < len(keys), storing=True)
         firsts = [self._first_to_store(group, layers, len(ids), stored) for group in groups]
         for group, store, first in zip(groups, namespace.stores, firsts, strict=True):
             if first >= len(keys):

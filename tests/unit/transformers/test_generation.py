@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import tempfile
 import unittest
 import warnings
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 from commands import run
-from helpers import keys_of
+from helpers import ROOT, keys_of
 from vua import InputError, StorageError
+from vua.capacity.use_log import UseLog
 from vua.testing.models import make_model
 
 CHUNK = 16
@@ -99,6 +101,26 @@ class GenerationTest(unittest.TestCase):
             out = self.model.generate(PROMPT, **call)  # what was generated is stored, too
             longer = torch.cat([out, PROMPT[:, :12]], dim=1)
             self.assertEqual(16, self.ask(input_ids=longer)[1])
+
+    def test_readme(self) -> None:
+        """The README's lines run as they stand, and store."""
+        text = (ROOT / "README.md").read_text("utf-8")
+        (block,) = re.findall(r"```python\n([^`]*reuse_prefixes[^`]*)```", text)
+        inputs = {**GREEDY, "input_ids": PROMPT}
+        code = block.replace("/mnt/shared/kv", str(self.store))
+        self.assertNotEqual(block, code)
+        exec(code, {"model": self.model, "inputs": inputs})
+        with self.reusing() as prefixes:
+            self.assertTrue(prefixes.ready())
+
+    def test_one_request_counts_once(self) -> None:
+        """A prompt that is loaded, and stored with what was generated, is one logged request."""
+        with self.reusing() as prefixes:
+            self.assertTrue(prefixes.ready())
+            for _ in range(2):  # stored, then loaded
+                self.ask(input_ids=PROMPT)
+            self.ask(input_ids=torch.cat([PROMPT, PROMPT[:, :50]], dim=1))
+        self.assertEqual([6, 6, 9], [len(one.chunks) for one in UseLog(self.store).read()])
 
     def test_events(self) -> None:
         """`vua events` tells of what was stored here, by the keys that follow from the tokens."""
