@@ -1,9 +1,9 @@
 """`vua top`: what goes on in a directory that is in use, from names and times alone.
 
 It looks at every chunk's mtime (:mod:`vua.capacity.lru`) once per interval: a chunk with a younger
-mtime than at the look before was used (or is new), one that is gone was evicted. A process mtimes a
-prefix once a minute at most, so `used` counts chunks in use, not requests. At a million chunks a
-look takes seconds: the interval is what lies between the end of one and the start of the next.
+mtime than at the look before was used (or is new), one that is gone was evicted. A process updates
+a prefix's mtime once a minute at most, so `used` counts chunks in use, not requests. At a million
+chunks a look takes seconds: the interval is the time from its end to the start of the next one.
 
 Of a bucket it lists the objects: their times are those of the last write or renewal, and a request
 names 1,000 of them. So it looks once a minute there unless told otherwise, and says what it cost.
@@ -125,7 +125,8 @@ def _compared(
     root: Path | BucketPath, before: dict[str, _Look], now: dict[str, _Look], took_s: float
 ) -> dict[str, object]:
     newest = max((max(one.mtimes_ns.values(), default=0) for one in now.values()), default=0)
-    rows = [_row(before.get(name), one, newest, took_s) for name, one in sorted(now.items())]
+    now_ns = max(time.time_ns(), newest)  # mtimes are by the server's clock, which may be ahead
+    rows = [_row(before.get(name), one, now_ns, took_s) for name, one in sorted(now.items())]
     return {
         **_whole(root, now),
         "chunks": sum(len(one.mtimes_ns) for one in now.values()),
@@ -154,7 +155,7 @@ def _whole(root: Path | BucketPath, now: dict[str, _Look]) -> dict[str, object]:
     }
 
 
-def _row(before: _Look | None, now: _Look, newest_ns: int, took_s: float) -> dict[str, object]:
+def _row(before: _Look | None, now: _Look, now_ns: int, took_s: float) -> dict[str, object]:
     old = {} if before is None else before.mtimes_ns
     new = sum(name not in old for name in now.mtimes_ns)
     gone = sum(name not in now.mtimes_ns for name in old)
@@ -170,7 +171,7 @@ def _row(before: _Look | None, now: _Look, newest_ns: int, took_s: float) -> dic
         "gone_per_s": round(gone / took_s, 3),
         "used_within": {
             str(window): sum(
-                newest_ns - mtime_ns <= window * 10**9 for mtime_ns in now.mtimes_ns.values()
+                now_ns - mtime_ns <= window * 10**9 for mtime_ns in now.mtimes_ns.values()
             )
             for window in _WINDOWS_S
         },

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 import unittest
 from unittest import mock
 
@@ -38,6 +39,14 @@ class TestTop(CliTest):
         self.assertEqual({"llama": [0, 2, 1], "qwen": [2, 1, 0]}, counts)
         self.assertEqual({"60": 3, "3600": 3, "86400": 3}, rows["qwen"]["used_within"])
         self.assertEqual({"-": 1}, rows["qwen"]["salts"])
+
+    def test_last_use_long_ago(self) -> None:
+        """How long ago chunks were used counts from now, not from the newest of them."""
+        for path in self.files():
+            os.utime(path.parent, (0, time.time() - 40 * 86400))
+        report = run_json("top", self.root, "--once", "--interval", "0.01")[1]
+        nowhere = {"60": 0, "3600": 0, "86400": 0}
+        self.assertEqual([nowhere] * 2, [row["used_within"] for row in report["namespaces"]])
 
     def traffic(self, _: float) -> None:
         """Use and lose chunks of one model, store some of the other."""

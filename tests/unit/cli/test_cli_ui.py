@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -50,6 +51,14 @@ class UiTest(CliTest):
         self.assertEqual(400, status)
         self.assertIn(b"--tokenizer", content)
         self.assertEqual(before, contents(self.root))
+
+    def test_last_use_long_ago(self) -> None:
+        """How long ago chunks were used counts from now, not from the newest of them."""
+        for path in self.files():
+            os.utime(path.parent, (0, time.time() - 40 * 86400))
+        with served(self.root) as page:
+            ages = [one["ages"] for one in page.looked()["namespaces"]]
+        self.assertEqual([[0, 0, 0, 0, 1], [0, 0, 0, 0, 3]], sorted(ages))
 
     @pytest.mark.thorough
     def test_live(self) -> None:

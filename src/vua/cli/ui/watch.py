@@ -60,6 +60,8 @@ class _Seen:
     """How often each chunk was seen to be used, since the first look."""
     counts: dict[str, int] = field(default_factory=dict)
     """New, used and gone since the look before."""
+    ages: list[int] = field(default_factory=list)
+    """Chunks by the time since their last use, see `_AGES_S`."""
 
 
 def watch(directory: str, talk: Talk) -> None:
@@ -101,7 +103,8 @@ def _look(directory: str, seen: dict[str, _Seen], talk: Talk, *, first: bool) ->
             seen[space.name] = now
             for what, count in now.counts.items():
                 total[what] += count
-            if before is None or any(now.counts.values()):
+            now.ages = _ages(now.tree)
+            if before is None or any(now.counts.values()) or now.ages != before.ages:
                 view = _view(description, now)
                 talk.tell("views", ({space.name: view}, list(known)))
     talk.tell("views", ({}, list(known)))
@@ -150,10 +153,7 @@ def _sample(directory: str, known: dict[str, Description], talk: Talk) -> None:
 
 
 def _view(description: Description, now: _Seen) -> View:
-    runs, ages_s = runs_of(now.tree, now.uses), np.zeros(0)
-    if len(now.tree.names):
-        ages_s = (now.tree.mtimes_ns.max() - now.tree.mtimes_ns) / 1e9
-    bounds = [*np.searchsorted(np.sort(ages_s), _AGES_S, side="right").tolist(), len(ages_s)]
+    runs = runs_of(now.tree, now.uses)
     summary = {
         **_described(description),
         "chunks": len(now.tree.names),
@@ -162,9 +162,18 @@ def _view(description: Description, now: _Seen) -> View:
         "unreachable": runs.unreachable,
         "prompts": len(runs.beginnings),
         "newest_s": int(now.tree.mtimes_ns.max(initial=0)) / 1e9,
-        "ages": np.diff([0, *bounds]).tolist(),
+        "ages": now.ages,
     }
     return View(summary, now.tree, runs)
+
+
+def _ages(tree: PrefixTree) -> list[int]:
+    """Count chunks by the time since their last use: `_AGES_S`, and longer."""
+    # The server's clock, by which mtimes are, may be ahead of this host's.
+    now_ns = max(time.time_ns(), int(tree.mtimes_ns.max(initial=0)))
+    ages_s = np.sort((now_ns - tree.mtimes_ns) / 1e9)
+    bounds = [*np.searchsorted(ages_s, _AGES_S, side="right").tolist(), len(ages_s)]
+    return np.diff([0, *bounds]).tolist()
 
 
 def _in_bucket(description: Description, talk: Talk) -> View:
