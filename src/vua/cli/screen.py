@@ -20,6 +20,8 @@ _STYLES: Final = {
     **dict.fromkeys(("bad", "corrupt", "foreign", "error", "damaged"), "bold red"),
 }
 """Colours of words that judge."""
+_FOLDED: Final = 10
+"""Least width of the column that is folded."""
 
 
 class Screen:
@@ -40,10 +42,15 @@ class Screen:
     ) -> None:
         """Print rows, below the columns' names with ``head``.
 
-        Where there is no room for all, the widest column goes on in the next line.
+        Where there is no room for all, the widest column goes on in the next line. Where the
+        other columns do not fit either, each row is a block of lines: nothing is ever cut.
         """
-        table = Table(box=None, show_header=head, pad_edge=False, padding=(0, 2, 0, 0))
         widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+        least = sum(widths) - max(widths) + min(_FOLDED, max(widths)) + 2 * (len(widths) - 1)
+        if head and least > self._console.width:
+            self._blocks(names, cells)
+            return
+        table = Table(box=None, show_header=head, pad_edge=False, padding=(0, 2, 0, 0))
         for place, name in enumerate(names):
             widest = place == widths.index(max(widths))
             table.add_column(
@@ -51,8 +58,19 @@ class Screen:
                 justify="right" if name.startswith(" ") else "left",
                 no_wrap=not widest,
                 overflow="fold",
-                min_width=min(10, widths[place]) if widest else None,
+                min_width=min(_FOLDED, widths[place]) if widest else None,
             )
         for row in cells:
             table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
         self._console.print(table)
+
+    def _blocks(self, names: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+        """Print each row as one line a column: its name, and the cell."""
+        wide = max(map(len, names))
+        for row in cells:
+            for name, cell in zip(names, row, strict=True):
+                shown = Text(f"{name.strip():<{wide}}  ", style="bold")
+                self._console.print(
+                    shown.append(cell, style=_STYLES.get(cell, "not bold default")), soft_wrap=True
+                )
+            self._console.print()

@@ -61,6 +61,28 @@ class TestLook(CliTest):
         for whole in ("namespace", "column", *(one.parts[-4][:12] for one in self.files())):
             self.assertIn(whole, shown)
 
+    def test_narrow(self) -> None:
+        """A terminal that is too narrow for a row's numbers shows all their digits."""
+        table = ["chunks", " bytes", " a rate", " another rate", " a third rate", "name"]
+        row = ["145867", "9876543", "1111111", "2222222", "3333333", "some/long/path"]
+        for width in (20, 40, 60, 80, 200):
+            with self.subTest(width):
+                here, other = pty.openpty()
+                with (
+                    os.fdopen(here, "rb", buffering=0) as screen,
+                    os.fdopen(other, "w", encoding="utf-8") as stdout,
+                ):
+                    variables = {"TERM": "xterm-256color", "COLUMNS": str(width), "NO_COLOR": "1"}
+                    with (
+                        mock.patch.dict(os.environ, variables),
+                        mock.patch("sys.stdout", stdout),
+                    ):
+                        text.table(table, [row])
+                    stdout.flush()
+                    shown = COLOURS.sub("", screen.read(1 << 16).decode())
+                for cell in row[:5]:
+                    self.assertIn(cell, shown.split(), shown)
+
     def test_colours(self) -> None:
         """What judges has a colour on a terminal, unless NO_COLOR is set; a pipe has none."""
         words = ["verify", self.root]
@@ -173,7 +195,7 @@ class TestCompletion(CliTest):
         with mock.patch.dict(sys.modules, {"argcomplete": None}):
             code, out, err = run("completion", "bash")
         self.assertEqual((2, ""), (code, out))
-        self.assertIn("pip install vua[cli]", err)
+        self.assertIn("pip install argcomplete", err)
 
 
 if __name__ == "__main__":
