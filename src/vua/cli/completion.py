@@ -39,5 +39,5 @@ def _argcomplete() -> ModuleType:
     try:
         return import_module("argcomplete")
     except ImportError as problem:
-        msg = "the package argcomplete is not installed; `pip install vua[cli]` brings it"
+        msg = "the package argcomplete is not installed: pip install argcomplete"
         raise ConfigError(msg) from problem

@@ -54,7 +54,7 @@ class EventSocket:
             self._zmq: Any = import_module("zmq")
             self._pack = import_module("msgspec").msgpack.encode
         except ImportError as problem:
-            msg = f"--zmq needs pyzmq and msgspec: pip install 'vua[events]' ({problem})"
+            msg = f"--zmq needs pyzmq and msgspec: pip install pyzmq msgspec ({problem})"
             raise ConfigError(msg) from problem
         self._topic, self._numbers = topic.encode(), itertools.count()
         self._kept = deque[tuple[bytes, bytes]](maxlen=_KEPT)

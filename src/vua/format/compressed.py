@@ -42,7 +42,7 @@ __all__ = [
 
 COMPRESSED: Final = "vua.compressed.v1"
 PACKAGE: Final = "zstandard"
-"""What compresses; the extra ``vua[object]`` brings it."""
+"""What compresses; the extra ``object`` brings it."""
 _START_NBYTES: Final = 1 << 10
 _SEGMENT_NBYTES: Final = 256 << 10
 _LEVEL: Final = 1

@@ -201,6 +201,6 @@ def _seal(key: bytes, namespace: str, *, encrypt: bool) -> Seal:
     try:
         from vua.security.seal import Seal  # noqa: PLC0415 - needs the optional package
     except ImportError as problem:
-        msg = f"keys need the package cryptography ({problem}): pip install 'vua[crypto]'"
+        msg = f"keys need the package cryptography ({problem}): pip install cryptography"
         raise ConfigError(msg) from problem
     return Seal.of(key, namespace, encrypt=encrypt)

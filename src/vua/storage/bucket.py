@@ -6,7 +6,7 @@ that goes on failing. What fails is an OSError here, as with files, and says no 
 
 Credentials, regions and endpoints are found as the providers' own tools find them: environment,
 web identity, instance metadata. Plain http is refused unless the environment asks for it
-(``AWS_ALLOW_HTTP=true``). The package `obstore` (extra ``vua[object]``) speaks to the servers.
+(``AWS_ALLOW_HTTP=true``). The package `obstore` (extra ``object``) speaks to the servers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _library() -> Any:  # noqa: ANN401 - imported late, since most caches are di
             importlib.import_module(f"obstore.{part}")
         return importlib.import_module("obstore")
     except ImportError as problem:
-        msg = "a cache in a bucket needs the package obstore: pip install 'vua[object]'"
+        msg = "a cache in a bucket needs the package obstore: pip install obstore"
         raise ConfigError(msg) from problem
 
 

@@ -29,7 +29,7 @@ def make_namespace(
 
     Raises OSError; StorageError where its parent holds other things than a cache.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     try:
         claim(path.parent, mode=security.file_mode)
     except ConfigError as problem:

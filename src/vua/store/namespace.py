@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # of places that most caches do not have
     from vua.storage.object import ObjectStorage
     from vua.store.travel import Travel
 
-__all__ = ["Namespace", "check_root", "create_storage", "described"]
+__all__ = ["Namespace", "check_root", "create_storage", "described", "missing_above"]
 
 log = logging.getLogger(__name__)
 
@@ -206,12 +206,13 @@ def described(
 def check_root(
     root: str | os.PathLike[str], *, create: bool = True, security: Security | None = None
 ) -> Path:
-    """Return ``root`` as an existing directory, creating it (0700) if it is not there.
+    """Return ``root`` as an existing directory, creating it (0700) if it alone is not there.
 
     Args:
         root: the directory.
-        create: whether it is to be written to: it is created where it is missing, and gets the mark
-            (see `vua.storage.mark`) where it is empty.
+        create: whether it is to be written to: it is created where it is missing, but not what it
+            lies in, which may be a disk that is not mounted. An empty one gets the mark (see
+            `vua.storage.mark`).
         security: who may own it, and its mode; by default it is not looked at.
 
     Raises:
@@ -224,7 +225,7 @@ def check_root(
     try:
         if create:
             absent = security is not None and security.group_read and not path.exists()
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
             if absent and security is not None:
                 path.chmod(security.directory_mode)
         if not path.is_dir():
@@ -238,12 +239,23 @@ def check_root(
     except FileExistsError as problem:
         msg = f"{path}: expected a directory, found a file; name the directory of the cache"
         raise ConfigError(msg) from problem
+    except FileNotFoundError as problem:  # more than the last part is missing
+        raise ConfigError(missing_above(path)) from problem
     except NotADirectoryError as problem:
         msg = f"{path}: something above it is a file; name a directory"
         raise ConfigError(msg) from problem
     except OSError as problem:
         raise explained(problem, str(path)) from problem
     return path
+
+
+def missing_above(path: Path) -> str:
+    """Return what is said where ``path`` and the directory above it are missing."""
+    path = Path(os.path.abspath(path))  # noqa: PTH100 - keeps symbolic links
+    return (
+        f"{path}: no such directory, and {path.parent} is missing too; correct the path, "
+        "mount what belongs there, or make that directory"
+    )
 
 
 def _see_to_mark(root: Path, mode: int) -> None:

@@ -280,7 +280,7 @@ class TestSocket(SocketTest):
         with mock.patch.dict("sys.modules", {"zmq": None}):
             code, _, err = run("events", self.root, "--zmq", self.out)
         self.assertEqual(2, code)
-        self.assertIn("vua[events]", err)
+        self.assertIn("pip install pyzmq msgspec", err)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ class URLTest(unittest.TestCase):
         done = subprocess.run(
             [sys.executable, "-c", code], check=False, capture_output=True, text=True
         )
-        self.assertIn("vua[object]", done.stderr)
+        self.assertIn("pip install obstore", done.stderr)
 
 
 @pytest.mark.thorough
