@@ -48,6 +48,8 @@ MAX_TTL_S: Final = 10**10
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:iB|B)?", re.IGNORECASE)
 MAX_BOUNDS_NBYTES: Final = 1 << 16
 """A longer ``bounds.json`` is unusable."""
+_LEAST_BARE: Final = 1 << 20
+"""Text that gives fewer bytes than these without a unit has lost one: 80 for 80%."""
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
@@ -57,7 +59,7 @@ def nbytes_of(value: int | str, whole: int) -> int:
     >>> nbytes_of("1.5 GiB", 0), nbytes_of("80%", 1000), nbytes_of(7, 0)
     (1610612736, 800, 7)
 
-    Raises ConfigError for anything else.
+    Raises ConfigError for anything else, and for text without a unit below 1 MiB.
     """
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NBYTES:
         return value
@@ -66,6 +68,11 @@ def nbytes_of(value: int | str, whole: int) -> int:
         if float(match[1]) <= 100:
             return int(whole * float(match[1]) / 100)
     elif match := _SIZE.fullmatch(text):
+        if not match[2] and text[-1:] not in "Bb" and 0 < float(match[1]) < _LEAST_BARE:
+            raise ConfigError(
+                f"{value!r} has no unit: give '{text}%' of the disk, '{text}G', "
+                f"or '{text}B' for bytes"
+            )
         nbytes = float(match[1]) * (1 << 10 * " KMGTP".index(match[2].upper() or " "))
         if nbytes <= MAX_NBYTES:
             return int(nbytes)
@@ -169,7 +176,10 @@ def read_bounds(
     except FileNotFoundError:
         return Limits()
     except OSError as problem:
-        raise _unusable(path, problem) from problem
+        raise ConfigError(
+            f"{path} cannot be read ({problem.strerror}), so its limits are not known; "
+            f"let user {os.geteuid()} read it"
+        ) from problem
     return parse_bounds(data, path, refused)
 
 

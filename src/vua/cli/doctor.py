@@ -27,6 +27,7 @@ from vua.cli.text import DAMAGED, SOUND, Write, size, table
 from vua.errors import ConfigError
 from vua.io import vectors
 from vua.security.settings import Security, check_owner
+from vua.storage.claim import claimable
 from vua.store.namespace import check_root
 
 __all__ = ["doctor", "without_a_try"]
@@ -82,7 +83,8 @@ def _owner(root: Path, security: Security) -> Finding:
     name = "owner"
     try:
         check_owner(root, security)
-    except ConfigError as problem:
+        claimable(root)
+    except (ConfigError, OSError) as problem:
         return Finding(name, "bad", f"an engine of this user does not start here: {problem}")
     status = root.stat()
     text = f"uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}: engines start here"

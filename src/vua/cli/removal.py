@@ -86,12 +86,13 @@ def rm(
 
 
 def _ask(directory: str, picked: list[Target], *, everything: bool, yes: bool) -> None:
-    namespaces = [target for target in picked if not target.chunk]
-    if namespaces:
-        usage = measure(directory)
-        part = "everything" if everything else f"{len(namespaces)} namespaces"
-        about = f"{usage.chunks} chunks, {size(usage.nbytes)}, in all"
-        confirm(f"Delete {part} in {directory} ({about})?", yes=yes)
+    namespaces = {target.space.name for target in picked if not target.chunk}
+    if not namespaces:
+        return
+    part = "everything" if everything else f"{len(namespaces)} namespaces"
+    usage = measure(directory, only=namespaces)
+    about = f"{usage.chunks} chunks, {size(usage.nbytes)}"
+    confirm(f"Delete {part} in {directory} ({about})?", yes=yes)
 
 
 def _remove(

@@ -6,14 +6,14 @@ import contextlib
 import os
 import re
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from vua.errors import ConfigError
 from vua.io.atomic import atomic_write
 from vua.storage.description import is_described, is_namespace_name
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES, WRITTEN_BACK, is_marked, mark_text
 
-__all__ = ["claim", "make_mark", "strangers"]
+__all__ = ["claim", "claimable", "make_mark", "strangers"]
 
 _NO_CONTENT: Final = re.compile(
     r"lost\+found|\.snapshots?|\.zfs|\.nfs[0-9a-f]+"  # what file systems put there
@@ -35,14 +35,23 @@ def claim(root: str | os.PathLike[str], *, tool: bool = False, mode: int = 0o600
     process may not write to it; ConfigError for a directory that holds something else, and with
     ``tool`` for any without the mark.
     """
+    state = claimable(root, tool=tool)
+    if state == "empty":
+        make_mark(root, mode)
+    return state != "unmarked"
+
+
+def claimable(
+    root: str | os.PathLike[str], *, tool: bool = False
+) -> Literal["marked", "empty", "unmarked"]:
+    """Return what :func:`claim` finds, and write nothing; raises what it raises."""
     if is_marked(root):
-        return True
+        return "marked"
     others, described = strangers(root)
     if not others and not described:
-        make_mark(root, mode)
-        return True
+        return "empty"
     if described and not tool:
-        return False
+        return "unmarked"
     if described:
         msg = (
             f"{root} holds namespaces of VUA and no {MARK}: nothing in it is changed; "
@@ -52,7 +61,7 @@ def claim(root: str | os.PathLike[str], *, tool: bool = False, mode: int = 0o600
     shown = ", ".join(repr(name)[:60] for name in others[:3])
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
     msg = (
-        f"{Path(root).absolute()} is no cache directory of VUA and not empty (it holds "
+        f"{Path(root).absolute()} is not a cache directory of VUA and not empty (it holds "
         f"{shown}{more}): nothing in it is changed. Name a directory of its own, for example "
         f"{Path(root).absolute() / 'vua-cache'}; `vua adopt {root}` takes this one all the same"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from typing import Final
 
 from vua.errors import NotWritableError, StorageError, StorageFullError
@@ -19,9 +20,14 @@ def explained(problem: OSError, where: str) -> StorageError:
         text = f"{where}: no space left; free some or remove old namespaces"
         return StorageFullError(problem.errno, text)
     if problem.errno in _READ_ONLY:
+        there = where
+        while not os.path.lexists(there) and there != os.path.dirname(there):
+            there = os.path.dirname(there)  # what is to be made in it is not there yet
+        readable = os.access(there, os.R_OK | os.X_OK * os.path.isdir(there), effective_ids=True)
+        verb, remedy = ("write", ", or use it for reading only") if readable else ("read", "")
         text = (
-            f"{where}: this process may not write here ({problem.strerror}); check the owner and "
-            "mode of the directory, or use it for reading only"
+            f"{where}: this process may not {verb} here ({problem.strerror}); check the owner and "
+            f"mode of the directory{remedy}"
         )
         return NotWritableError(problem.errno, text)
     return StorageError(problem.errno or errno.EIO, f"{where}: {problem.strerror}")

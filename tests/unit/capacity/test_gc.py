@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import time
 import unittest
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ from vua.capacity.prefix_tree import ancestors, pin, read_prefix_tree, unpin
 from vua.capacity.scan import Space, spaces
 from vua.capacity.ttl import settle
 from vua.capacity.usage import measure
+from vua.cli import removal
 from vua.core import VUA, VUAConfig
+from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -267,16 +271,16 @@ class TestCommands(GcTest):
     def test_gc(self) -> None:
         """It reports what it did; settings are kept on demand; the exit status says the outcome."""
         nbytes = measure(self.root).nbytes
-        code, report = run_json("gc", self.root, "--max-bytes", str(nbytes), "--min-free", "0")
+        code, report = run_json("gc", self.root, "--max-bytes", f"{nbytes}B", "--min-free", "0")
         self.assertEqual((0, True, 9), (code, report["within"], report["chunks"]))
         self.assertEqual(Limits(), read_bounds(self.root))
-        size = str(nbytes // 2)
+        size = f"{nbytes // 2}B"
         code, out, _ = run("gc", self.root, "--max-bytes", size, "--min-free", "0", "--set")
         self.assertEqual(0, code)
         self.assertIn("within", out)
         self.assertEqual(size, read_bounds(self.root).max_bytes)
         pin(self.opened, names_of(self.trunk)[0])
-        code, report = run_json("gc", self.root, "--max-bytes", "1", "--quick")
+        code, report = run_json("gc", self.root, "--max-bytes", "1B", "--quick")
         self.assertEqual((1, False, 1), (code, report["within"], report["chunks"]))
         self.assertEqual(2, run("gc", self.root, "--max-bytes", "much")[0])
         self.assertEqual(2, run("gc", self.root / "absent")[0])
@@ -329,6 +333,28 @@ class TestCommands(GcTest):
         self.assertEqual((0, 2, 0), (code, report["chunks"], report["kept"]))
         self.assertEqual([1, 1, 3], [*map(self.stored, (self.trunk, self.branch, self.other))])
         self.assertEqual(2, run("rm", self.root)[0])
+
+    def test_rm_asks_for_its_own(self) -> None:
+        """The question names what would go, not what else is stored."""
+        with VUA(VUAConfig(split_factor=4, model="other"), self.root) as vua:
+            vua.put(torch.arange(4), caches_of(layers=1, heads=1, tokens=4, dim=8))
+        name = next(one.name for one in self.root.glob("?" * 64) if one != self.space)
+        here, terminal = pty.openpty()
+        os.write(here, b"n\n")
+        with (
+            os.fdopen(here, "rb", buffering=0) as screen,
+            os.fdopen(os.dup(terminal), "r") as stdin,
+            os.fdopen(terminal, "w") as stderr,
+        ):
+            with (
+                mock.patch("sys.stdin", stdin),
+                mock.patch("sys.stderr", stderr),
+                self.assertRaisesRegex(ConfigError, "nothing was changed"),
+            ):
+                removal.rm(str(self.root), [name], everything=False, force=False, write=None)
+            asked = screen.read(1 << 12).decode()
+        self.assertIn("Delete 1 namespaces", asked)
+        self.assertIn("(1 chunks, ", asked)
 
     def test_rm_namespace(self) -> None:
         """A namespace goes as a whole, under the hands of a process that goes on using it."""
@@ -410,7 +436,7 @@ class TestTogether(DirectoryTest):
                 one.stdin.write("go\n")
                 one.stdin.flush()
             command = [sys.executable, "-m", "vua.cli", "gc", str(self.root)]
-            bounds = ["--max-bytes", str(most), "--min-free", "0", "--json"]
+            bounds = ["--max-bytes", f"{most}B", "--min-free", "0", "--json"]
             end = time.monotonic() + SOON_S
             while not passes or any(one.poll() is None for one in passes):
                 self.assertLess(time.monotonic(), end)

@@ -271,7 +271,7 @@ class TestCommands(DirectoryTest):
         parents = [path.parent for path in self.files() if path.parent != first]
         parents[0].rename(aside)  # perhaps what follows it is out of reach now
         run("gc", self.root, "--quick", "--min-free", "0")
-        half = str(measure(self.root).nbytes // 2)
+        half = f"{measure(self.root).nbytes // 2}B"
         limits = ("--max-bytes", half, "--min-free", "0")
         before = foreign.digest(self.root)
         _, planned = run_json("gc", self.root, *limits, "--dry-run")

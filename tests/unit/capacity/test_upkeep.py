@@ -354,7 +354,7 @@ class TestPins(UpkeepTest):
 
     def test_told(self) -> None:
         """`vua pin` and `vua gc` say when pins hold too much."""
-        run("gc", self.root, "--max-bytes", str(self.one), "--min-free", "0", "--set")
+        run("gc", self.root, "--max-bytes", f"{self.one}B", "--min-free", "0", "--set")
         with VUA(config("1G"), self.root) as vua:
             vua.pin(torch.arange(TOKENS))
         self.assertIn("no more than", run("pin", self.root)[1])
@@ -488,7 +488,7 @@ class TestOtherUser(UpkeepTest):
         self.assertEqual(0, run("export", self.root, archive, "--all")[0])
         archive.chmod(0o600)
         for command in (("verify",), ("verify", "--repair"), ("gc",), ("ttl", "100000"), ("du",),
-                        ("gc", "--max-bytes", str(3 * self.one), "--min-free", "0", "--set"),
+                        ("gc", "--max-bytes", f"{3 * self.one}B", "--min-free", "0", "--set"),
                         ("rm", "--all"), ("import", archive), ("verify",), ("ls",)):  # fmt: skip
             code, out, said = run(command[0], self.root, *command[1:])
             self.assertEqual(0, code, (command, out, said))

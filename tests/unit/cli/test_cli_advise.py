@@ -98,7 +98,7 @@ class TestAdvise(CliTest):
     def test_limit_of_engines(self) -> None:
         """What engines are told counts where it is stricter; it has to be a size."""
         self.log(TWICE_EACH)
-        report = self.report("--max-bytes", str(round(2 * self.chunk_nbytes) + 1))
+        report = self.report("--max-bytes", f"{round(2 * self.chunk_nbytes) + 1}B")
         self.assertEqual([0.5, 1, 2, 4, None], [one["share"] for one in report["rooms"]])
         self.assertEqual(2, run("advise", self.root, "--max-bytes", "much")[0])
 

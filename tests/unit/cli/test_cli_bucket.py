@@ -116,15 +116,15 @@ class BucketCliTest(DirectoryTest):
     def test_gc(self) -> None:
         """What was not used for longest goes, the ends of prompts before their beginnings."""
         total = run_json("du", self.url)[1]["nbytes"]
-        code, report = run_json("gc", self.url, "--max-bytes", str(total), "--dry-run")
+        code, report = run_json("gc", self.url, "--max-bytes", f"{total}B", "--dry-run")
         self.assertEqual((0, 0), (code, report["deleted"]["chunks"]))
         wanted = self.entries()
-        code, report = run_json("gc", self.url, "--max-bytes", str(total - 1), "--dry-run")
+        code, report = run_json("gc", self.url, "--max-bytes", f"{total - 1}B", "--dry-run")
         self.assertEqual((0, 1), (code, report["deleted"]["chunks"]))
         self.assertEqual(wanted, self.entries())
         for left in (8, 4, 0):  # of the older prompt
             total = run_json("du", self.url)[1]["nbytes"]
-            self.assertEqual(0, run("gc", self.url, "--max-bytes", str(total - 1))[0])
+            self.assertEqual(0, run("gc", self.url, "--max-bytes", f"{total - 1}B")[0])
             self.assertEqual((left, 4), (self.stored("llama"), self.stored("qwen")))
         self.assertEqual(0, run("gc", self.url, "--ttl", "1e9")[0])
         self.assertEqual(4, self.stored("qwen"))
@@ -254,7 +254,7 @@ class BucketCliTest(DirectoryTest):
     def test_bounds_that_are_kept(self) -> None:
         """`gc --set` keeps a limit for later runs."""
         total = run_json("du", self.url)[1]["nbytes"]
-        self.assertEqual(0, run("gc", self.url, "--max-bytes", str(2 * total), "--set")[0])
+        self.assertEqual(0, run("gc", self.url, "--max-bytes", f"{2 * total}B", "--set")[0])
         self.put("llama", 3, first=1000)
         self.put("llama", 3, first=2000)
         code, report = run_json("gc", self.url)
@@ -383,7 +383,7 @@ class SeaweedFSCliTest(BucketCliTest):
     def test_gc(self) -> None:
         """Its times are whole seconds: only that it stays within the limit."""
         total = run_json("du", self.url)[1]["nbytes"]
-        self.assertEqual(0, run("gc", self.url, "--max-bytes", str(total // 2))[0])
+        self.assertEqual(0, run("gc", self.url, "--max-bytes", f"{total // 2}B")[0])
         self.assertLessEqual(run_json("du", self.url)[1]["nbytes"], total // 2)
 
 

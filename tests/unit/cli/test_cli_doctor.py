@@ -21,6 +21,8 @@ from vua.cli.probes import PROBES, Finding, Ground, Mount, mount_of
 from vua.errors import ConfigError
 from vua.io.machine import cached_pages
 from vua.security.settings import Security
+from vua.storage.claim import make_mark
+from vua.storage.mark import MARK
 from vua.store.namespace import check_root
 
 NAMES = [
@@ -46,17 +48,34 @@ class TestDoctor(DirectoryTest):
 
     def test_sound(self) -> None:
         """An ordinary directory is sound, and is left as it was."""
-        (self.root / "file").write_text("x")
-        before, stamp = self.snapshot(), (self.root / "file").stat().st_mtime_ns
+        make_mark(self.root)
+        mark = self.root / MARK
+        before, stamp = self.snapshot(), mark.stat().st_mtime_ns
         code, found = self.levels()
 
         self.assertEqual(NAMES, list(found))
         self.assertEqual([], [(n, one) for n, one in found.items() if one[0] == "bad"])
         self.assertEqual(0, code)
-        self.assertEqual(["file"], [path.name for path in self.root.iterdir()])
-        self.assertEqual(
-            (before, stamp), (self.snapshot(), (self.root / "file").stat().st_mtime_ns)
-        )
+        self.assertEqual([MARK], [path.name for path in self.root.iterdir()])
+        self.assertEqual((before, stamp), (self.snapshot(), mark.stat().st_mtime_ns))
+
+    def test_foreign(self) -> None:
+        """A directory of somebody else's files is bad, in the words of the engine that refuses."""
+        (self.root / "notes.txt").write_text("x")
+        with self.assertRaises(ConfigError) as refused:
+            check_root(self.root)
+        code, found = self.levels()
+        self.assertEqual((1, "bad"), (code, found["owner"][0]))
+        self.assertIn(str(refused.exception), found["owner"][1])
+
+    def test_unreadable_limits(self) -> None:
+        """Limits that this user may not read are not called damaged: nothing is to be deleted."""
+        bounds = self.root / "bounds.json"
+        bounds.symlink_to(self.root / "loop")  # ELOOP even for root, as EACCES for others
+        code, found = self.levels()
+        self.assertEqual((1, "bad"), (code, found["space"][0]))
+        self.assertIn("cannot be read", found["space"][1])
+        self.assertNotIn("delete", found["space"][1])
 
     def test_owner(self) -> None:
         """Where an engine does not start the doctor says so, in the engine's own words."""

@@ -75,7 +75,7 @@ class BucketTest(CompressedTest):
         self.assertEqual(4, len(self.objects()))
         for codec in (CODEC, OFF):
             self.assertEqual(128, self.found(codec))
-        self.assertEqual(0, run("gc", self.url, "--max-bytes", "1")[0])
+        self.assertEqual(0, run("gc", self.url, "--max-bytes", "1B")[0])
         self.assertEqual([], self.objects())
 
     def test_damage(self) -> None:

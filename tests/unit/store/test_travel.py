@@ -358,7 +358,7 @@ class SeaweedFSTierTest(TierTest):
         """A server makes the bucket with the first write: the mark is there all the same."""
         self.url = f"s3://later-{self.url.rpartition('/')[2]}/qwen"
         self.put("a")
-        code, report = run_json("gc", self.url, "--max-bytes", "1")
+        code, report = run_json("gc", self.url, "--max-bytes", "1B")
         self.assertEqual((0, 4), (code, report["deleted"]["chunks"]))
 
     def place(self) -> str:

@@ -62,6 +62,14 @@ class TestServe(DirectoryTest):
                 self.assertEqual((2, "[]\n"), (done.returncode, done.stdout))
                 self.assertRegex(done.stderr, f"^vua-vllm: .*{words}.*\n$")
 
+    def test_keys(self) -> None:
+        """A key file that is missing is told before the model is loaded."""
+        extra = {"kv_connector_extra_config": {"security": {"key_file": f"{self.root}/none"}}}
+        words = ("serve", "m", "--vua-path", f"{self.root}/kv")
+        done = self.serve(*words, "--kv-transfer-config", json.dumps(extra))
+        self.assertEqual((2, "[]\n"), (done.returncode, done.stdout))
+        self.assertIn(f"{self.root}/none: No such file or directory", done.stderr)
+
     def test_only_loads(self) -> None:
         """Where nothing can be written an engine that only loads starts, another one does not."""
         consumer = json.dumps({"kv_role": "kv_consumer"})
