@@ -173,7 +173,7 @@ def _ages(tree: PrefixTree) -> list[int]:
     now_ns = max(time.time_ns(), int(tree.mtimes_ns.max(initial=0)))
     ages_s = np.sort((now_ns - tree.mtimes_ns) / 1e9)
     bounds = [*np.searchsorted(ages_s, _AGES_S, side="right").tolist(), len(ages_s)]
-    return np.diff([0, *bounds]).tolist()
+    return [int(count) for count in np.diff([0, *bounds])]
 
 
 def _in_bucket(description: Description, talk: Talk) -> View:
