@@ -1,8 +1,8 @@
-"""Writes `tests/golden`, `tests/golden_sealed` and `tests/golden_compressed`, as they are.
+"""Writes `tests/golden`, `golden_sealed`, `golden_sealed_v2` and `golden_compressed`, as they are.
 
 Byte for byte, but for what zstd makes of the last one, which another version of it may change.
 
-Prints the worked example of docs/format.md.
+Prints the worked examples of docs/format.md.
 
 `python tests/make_golden.py` from the root of the repository, with `src` or an installed vua.
 """
@@ -10,9 +10,11 @@ Prints the worked example of docs/format.md.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,17 +22,22 @@ import numpy as np
 
 from forgery import checksums_of
 from helpers import save_chunk
+from vua.format import header
 from vua.format.compressed import compress, is_available
 from vua.format.entry import EntryCodec
+from vua.format.header import SealInfo
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, MemoryMap, Shard
 from vua.format.parse import encode_header, parse_entry
+from vua.security.seal import Seal, derived
 from vua.security.settings import Security
+from vua.storage.mark import MARK
 from vua.store.namespace import Namespace
 
 GOLDEN = Path(__file__).parent / "golden"
-SEALED = Path(__file__).parent / "golden_sealed"
+SEALED = Path(__file__).parent / "golden_sealed_v2"
+SEALED_V1 = Path(__file__).parent / "golden_sealed"
 COMPRESSED = Path(__file__).parent / "golden_compressed"
 KEY = bytes(range(32))  # of all files in there
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -99,9 +106,10 @@ def security(key_file: Path, *, encrypt: bool) -> Security:
     return Security(key_file=str(key_file), encrypt=encrypt)
 
 
-def make_sealed(root: Path, key_file: Path) -> None:
+def make_sealed(root: Path, key_file: Path, version: str = header.SEALED) -> None:
     """Write the golden directory of sealed files to ``root``, which must exist."""
     with (
+        mock.patch("vua.security.seal.SealInfo", partial(SealInfo, format=version)),
         mock.patch("vua.format.entry.time.time", return_value=CREATED),
         mock.patch("vua.store.entry_writer._WRITER", WRITER),
         mock.patch("vua.security.seal.new_nonce", side_effect=(f"{n:032x}" for n in range(99))),
@@ -161,17 +169,56 @@ def example(root: Path) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def example_sealed(root: Path) -> list[str]:
+    """The lines of the worked example of sealed files, from the files in ``root``."""
+    model, layout, _, _ = SEALED_CASES[1]
+    namespace = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK).namespace
+    seal = Seal.of(KEY, namespace, encrypt=True)
+    (path,) = (
+        one
+        for one in (root / namespace).glob("*/*/*.safetensors")
+        if parse_entry(one.read_bytes()).start == 0
+    )
+    data = path.read_bytes()
+    info = parse_entry(data)
+    codec = EntryCodec(namespace, layout, layout.full, info.kind)
+    bound = codec.expected(info.key, seal.key_id, info.seal_info.format)
+    files = derived(KEY, "vua.files.v2", info.kind, namespace)
+    nonce, tags = codec.seal_of(memoryview(data[: info.header_nbytes]))
+    return [
+        "key              " + KEY.hex(),
+        "its id           " + seal.key_id,
+        "namespace        " + namespace,
+        "names            " + seal.naming.hex(),
+        "files            " + files.hex(),
+        "chunk 0          " + info.prefix_hash,
+        "nonce            " + nonce,
+        f"h                {len(bound)} bytes, the first of them {bound[:24].hex()}",
+        "SHA-256 of h     " + hashlib.sha256(bound).hexdigest(),
+        "file's own key   " + hmac.digest(files, bytes.fromhex(nonce) + bound, "sha256").hex(),
+        "block 0's nonce  " + bytes(12).hex(),
+        f"associated data  {len(bound).to_bytes(8, 'little').hex()}, then h",
+        "tag of block 0   " + tags[0].tobytes().hex(),
+        "bytes 4096..4112 " + data[4096:4112].hex(),
+        "in clear         " + element(layout, 0, layout.full)[0, 0].tobytes()[:16].hex(),
+        "SHA-256 of it    " + hashlib.sha256(data).hexdigest(),
+    ]
+
+
 if __name__ == "__main__":
     shutil.rmtree(GOLDEN, ignore_errors=True)
     GOLDEN.mkdir()
     make(GOLDEN)
-    shutil.rmtree(SEALED, ignore_errors=True)
-    SEALED.mkdir()
-    with tempfile.TemporaryDirectory() as aside:
-        make_sealed(SEALED, Path(aside) / "key")
+    for place, version in ((SEALED_V1, header.SEALED_V1), (SEALED, header.SEALED)):
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        with tempfile.TemporaryDirectory() as aside:
+            make_sealed(place, Path(aside) / "key", version)
+    for place in (GOLDEN, SEALED_V1, SEALED):
+        (place / MARK).unlink()  # the first of them are older than the mark
     if is_available():
         COMPRESSED.mkdir(exist_ok=True)
         (COMPRESSED / "l0-1.h0-1.compressed.safetensors").write_bytes(
             compress(compressed_plain()) or b""
         )
-    sys.stdout.write("\n".join(example(GOLDEN)) + "\n")
+    sys.stdout.write("\n".join([*example(GOLDEN), "", *example_sealed(SEALED)]) + "\n")

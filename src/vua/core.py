@@ -326,7 +326,7 @@ class VUA:
         try:
             keys = namespace.keys(ids)
         except NoKeyError as problem:
-            log.warning("nothing is found: %s", problem)
+            namespace.keyring.faults.tell(problem, "nothing is found")
             return None, 0
         return keys, namespace.stores[0].lookup(keys)
 

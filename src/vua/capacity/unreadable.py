@@ -25,7 +25,7 @@ from vua.capacity.scan import (
     silent,
 )
 from vua.errors import CorruptEntryError
-from vua.format.header import MAX_HEADER_NBYTES, SEALED
+from vua.format.header import MAX_HEADER_NBYTES, SEALED, SEALED_V1
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io.posix import open_beneath
 from vua.storage.local import SUFFIX, chunk_path
@@ -34,7 +34,7 @@ __all__ = ["evict_unreadable"]
 
 _HEAD_NBYTES: Final = 1024
 """Enough of a header to hold the key's name."""
-_FORMAT: Final = f'"format":"{SEALED}"'.encode()
+_FORMATS: Final = tuple(f'"format":"{one}"'.encode() for one in (SEALED, SEALED_V1))
 _KEY: Final = re.compile(rb'"key":"([0-9a-f]{16})"')
 
 _Unreadable = tuple[int, str]
@@ -112,7 +112,8 @@ def _sealed(space: Space, path: str, ids: frozenset[str]) -> EntryInfo | None:
                 return None
             head = os.pread(fd, _HEAD_NBYTES, 0)
             key = _KEY.search(head)
-            if _FORMAT not in head or key is None or key[1].decode() in ids:
+            sealed = any(one in head for one in _FORMATS)
+            if not sealed or key is None or key[1].decode() in ids:
                 return None  # most are; none of them is read to the end of its header
             info = parse_entry(os.pread(fd, MAX_HEADER_NBYTES, 0))
         finally:

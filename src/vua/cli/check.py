@@ -14,15 +14,23 @@ from vua.errors import CorruptEntryError
 from vua.format.compressed import CODEC, PACKAGE, decompressed
 from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
-from vua.format.parse import EntryInfo, codec_of, parse_entry
+from vua.format.parse import (
+    LATER_FORM,
+    EntryInfo,
+    LaterEntryError,
+    codec_of,
+    later_form,
+    parse_entry,
+)
 from vua.native import Digest
 from vua.security.keyring import KnownKeys
 from vua.store.whole_entry import check_parts
 
 __all__ = ["Check", "Checker", "Outcome", "Place"]
 
-Outcome = Literal["sound", "corrupt", "foreign", "error"]
-"""The words of the store's own counters. ``error``: it could not be read."""
+Outcome = Literal["sound", "corrupt", "foreign", "error", "later"]
+"""The words of the store's own counters. ``error``: it could not be read; ``later``: of a later
+version of VUA, which is left as it is."""
 
 _BUFFER_NBYTES: Final = MAX_HEADER_NBYTES  # so that the first block holds any header
 
@@ -80,6 +88,8 @@ class Checker:
         What is encrypted stays so. ``compressed``: the object's name says that it is.
         """
         nbytes = len(data)
+        if compressed and (unknown := later_form(bytes(data[:_BUFFER_NBYTES]))):
+            return Check("later", (f"{unknown}; {LATER_FORM}",), nbytes)
         try:
             data = decompressed(data) if compressed else data
         except CorruptEntryError as problem:
@@ -95,6 +105,8 @@ class Checker:
     ) -> Check:
         try:
             info = parse_entry(bytes(first))
+        except LaterEntryError as problem:
+            return Check("later", (str(problem),), nbytes)
         except CorruptEntryError as problem:
             return Check("corrupt", (str(problem),), nbytes)
         misplaced = tuple(_differences(info, place))

@@ -14,7 +14,6 @@ from vua.cli.names import resolve
 from vua.cli.text import DAMAGED, SOUND, UNUSABLE, Write, facts, size, when
 from vua.errors import ConfigError
 from vua.format.entry import FORMAT
-from vua.format.header import SEALED
 from vua.format.layout import Shard
 from vua.format.parse import EntryInfo
 from vua.storage.bucket import Bucket
@@ -140,7 +139,7 @@ def _statements(info: EntryInfo, namespace: Description | None) -> list[tuple[st
     heads = f"KV heads {shard.head_start}-{shard.head_stop} of {layout.kv_heads}"
     seal = f"{info.kind} with key {info.seal_info.key_id}: whose it is only that key can tell"
     return [
-        ("format", SEALED if info.kind else FORMAT),
+        ("format", info.seal_info.format if info.kind else FORMAT),
         *([("sealed", seal)] if info.kind else []),
         ("namespace", info.namespace + model),
         ("chunk", info.prefix_hash),

@@ -214,7 +214,7 @@ def _check(
             check, version = _read(fd, checker, place)
         finally:
             os.close(fd)
-    if not repair or check.outcome == "sound" or found.shard is None:
+    if not repair or check.outcome in ("sound", "later") or found.shard is None:
         removed = False
     elif version is None and found.regular:
         removed = False  # it cannot be opened, or has further names: whoever may, decides

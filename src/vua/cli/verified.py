@@ -32,6 +32,8 @@ class Result:
     """Of what is not sound: taken out of sight."""
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     """(path, outcome, reason) of whatever is not sound."""
+    later: list[tuple[str, str]] = field(default_factory=list)
+    """(path, reason) of what is of a later version of VUA, and stays as it is."""
     plain: int = 0
     """Files that say that they are not sealed."""
     others: dict[str, list[Found]] = field(default_factory=dict)
@@ -52,7 +54,9 @@ class Result:
             self.sealed[check.info.seal_info.key_id] += 1
             if check.authentic and check.outcome == "sound":
                 self.authentic[check.info.seal_info.key_id] += 1
-        if check.outcome != "sound":
+        if check.outcome == "later":
+            self.later.append((path, "; ".join(check.reasons)))
+        elif check.outcome != "sound":
             self.problems.append((path, check.outcome, "; ".join(check.reasons)))
 
     def join(self, part: Result) -> None:
@@ -64,6 +68,7 @@ class Result:
         self.sealed.update(part.sealed)
         self.authentic.update(part.authentic)
         self.problems += part.problems
+        self.later += part.later
         for kind, found in part.others.items():
             self.others.setdefault(kind, []).extend(found)
 
@@ -80,6 +85,7 @@ class Result:
             "sealed": dict(self.sealed),
             "authentic": dict(self.authentic),
             "removed": self.removed,
+            "later": [{"path": path, "reason": reason} for path, reason in self.later],
             "problems": [
                 {"path": path, "outcome": outcome, "reason": reason}
                 for path, outcome, reason in self.problems
@@ -113,6 +119,10 @@ def report(directory: str, results: list[Result], strays: list[str], ids: frozen
     for result in results:
         for path, outcome, reason in result.problems:
             line(outcome, f"{result.namespace.path}/{path}: {reason}")
+        if result.later:
+            path, reason = result.later[0]
+            more = f" (and {len(result.later) - 1} more)" * (len(result.later) > 1)
+            print(plain(f"left as it is: {result.namespace.path}/{path}: {reason}{more}"))
     removed = sum(result.removed for result in results)
     if removed:
         print(f"{removed} taken out of sight; the next save writes them anew, `vua gc` removes")

@@ -26,6 +26,7 @@ from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
 from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
+from vua.security.keyring import NoKeyError
 from vua.store.namespace import Namespace
 
 __all__ = ["Lookup", "Lookups", "StepPatience", "unasked"]
@@ -206,6 +207,9 @@ class Lookups:
                 lookup.most_tokens,
                 window_every_tokens=self._config.window_every_tokens,
             )
+        except NoKeyError as problem:
+            self._namespace.keyring.faults.tell(problem, "VUA: not cached", log)
+            return None
         except (VUAError, OSError) as problem:
             self._warn_once(type(problem).__name__, f"not cached: {problem}")
             return None

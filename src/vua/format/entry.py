@@ -37,6 +37,7 @@ from vua.format.header import (
     NO_HASH,
     PLAIN,
     SEALED,
+    SEALED_V1,
     TAG_NBYTES,
     SealInfo,
 )
@@ -93,6 +94,7 @@ class EntryCodec:
         """Bytes of a whole file."""
         json_nbytes = text_nbytes + padding
         self._start = struct.pack("<Q", json_nbytes) + self._head.encode()
+        self._start_v1 = self._start.replace(SEALED.encode(), SEALED_V1.encode(), 1)
         self._end = self._tail.encode() + b" " * padding
         self.table_offset: int = 8 + json_nbytes
         """Where in the file the checksums begin; the tags of a sealed one follow them."""
@@ -138,9 +140,13 @@ class EntryCodec:
             f'"tokens":"{key.start:010d}-{key.stop:010d}"{sealed}'
         )
 
-    def expected(self, key: ChunkKey, key_id: str = "") -> bytes:
-        """Return what a file of ``key`` begins with: all that it is, before what varies."""
-        return self._start + self._middle(key, key_id).encode()
+    def expected(self, key: ChunkKey, key_id: str = "", sealed: str = SEALED) -> bytes:
+        """Return what a file of ``key`` begins with: all that it is, before what varies.
+
+        ``sealed`` is the version of a sealed file's format.
+        """
+        start = self._start_v1 if sealed == SEALED_V1 else self._start
+        return start + self._middle(key, key_id).encode()
 
     @staticmethod
     def _variable(created: int, writer: str, nonce: str = "") -> str:
@@ -173,7 +179,8 @@ class EntryCodec:
         if len(table) != self._table_nbytes:
             msg = f"expected {self.blocks} tags of 16 bytes, found {len(tags)} bytes"
             raise LayoutError(msg)
-        return b"".join((self.expected(key, seal_info.key_id), variable, self._end, table))
+        expected = self.expected(key, seal_info.key_id, seal_info.format)
+        return b"".join((expected, variable, self._end, table))
 
     def table_of(
         self, header: memoryview, key: ChunkKey, key_id: str = ""
@@ -185,7 +192,7 @@ class EntryCodec:
             key: the chunk that was asked for.
             key_id: with which key a sealed file has to be sealed.
         """
-        expected = self.expected(key, key_id)
+        expected = self.expected(key, key_id, self.format_of(header))
         stop = self.table_offset
         if (  # bytes(): comparing memoryviews goes element by element
             len(header) == self.header_nbytes
@@ -196,6 +203,16 @@ class EntryCodec:
         ):
             return np.frombuffer(header[stop : stop + 8 * self.blocks], dtype="<u8")
         return None
+
+    def format_of(self, header: memoryview) -> str:
+        """Return which version of the sealed format a header claims; means nothing of a plain one.
+
+        >>> layout = KVLayout(1, 1, 8, 8, "BF16", 4)
+        >>> EntryCodec("ab" * 32, layout, layout.full).format_of(memoryview(b""))
+        'vua.sealed.v2'
+        """
+        is_first = self.kind and bytes(header[: len(self._start_v1)]) == self._start_v1
+        return SEALED_V1 if is_first else SEALED
 
     def seal_of(self, header: memoryview) -> tuple[str, npt.NDArray[np.uint8]]:
         """Return nonce and tags ``[blocks, 16]`` of a sealed file; :meth:`table_of` comes first.

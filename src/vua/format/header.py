@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = ["AUTHENTIC", "ENCRYPTED", "FORMAT", "PLAIN", "SEALED", "SealInfo"]
+__all__ = ["AUTHENTIC", "ENCRYPTED", "FORMAT", "PLAIN", "SEALED", "SEALED_V1", "SealInfo"]
 
 FORMAT: Final = "vua.entry.v1"
-SEALED: Final = "vua.sealed.v1"
+SEALED: Final = "vua.sealed.v2"
+SEALED_V1: Final = "vua.sealed.v1"
+"""Still read, and not written any more: a file's key is derived from its nonce alone."""
 AUTHENTIC: Final = "gmac"
 """A kind of seal: whoever has the key can tell who wrote the file; K and V are in clear."""
 ENCRYPTED: Final = "aes-256-gcm"
@@ -26,6 +28,8 @@ class SealInfo(NamedTuple):
     """Which key, 16 hex; tells nothing about it."""
     nonce: str = ""
     """Of this file alone, 32 hex."""
+    format: str = SEALED
+    """Of a sealed file: :data:`SEALED` or :data:`SEALED_V1`."""
 
 
 PLAIN: Final = SealInfo()

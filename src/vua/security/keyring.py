@@ -1,28 +1,37 @@
 """Keys in files: the directory's own, and one per tenant.
 
-A key file holds 64 hex digits and is readable for its owner alone. ``key_file`` is the directory's
-own; in ``tenant_keys`` lies one file per cache salt, under a name that is made of the salt
-(:func:`tenant_of`) so that no salt is ever a path. Each use looks at the file again: where it was
-deleted, what was sealed with it is missing from that moment on, here and in every other process.
+A key file holds 64 hex digits and belongs to this process's user or to root. Its group may read it
+(as Kubernetes mounts Secrets for a pod's ``fsGroup``), and nobody else; its owner alone may write
+it. ``key_file`` is the directory's own; in ``tenant_keys`` lies one file per cache salt, under a
+name that is made of the salt (:func:`tenant_of`) so that no salt is ever a path. Each use looks at
+the file again: where it was deleted, what was sealed with it is missing from that moment on, here
+and in every other process.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import secrets
 import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from vua.errors import ConfigError
 from vua.format.naming import Naming
-from vua.security.settings import Security
+from vua.io.forks import watch
+from vua.security.settings import Security, check_owner
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal
 
 __all__ = [
+    "KeyFaults",
     "Keyring",
     "KnownKeys",
     "NoKeyError",
@@ -32,14 +41,83 @@ __all__ = [
     "write_key",
 ]
 
+log = logging.getLogger(__name__)
+
 SUFFIX: Final = ".key"
 _KEY_NBYTES: Final = 32
 _TENANT_TAG: Final = b"vua.tenant.v1"
 _REMEDY: Final = "`vua key FILE` makes a new one"
+_FORBIDDEN: Final = 0o037
+"""Who else may read, and that a group may write or run it."""
+_FAULT_S: Final = 60.0
+_FAULTS: Final = 10
+"""Lines a minute about keys of one kind of fault: clients may invent salts."""
+
+Fault = Literal["missing", "gone", "unreadable", "wrong"]
 
 
 class NoKeyError(ConfigError):
     """A key is not there, or is not to be used: what it seals is neither read nor written."""
+
+    fault: Fault = "wrong"
+    """``missing``: there is no such file. ``gone``: there was, a while ago. ``unreadable``: the
+    system does not let it be read. ``wrong``: others may read or change it, or it holds no key."""
+    key: str = ""
+    """Path of its file."""
+
+    @classmethod
+    def of(cls, fault: Fault, path: Path, text: str) -> NoKeyError:
+        """Return the error of a key file."""
+        error = cls(f"{path}{text}")
+        error.fault, error.key = fault, str(path)
+        return error
+
+
+@dataclass(slots=True)
+class _Minute:
+    """What was said of one kind of fault since it began."""
+
+    began_s: float
+    said: set[str] = field(default_factory=set)
+    left: int = 0
+    """Faults of keys that there was no line for."""
+
+
+class KeyFaults:
+    """Logs faults of keys: each key's once a minute, and some keys' a minute for each kind.
+
+    So a client that invents salts silences nothing else: neither a key of another kind of fault,
+    nor its own kind for longer than a minute. Safe for threads.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Have said nothing; ``clock`` gives seconds."""
+        self._clock = clock
+        self._minutes: dict[str, _Minute] = {}
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with a free lock; see :mod:`vua.io.forks`."""
+        self._lock = threading.Lock()
+
+    def tell(self, problem: NoKeyError, what: str, to: logging.Logger = log) -> None:
+        """Log that ``what`` (such as "not cached") follows from a key's fault."""
+        with self._lock:
+            now_s, left = self._clock(), 0
+            minute = self._minutes.get(problem.fault)
+            if minute is None or now_s - minute.began_s >= _FAULT_S:
+                left = 0 if minute is None else minute.left
+                minute = self._minutes[problem.fault] = _Minute(now_s)
+            is_new = problem.key not in minute.said
+            speaks = is_new and len(minute.said) < _FAULTS
+            if speaks:
+                minute.said.add(problem.key)
+            minute.left += is_new and not speaks
+        if left:
+            to.warning("%d more faults of keys (%s) in the last minute", left, problem.fault)
+        if speaks:
+            to.warning("%s: %s", what, problem)
 
 
 def tenant_of(salt: bytes) -> str:
@@ -65,15 +143,16 @@ def read_key(path: Path) -> bytes:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:  # noqa: PTH123
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
-                msg = f"{path} is no regular file; {_REMEDY}"
-                raise NoKeyError(msg)
-            if status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
-                msg = (
-                    f"{path} belongs to user {status.st_uid} and has mode "
-                    f"{stat.S_IMODE(status.st_mode):o}: a key that others may read or write is "
-                    "not used; chown it to this process's user and chmod it to 600"
+                raise NoKeyError.of("wrong", path, f" is no regular file; {_REMEDY}")
+            if status.st_mode & _FORBIDDEN or status.st_uid not in (os.geteuid(), 0):
+                user = f"user {os.geteuid()}" + " or root" * bool(os.geteuid())
+                text = (
+                    f" belongs to user {status.st_uid} and has mode "
+                    f"{stat.S_IMODE(status.st_mode):o}; expected: {user}, and mode 600 or 400 "
+                    "(640 or 440 where its group may read it). A key that others may read or "
+                    "change is not used: chown it to this process's user and chmod it to 600"
                 )
-                raise NoKeyError(msg)
+                raise NoKeyError.of("wrong", path, text)
             text = stream.read(1024).decode("ascii", "replace").strip()
     except OSError as problem:
         raise _absent(path, problem) from problem
@@ -82,13 +161,23 @@ def read_key(path: Path) -> bytes:
     except ValueError:
         key = b""
     if len(key) != _KEY_NBYTES:
-        msg = f"{path} does not hold 64 hex digits; {_REMEDY}"
-        raise NoKeyError(msg)
+        raise NoKeyError.of("wrong", path, f" does not hold 64 hex digits; {_REMEDY}")
     return key
 
 
 def _absent(path: Path, problem: OSError) -> NoKeyError:
-    return NoKeyError(f"{path}: {problem.strerror}; {_REMEDY}")
+    fault: Fault = "missing" if isinstance(problem, FileNotFoundError) else "unreadable"
+    return NoKeyError.of(fault, path, f": {problem.strerror}; {_REMEDY}")
+
+
+def _check_directory(directory: Path, security: Security) -> None:
+    """Refuse a directory of keys in which others could replace them, as a cache's would be.
+
+    Whom ``trusted_uids`` names may own it; that all are believed holds for caches alone. Raises
+    ConfigError, OSError.
+    """
+    uids = () if security.trusted_uids == "any" else security.trusted_uids
+    check_owner(directory, Security(trusted_uids=uids), "directory of keys")
 
 
 def check_keys(security: Security) -> None:
@@ -101,9 +190,11 @@ def check_keys(security: Security) -> None:
         raise ConfigError(msg)
     Keyring("", security).naming()
     if security.tenant_keys is not None:
-        if not Path(security.tenant_keys).is_dir():
+        directory = Path(security.tenant_keys)
+        if not directory.is_dir():
             msg = f"tenant_keys: {security.tenant_keys} is no directory; `vua key DIR --salt S`"
             raise ConfigError(msg)
+        _check_directory(directory, security)
         _seal(bytes(_KEY_NBYTES), "", encrypt=True)  # the package is there
 
 
@@ -114,6 +205,9 @@ class Keyring:
         """Use the keys that ``security`` names in ``namespace``; read when they are needed."""
         self._namespace, self._security = namespace, security
         self._seals: dict[str, tuple[object, Seal]] = {}
+        self._gone: set[Path] = set()
+        self.faults = KeyFaults()
+        """What logs faults of these keys."""
 
     def naming(self, salt: bytes = b"") -> Naming | None:
         """Return what names of a request with this salt are made with; None: nothing secret.
@@ -138,16 +232,35 @@ class Keyring:
             return None
         try:
             status = path.stat()
+            state: tuple[int, ...] = (
+                *(status.st_dev, status.st_ino, status.st_mtime_ns),
+                *(status.st_mode, status.st_uid),
+            )
+            if tenant:
+                above = path.parent.stat()
+                state = (*state, above.st_mode, above.st_uid)
         except OSError as problem:
-            self._seals.pop(tenant, None)
-            raise _absent(path, problem) from problem
-        state = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_mode, status.st_uid)
+            known = self._seals.pop(tenant, None)
+            error = _absent(path, problem)
+            if error.fault == "missing" and (known or path in self._gone):
+                error.fault = "gone"
+                self._gone = {path, *list(self._gone)[:_FAULTS]}
+            raise error from problem
         known = self._seals.get(tenant)
         if known is None or known[0] != state:
+            if tenant:
+                self._check_directory(path)
             encrypt = bool(tenant) or self._security.encrypt
             known = state, _seal(read_key(path), self._namespace, encrypt=encrypt)
             self._seals[tenant] = known
         return known[1]
+
+    def _check_directory(self, path: Path) -> None:
+        """See that a tenant's key lies where others cannot replace it. Raises NoKeyError."""
+        try:
+            _check_directory(path.parent, self._security)
+        except (ConfigError, OSError) as problem:
+            raise NoKeyError.of("wrong", path, f": {problem}") from problem
 
     def _path(self, tenant: str) -> Path | None:
         directory, own = self._security.tenant_keys, self._security.key_file
@@ -173,6 +286,7 @@ class KnownKeys:
         paths = [] if own is None else [Path(own)]
         if directory is not None:
             tenants = _tenant_files(Path(directory))
+            _check_directory(Path(directory), security)
             self.tenants = len(tenants)
             paths += tenants
         keys = [read_key(path) for path in paths]

@@ -2,11 +2,12 @@
 
 A sealed file is a plain one with a tag per checksum block, of AES-256-GCM through `cryptography`.
 The nonce is the block's number. The key is made for this file alone, from a random nonce in the
-header. The tag is bound (as associated data) to the header up to there: namespace, layout, shard,
-chunk, parent, position, kind of seal and key. Tags of kind ``gmac`` cover a block in clear, those
-of kind ``aes-256-gcm`` its ciphertext, which has the same length. NIST SP 800-38D is the
-specification; keys are derived as in RFC 5869 (HKDF-Expand with SHA-256, the key file being
-uniformly random).
+header and from the header up to there: namespace, layout, shard, chunk, parent, position, kind of
+seal and key. So a machine whose random numbers come twice (a cloned VM) does not encrypt two chunks
+with one key. The tag is bound (as associated data) to the same part of the header. Tags of kind
+``gmac`` cover a block in clear, those of kind ``aes-256-gcm`` its ciphertext, which has the same
+length. NIST SP 800-38D is the specification; keys are derived as in RFC 5869 (HKDF-Expand with
+SHA-256, the key file being uniformly random).
 
 The checksums of a sealed file are of the bytes that are stored, so who has no key still finds
 damage. Measured against keyed BLAKE2b and BLAKE3 in docs/decisions/0008-keyed-and-encrypted.md.
@@ -30,7 +31,7 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from vua.errors import CorruptEntryError
 from vua.format.entry import EntryCodec
-from vua.format.header import AUTHENTIC, ENCRYPTED, TAG_NBYTES, SealInfo
+from vua.format.header import AUTHENTIC, ENCRYPTED, SEALED_V1, TAG_NBYTES, SealInfo
 from vua.format.keys import ChunkKey
 from vua.native import Digest
 
@@ -70,6 +71,8 @@ class Seal:
     naming: bytes
     """For :class:`vua.format.naming.Naming`."""
     _files: bytes
+    _files_v1: bytes
+    """For files of the first version."""
 
     @classmethod
     def of(cls, key: bytes, namespace: str, *, encrypt: bool) -> Seal:
@@ -82,6 +85,7 @@ class Seal:
             kind,
             derived(key, "vua.key-id.v1")[:8].hex(),
             derived(key, "vua.names.v1", kind, namespace),
+            derived(key, "vua.files.v2", kind, namespace),
             derived(key, "vua.files.v1", kind, namespace),
         )
 
@@ -106,7 +110,7 @@ class Seal:
         """
         seal_info = SealInfo(self.key_id, new_nonce())
         room = None if into is None else memoryview(into.data)
-        tags = _fed(blocks, self._closings(codec, key, seal_info.nonce, room))
+        tags = _fed(blocks, self._closings(codec, key, seal_info, room))
         return Sealed(seal_info, b"".join(tag.to_bytes(TAG_NBYTES, "big") for tag in tags))
 
     def open(
@@ -148,7 +152,8 @@ class Seal:
         Raises CorruptEntryError when there is no nonce.
         """
         nonce, tags = codec.seal_of(header)
-        algorithm, bound = self._context(codec, key, nonce)
+        seal_info = SealInfo(self.key_id, nonce, codec.format_of(header))
+        algorithm, bound = self._context(codec, key, seal_info)
 
         def opening(block: int) -> Digest:
             context = _Cipher(algorithm, GCM(_nonce(block))).decryptor()
@@ -157,16 +162,20 @@ class Seal:
 
         return map(opening, places)
 
-    def _context(self, codec: EntryCodec, key: ChunkKey, nonce: str) -> tuple[AES, bytes]:
+    def _context(self, codec: EntryCodec, key: ChunkKey, seal_info: SealInfo) -> tuple[AES, bytes]:
         """The cipher of one file, and what each of its blocks is bound to."""
-        bound = codec.expected(key, self.key_id)
-        algorithm = AES(hmac.digest(self._files, bytes.fromhex(nonce), "sha256"))
-        return algorithm, len(bound).to_bytes(8, "little") + bound
+        bound = codec.expected(key, self.key_id, seal_info.format)
+        nonce = bytes.fromhex(seal_info.nonce)
+        if seal_info.format == SEALED_V1:
+            file_key = hmac.digest(self._files_v1, nonce, "sha256")
+        else:
+            file_key = hmac.digest(self._files, nonce + bound, "sha256")
+        return AES(file_key), len(bound).to_bytes(8, "little") + bound
 
     def _closings(
-        self, codec: EntryCodec, key: ChunkKey, nonce: str, room: memoryview | None
+        self, codec: EntryCodec, key: ChunkKey, seal_info: SealInfo, room: memoryview | None
     ) -> Iterator[_Closing]:
-        algorithm, bound = self._context(codec, key, nonce)
+        algorithm, bound = self._context(codec, key, seal_info)
         for block in range(codec.blocks):
             context = _Cipher(algorithm, GCM(_nonce(block))).encryptor()
             context.authenticate_additional_data(bound)

@@ -92,11 +92,11 @@ class Security:
         return 0o2750 if self.group_read else 0o700
 
 
-def check_owner(directory: Path, security: Security) -> None:
+def check_owner(directory: Path, security: Security, what: str = "") -> None:
     """Refuse a directory in which somebody who is not trusted could replace what lies there.
 
-    Raises ConfigError (it belongs to somebody else, or all may write to it and it has no sticky
-    bit), OSError.
+    ``what`` names it where it is not a cache. Raises ConfigError (it belongs to somebody else, or
+    all may write to it and it has no sticky bit), OSError.
     """
     if security.uids is None:
         return
@@ -109,8 +109,15 @@ def check_owner(directory: Path, security: Security) -> None:
         )
         raise ConfigError(msg)
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        mode = stat.S_IMODE(status.st_mode)
+        if what:
+            msg = (
+                f"{directory}, a {what}, has mode {mode:o}: every user of this machine can "
+                "replace what lies in it; expected: no write by all; chmod it to 700"
+            )
+            raise ConfigError(msg)
         msg = (
-            f"{directory} has mode {stat.S_IMODE(status.st_mode):o}: every user of this machine "
+            f"{directory} has mode {mode:o}: every user of this machine "
             f"can replace what lies in it; use a new directory inside it, which VUA makes private "
             f"(such as {directory / 'vua'}); or {remedy}"
         )

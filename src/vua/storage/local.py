@@ -25,6 +25,7 @@ from typing import Final
 
 from vua import native
 from vua.errors import EntryError, StorageError, UntrustedError
+from vua.format.header import MAX_HEADER_NBYTES
 from vua.format.layout import Shard
 from vua.io import posix
 from vua.io.forks import watch
@@ -151,6 +152,14 @@ class LocalStorage:
         Raises OSError, UntrustedError.
         """
         return open_plain(Directory(self._fd, self._uids, self._local), entry_path(name))
+
+    def head(self, name: str) -> bytes:
+        """Return an entry's first MiB, with its whole header. Raises OSError, UntrustedError."""
+        fd, _ = self.open_file(name)
+        try:
+            return os.pread(fd, MAX_HEADER_NBYTES, 0)
+        finally:
+            os.close(fd)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         """Whether files are there, to be read and of that size."""

@@ -20,6 +20,7 @@ from typing import Final
 from vua.errors import CorruptEntryError, StorageError
 from vua.format.codecs import OFF
 from vua.format.compressed import Compressed, is_available
+from vua.format.header import MAX_HEADER_NBYTES
 from vua.storage.base import (
     FAILED,
     PRESENT,
@@ -208,6 +209,13 @@ class ObjectStorage:
         if self._compression is not None:
             self._compression.moved(len(data), time.monotonic() - began_s)
         return meta, data
+
+    def head(self, name: str) -> bytes:
+        """Return an entry's first MiB, of whichever form is there. Raises OSError."""
+        for key in self._keys(name):
+            with suppress(FileNotFoundError):
+                return bytes(self._bucket.get(key, 0, MAX_HEADER_NBYTES)[1])
+        raise FileNotFoundError(name)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         """Ask for the objects' descriptions, of each form, some at a time."""

@@ -9,7 +9,7 @@ back to the directory when it was read from behind it, is told to :attr:`TieredS
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
 from vua.storage.base import WRITTEN, Batch, Capabilities, Entry, Filled, Storage, Written
@@ -126,6 +126,15 @@ class TieredStorage:
         for index in indices:
             data = batch.entry(index) if whole else batch.nbytes
             self.travels.came(batch.names[index], data, _before(batch, index))
+
+    def head(self, name: str) -> bytes:
+        """Return an entry's first MiB from the nearest place that can show it. Raises OSError."""
+        for tier in self.tiers:
+            head = getattr(tier, "head", None)
+            with suppress(FileNotFoundError):
+                if head is not None:
+                    return bytes(head(name))
+        raise FileNotFoundError(name)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         """Ask each place for what the nearer ones do not have."""

@@ -98,7 +98,7 @@ class EntryWriter:
         try:
             seal = store.keyring.seal(run[0].tenant) if batch is None else None
         except NoKeyError as problem:
-            log.warning("chunk %s is not stored: %s", run[0].name[:12], problem)
+            store.keyring.faults.tell(problem, "a prompt is not stored")
             return self._refuse(1)
         nbytes = store.codec(self.shard, seal.kind if seal else "").file_nbytes
         nbytes = nbytes if batch is None else batch.nbytes

@@ -16,6 +16,7 @@ from typing import Final
 from vua.errors import EntryError, ForeignEntryError
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import Shard
+from vua.format.parse import LaterEntryError, later_form
 from vua.io.forks import watch
 from vua.storage.base import Storage, entry_name
 
@@ -59,7 +60,9 @@ class Quarantine:
         ``version`` is that of the file that was read. Returns ``corrupt`` or ``foreign``.
         """
         reason = "foreign" if isinstance(problem, ForeignEntryError) else "corrupt"
-        if isinstance(problem, ForeignEntryError) and not problem.misplaced:
+        if isinstance(problem, LaterEntryError) or self.is_later(key, shard):
+            reason, fate = "foreign", ", and stays: a later version of VUA may know it"
+        elif isinstance(problem, ForeignEntryError) and not problem.misplaced:
             fate = "; it may be right and this reader wrong, so it stays"
         elif self._storage.delete(entry_name(key.name, shard), version):
             fate = " and was taken out of sight"
@@ -68,6 +71,14 @@ class Quarantine:
         name = key.name[:12]
         log.warning("%s entry %s/%s is a miss%s: %s", reason, name, shard.name, fate, problem)
         return reason
+
+    def is_later(self, key: ChunkKey, shard: Shard) -> bool:
+        """Whether the file of an entry is of a form that only a later version can have written."""
+        head = getattr(self._storage, "head", None)  # of a storage that can show it
+        try:
+            return head is not None and bool(later_form(head(entry_name(key.name, shard))))
+        except (OSError, EntryError):
+            return False
 
     def read_failed(
         self, key: ChunkKey, shard: Shard, version: bytes | None, problem: OSError

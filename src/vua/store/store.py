@@ -194,7 +194,7 @@ class Loader:
             self._unlock(keys[0].tenant if len(keys) else "")
         except NoKeyError as problem:
             store.quarantine.count("locked")
-            log.warning("nothing is loaded: %s", problem)
+            store.keyring.faults.tell(problem, "nothing is loaded")
             return Loaded(0, 0, "locked")
         while chunks < len(keys):
             got, bad = Verified(len(keys) - chunks), self._target

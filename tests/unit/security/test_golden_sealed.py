@@ -1,115 +1,116 @@
-"""The sealed format: golden files, and a reader of them that was written from docs/format.md."""
+"""The sealed format: golden files, read by the program and the values that docs/format.md shows."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import itertools
 import json
+import re
 import struct
 import unittest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from safetensors import safe_open
 
 import make_golden
-from helpers import DirectoryTest, contents
+from helpers import ROOT, DirectoryTest, contents
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.mark import MARK
 from vua.store.namespace import Namespace
 
-FRAME = struct.Struct("<Q")
+PAGE = (ROOT / "docs" / "format.md").read_text("utf-8")
+SECTION = PAGE.split("\n## Sealed files\n", 1)[1].split("\n## ", 1)[0]
+(PROGRAM,) = re.findall(r"^```python\n(.*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
+(EXAMPLE,) = re.findall(r"^```\n(key .*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
+FORMS = {"v1": make_golden.SEALED_V1, "v2": make_golden.SEALED}
 
 
-def framed(part: bytes) -> bytes:
-    """The page's `framed()`."""
-    return FRAME.pack(len(part)) + part
-
-
-def derived(key: bytes, *parts: str) -> bytes:
-    """The page's `derived()`."""
-    info = b"".join(framed(part.encode()) for part in parts)
-    return hmac.digest(key, info + b"\x01", "sha256")
-
-
-def unsealed(path: Path, key: bytes) -> dict[str, bytes]:
-    """K and V of a sealed file in clear, from docs/format.md alone. Raises InvalidTag."""
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    text, start = data[8 : 8 + length], 8 + length
-    header = json.loads(text)
-    said = header["__metadata__"]
-    assert said["format"] == "vua.sealed.v1"
-    assert said["key"] == derived(key, "vua.key-id.v1")[:8].hex()
-    files = derived(key, "vua.files.v1", said["seal"], said["namespace"])
-    cipher = AESGCM(hmac.digest(files, bytes.fromhex(said["nonce"]), "sha256"))
-    bound = framed(data[: 8 + text.index(b',"created"')])
-    begin = start + header["tags"]["data_offsets"][0]
-    sums = np.frombuffer(data[start:begin], "<u8")
-    arrays = [name for name in "kv" if name in header]
-    size = 1 if said["seal"] == "aes-256-gcm" else 2  # 2 bytes per element in these files
-    shapes = [header[name]["shape"] for name in arrays]
-    step = max(1, 131072 // max(shape[2] * shape[3] * size for shape in shapes))
-    block, found = 0, {}
-    for name, (heads, layers, tokens, dim) in zip(arrays, shapes, strict=True):
-        at, found[name] = start + header[name]["data_offsets"][0], b""
-        for _ in range(heads):
-            for layer in range(0, layers, step):
-                nbytes = min(step, layers - layer) * tokens * dim * size
-                stored, tag = data[at : at + nbytes], data[begin + 16 * block :][:16]
-                assert xxhash.xxh3_64_intdigest(stored) == sums[block]
-                nonce = block.to_bytes(12, "big")
-                if said["seal"] == "aes-256-gcm":
-                    found[name] += cipher.decrypt(nonce, stored + tag, bound)
-                else:
-                    cipher.decrypt(nonce, tag, bound + stored)
-                    found[name] += stored
-                at, block = at + nbytes, block + 1
-    return found
+def program() -> dict[str, Any]:
+    """What the page's program defines: `framed`, `derived` and `opened`."""
+    names: dict[str, Any] = {}
+    exec(compile(PROGRAM, "docs/format.md", "exec"), names)
+    return names
 
 
 class TestGoldenSealed(DirectoryTest):
-    """The files in tests/golden_sealed."""
+    """The files in tests/golden_sealed and tests/golden_sealed_v2."""
 
-    def paths(self, model: str, dtype: str) -> list[Path]:
+    def paths(self, model: str, dtype: str, golden: Path = make_golden.SEALED) -> list[Path]:
         """The files of a case."""
         identity = Identity(model=model, kv_dtype=dtype, chunk_tokens=4)
-        found = sorted((make_golden.SEALED / identity.namespace).glob("*/*/*.safetensors"))
+        found = sorted((golden / identity.namespace).glob("*/*/*.safetensors"))
         self.assertEqual(2, len(found))
         return found
 
     def test_regenerated(self) -> None:
-        """Writing them again gives the same bytes."""
-        again = self.root / "again"
-        again.mkdir()
-        make_golden.make_sealed(again, self.root / "key")
-        (again / MARK).unlink()  # these are older than the mark
+        """Writing them again gives the same bytes, of both versions."""
+        for form, golden in FORMS.items():
+            again = self.root / form
+            again.mkdir()
+            make_golden.make_sealed(again, self.root / "key", f"vua.sealed.{form}")
+            (again / MARK).unlink()  # the first of them are older than the mark
 
-        self.assertEqual(contents(make_golden.SEALED), contents(again))
+            self.assertEqual(contents(golden), contents(again))
 
-    def test_independent_reader(self) -> None:
-        """A reader that was written from the page alone agrees with every byte."""
-        for model, layout, _, _ in make_golden.SEALED_CASES:
-            for path in self.paths(model, layout.dtype):
-                with self.subTest(model, path=path.parent.name):
-                    found = unsealed(path, make_golden.KEY)
-                    with safe_open(path, framework="pt") as opened:
-                        first = int(opened.metadata()["tokens"][:10])
+    def test_page(self) -> None:
+        """The page's program opens every file; another key, or a changed byte, does not."""
+        opened = program()["opened"]
+        for form, (model, layout, _, _) in itertools.product(FORMS, make_golden.SEALED_CASES):
+            for path in self.paths(model, layout.dtype, FORMS[form]):
+                with self.subTest(model, form=form, path=path.parent.name):
+                    data = path.read_bytes()
+                    found = opened(data, make_golden.KEY)
+                    with safe_open(path, framework="pt") as file:
+                        self.assertEqual(f"vua.sealed.{form}", file.metadata()["format"])
+                        first = int(file.metadata()["tokens"][:10])
                     for number, name in enumerate(found):
                         array = make_golden.element(layout, number, layout.full)
                         expected = array.transpose(1, 0, 2, 3)[:, :, first : first + 4]
                         self.assertEqual(expected.tobytes(), found[name])
-                    with self.assertRaises((InvalidTag, AssertionError)):
-                        unsealed(path, bytes(32))
+                    with self.assertRaises(InvalidTag):
+                        opened(data, bytes(32))
+                    for at in (0, data.index(b"tokens") + 9, len(data) - 1):
+                        changed = bytearray(data)
+                        changed[at] ^= 1
+                        with self.assertRaises((InvalidTag, ValueError)):
+                            opened(bytes(changed), make_golden.KEY)
+
+    def test_page_example(self) -> None:
+        """The worked example's values follow from each other as the page says."""
+        self.assertEqual(make_golden.example_sealed(make_golden.SEALED), EXAMPLE.splitlines())
+        said = {line[:17].strip(): line[17:] for line in EXAMPLE.splitlines()}
+        derived, key = program()["derived"], bytes.fromhex(said["key"])
+        (path,) = make_golden.SEALED.rglob(f"{said['chunk 0']}/*.safetensors")
+        data = path.read_bytes()
+        self.assertEqual(said["SHA-256 of it"], hashlib.sha256(data).hexdigest())
+        self.assertEqual(said["its id"], derived(key, "vua.key-id.v1")[:8].hex())
+        secrets = {}
+        for name, label in (("names", "vua.names.v1"), ("files", "vua.files.v2")):
+            secrets[name] = derived(key, label, "aes-256-gcm", said["namespace"])
+            self.assertEqual(said[name], secrets[name].hex())
+        h = data[: data.index(b',"created"')]
+        self.assertEqual(struct.pack("<Q", 4096 - 8 - (8 + 16)), h[:8])  # one block
+        self.assertEqual(said["h"], f"{len(h)} bytes, the first of them {h[:24].hex()}")
+        self.assertEqual(said["SHA-256 of h"], hashlib.sha256(h).hexdigest())
+        own = hmac.digest(secrets["files"], bytes.fromhex(said["nonce"]) + h, "sha256")
+        self.assertEqual(said["file's own key"], own.hex())
+        (length,) = struct.unpack("<Q", data[:8])
+        tags = json.loads(data[8 : 8 + length])["tags"]["data_offsets"][0] + 8 + length
+        self.assertEqual(said["tag of block 0"], data[tags : tags + 16].hex())
+        self.assertEqual(said["bytes 4096..4112"], data[4096:4112].hex())
 
     def test_names(self) -> None:
         """Chunks are named as the page says."""
         model, layout, _, extras = make_golden.SEALED_CASES[1]
         namespace = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=4).namespace
+        page = program()
+        framed, derived = page["framed"], page["derived"]
         secret = derived(make_golden.KEY, "vua.names.v1", "aes-256-gcm", namespace)
         names, key = set(), b""
         for chunk in range(2):
@@ -120,7 +121,9 @@ class TestGoldenSealed(DirectoryTest):
             key = hmac.digest(secret, hmac.digest(secret, text, "sha256") + ids, "sha256")
             names.add(key.hex())
 
-        self.assertEqual(names, {path.parent.name for path in self.paths(model, layout.dtype)})
+        for golden in FORMS.values():
+            paths = self.paths(model, layout.dtype, golden)
+            self.assertEqual(names, {path.parent.name for path in paths})
 
     def test_safetensors(self) -> None:
         """The safetensors library opens them: K in clear, or opaque bytes."""
@@ -130,11 +133,12 @@ class TestGoldenSealed(DirectoryTest):
             self.assertEqual(torch.uint8 if encrypt else torch.bfloat16, dtype)
 
     def test_library_reads_them(self) -> None:
-        """This version of VUA loads what the first one sealed."""
-        for model, layout, encrypt, extras in make_golden.SEALED_CASES:
+        """This version of VUA loads what each version sealed."""
+        for golden, case in itertools.product(FORMS.values(), make_golden.SEALED_CASES):
+            model, layout, encrypt, extras = case
             identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=4)
             settings = make_golden.security(self.root / "key", encrypt=encrypt)
-            path = make_golden.SEALED / identity.namespace
+            path = golden / identity.namespace
             (store,) = Namespace.open(path, security=settings).stores
             naming = store.keyring.naming()
             chain = KeyChain(token_ids(make_golden.TOKENS), 4, extras, naming)

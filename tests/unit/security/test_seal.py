@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
+import logging
 import os
 import random
 import sys
@@ -37,7 +39,16 @@ from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.format.naming import Naming
 from vua.format.parse import EntryInfo, parse_entry
-from vua.security.keyring import Keyring, NoKeyError, check_keys, read_key, tenant_of, write_key
+from vua.security.keyring import (
+    KeyFaults,
+    Keyring,
+    KnownKeys,
+    NoKeyError,
+    check_keys,
+    read_key,
+    tenant_of,
+    write_key,
+)
 from vua.security.settings import Security
 from vua.store.store import Loaded
 
@@ -103,6 +114,33 @@ class TestRoundTrip(SealTest):
         self.assertNotEqual(parse_entry(first).seal_info.nonce, parse_entry(second).seal_info.nonce)
         same = np.frombuffer(first[4096:], "u1") == np.frombuffer(second[4096:], "u1")
         self.assertLess(same.mean(), 0.05)
+
+    def test_nonce_again(self) -> None:
+        """Two chunks of one nonce, as cloned machines make them, are not of one key."""
+        for encrypt in KINDS:
+            store = self.store(security=self.security(encrypt=encrypt))
+            with mock.patch("vua.security.seal.new_nonce", return_value="ab" * 16):
+                keys, _ = self.save(store)
+            first, second = (self.file(keys, at).read_bytes() for at in (0, 1))
+            self.assertEqual("vua.sealed.v2", parse_entry(first).seal_info.format)
+            seal, bounds = store.keyring.seal(), []
+            assert seal is not None
+            codec = store.codec(SMALL.full, seal.kind)
+            for data, key in ((first, keys[0]), (second, keys[1])):
+                at = parse_entry(data).header_nbytes
+                payload = memoryview(bytearray(data[at:]))
+                sizes = codec.block_nbytes()
+                ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+                blocks = [[payload[a:b]] for a, b in itertools.pairwise([0, *ends])]
+                seal.open(codec, key, memoryview(data[:at]), blocks, range(codec.blocks))
+                bounds.append(bytes(payload))
+            if encrypt:  # a stream that is used twice shows the difference of two texts
+                one, two = (np.frombuffer(data[4096:], "u1") for data in (first, second))
+                clear = np.frombuffer(bounds[0], "u1") ^ np.frombuffer(bounds[1], "u1")
+                self.assertLess((one ^ two == clear).mean(), 0.05)
+            else:  # a tag of one is none of another, though text and place are the same
+                tags = [codec.seal_of(memoryview(data[:4096]))[1] for data in (first, second)]
+                self.assertFalse(np.array_equal(tags[0], tags[1]))
 
 
 class TestNames(SealTest):
@@ -322,8 +360,10 @@ class TestKeys(SealTest):
         """A key that others may read, or that is none, is refused with what to do."""
         good = self.key.read_text()
         for mode, text, expected in (
-            (0o644, good, "mode 644.*chmod it to 600"),
+            (0o644, good, "mode 644; expected.*mode 600 or 400.*chmod it to 600"),
+            (0o604, good, "mode 604"),
             (0o620, good, "mode 620"),
+            (0o460, good, "mode 460"),
             (0o600, good[:-3], "64 hex digits"),
             (0o600, "z" * 64, "64 hex digits"),
             (0o600, "", "64 hex digits"),
@@ -339,6 +379,99 @@ class TestKeys(SealTest):
             with self.assertRaises(NoKeyError):
                 read_key(self.key)
             self.key.rmdir() if self.key.is_dir() else self.key.unlink()
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root can give files to others")
+    def test_group(self) -> None:
+        """A pod's user reads the Secret that its fsGroup may read; others' keys are refused."""
+        uid, group = 4242, 4343
+        self.root.chmod(0o755)
+        for owner, mode, usable in (
+            (0, 0o440, True),
+            (0, 0o640, True),
+            (uid, 0o400, True),
+            (uid, 0o440, True),
+            (0, 0o444, False),
+            (0, 0o460, False),
+            (uid, 0o660, False),
+            (4244, 0o440, False),
+            (0, 0o400, False),  # the system refuses it
+        ):
+            os.chown(self.key, owner, group)
+            self.key.chmod(mode)
+            child = os.fork()
+            if not child:
+                code = 9
+                with contextlib.suppress(BaseException):
+                    os.setgroups([group])
+                    os.setresgid(group, group, group)
+                    os.setresuid(uid, uid, uid)
+                    try:
+                        code = 0 if len(read_key(self.key)) == 32 else 8
+                    except NoKeyError as problem:
+                        code = 1 if "expected" in str(problem) or problem.fault != "wrong" else 7
+                os._exit(code)
+            with self.subTest(owner=owner, mode=oct(mode)):
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                self.assertEqual(0 if usable else 1, code)
+
+    def test_directory(self) -> None:
+        """Keys in a directory that all may write to are not believed, at the start and later."""
+        ring = Keyring(NAMESPACE, self.security())
+        self.keys.chmod(0o777)
+        with self.assertRaisesRegex(ConfigError, "keys.*mode 777.*chmod it to 700"):
+            check_keys(self.security())
+        with self.assertRaisesRegex(ConfigError, "mode 777"):
+            KnownKeys(self.security())
+        anybody = Security(tenant_keys=str(self.keys), trusted_uids="any")
+        for keyring in (ring, Keyring(NAMESPACE, anybody)):
+            with self.assertRaisesRegex(NoKeyError, "mode 777"):
+                keyring.naming(b"alice")
+        for mode in (0o700, 0o750, 0o1777):  # of a Secret's volume: sticky
+            self.keys.chmod(mode)
+            check_keys(self.security())
+            self.assertTrue(ring.naming(b"alice"))
+        self.keys.chmod(0o777)
+        with self.assertRaisesRegex(NoKeyError, "mode 777"):
+            ring.naming(b"alice")
+
+    @unittest.skipUnless(os.geteuid() == 0, "only root can give files to others")
+    def test_foreign_directory(self) -> None:
+        """A directory of keys belongs to this process's user, to root or to whom is trusted."""
+        os.chown(self.keys, 4242, -1)
+        with self.assertRaisesRegex(ConfigError, "belongs to user 4242"):
+            check_keys(self.security())
+        check_keys(Security(tenant_keys=str(self.keys), trusted_uids=[4242]))
+
+    def test_faults_are_told(self) -> None:
+        """Each key's fault is logged once a minute, and invented salts silence no other kind."""
+        now_s = [0.0]
+        faults = KeyFaults(clock=lambda: now_s[0])
+        ring = Keyring(NAMESPACE, self.security())
+        alice, bob = (self.keys / f"{tenant_of(salt)}.key" for salt in (b"alice", b"bob"))
+        ring.naming(b"alice")
+
+        def tell(*salts: bytes) -> list[str]:
+            with self.assertLogs("vua.security.keyring", "WARNING") as logged:
+                logging.getLogger("vua.security.keyring").warning("-")
+                for salt in salts:
+                    with self.assertRaises(NoKeyError) as caught:
+                        ring.naming(salt)
+                    faults.tell(caught.exception, "not cached")
+            return [line for line in logged.output if not line.endswith(":-")]
+
+        invented = [b"salt %d" % n for n in range(1000)]
+        self.assertLessEqual(len(tell(*invented)), 20)
+        alice.unlink()
+        bob.chmod(0o644)
+        lines = tell(b"alice", b"bob", b"alice", b"bob", *invented)
+        self.assertEqual(2, len(lines), lines)
+        self.assertIn(alice.name, lines[0])
+        self.assertIn(bob.name, lines[1])
+        now_s[0] += 61
+        lines = tell(b"bob", b"carol", b"bob")
+        self.assertIn(bob.name, "".join(lines))
+        self.assertIn(tenant_of(b"carol"), "".join(lines))
+        self.assertIn("more faults of keys (missing)", "".join(lines))
 
     @unittest.skipUnless(os.geteuid() == 0, "only root can give files to others")
     def test_foreign(self) -> None:
