@@ -523,6 +523,16 @@ def bench(*arguments: str) -> int:
     return run("-m", "suite", *words, *arguments, paths=("src", "benchmarks"))
 
 
+def replay(*arguments: str) -> int:
+    """Sends a trace of requests through a store, and through simulated eviction policies."""
+    return run("-m", "lab", "replay", *arguments, paths=("src", "benchmarks"))
+
+
+def plots(*arguments: str) -> int:
+    """Plots JSON files of measurements: FILE ... --out PAGE.html."""
+    return run("-m", "lab", "plots", *arguments, paths=("src", "benchmarks"))
+
+
 def peers() -> int:
     """Installs the stores that the suite compares with: LMCache; the others are in .venv."""
     return 0 if install_lmcache() else 1

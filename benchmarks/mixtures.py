@@ -1,7 +1,7 @@
-"""Writes generated traces for `vua bench replay`: what may meet a policy tried on one trace only.
+"""Writes generated traces for `dev.py replay`: what may meet a policy tried on one trace only.
 
     python benchmarks/mixtures.py DIRECTORY
-    vua bench replay DIRECTORY/agents.jsonl --simulated --policies all
+    python3 dev.py replay DIRECTORY/agents.jsonl --simulated --policies all
 
 Each is an hour of requests. `chat` is memoryless: whoever has asked goes on with the same chance,
 however often he did before, so that the number of uses says nothing. `loop` asks for the same

@@ -4,7 +4,7 @@
 
 Each request goes to one of the processes by chance, the next one when it is answered: it is looked
 up, loaded and compared, and the rest is stored. Half of the processes stand for another host: other
-clocks and another name. Then the simulator of `vua bench replay` is given the same requests at the
+clocks and another name. Then the simulator of `dev.py replay` is given the same requests at the
 times at which they came here: the hits of the two are to agree, whatever process saw what.
 """
 
@@ -23,9 +23,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vua.cli.bench_ranks import Past
-from vua.cli.bench_replay import Request, block_file_nbytes, read
-from vua.cli.bench_simulate import POLICIES, Outcome, simulate
+from lab.policies import POLICIES
+from lab.replay import Request, block_file_nbytes, read
+from vua.cli.simulator import Outcome, Past, simulate
 
 CHILD = """
 import socket, sys, time
@@ -37,7 +37,7 @@ if other:
     socket.gethostname = lambda: "other-host"
 import json
 from pathlib import Path
-from vua.cli.bench_replay import Request, Session
+from lab.replay import Request, Session
 
 session = Session(Path(sys.argv[1]), int(sys.argv[2]))
 print("ready", flush=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from lab.policies import compare
+from lab.replay import BLOCK_TOKENS, Request, block_file_nbytes, read, replay
 from suite.context import Bench
 from suite.measure import Row
 from vua.capacity.scan import silent
-from vua.cli.bench_replay import BLOCK_TOKENS, Request, block_file_nbytes, read, replay
-from vua.cli.bench_simulate import compare
 
 __all__ = ["bounded", "hits", "multi_round"]
 

@@ -17,9 +17,7 @@ from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.scan import Show
 from vua.capacity.usage import measure
 from vua.capacity.use_log import UseLog
-from vua.cli.bench_policies import LRU
-from vua.cli.bench_ranks import Dense, Past
-from vua.cli.bench_simulate import simulate
+from vua.cli.simulator import LRU, Dense, Past, simulate
 from vua.cli.text import SOUND, Write, progress, size, table, when
 from vua.errors import ConfigError, StorageError
 from vua.storage.problems import explained

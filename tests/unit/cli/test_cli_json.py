@@ -58,15 +58,13 @@ def below(inner: str, outer: str) -> bool:
 
 class JsonTest(CliTest):
     def setUp(self) -> None:
-        """Have a prompt and a trace beside the directory."""
+        """Have a prompt beside the directory."""
         super().setUp()
         self.beside = self.root.with_name(f"{self.root.name}-beside")
         self.beside.mkdir()
         self.addCleanup(lambda: [one.unlink() for one in self.beside.iterdir()]
                         and self.beside.rmdir())  # fmt: skip
         (self.beside / "tokens").write_text(json.dumps(TOKENS.tolist() + [1] * 8))
-        requests = [{"hash_ids": [1, 2], "input_length": 1024}] * 2
-        (self.beside / "trace").write_text("\n".join(map(json.dumps, requests)))
         write_log(self.root, [(at, ["00" * 32]) for at in range(300)])
 
     def commands(self) -> dict[str, list[list[object]]]:
@@ -85,8 +83,6 @@ class JsonTest(CliTest):
             "export": [["export", root, beside / "tar", "--all"], ["import", root, beside / "tar"]],
             "verify": [["verify", root]],
             "gc": [["gc", root]],
-            "bench replay": [["bench", "replay", beside / "trace", "--out", beside / "bench"]],
-            "bench report": [["bench", "report", beside / "bench", "--out", beside / "page"]],
             "bench path": [["bench", "path", root, "--tiny", "--model", "Llama-3.1-8B",
                             "--prefill", "1000"]],
             "completion": [["completion", "bash"]],

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import unittest
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -24,8 +24,13 @@ NO_RICH = {"rich": None, "rich.console": None, "vua.cli.screen": None}
 
 def on_terminal(words: Sequence[object], **environment: str) -> str:
     """What a command writes to stdout that is a terminal of 90 columns."""
+    return drawn(lambda: main([str(word) for word in words]), 90, **environment)
+
+
+def drawn(work: Callable[[], object], columns: int, **environment: str) -> str:
+    """What `work` writes to stdout that is a terminal of so many columns."""
     here, other = pty.openpty()
-    variables = {"TERM": "xterm-256color", "COLUMNS": "90", "LINES": "20", **environment}
+    variables = {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "20", **environment}
     shown = b""
     with os.fdopen(here, "rb", buffering=0) as screen:
         with (
@@ -36,7 +41,7 @@ def on_terminal(words: Sequence[object], **environment: str) -> str:
         ):
             for name in {"NO_COLOR", "FORCE_COLOR"} - set(environment):
                 os.environ.pop(name, None)
-            main([str(word) for word in words])
+            work()
         with contextlib.suppress(OSError):  # EIO: all was read, and the other end is closed
             while data := screen.read(1 << 16):
                 shown += data
@@ -67,19 +72,7 @@ class TestLook(CliTest):
         row = ["145867", "9876543", "1111111", "2222222", "3333333", "some/long/path"]
         for width in (20, 40, 60, 80, 200):
             with self.subTest(width):
-                here, other = pty.openpty()
-                with (
-                    os.fdopen(here, "rb", buffering=0) as screen,
-                    os.fdopen(other, "w", encoding="utf-8") as stdout,
-                ):
-                    variables = {"TERM": "xterm-256color", "COLUMNS": str(width), "NO_COLOR": "1"}
-                    with (
-                        mock.patch.dict(os.environ, variables),
-                        mock.patch("sys.stdout", stdout),
-                    ):
-                        text.table(table, [row])
-                    stdout.flush()
-                    shown = COLOURS.sub("", screen.read(1 << 16).decode())
+                shown = COLOURS.sub("", drawn(lambda: text.table(table, [row]), width))
                 for cell in row[:5]:
                     self.assertIn(cell, shown.split(), shown)
 

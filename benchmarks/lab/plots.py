@@ -1,7 +1,7 @@
-"""`vua bench report`: what was measured, as plots on one page that needs nothing else.
+"""What was measured, as plots on one page that needs nothing else.
 
 Each file says by its fields what it is: `vua bench path --model ... --out FILE` (loading against
-computing), `vua bench replay --out FILE` (hits against room), or `benchmarks/connector.py --json
+computing), `dev.py replay --out FILE` (hits against room), or `benchmarks/connector.py --json
 FILE` (time to the first token of an engine).
 """
 
@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from vua.errors import InputError
-
-__all__ = ["page", "plots_of", "read"]
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 380, 64, 48, 16, 150
 _COLOURS: Final = ("#2f6fb0", "#c0603a", "#3c8d5a", "#8a5fb0", "#a08a2c", "#5a8fa0", "#b0487a",
@@ -74,7 +72,7 @@ def plots_of(report: Mapping[str, Any], name: str) -> list[Plot]:
         raise InputError(f"{name}: not as `vua bench` writes it: {problem!r}") from problem
     raise InputError(
         f"{name}: nothing to plot; give what `vua bench path --model M --prefill N --out FILE`, "
-        "`vua bench replay TRACE --out FILE` or `benchmarks/connector.py --json FILE` have written"
+        "`dev.py replay TRACE --out FILE` or `benchmarks/connector.py --json FILE` have written"
     )
 
 
@@ -186,7 +184,7 @@ def _drawn(plot: Plot) -> str:
     return f'<svg {size} role="img" aria-label="{label}">{"".join(body)}</svg>'
 
 
-def _grid(xs: Sequence[float], ticks: Sequence[float], at: Any) -> Iterator[str]:  # noqa: ANN401
+def _grid(xs: Sequence[float], ticks: Sequence[float], at: Any) -> Iterator[str]:
     for tick in ticks:
         _, y = at(xs[0], tick)
         yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'

@@ -1,4 +1,4 @@
-"""`vua bench replay`: a trace of requests through lookup, load and save, with small payloads.
+"""A trace of requests through lookup, load and save, with small payloads.
 
 A trace is a file of JSON lines with `hash_ids` (one id per block of the prompt, the id standing for
 the whole prefix up to its block, the last block perhaps partial) and `input_length`: the published
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from vua.capacity.limits import Limits
 from vua.capacity.scan import Show
 from vua.cli.bench_files import expect
-from vua.cli.bench_simulate import leading
+from vua.cli.simulator import leading
 from vua.device.buffers import StagingBuffer
 from vua.errors import InputError
 from vua.format.entry import EntryCodec
@@ -31,16 +31,6 @@ from vua.storage.base import WRITTEN
 from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Loader
-
-__all__ = [
-    "BLOCK_TOKENS",
-    "Replayed",
-    "Request",
-    "Session",
-    "block_file_nbytes",
-    "read",
-    "replay",
-]
 
 BLOCK_TOKENS: Final = 512
 _LAYOUT: Final = KVLayout(1, 1, 1, 0, "U8", BLOCK_TOKENS)

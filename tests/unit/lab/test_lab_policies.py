@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest import mock
 
+from lab.policies import POLICIES, Ranked, clairvoyant, compare
 from mixtures import mixture
 from vua.capacity import hit_density
-from vua.cli import bench_simulate
-from vua.cli.bench_ranks import Dense, Past, Ranked
-from vua.cli.bench_simulate import POLICIES, clairvoyant, compare, simulate
+from vua.cli import simulator
+from vua.cli.simulator import Dense, Past, simulate
 
 
 @dataclass
@@ -27,7 +27,7 @@ def asked(name: str, requests: int) -> list[Asked]:
     return [Asked(tuple(blocks), time_s) for time_s, blocks in mixture(name)[:requests]]
 
 
-class Watched(bench_simulate.SimulatedStore):
+class Watched(simulator.SimulatedStore):
     """A store that looks at itself after each request."""
 
     def use(self, blocks: Sequence[int], now_ns: int) -> None:
@@ -45,7 +45,7 @@ class TestPolicies(unittest.TestCase):
         requests = asked("all", 60)
         makers = {**POLICIES, "Belady": clairvoyant(requests)}
         for name, make in makers.items():
-            with self.subTest(name), mock.patch.object(bench_simulate, "SimulatedStore", Watched):
+            with self.subTest(name), mock.patch.object(simulator, "SimulatedStore", Watched):
                 first = simulate(requests, [make(60, Past())])
                 self.assertEqual(first, simulate(requests, [make(60, Past())]))
                 self.assertEqual(sum(len(one.whole) for one in requests), first[0].blocks)

@@ -1,16 +1,19 @@
-"""Mirrors `vua.cli.bench_report`: a page with plots of what was measured."""
+"""Mirrors `lab.plots`: a page with plots of what was measured."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import unittest
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Final
 
-from commands import run, run_json
+from commands import run
 from helpers import ROOT, DirectoryTest
-from vua.cli.bench_report import page, plots_of, read
+from lab.__main__ import main
+from lab.plots import page, plots_of, read
 
 ONE: Final = {"low": 1.0, "high": 3.0}
 TOKENS: Final = {
@@ -62,6 +65,17 @@ def elements(text: str) -> Elements:
     return found
 
 
+def lab(*words: object) -> tuple[int, str, str]:
+    """Run `python -m lab` in this process; return exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as problem:
+            code = int(problem.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
 class ReportTest(DirectoryTest):
     def write(self, name: str, report: Any) -> Path:
         """A file with a report."""
@@ -73,7 +87,7 @@ class ReportTest(DirectoryTest):
         """All plots on one page, that is whole and asks for nothing from elsewhere."""
         files = [self.write("a", TOKENS), self.write("<b>", HITS)]
         out = self.root / "page.html"
-        self.assertEqual((0, f"{out}: 2 plots\n", ""), run("bench", "report", *files, "--out", out))
+        self.assertEqual((0, f"{out}: 2 plots\n", ""), lab("plots", *files, "--out", out))
         text = out.read_text()
         found = elements(text)
         self.assertEqual([], found.open)
@@ -111,10 +125,10 @@ class ReportTest(DirectoryTest):
         broken = {"time to first token": {"x tokens: computed, s": 1}}
         for report, expected in (({}, "nothing to plot"), ([], "expected a report"),
                                  (broken, "not as `vua bench` writes it")):  # fmt: skip
-            code, _, err = run("bench", "report", self.write("a", report), "--out", out)
+            code, _, err = lab("plots", self.write("a", report), "--out", out)
             self.assertEqual(2, code)
             self.assertIn(expected, err)
-        self.assertIn("--out", run("bench", "report", self.root / "a")[2])
+        self.assertIn("--out", lab("plots", self.root / "a")[2])
         self.assertFalse(out.exists())
 
     def test_committed(self) -> None:
@@ -122,9 +136,7 @@ class ReportTest(DirectoryTest):
         folder = ROOT / "docs" / "measurements"
         files = [folder / f"{name}.json" for name in ("first-token", "path", "replay")]
         out = self.root / "page.html"
-        _, report = run_json("bench", "report", *files, "--out", out)
-        titles = ["Time to the first token", "Load or compute", "Hits against room"]
-        self.assertEqual(titles, report["plots"])
+        self.assertEqual(f"{out}: 3 plots\n", lab("plots", *files, "--out", out)[1])
         made = "docs/measurements/plots.html is not what its files give: see README.md there"
         self.assertTrue(out.read_text("utf-8") == (folder / "plots.html").read_text("utf-8"), made)
 

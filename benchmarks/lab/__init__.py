@@ -1,0 +1,1 @@
+"""The laboratory of eviction policies: traces replayed and simulated, and plots."""
