@@ -71,8 +71,8 @@ def _path(target: Path | str, options: argparse.Namespace, show: Show) -> dict[s
     if options.model is not None:
         demand = Demand.of(options.model, options.prefill, options.ranks)
     if is_url(target):
-        return probe_bucket(target, demand, show, tiny=options.tiny)
-    return probe(target, demand, show, tiny=options.tiny)
+        return probe_bucket(str(target), demand, show, tiny=options.tiny)
+    return probe(Path(target), demand, show, tiny=options.tiny)
 
 
 def _print_path(report: dict[str, Any]) -> None:
