@@ -111,7 +111,10 @@ class VUAConfig:
         near = path.near if isinstance(path, Tiers) else path
         if self.max_bytes is None or not isinstance(near, Path):
             return
-        system = os.statvfs(near)
+        try:
+            system = os.statvfs(near)
+        except FileNotFoundError:
+            return  # it is made with the first chunk, or that says why not
         limit = nbytes_of(self.max_bytes, system.f_blocks * system.f_frsize)
         if chunk_nbytes > limit:
             msg = (

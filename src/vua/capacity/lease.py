@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from vua.capacity.lru import server_now_ns
+from vua.io.atomic import see_to_mode
 from vua.storage.mark import UPKEEP
 
 __all__ = ["EXPIRY_S", "UPKEEP", "lease", "upkeep_directory"]
@@ -43,7 +44,7 @@ def upkeep_directory(root: str | os.PathLike[str]) -> int:
         with contextlib.suppress(OSError):  # another's group
             os.chown(path, -1, above.st_gid)
         shared = above.st_mode & 0o2070 if above.st_mode & stat.S_IWGRP else 0
-        path.chmod(0o700 | shared)
+        see_to_mode(path, 0o700 | shared)
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 

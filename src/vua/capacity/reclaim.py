@@ -6,6 +6,7 @@ here starts a thread or waits for one: :mod:`vua.capacity.reclaim_thread` calls 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -13,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from vua.capacity import ttl
 from vua.capacity.evictor import PINNED_SHARE, Evictor
@@ -27,7 +28,7 @@ from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
 from vua.storage.mark import MARK, is_marked
 
-__all__ = ["ANYTHING", "Below", "Reclaim", "StoppedError"]
+__all__ = ["ANYTHING", "Below", "Held", "Reclaim", "StoppedError"]
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ _TTL_INTERVAL_S: Final = 60.0
 """How often chunks are looked for whose own time to live (:mod:`vua.capacity.ttl`) is over."""
 _COSTLY_S: Final = 0.25
 """A search for space that took longer, in vain, is not repeated for ten times as long."""
+_MEASUREMENTS: Final = 3
+"""Times that a directory is measured which others replace at the same time."""
 _NO_SPACE: Final = (
     "what is stored was used more recently, is pinned, or others fill the disk; raise max_bytes, "
     "lower min_free_bytes, or see `vua du`"
@@ -66,6 +69,17 @@ class Below(NamedTuple):
 
 
 ANYTHING: Final = Below(None)
+
+
+class Held(Protocol):
+    """What is written to: :class:`vua.storage.local.LocalStorage`."""
+
+    moves: int
+    """How often it became another directory."""
+
+    def follow(self, *, doubt: bool = False) -> bool:
+        """Look, now with ``doubt``, whether it is what its path names, and follow that."""
+        ...
 
 
 class StoppedError(Exception):
@@ -85,9 +99,15 @@ class Reclaim:
         bounds: Limits,
         counts: Counter[str],
         policy: LRU | None = None,
+        held: Held | None = None,
     ) -> None:
-        """Prepare for ``root``; add events to ``counts``. Reads nothing yet."""
+        """Prepare for ``root``; add events to ``counts``. Reads nothing yet.
+
+        What is written to ``held`` is measured where its path leads: so both are looked at
+        together.
+        """
         self._root, self._bounds, self._counts = Path(root), bounds, counts
+        self._held, self._moves = held, 0 if held is None else held.moves
         self._policy = policy or LRU()
         self._warned: set[str] = set()
         self._on_evicted: Callable[[Candidate], None] = lambda _: None
@@ -126,6 +146,18 @@ class Reclaim:
             log.warning("%s", text)
 
     # -- arithmetic, for who holds the lock ---------------------------------------------------
+
+    def has_moved(self) -> bool:
+        """Whether what is written to became another directory: then nothing is known of its size.
+
+        Writing goes on at once, even if the one before was full.
+        """
+        if self._held is None or self._held.moves == self._moves:
+            return False
+        self._moves = self._held.moves
+        self.estimate.forget()
+        self.paused_until_s = self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
+        return True
 
     def note_request(self, nbytes: int, before_ns: int | None, files: int) -> None:
         """Note what is to be written: ``files`` of ``nbytes`` in all, parent's mtime if any."""
@@ -189,6 +221,8 @@ class Reclaim:
                 nothing could be evicted: another process may have.
         """
         began_s, estimate = time.monotonic(), self.estimate
+        if estimate.is_stale or estimate.missing(nbytes) > 0:
+            self._follow()
         if estimate.is_stale:
             self._measure()
         if full:
@@ -251,8 +285,24 @@ class Reclaim:
             self._cannot_evict(problem)
         self._search_from_s = began_s + max(1.0, 21 * (time.monotonic() - began_s))
 
+    def _follow(self) -> bool:
+        """Look now whether the directory is the one that is written to; whether it is another."""
+        if self._held is not None:
+            with contextlib.suppress(OSError):
+                self._held.follow(doubt=True)
+        with self.lock:
+            return self.has_moved()
+
+    def measure(self) -> None:
+        """Measure what is written to: again where that became another directory meanwhile."""
+        for _ in range(_MEASUREMENTS):
+            self._follow()
+            self.estimate.measure(self.warn_once)
+            if not self._follow():
+                break
+
     def _measure(self) -> None:
-        self.estimate.measure(self.warn_once)
+        self.measure()
         self._expire()
 
     def _expire(self) -> None:
@@ -278,6 +328,8 @@ class Reclaim:
         try:
             if is_marked(self._root):
                 return True
+            if self._held is not None and not self._held.follow(doubt=True):
+                return False  # it is gone, which is said already
             text = f"{self._root} has no {MARK}, so nothing is deleted there: it fills up to its"
             self.warn_once(
                 "mark", f"{text} bounds; `vua adopt {self._root}` looks at it and makes one"

@@ -20,7 +20,7 @@ from typing import Final
 
 from vua.capacity.limits import Limits
 from vua.capacity.policy import LRU
-from vua.capacity.reclaim import ANYTHING, Below, Reclaim, StoppedError
+from vua.capacity.reclaim import ANYTHING, Below, Held, Reclaim, StoppedError
 from vua.io.forks import watch
 
 __all__ = ["ReclaimThread"]
@@ -56,10 +56,14 @@ class ReclaimThread:
         bounds: Limits,
         counts: Counter[str],
         policy: LRU | None = None,
+        held: Held | None = None,
     ) -> None:
-        """Reserve space in ``root``; add events to ``counts``. Starts nothing until needed."""
+        """Reserve space in ``root``; add events to ``counts``. Starts nothing until needed.
+
+        ``held`` is what is written to, a directory of ``root``.
+        """
         self._root, self._counts = Path(root), counts
-        self.reclaim = Reclaim(root, bounds, counts, policy)
+        self.reclaim = Reclaim(root, bounds, counts, policy, held)
         self._reset()
         watch(self)
 
@@ -94,6 +98,8 @@ class ReclaimThread:
         """
         reclaim = self.reclaim
         with self._changed:
+            if reclaim.has_moved():
+                self._pause_s = _PAUSES_S[0]
             if time.monotonic() < reclaim.paused_until_s:
                 return False
             reclaim.note_request(nbytes, below.mtime_ns, files)
@@ -211,7 +217,7 @@ class ReclaimThread:
             raise StoppedError
         reclaim, estimate = self.reclaim, self.reclaim.estimate
         if self._requests and estimate.is_stale:
-            estimate.measure(reclaim.warn_once)
+            reclaim.measure()
         while self._requests and (
             reclaim.knows_victims or estimate.missing(self._requests[0].nbytes) <= 0
         ):

@@ -81,7 +81,7 @@ class Capacity:
         """Events so far: chunks_evicted, bytes_evicted, chunks_refused, orphans, full."""
         self.policy = policy or LeastHitDensity(root)
         limits = Limits() if bounds is None else bounds
-        self.reclaiming = ReclaimThread(root, limits, self.counts, self.policy)
+        self.reclaiming = ReclaimThread(root, limits, self.counts, self.policy, storage)
         self.pending = Pending(_ADOPT_WAIT_S)
         self.touches: Touches[_Use] = Touches(self._note)
         self._requests, self._stores = Recent(INTERVAL_S), Recent(INTERVAL_S)

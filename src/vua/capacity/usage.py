@@ -18,7 +18,16 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Final, NamedTuple, TypeVar
 
 from vua.capacity.limits import Limits, ResolvedLimits
-from vua.capacity.scan import EXHAUSTED, Space, chunk_nbytes, fans_of, files_nbytes, listed, spaces
+from vua.capacity.scan import (
+    EXHAUSTED,
+    GONE,
+    Space,
+    chunk_nbytes,
+    fans_of,
+    files_nbytes,
+    listed,
+    spaces,
+)
 from vua.errors import ConfigError
 from vua.storage.aside import QUARANTINE
 
@@ -159,6 +168,12 @@ class UsageEstimate:
         self._interval_bytes, self._share = 0.0, _INTERVAL_SHARES[0]
         self._measured_at_s = self._cost_s = 0.0
 
+    def forget(self) -> None:
+        """Know nothing but what is being written: the directory is gone, or another one."""
+        self.limits = None
+        self._used_bytes = self._unmeasured_bytes = self._reserved_bytes
+        self._free_bytes = -self._reserved_bytes
+
     def missing(self, nbytes: int) -> int:
         """Return how many bytes must go before ``nbytes`` more fit; 0 or less: none."""
         if self.limits is None:
@@ -226,6 +241,10 @@ class UsageEstimate:
             self.is_unknown = False
         except OSError as problem:
             self.is_unknown = problem.errno in EXHAUSTED
+            if problem.errno in GONE:  # what was there does not count any more
+                with self._lock:
+                    self.forget()
+                return
             warn("measure", f"{self._root} cannot be measured: {problem}")
             return
         with self._lock:

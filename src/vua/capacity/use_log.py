@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from vua.capacity.hit_density import Request
 from vua.capacity.lease import upkeep_directory
+from vua.io.atomic import see_to_mode
 from vua.storage.mark import UPKEEP, USES, is_marked
 
 __all__ = ["UseLog", "short_names"]
@@ -154,7 +155,7 @@ class UseLog:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(USES, 0o700, dir_fd=above)
                 mode = stat.S_IMODE(os.fstat(above).st_mode)
-                os.chmod(USES, mode, dir_fd=above)  # whoever may use the lease may use this
+                see_to_mode(USES, mode, dir_fd=above)  # whoever may use the lease may use this
         finally:
             os.close(above)
         directory = self._open_directory()
@@ -165,7 +166,7 @@ class UseLog:
             mode = 0o600 | (stat.S_IMODE(os.fstat(directory).st_mode) & 0o040)
             fd = os.open(name, flags, mode, dir_fd=directory)
             try:
-                os.fchmod(fd, mode)  # an unusual umask
+                see_to_mode(fd, mode)
                 os.write(fd, _MAGIC)
                 self._ahead_s = os.fstat(fd).st_mtime_ns / 1e9 - time.monotonic()
             finally:

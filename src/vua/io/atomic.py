@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["atomic_write"]
+__all__ = ["atomic_write", "see_to_mode"]
 
 _FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -41,7 +42,7 @@ def atomic_write(
     temporary = os.path.join(folder, f".tmp-{secrets.token_hex(8)}")  # noqa: PTH118
     try:
         with open(os.open(temporary, _FLAGS, mode, dir_fd=dir_fd), "wb") as stream:  # noqa: PTH123
-            os.fchmod(stream.fileno(), mode)
+            see_to_mode(stream.fileno(), mode)
             stream.write(data)
         if keep is not None:
             with contextlib.suppress(OSError):  # it is there, or the file system has no hard links
@@ -53,3 +54,23 @@ def atomic_write(
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=dir_fd)
+
+
+def see_to_mode(
+    place: str | os.PathLike[str] | int, mode: int, *, dir_fd: int | None = None
+) -> None:
+    """Give what was just made its mode, whatever the umask, where it has another one.
+
+    Some mounts refuse every `chmod`, also to the mode that a file has. The set-group-id bit, which
+    a directory takes over from the one above it, stays. Raises OSError.
+    """
+    if isinstance(place, int):
+        status = os.fstat(place)
+    else:
+        status = os.stat(place, dir_fd=dir_fd, follow_symlinks=False)
+    if stat.S_IMODE(status.st_mode) in (mode, mode | stat.S_ISGID):
+        return
+    if isinstance(place, int):
+        os.fchmod(place, mode)
+    else:
+        os.chmod(place, mode, dir_fd=dir_fd)

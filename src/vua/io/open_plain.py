@@ -10,6 +10,7 @@ from typing import Final
 
 from vua.errors import UntrustedError
 from vua.io import posix
+from vua.io.atomic import see_to_mode
 from vua.io.plain import Directory, Uids, is_plain
 from vua.io.posix import FileStatus
 
@@ -78,7 +79,5 @@ def make_directory(parent: int, name: str, mode: int) -> int:
     except FileExistsError:
         pass
     else:
-        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        if stat.S_IMODE(status.st_mode) not in (mode, mode | stat.S_ISGID):  # of its parent
-            os.chmod(name, mode, dir_fd=parent)
+        see_to_mode(name, mode, dir_fd=parent)
     return os.open(name, _DIRECTORY, dir_fd=parent)

@@ -75,7 +75,10 @@ static int open_made(int parent, const char *name, uint64_t mode)
     int made = mkdirat(parent, name, 0700) == 0;
     if (!made && errno != EEXIST)
         return -1;
-    int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    int flags = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
+    int fd = openat(parent, name, flags);
+    if (fd < 0 && made && errno == EACCES && fchmodat(parent, name, (mode_t)mode, 0) == 0)
+        fd = openat(parent, name, flags); /* the umask took all of its rights */
     if (fd >= 0 && made && !set_mode(fd, mode)) {
         close_quietly(fd);
         return -1;

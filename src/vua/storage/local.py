@@ -5,6 +5,10 @@
 following a symbolic link at any step. No locks, no fsync unless asked for: after a power cut a file
 may be damaged, which readers notice by its checksums. Directories are 0700, files 0600, and other
 users' files count as absent, unless :class:`vua.security.settings.Security` says otherwise.
+
+A storage holds its directory open, and follows its path: once a second it asks whether that names
+the same directory still (:meth:`LocalStorage.follow`). A directory that was deleted, moved away,
+unmounted or mounted over is left, and the one that the path names by then is used.
 """
 
 from __future__ import annotations
@@ -13,18 +17,20 @@ import contextlib
 import ctypes
 import errno
 import itertools
+import logging
 import os
 import secrets
 import socket
 import stat
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from vua import native
-from vua.errors import EntryError, StorageError, UntrustedError
+from vua.errors import EntryError, StorageError, UntrustedError, VUAError
 from vua.format.header import MAX_HEADER_NBYTES
 from vua.format.layout import Shard
 from vua.io import posix
@@ -38,7 +44,12 @@ from vua.storage.base import FAILED, Batch, Capabilities, Entry, Filled, Written
 from vua.storage.direct import FirstReads
 from vua.storage.problems import explained
 
-__all__ = ["LocalStorage", "chunk_path", "entry_path"]
+__all__ = ["LOOK_S", "LocalStorage", "chunk_path", "entry_path"]
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+"""Between two questions whether the path names the directory that is held."""
 
 SUFFIX: Final = ".safetensors"
 TEMPORARY: Final = ".tmp-"
@@ -48,7 +59,9 @@ _ALLOCATED_NBYTES: Final = 1 << 20
 _NEVER: Final = (1 << 64) - 1
 _REPAIRS: Final = 2
 """Times that the way of one file is cleared: another process may remove its directory again."""
-_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN})
+_DEAD: Final = frozenset({errno.ESTALE, errno.ENOTCONN})
+"""What calls in a directory say whose server or mount has died, whatever its path says."""
+_GONE: Final = _DEAD | {errno.ENOENT, errno.ENOTDIR}
 
 
 def chunk_path(chunk: str) -> str:
@@ -76,6 +89,8 @@ class LocalStorage:
         durable: bool = False,
         renew: Callable[[], None] | None = None,
         security: Security | None = None,
+        check: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open ``directory``, which must exist.
 
@@ -83,22 +98,35 @@ class LocalStorage:
             directory: the namespace directory.
             durable: fsync each file and its directory before it counts as stored. Without it a
                 power cut may damage recent files, which are then misses.
-            renew: makes the directory anew when somebody has deleted it under a running process.
+            renew: makes the directory where the path names none, before something is written.
+                Without it nothing is followed: see :attr:`gone`.
             security: whose files are read, and the modes of what is written.
+            check: raises OSError or VUAError where a directory that the path names by now is not to
+                be used.
+            clock: gives seconds.
 
         Raises OSError; StorageError when the directory belongs to a user who is not trusted.
         """
-        self.directory = Path(directory)
-        self._durable = durable
-        self.first_reads = FirstReads()
-        self._renew = renew
+        self.directory = Path(os.path.abspath(directory))
+        self._durable, self._renew, self._check = durable, renew, check
+        self.clock = clock
+        """Gives seconds: it says when to ask again what the path names."""
+        self.moves = 0
+        """How often the directory was left, or another one was taken."""
         self._security = security or Security()
         uids = self._security.uids
         self._uids = None if uids is None else (ctypes.c_uint32 * len(uids))(*uids)
         self._fd = open_directory(self.directory, self._security)
-        self._local = posix.is_local(self._fd)
-        self._allocated_nbytes = _ALLOCATED_NBYTES if posix.is_ext4(self._fd) else _NEVER
         self._release = weakref.finalize(self, _close, self._fd)
+        self._held: tuple[int, int] | None = None
+        """Device and inode of the directory; None while the path names none that can be used."""
+        self._unmade = False
+        """Whether it is to be seen to, before something is written, that it is described."""
+        self._dead = False
+        """Whether a call said that the server or the mount has died."""
+        self._said = ""
+        self._look_s = clock() + LOOK_S
+        self._learn()
         self._serial = itertools.count()
         self._tag = f"{socket.gethostname()[:32]}-{secrets.token_hex(4)}".replace("/", "_")
         self.after_fork()
@@ -113,14 +141,146 @@ class LocalStorage:
         self._release()
 
     def fileno(self) -> int:
-        """Return the descriptor of the directory: the same one for as long as this is open."""
+        """Return the descriptor of the directory: the same one for as long as this is open.
+
+        While the path names no directory it is one in which nothing lies.
+        """
         return self._fd
+
+    # -- what the path names ------------------------------------------------------------------
+
+    @property
+    def gone(self) -> bool:
+        """Whether the path names no directory, or one that this storage does not use.
+
+        Looks as :meth:`follow` does. A storage without ``renew`` that has been left stays so: who
+        holds it opens what lies there by then.
+        """
+        try:
+            deleted = os.fstat(self._fd).st_nlink == 0
+        except OSError:
+            deleted = True
+        return not self.follow(doubt=deleted and self._held is not None)
+
+    def follow(self, *, doubt: bool = False, make: bool = False) -> bool:
+        """Hold the directory that the path names; return whether there is one.
+
+        Looks by one `stat` when the last look was a second ago or more. Another directory takes the
+        place of the one held, under the threads that use it: they find what lies there from their
+        next call on. Each change is logged once. Threads do not wait for one that looks already,
+        unless they have a reason to look now.
+
+        Args:
+            doubt: look now: a call has failed as in a directory that is gone.
+            make: look now, and make the directory where there is none.
+
+        Raises OSError, VUAError with ``make`` where it cannot be made, or is not to be used.
+        """
+        now_s, wait = self.clock(), doubt or make
+        if not wait and now_s < self._look_s:
+            return self._held is not None
+        if not self._lock.acquire(blocking=wait):
+            return self._held is not None
+        try:
+            self._look_s = now_s + LOOK_S
+            return self._look(make=make and self._renew is not None)
+        finally:
+            self._lock.release()
+
+    def _look(self, *, make: bool) -> bool:
+        """Compare what is held with what the path names; called with the lock."""
+        if not self._release.alive:
+            return False  # its number may be another file's by now
+        try:
+            named, why = self._named()
+        except OSError:
+            return self._held is not None  # it cannot be told
+        same = why is None and named == self._held
+        if same and not (make and self._unmade):
+            return True
+        try:
+            if self._renew is None:
+                raise why or FileNotFoundError  # who holds this opens what is there
+            if make:
+                self._renew()
+            elif named is None and why is not None:
+                raise why
+            if not same:
+                self._take(named, why)
+            self._unmade = not make
+        except (OSError, VUAError) as problem:
+            self._leave(named, problem)
+            if make:
+                raise
+            return False
+        return True
+
+    def _named(self) -> tuple[tuple[int, int] | None, OSError | None]:
+        """Return the directory that the path names, if any, and why the one held is of no use."""
+        dead, self._dead = self._dead, False
+        named: tuple[int, int] | None = None
+        try:
+            named = _inode(os.stat(self.directory, follow_symlinks=False))
+            if dead:
+                os.fstat(self._fd)  # the same numbers, of a server that forgot what is held
+        except OSError as problem:
+            if problem.errno not in _GONE:
+                raise
+            return named, problem
+        return named, None
+
+    def _learn(self) -> None:
+        """Note what is to be known of the directory that is held now."""
+        self._held = _inode(os.fstat(self._fd))
+        self._local = posix.is_local(self._fd)
+        self._allocated_nbytes = _ALLOCATED_NBYTES if posix.is_ext4(self._fd) else _NEVER
+        self.first_reads = FirstReads()
+
+    def _take(self, named: tuple[int, int] | None, why: Exception | None) -> None:
+        """Hold the directory that lies there now, and say so. Raises OSError, VUAError."""
+        if self._check is not None:
+            self._check()
+        before, fresh = self._held, open_directory(self.directory, self._security)
+        os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
+        os.close(fresh)
+        self._learn()
+        self.moves += 1
+        self._said = ""
+        if before is None:
+            log.info("%s is there again, and is used", self.directory)
+            return
+        found = "is another directory than the one that was open here; that one is left"
+        if named is None:
+            found = f"was deleted or unmounted ({why}); it was made anew"
+        log.warning("%s %s, and what lies there is used", self.directory, found)
+
+    def _leave(self, named: tuple[int, int] | None, why: Exception | None) -> None:
+        """Hold nothing, so that nothing is written where the path does not lead; say why."""
+        if self._held is not None:
+            with contextlib.suppress(OSError):
+                nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                os.dup2(nothing, self._fd, inheritable=False)
+                os.close(nothing)
+            self._held = None
+            self.moves += 1
+        found = f"is gone ({getattr(why, 'strerror', None) or why}): nothing is found there"
+        if named is None and self._renew is not None:
+            found += "; the next chunk that is stored makes it anew"
+        elif named is not None and self._renew is None:
+            found = "is another directory than the one that was open here: that one is opened"
+        elif named is not None:
+            found = f"is another directory than before, which is not used: {why}"
+        if found != self._said and (self._renew is not None or not self._said):
+            self._said = found
+            log.warning("%s %s", self.directory, found)
 
     # -- reading ------------------------------------------------------------------------------
 
     def read(self, batch: Batch) -> Filled:
         """Read and hash files by few calls; one that C stops at is read, or judged, in Python."""
         paths, transfer, into = list(map(entry_path, batch.names)), batch.transfer, batch.into
+        if not self.follow():
+            return Filled(0, FileNotFoundError(errno.ENOENT, "no directory"), into.version)
         past_cache = self._local and not self.shares_reads
         cached = transfer.spread is not None  # or nothing: it is asked for again where it is not
         asked = [] if cached else paths
@@ -142,6 +302,7 @@ class LocalStorage:
                 try:
                     native.read_entry(transfer, directory, paths[done], batch.place, into, done)
                 except (OSError, EntryError, UntrustedError) as problem:
+                    self._doubt(problem)
                     return Filled(done, problem, into.version)
                 done += 1
         return Filled(done, None, into.version)
@@ -163,6 +324,7 @@ class LocalStorage:
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         """Whether files are there, to be read and of that size."""
+        self.follow()
         return [self._exists(name, nbytes) for name in names]
 
     def _exists(self, name: str, nbytes: int | None) -> bool:
@@ -177,7 +339,8 @@ class LocalStorage:
                     status = posix.status_cached(fd)
                 finally:
                     posix.close_cached(fd)
-        except OSError:
+        except OSError as problem:
+            self._doubt(problem)
             return False
         return is_plain(status, self._uids) and nbytes in (None, status.nbytes)
 
@@ -217,6 +380,11 @@ class LocalStorage:
         """Write files that are not there, each under a unique temporary name first."""
         paths = [chunk_path(name.partition("/")[0]) for name in batch.names]
         statuses, first, tries = [FAILED] * len(paths), 0, 0
+        try:
+            if (not self.follow() or self._unmade) and not self.follow(make=True):
+                raise FileNotFoundError(errno.ENOENT, "it was deleted, moved or unmounted")
+        except (OSError, VUAError) as problem:
+            return Written(statuses, self._explained(problem, self.directory))
         while first < len(paths):
             options = native.WriteOptions(
                 f"{batch.names[0].partition('/')[2]}{SUFFIX}",
@@ -238,39 +406,42 @@ class LocalStorage:
                 break
             tries = tries + 1 if failed == first else 1
             code, name = -found[failed - first] or errno.EIO, batch.names[failed]
-            if tries > _REPAIRS or not self._repaired(code, name):
-                problem = OSError(code, os.strerror(code))
-                return Written(statuses, explained(problem, f"{self.directory}/{entry_path(name)}"))
+            where = self.directory / entry_path(name)
+            failure: Exception = OSError(code, os.strerror(code))
+            try:
+                repaired = tries <= _REPAIRS and self._repaired(code, name)
+            except (OSError, VUAError) as problem:
+                repaired, failure = False, problem
+            if not repaired:
+                return Written(statuses, self._explained(failure, where))
             first = failed
         return Written(statuses)
 
+    @staticmethod
+    def _explained(problem: Exception, where: Path) -> StorageError:
+        if isinstance(problem, StorageError):
+            return problem
+        if isinstance(problem, OSError):
+            return explained(problem, str(where))
+        return StorageError(errno.EPERM, str(problem))
+
     def _repaired(self, code: int, name: str) -> bool:
-        """Clear the way: the namespace was deleted, its mount has died, or a directory is there."""
+        """Clear the way: the namespace was deleted, its mount has died, or a directory is there.
+
+        Raises OSError, VUAError where the directory cannot be made.
+        """
         if code == errno.EISDIR:
             return self.delete(name)
         if code not in _GONE:
             return False
-        with self._lock:
-            if self.gone and self._renew is not None:
-                try:
-                    self._renew()
-                    fresh = open_directory(self.directory, self._security)
-                    os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
-                    os.close(fresh)
-                    self._local = posix.is_local(self._fd)
-                except StorageError:
-                    raise
-                except OSError:
-                    return False
-        return True
+        self._dead = self._dead or code in _DEAD
+        return self.follow(doubt=True, make=True)
 
-    @property
-    def gone(self) -> bool:
-        """Whether the namespace directory was deleted since it was opened, or its mount died."""
-        try:
-            return os.fstat(self._fd).st_nlink == 0
-        except OSError:
-            return True
+    def _doubt(self, problem: Exception) -> None:
+        """Look what the path names when a call says that the server or the mount has died."""
+        if isinstance(problem, OSError) and problem.errno in _DEAD and self._held is not None:
+            self._dead = True
+            self.follow(doubt=True)
 
     def touch(self, names: Sequence[str]) -> None:
         """Set the files' times."""
@@ -289,3 +460,7 @@ def _close(fd: int) -> None:
     """Close a directory; what a server says to that changes nothing."""
     with contextlib.suppress(OSError):
         os.close(fd)
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

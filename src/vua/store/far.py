@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -118,12 +119,14 @@ def locate_far(
 
 def _locate_behind(root: str, *, create: bool, security: Security | None) -> Path | BucketPath:
     """Return a place behind a directory, whether it answers or not. Raises ConfigError."""
-    place = at(root) if is_url(root) else Path(root)
+    place = at(root) if is_url(root) else Path(os.path.abspath(root))  # noqa: PTH100 - keeps links
     try:
         if isinstance(place, BucketPath):
             _locate_bucket(root, create=create)
+        elif os.path.lexists(place.parent):
+            check_root(place, create=create, security=security)
         else:
-            check_root(root, create=create, security=security)
+            raise StorageError(errno.ENOENT, f"{place.parent} is missing")  # noqa: TRY301
     except StorageError as problem:
         log.warning("%s does not answer; what is stored is sent later: %s", place, problem)
     return place

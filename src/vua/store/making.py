@@ -14,7 +14,7 @@ from typing import Any
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.io.atomic import atomic_write
+from vua.io.atomic import atomic_write, see_to_mode
 from vua.security.settings import Security, open_directory
 from vua.storage.claim import claim
 from vua.storage.description import DESCRIPTION, FORMAT, Description, read_description
@@ -29,7 +29,9 @@ def make_namespace(
 
     Raises OSError; StorageError where its parent holds other things than a cache.
     """
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.parent.mkdir(mode=0o700)  # what that lies in may be where a disk is to be mounted
+        see_to_mode(path.parent, security.directory_mode)
     try:
         claim(path.parent, mode=security.file_mode)
     except ConfigError as problem:
@@ -40,7 +42,7 @@ def make_namespace(
     try:
         status, wanted = os.fstat(fd), security.directory_mode
         if stat.S_IMODE(status.st_mode) & wanted != wanted and status.st_uid == os.geteuid():
-            os.fchmod(fd, wanted)  # an unusual umask
+            see_to_mode(fd, wanted)
         atomic_write(
             DESCRIPTION,
             description_text(identity, layouts),

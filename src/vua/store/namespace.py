@@ -8,7 +8,7 @@ it to be verified, since the files say it themselves. Of other places than a dir
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +21,7 @@ from vua.errors import ConfigError, LayoutError, StorageError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain
 from vua.format.layout import KVLayout
+from vua.io.atomic import see_to_mode
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner
 from vua.storage.base import Storage
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # of places that most caches do not have
     from vua.storage.object import ObjectStorage
     from vua.store.travel import Travel
 
-__all__ = ["Namespace", "check_root", "create_storage", "described", "missing_above"]
+__all__ = ["Namespace", "check_root", "create_storage", "described"]
 
 log = logging.getLogger(__name__)
 
@@ -154,13 +155,31 @@ def create_storage(
     security: Security,
 ) -> LocalStorage:
     """Open the directory of a namespace; arguments and errors are :meth:`Namespace.create`'s."""
-    path = root / identity.namespace
-    make = functools.partial(make_namespace, path, identity, layouts, security)
+    path, judged = root / identity.namespace, True
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            check_owner(root, security)
+        except ConfigError:
+            judged = False  # it was opened by settings that do not ask for that
+
+    def check() -> None:
+        """Hold what the path names by now to what was asked of it at first."""
+        if judged:
+            check_owner(root, security)
+        found = read_description(path)
+        if found.layouts and found.layouts != tuple(layouts):
+            raise LayoutError(difference(found, layouts))
+
+    def make() -> None:
+        if judged and root.exists():
+            check_owner(root, security)
+        make_namespace(path, identity, layouts, security)
+
     return described(
         lambda: read_description(path),
         layouts,
         make,
-        lambda: LocalStorage(path, durable=durable, renew=make, security=security),
+        lambda: LocalStorage(path, durable=durable, renew=make, security=security, check=check),
     )
 
 
@@ -216,18 +235,23 @@ def check_root(
         security: who may own it, and its mode; by default it is not looked at.
 
     Raises:
-        ConfigError: it is a file, or it is missing and ``create`` is False, or others than those
-            whom ``security`` trusts could replace what lies in it; or it is to be written to and
-            holds other things than a cache.
+        ConfigError: it is a file, or it is missing and ``create`` is False, or what it lies in is
+            missing (a mistyped path, a disk that is not mounted), or others than those whom
+            ``security`` trusts could replace what lies in it; or it is to be written to and holds
+            other things than a cache.
         StorageError: it cannot be created or searched.
+
+    The path that is returned is absolute, and keeps symbolic links.
     """
-    path = Path(root)
     try:
-        if create:
-            absent = security is not None and security.group_read and not path.exists()
-            path.mkdir(mode=0o700, exist_ok=True)
-            if absent and security is not None:
-                path.chmod(security.directory_mode)
+        path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps links
+    except OSError as problem:  # the working directory was deleted
+        raise explained(problem, str(root)) from problem
+    try:
+        if create and not os.path.lexists(path):
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                path.mkdir(mode=0o700)
+                see_to_mode(path, (security or Security()).directory_mode)
         if not path.is_dir():
             found = "a file" if path.exists() else "nothing"
             msg = f"{path}: expected a directory, found {found}; name the directory of the cache"
@@ -240,7 +264,7 @@ def check_root(
         msg = f"{path}: expected a directory, found a file; name the directory of the cache"
         raise ConfigError(msg) from problem
     except FileNotFoundError as problem:  # more than the last part is missing
-        raise ConfigError(missing_above(path)) from problem
+        raise ConfigError(_missing_above(path)) from problem
     except NotADirectoryError as problem:
         msg = f"{path}: something above it is a file; name a directory"
         raise ConfigError(msg) from problem
@@ -249,9 +273,8 @@ def check_root(
     return path
 
 
-def missing_above(path: Path) -> str:
+def _missing_above(path: Path) -> str:
     """Return what is said where ``path`` and the directory above it are missing."""
-    path = Path(os.path.abspath(path))  # noqa: PTH100 - keeps symbolic links
     return (
         f"{path}: no such directory, and {path.parent} is missing too; correct the path, "
         "mount what belongs there, or make that directory"

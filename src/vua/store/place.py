@@ -21,7 +21,7 @@ from vua.storage.local import TEMPORARY
 from vua.storage.location import Location, Tiers
 from vua.storage.problems import explained
 from vua.storage.urls import is_url
-from vua.store.namespace import check_root, missing_above
+from vua.store.namespace import check_root
 from vua.store.opening import locate
 
 __all__ = ["Place", "look_at", "prepare"]
@@ -89,8 +89,6 @@ def prepare(
         return look_at(root)
     path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps symbolic links
     made = not os.path.lexists(path)
-    if made and not os.path.lexists(path.parent):
-        raise ConfigError(missing_above(path))
     check_root(path, create=writes or made, security=security)
     try:
         if writes:

@@ -211,6 +211,7 @@ class TierTest(DirectoryTest):
             wait_for_travel(vua)
             self.assertEqual(0, namespace_of(vua).travel.counts["sent"])
         (self.root / "elsewhere").unlink()
+        (self.root / "elsewhere").mkdir()
         with VUA(CONFIG, tiers) as vua:
             self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
             wait_for_travel(vua)

@@ -1,0 +1,301 @@
+"""The directory of a running process is deleted, replaced, mounted over: it follows its path."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from helpers import DirectoryTest, caches_of, kv_bits
+from vua.core import VUA, VUAConfig
+from vua.errors import StorageError
+from vua.storage.local import LOOK_S, LocalStorage
+from vua.storage.mark import MARK
+
+TOKENS = torch.arange(64)
+CACHE = caches_of(layers=1, heads=2, tokens=64, dim=64)
+CONFIG = VUAConfig(split_factor=16)
+CHUNK_NBYTES = 20 << 10
+"""A chunk's file takes less."""
+
+
+def of(first: int) -> torch.Tensor:
+    """Tokens of another prompt."""
+    return torch.arange(64) + 1000 * first
+
+
+class FollowedTest(DirectoryTest):
+    """A cache at ``kv`` in a directory, and a clock that it asks."""
+
+    def setUp(self) -> None:
+        """Begin."""
+        super().setUp()
+        self.now_s = time.monotonic()
+        self.path = self.root / "kv"
+
+    def open(self, path: str | os.PathLike[str] = "", **settings: object) -> VUA:
+        """Use the cache."""
+        vua = VUA(VUAConfig(split_factor=16, **settings), path or self.path)
+        self.addCleanup(vua.close)
+        return vua
+
+    def writer(self, **settings: object) -> VUA:
+        """A cache that has stored a prompt."""
+        vua = self.open(**settings)
+        self.assertEqual(4, vua.put(TOKENS, CACHE))
+        self.now_s = time.monotonic()  # where its own clock is
+        self.storage_of(vua).clock = lambda: self.now_s
+        return vua
+
+    def storage_of(self, vua: VUA) -> LocalStorage:
+        """Its storage."""
+        namespace = vua.namespace()
+        assert namespace is not None
+        assert isinstance(namespace.storage, LocalStorage)
+        return namespace.storage
+
+    def later(self) -> None:
+        """Let the time for a look come."""
+        self.now_s += LOOK_S
+
+    def space(self) -> Path:
+        """The namespace."""
+        (found,) = (one for one in self.path.iterdir() if len(one.name) == 64)
+        return found
+
+    def moved(self) -> None:
+        """Move it away, and make an empty one."""
+        self.path.rename(self.root / "old")
+        self.path.mkdir(mode=0o700)
+
+    def deleted(self) -> None:
+        """Delete it."""
+        shutil.rmtree(self.path)
+
+    def emptied(self) -> None:
+        """Delete what lies in it."""
+        for one in self.path.iterdir():
+            shutil.rmtree(one) if one.is_dir() else one.unlink()
+
+    def without_namespace(self) -> None:
+        """Delete the namespace."""
+        shutil.rmtree(self.space())
+
+    def without_chunks(self) -> None:
+        """Delete the chunks."""
+        for one in self.space().iterdir():
+            if one.is_dir():
+                shutil.rmtree(one)
+
+    def removed_by_vua(self) -> None:
+        """Delete all by the command."""
+        command = [sys.executable, "-m", "vua.cli", "rm", str(self.path), "--all", "--yes"]
+        subprocess.run(command, check=True, capture_output=True)
+
+    def ways(self) -> dict[str, Callable[[], None]]:
+        """What may happen to it."""
+        return {
+            "moved": self.moved,
+            "deleted": self.deleted,
+            "emptied": self.emptied,
+            "without its namespace": self.without_namespace,
+            "without chunks": self.without_chunks,
+            "vua rm --all": self.removed_by_vua,
+        }
+
+    def test_found_again(self) -> None:
+        """A process that only looks finds what another one stores afterwards."""
+        for what, change in self.ways().items():
+            with self.subTest(what):
+                looker = self.writer()
+                found = self.storage_of(looker).list
+                self.assertEqual(4, len(list(found())))
+                change()
+                self.later()
+                with self.open() as other:
+                    self.assertEqual(4, other.put(TOKENS, CACHE))
+                self.later()
+
+                self.assertEqual([64], looker.lookup(TOKENS))
+                self.assertEqual(kv_bits(CACHE), kv_bits(looker.get_closest(TOKENS).data))
+                self.assertEqual(4, len(list(found())))
+                shutil.rmtree(self.path)
+                shutil.rmtree(self.root / "old", ignore_errors=True)
+
+    def test_stored_again(self) -> None:
+        """A process that stores does so where the path leads, at its next look."""
+        for what, change in self.ways().items():
+            with self.subTest(what):
+                writer = self.writer()
+                change()
+                self.later()
+                self.assertEqual([0], writer.lookup(TOKENS))
+                self.assertEqual(4, writer.put(TOKENS, CACHE))
+
+                self.assertEqual([64], writer.lookup(TOKENS))
+                with self.open() as other:
+                    self.assertEqual(64, other.get_closest(TOKENS).num_tokens)
+                self.assertTrue((self.path / MARK).exists())
+                shutil.rmtree(self.path)
+                shutil.rmtree(self.root / "old", ignore_errors=True)
+
+    def test_one_line(self) -> None:
+        """Each change is told once, with what was found and what happens."""
+        writer = self.writer()
+        self.moved()
+        with self.assertLogs("vua", logging.WARNING) as logs:
+            for _ in range(3):
+                self.later()
+                writer.lookup(TOKENS)
+            writer.put(TOKENS, CACHE)
+        self.assertEqual(1, len(logs.output), logs.output)
+        self.assertIn("No such file or directory", logs.output[0])
+        self.assertIn("the next chunk that is stored makes it anew", logs.output[0])
+
+    def test_asked_once_a_second(self) -> None:
+        """Between two looks nobody asks the file system, however often something is read."""
+        writer = self.writer()
+        writer.lookup(TOKENS)
+        self.moved()
+        self.assertEqual([64], writer.lookup(TOKENS), "it was asked before its time")
+        self.later()
+        self.assertEqual([0], writer.lookup(TOKENS))
+
+    def test_nothing_is_written_where_no_path_leads(self) -> None:
+        """While the path names nothing that can be made, a put fails; then it goes on."""
+        self.path = self.root / "disk" / "kv"
+        self.path.parent.mkdir()
+        writer = self.writer()
+        disk = self.path.parent
+        disk.rename(self.root / "away")
+        self.later()
+        hidden = sum(1 for _ in (self.root / "away").rglob("*"))
+        with self.assertRaises(StorageError):
+            writer.put(of(1), CACHE)
+        self.assertEqual(0, writer.get_closest(TOKENS).num_tokens)
+        self.assertFalse(disk.exists(), "a missing mount point was made")
+        self.assertEqual(hidden, sum(1 for _ in (self.root / "away").rglob("*")))
+
+        (self.root / "away").rename(disk)
+        self.later()
+        self.assertEqual(64, writer.get_closest(TOKENS).num_tokens)
+        self.assertEqual(4, writer.put(of(1), CACHE))
+
+    def test_link_above_leads_elsewhere(self) -> None:
+        """A symbolic link above the directory is followed anew."""
+        for name in ("a", "b"):
+            (self.root / name).mkdir()
+        link = self.root / "link"
+        link.symlink_to(self.root / "a")
+        self.path = link / "kv"
+        writer = self.writer()
+        link.unlink()
+        link.symlink_to(self.root / "b")
+        self.later()
+        self.assertEqual(4, writer.put(TOKENS, CACHE))
+        self.assertTrue((self.root / "b" / "kv" / MARK).exists())
+
+    def test_limit_is_measured_where_writes_go(self) -> None:
+        """What is moved away gets nothing more, and the limit holds for what is there instead."""
+        most = 12 * CHUNK_NBYTES
+        writer = self.writer(max_bytes=most, min_free_bytes=0)
+        self.moved()
+        before = self.size(self.root / "old")
+        self.later()
+        for prompt in range(1, 12):
+            writer.put(of(prompt), CACHE)
+        self.assertEqual(before, self.size(self.root / "old"))
+        self.assertLessEqual(self.size(self.path), 1.1 * most)
+        self.assertEqual(64, writer.get_closest(of(11)).num_tokens)
+
+    @staticmethod
+    def size(path: Path) -> int:
+        """Bytes of the files."""
+        return sum(one.stat().st_size for one in path.rglob("*.safetensors"))
+
+    def test_removed_at_the_limit(self) -> None:
+        """A full cache whose directory is removed stores again, in the processes that filled it."""
+        for what, change in self.ways().items():
+            with self.subTest(what):
+                writer = self.writer(max_bytes=6 * CHUNK_NBYTES, min_free_bytes=0)
+                for prompt in range(1, 4):
+                    writer.put(of(prompt), CACHE)
+                change()
+                self.later()
+                for prompt in range(4, 6):
+                    writer.put(of(prompt), CACHE)
+                self.assertEqual(64, writer.get_closest(of(5)).num_tokens)
+                writer.close()
+                shutil.rmtree(self.path)
+                shutil.rmtree(self.root / "old", ignore_errors=True)
+
+    def test_other_layout(self) -> None:
+        """What is of another form by then is not touched: it is a miss, and a put says so."""
+        writer = self.writer()
+        self.deleted()
+        with self.open() as other:
+            other.put(TOKENS, caches_of(layers=2, heads=1, tokens=64, dim=8))
+        before = sorted(self.path.rglob("*.safetensors"))
+        self.later()
+        self.assertEqual(0, writer.get_closest(TOKENS).num_tokens)
+        with self.assertRaisesRegex(StorageError, "does not fit"):
+            writer.put(TOKENS, CACHE)
+        self.assertEqual(before, sorted(self.path.rglob("*.safetensors")))
+
+    def test_chdir(self) -> None:
+        """A relative path means what it meant when it was given."""
+        before = Path.cwd()
+        self.addCleanup(os.chdir, before)
+        elsewhere = self.root / "elsewhere"
+        elsewhere.mkdir()
+        os.chdir(self.root)
+        with self.open("kv") as first:
+            first.put(TOKENS, CACHE)
+        for opened in (lambda: self.open("kv"), lambda: self.open(Path("kv"))):
+            os.chdir(self.root)
+            vua = opened()
+            os.chdir(elsewhere)
+            self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+            vua.put(of(1), CACHE)
+        os.chdir(self.root)
+        bounded = self.open("bounded", max_bytes=6 * CHUNK_NBYTES, min_free_bytes=0)
+        bounded.put(TOKENS, CACHE)
+        os.chdir(elsewhere)
+        for prompt in range(1, 6):
+            bounded.put(of(prompt), CACHE)
+        self.assertEqual(64, bounded.get_closest(of(5)).num_tokens)
+        self.assertEqual([], list(elsewhere.iterdir()))
+
+    def test_closed(self) -> None:
+        """What is closed follows nothing: its descriptor may be another file's by now."""
+        self.path.mkdir(mode=0o700)
+        storage = LocalStorage(self.path, renew=lambda: None, clock=lambda: self.now_s)
+        storage.close()
+        with tempfile.TemporaryFile() as other:
+            held = os.fstat(other.fileno()).st_ino
+            self.moved()
+            self.later()
+            self.assertTrue(storage.gone)
+            self.assertEqual(held, os.fstat(other.fileno()).st_ino)
+
+    def test_may_not_look(self) -> None:
+        """What cannot be told is left as it is: an open directory goes on being read."""
+        storage = self.storage_of(self.writer())
+        with mock.patch.object(os, "stat", side_effect=PermissionError(errno.EACCES, "no")):
+            self.assertTrue(storage.follow(doubt=True))
+        self.assertEqual(4, len(list(storage.list())))
+
+
+if __name__ == "__main__":
+    unittest.main()
