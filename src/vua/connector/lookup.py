@@ -29,7 +29,7 @@ from vua.io.workers import Attempt, Workers
 from vua.security.keyring import NoKeyError
 from vua.store.namespace import Namespace
 
-__all__ = ["Lookup", "Lookups", "StepPatience", "unasked"]
+__all__ = ["Lookup", "Lookups", "StepPatience", "early", "unasked"]
 
 log = logger("scheduler")
 
@@ -90,6 +90,11 @@ class Lookup:
             return "miss"
         return "hit" if found.stored == len(found.keys) else "partial"
 
+    def leave(self, why: str) -> None:
+        """Answer without the storage, for a reason that is a word of the metrics."""
+        self.not_asked = why
+        self.answer.set_result(None)
+
     def give_up(self) -> bool:
         """Note that the answer takes too long; True the first time."""
         if self._late:
@@ -102,8 +107,22 @@ class Lookup:
 def unasked(request: Any, options: RequestOptions, asked_s: float) -> Lookup:  # noqa: ANN401
     """Return the lookup of a request that came before the model was identified: a miss."""
     lookup = Lookup(request, options, StorageGuard("lookups"), asked_s)
-    lookup.not_asked = "unidentified"
-    lookup.answer.set_result(None)
+    lookup.leave("unidentified")
+    return lookup
+
+
+def early(
+    request: Any,  # noqa: ANN401
+    options: RequestOptions,
+    asked_s: float,
+    adapter: Adapter | None,
+    media: Media,
+) -> Lookup:
+    """Return the lookup of a request that came while the namespace is being opened: it waits."""
+    lookup = Lookup(request, options, StorageGuard("lookups"), asked_s, adapter)
+    lookup.media = media.look_at(request.mm_features)
+    if not (options.load or options.store):
+        lookup.answer.set_result(None)
     return lookup
 
 
@@ -172,14 +191,17 @@ class Lookups:
         lookup.media = self._media.look_at(request.mm_features)
         if self._config.save_generated and request.num_output_tokens:  # it was preempted
             lookup.token_ids = list(request.all_token_ids)
-        wanted = options.load or options.store
-        if wanted and not self._guard.allows():
-            lookup.not_asked = "paused"
-        if wanted and not lookup.not_asked:
-            self._threads.submit(self._answer, lookup)
-        else:
+        if not (options.load or options.store):
             lookup.answer.set_result(None)
+        elif not self._guard.allows():
+            lookup.leave("paused")
+        else:
+            self.submit(lookup)
         return lookup
+
+    def submit(self, lookup: Lookup) -> None:
+        """Have a lookup answered that came before there were threads for it, see :func:`early`."""
+        self._threads.submit(self._answer, lookup)
 
     def close(self) -> None:
         """Stop the threads; waits for none, and announces nothing more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,6 +131,8 @@ class WorkerOutput:
     """Per request id: the first token that is not stored; so none behind it is, for now."""
     retry: set[str] = field(default_factory=set)
     """Of the requests with such a token: those whose chunks there are buffers for by now."""
+    opened: dict[str, int] = field(default_factory=dict)
+    """How many workers have opened a namespace, by its name."""
 
     def aggregate(self, other: object) -> WorkerOutput:
         """Return what both say together."""
@@ -149,4 +152,5 @@ class WorkerOutput:
             together(self.adapters, other.adapters),
             unsaved,
             self.retry | other.retry,
+            Counter(self.opened) + Counter(other.opened),
         )

@@ -1,12 +1,19 @@
 """When an engine's namespace is opened: as soon as its weights are known, and not before.
 
-Until then nothing is loaded or stored. Digesting weights and opening directories is the work of a
-thread beside the engine's; a namespace that cannot be told is never opened.
+Until then nothing is loaded or stored. Digesting weights and opening directories is the work of
+threads beside the engine's, in the scheduler's process and in each worker: a storage may take as
+long as it likes for that. A namespace that cannot be told is never opened; one that could not be
+opened is tried again.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError, Future, wait
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from vua.connector.cache_spec import Model
@@ -25,6 +32,8 @@ log = logger("scheduler")
 
 _START_WAIT_S: Final = 1.0
 """How long the engine's start waits: for small models, and weights whose digest is remembered."""
+_AGAIN_S: Final = 1.0
+"""How long after a failure a namespace is tried again."""
 
 
 class Opened(NamedTuple):
@@ -49,58 +58,162 @@ def open_namespace(config: ConnectorConfig, model: Model, identity: Identity) ->
 
 
 class Opening:
-    """Opens the namespace of one engine; for the scheduler's half, which asks :meth:`take`."""
+    """Opens the namespaces of one half of a connector, the latest wanted. Safe for threads."""
 
     def __init__(
-        self, model: Model, config: ConnectorConfig, identification: Identification | None
+        self,
+        model: Model,
+        config: ConnectorConfig,
+        identification: Identification | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open now what is identified, else when ``identification`` has its answer.
+        """Open now what is identified, else when ``identification``, if any, has its answer.
 
-        Waits up to a second for that. Raises StorageError, LayoutError only for what is identified.
+        Waits up to a second for that. ``clock`` gives seconds: it says when to try again. Raises
+        StorageError, LayoutError only for what is identified.
         """
-        self._model, self._config, self._identification = model, config, identification
-        self._opened: Future[Opened | None] = Future()
-        self._closed = False
-        if identification is None:
-            self._opened.set_result(Opened(model, open_namespace(config, model, model.identity)))
-            return
+        self._model, self._config, self._clock = model, config, clock
+        self._changed = threading.Condition()
+        self._identification = identification
+        self._wanted: Identity | None = None
+        self._opened: Opened | None = None
+        self._running: Identity | None = None
+        """What a thread is opening; it may not be wanted any more."""
+        self._again_s: float | None = None
+        self._warned = self._closed = False
+        self._weights: Weights | None = None
+        if identification is not None:
+            self._begin_when_identified(identification)
+        elif model.identified:
+            self._wanted = model.identity
+            self._opened = self._open(model.identity)
+
+    @property
+    def identity(self) -> Identity | None:
+        """Whose namespace is wanted; None before that is known."""
+        return self._wanted
+
+    @property
+    def soon(self) -> bool:
+        """Whether the wanted namespace is being opened, for the first time."""
+        return self._wanted is not None and self._opened is None and not self._warned
+
+    def begin(self, identity: Identity) -> None:
+        """Want another namespace from now on; returns at once."""
+        with self._changed:
+            if identity == self._wanted or self._closed:
+                return
+            self._wanted, self._opened, self._again_s = identity, None, None
+            self._warned = False
+            self._start()
+
+    def take(self) -> Opened | None:
+        """Return the wanted namespace; None before it is open. Never waits."""
+        if self._opened is not None or self._again_s is None:
+            return self._opened
+        with self._changed:
+            if self._again_s is not None and self._clock() >= self._again_s:
+                self._again_s = None
+                self._start()
+            return self._opened
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the wanted namespace is open; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._opened is not None, timeout_s)
+
+    def close(self) -> None:
+        """Open nothing more, and let the search for the weights stop."""
+        with self._changed:
+            self._closed, self._again_s = True, None
+        if self._identification is not None:
+            self._identification.close()
+
+    def _begin_when_identified(self, identification: Identification) -> None:
         identification.answer.add_done_callback(self._identified)
-        if not wait([self._opened], timeout=_START_WAIT_S).done:
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._opened or self._warned, _START_WAIT_S)
+        if not done:
             log.info(
                 "VUA: the weights are being identified (read once, then remembered); until that is "
                 "done nothing is loaded or stored"
             )
 
-    def take(self) -> Opened | None:
-        """Return the open namespace; None before it is known, and where it never will be."""
-        return self._opened.result() if self._opened.done() else None
-
-    def close(self) -> None:
-        """Let the search for the weights stop; what it finds is not opened any more."""
-        self._closed = True
-        if self._identification is not None:
-            self._identification.close()
-
     def _identified(self, answer: Future[Weights]) -> None:
-        opened = None
         try:
             weights = answer.result()
             if self._closed:
-                raise CancelledError  # noqa: TRY301
-            model = self._model.with_weights(weights.fingerprint)
-            opened = Opened(model, open_namespace(self._config, model, model.identity))
-            log.info(
-                "VUA: KV cache in %s, namespace %s, chunks of %d tokens; weights identified in "
-                "%.1f s (%.1f of %.1f MB read, the rest remembered)",
-                *(look_at(self._config.shared_storage_path), model.identity.namespace[:12]),
-                *(model.chunk_tokens, weights.seconds),
-                *(weights.read_nbytes / 1e6, weights.nbytes / 1e6),
-            )
+                return
+            self._weights = weights
+            identity = self._model.with_weights(weights.fingerprint).identity
+            with self._changed:
+                self._wanted = self._running = identity
+            self._run(identity)
         except CancelledError:
             pass
         except VUAError as problem:
-            log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
+            self._warn(problem)
         except Exception:  # whatever breaks, requests are served
             log.exception("VUA: this engine is served without a stored KV cache")
-        finally:
-            self._opened.set_result(opened)
+
+    def _open(self, identity: Identity) -> Opened:
+        model = replace(self._model, identity=identity, identified=True)
+        return Opened(model, open_namespace(self._config, model, identity))
+
+    def _start(self) -> None:
+        """Open what is wanted on a thread; called with the lock. One thread at a time."""
+        if self._running is not None or self._wanted is None or self._closed:
+            return
+        self._running = self._wanted
+        try:
+            threading.Thread(
+                target=self._run, args=(self._running,), name="vua-open", daemon=True
+            ).start()
+        except RuntimeError:  # the system has no more threads
+            self._running, self._again_s = None, self._clock() + _AGAIN_S
+
+    def _run(self, identity: Identity) -> None:
+        opened = None
+        try:
+            opened = self._open(identity)
+            with contextlib.suppress(OSError):
+                self._tell(identity)
+        except VUAError as problem:
+            self._warn(problem)
+        except Exception:  # whatever breaks, requests are served
+            if not self._warned:
+                log.exception("VUA: the namespace could not be opened")
+            self._warned = True
+        with self._changed:
+            self._running = None
+            if identity == self._wanted and not self._closed:
+                self._opened = opened
+                self._again_s = None if opened else self._clock() + _AGAIN_S
+                if opened is not None and self._warned:
+                    log.info("VUA: the namespace is open now: loads and stores begin")
+                opened = None
+            else:
+                self._start()
+            self._changed.notify_all()
+        if opened is not None:  # nobody wants it any more
+            opened.namespace.close()
+
+    def _warn(self, problem: VUAError) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _tell(self, identity: Identity) -> None:
+        weights, self._weights = self._weights, None
+        if weights is None:
+            return
+        log.info(
+            "VUA: KV cache in %s, namespace %s, chunks of %d tokens; weights identified in %.1f s "
+            "(%.1f of %.1f MB read, the rest remembered)",
+            *(look_at(self._config.shared_storage_path), identity.namespace[:12]),
+            *(self._model.chunk_tokens, weights.seconds),
+            *(weights.read_nbytes / 1e6, weights.nbytes / 1e6),
+        )

@@ -19,11 +19,11 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.log import logger
-from vua.connector.lookup import Lookup, Lookups, StepPatience, unasked
+from vua.connector.lookup import Lookup, Lookups, StepPatience, early, unasked
 from vua.connector.media import Media
 from vua.connector.metadata import ConnectorMetadata, LoadOrder, Verdict, WorkerOutput
 from vua.connector.metrics import Recorder, Series
-from vua.connector.opening import Opening, open_namespace
+from vua.connector.opening import Opening
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.request_metrics import RequestMetrics
@@ -32,7 +32,6 @@ from vua.connector.save_scheduler import SaveScheduler, stop_at_state
 from vua.connector.selection import to_load
 from vua.connector.step import ScheduledStep, prompt_work
 from vua.connector.witness import Witness
-from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.store.namespace import Namespace
 from vua.weights import Identification
@@ -41,9 +40,6 @@ __all__ = ["SchedulerSide"]
 
 _LOOK_AGAIN_S: Final = 0.02
 """How often chunks are looked up that another engine is still writing."""
-
-_RESET_AGAIN_S: Final = 10.0
-"""How often a new epoch is tried again whose directory could not be made."""
 
 log = logger("scheduler")
 
@@ -82,15 +78,20 @@ class SchedulerSide:
         self._may_load, self._may_save = loads, saves
         engine, blocks = model.engine, model.blocks * len(model.block_sizes)
         self._media = Media(engine.media, engine.media_refused, blocks)
-        self._opening = Opening(model, config, identification)
+        self._opening = Opening(model, config, identification, clock=clock)
         self._open = False
         """Whether there is a namespace: the two below are there then."""
         self.namespace: Namespace
         self.lookups: Lookups
+        self._early: list[Lookup] = []
+        """Of requests that came while the namespace was being opened."""
+        self._ready_s: float | None = None
+        """When all is ordered although not all workers have said that they have opened it; None:
+        they have."""
+        self._workers_open = 0
         self._options = OptionReader(allow_pins="pins" in config.allow)
         self.states: dict[str, RequestState] = {}
         self._adapters = AdapterBook(model.workers, config.timeouts.lookup_s, clock=clock)
-        self._retry_s = 0.0
         self._loads: list[LoadOrder] = []
         self._patience = StepPatience()
         self.policy = LoadPolicy(model, config, clock=clock)
@@ -100,16 +101,29 @@ class SchedulerSide:
         )
         self._saves.use(model, self.witness)
         self._use_what_is_known()
+        if identification is None:  # the workers have opened it, too
+            self._ready_s = None
 
     def _use_what_is_known(self) -> None:
         """Use the namespace that was opened meanwhile."""
-        if self._open or (opened := self._opening.take()) is None:
+        if self._open:
             return
-        epoch, model, namespace = self.model.identity.epoch, *opened
-        if epoch != model.identity.epoch:  # a reset came first
-            model = model.in_epoch(epoch)
-            namespace = open_namespace(self._config, model, model.identity)
-        self._use(model, namespace)
+        opened, identity = self._opening.take(), self._opening.identity
+        if identity is not None and identity.epoch != self.epoch:  # a reset came first
+            self._opening.begin(self.model.with_weights(identity.weights).identity)
+            return
+        if opened is not None:
+            self._use(*opened)
+            if self._workers_open < self.model.workers:
+                self._ready_s = self._clock() + self._config.timeouts.lookup_s
+        elif self._opening.soon:
+            return
+        waiting, self._early = self._early, []
+        for lookup in waiting:
+            if self._open:
+                self.lookups.submit(lookup)
+            else:
+                lookup.leave("paused")
 
     def _use(self, model: Model, namespace: Namespace) -> None:
         self.model, self.namespace = model, namespace
@@ -121,22 +135,26 @@ class SchedulerSide:
         )
         self._open = True
 
+    @property
+    def _workers_are_late(self) -> bool:
+        """Whether workers open the namespace still: orders would be failed loads, lost saves."""
+        return self._ready_s is not None and self._clock() < self._ready_s
+
     def reset(self) -> None:
         """Leave everything stored so far unused: the model's weights may have been replaced.
 
         What is stored from now on is of an epoch that only this engine knows, since nobody can tell
         which weights those are. Requests that are running already are neither loaded nor stored.
-
-        Raises StorageError, LayoutError: nothing is changed then.
+        The epoch's namespace is opened in the background.
         """
         epoch = f"{self._config.epoch}+{secrets.token_hex(8)}"
-        model = self.model.in_epoch(epoch)
+        self.model = self.model.in_epoch(epoch)
         if self._open:
-            old = self.lookups
-            self._use(model, open_namespace(self._config, model, model.identity))
-            old.close()
-        else:
-            self.model = model
+            self._open, self._workers_open, self._ready_s = False, 0, None
+            self.lookups.close()
+        if self._opening.identity is not None:
+            weights = self._opening.identity.weights
+            self._opening.begin(self.model.with_weights(weights).identity)
         self._saves.reset()
         for state in self.states.values():
             state.outdated = True
@@ -145,22 +163,21 @@ class SchedulerSide:
         log.info("VUA: the cache was reset; this engine now uses epoch %s", epoch)
 
     def learn(self, notes: WorkerOutput) -> None:
-        """Take what the workers say about weights and adapters.
+        """Take what the workers say about weights, adapters, and what they have opened.
 
-        Weights that have changed begin an epoch. Where that is impossible now (no directory can be
-        made) the workers go on refusing the old one, and say so again.
+        Weights that have changed begin an epoch.
         """
         for number in self._adapters.learn(notes.adapters):
             for state in self.states.values():
                 state.outdated |= state.adapter is not None and state.adapter.number == number
         self._saves.learn(self.states, notes.unsaved, notes.retry)
-        now = self._clock()
-        if notes.left_epoch is not None and notes.left_epoch == self.epoch and now > self._retry_s:
-            self._retry_s = now + _RESET_AGAIN_S
-            try:
-                self.reset()
-            except VUAError as problem:
-                log.warning("VUA: nothing is stored or loaded: no epoch can begin: %s", problem)
+        opening = self._opening.identity
+        if opening is not None and (count := notes.opened.get(opening.namespace)):
+            self._workers_open += count
+            if self._workers_open >= self.model.workers:
+                self._ready_s = None
+        if notes.left_epoch is not None and notes.left_epoch == self.epoch:
+            self.reset()
 
     def shutdown(self) -> None:
         """Stop the lookup threads."""
@@ -177,6 +194,7 @@ class SchedulerSide:
 
         (None, False) while the lookup is running. Has no side effect on transfers.
         """
+        self._use_what_is_known()
         state = self._state(request)
         if state is None:  # the workers are being asked about its adapter
             return None, False
@@ -209,6 +227,9 @@ class SchedulerSide:
             return 0, False
         found = state.lookup.answer.result()
         if loads and found is not None and self._waits(state, found):
+            return None, False
+        if found is not None and self._workers_are_late:
+            self._patience.pause()
             return None, False
         self._account(state, state.lookup.outcome)
         if found is not None and found.states:
@@ -274,9 +295,13 @@ class SchedulerSide:
         return state
 
     def _ask(self, request: Any, options: RequestOptions, adapter: Adapter | None) -> Lookup:  # noqa: ANN401
-        self._use_what_is_known()
         if self._open:
             return self.lookups.ask(request, options, adapter)
+        if self._opening.soon:
+            lookup = early(request, options, self._clock(), adapter, self._media)
+            if not lookup:
+                self._early.append(lookup)
+            return lookup
         self._media.look_at(request.mm_features)  # to know what identifiers stood for later
         return unasked(request, options, self._clock())
 
@@ -316,11 +341,7 @@ class SchedulerSide:
         if (text := self.witness.learn(verdicts)) is None:
             return
         log.error("VUA: %s", text)
-        try:
-            self.reset()
-        except VUAError as problem:
-            self._may_load = self._may_save = False
-            log.error("VUA: nothing is loaded or stored any more: %s", problem)  # noqa: TRY400
+        self.reset()
 
     def received(
         self, request_ids: set[str], failed_ids: set[str], failed_blocks: set[int]
@@ -346,6 +367,7 @@ class SchedulerSide:
     def take_loads(self) -> list[LoadOrder]:
         """Return the loads ordered since the last step. None may get lost: they are waited for."""
         loads, self._loads = self._loads, []
+        self._use_what_is_known()
         self._patience.renew()
         self.policy.step_begins()
         return loads
@@ -363,8 +385,11 @@ class SchedulerSide:
 
     @property
     def identity(self) -> Identity | None:
-        """Whose stores orders concern; None before the model is identified: there are none."""
-        return self.model.identity if self._open else None
+        """Whose stores orders concern; None before the model is identified: there are none.
+
+        Workers open them with the first step that names them, also if it orders nothing.
+        """
+        return self._opening.identity
 
     @property
     def epoch(self) -> str:
@@ -376,4 +401,5 @@ class SchedulerSide:
         orders.idle = not step.requests
         self.request_metrics.step_scheduled(*prompt_work(step.requests))
         if self._may_save or self.witness.watching:
-            self._saves.add(orders, self.states, step, saves=self._may_save)
+            saves = self._may_save and not self._workers_are_late
+            self._saves.add(orders, self.states, step, saves=saves)

@@ -30,11 +30,11 @@ from vua.connector.log import logger
 from vua.connector.memory import Memory
 from vua.connector.metadata import ConnectorMetadata, LoadOrder, WorkerOutput
 from vua.connector.metrics import Recorder, Series
-from vua.connector.opening import open_namespace
+from vua.connector.opening import Opened, Opening
 from vua.connector.write_queue import WriteQueue
 from vua.device.gds import Gds
 from vua.device.staging import Fence
-from vua.errors import ConfigError, StorageError
+from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
@@ -64,7 +64,9 @@ class WorkerSide:
     ) -> None:
         """Move the rectangles that ``rank`` holds.
 
-        The namespace is opened when the scheduler's half says which, at once if it is known.
+        The namespace is opened now if it is known, else in the background as soon as the
+        scheduler's half says which. Until it is open, loads end without a token and saves are to
+        be ordered again.
 
         Args:
             model: the engine's KV cache.
@@ -88,8 +90,11 @@ class WorkerSide:
         self.watch = watch
         for group in self.groups:
             group.watch = watch
-        if model.identified:
-            self._follow(model.identity)
+        self._opening = Opening(model, config, clock=clock)
+        if (opened := self._opening.take()) is not None:
+            self._use(opened)
+        self._told: Identity | None = self._identity
+        """Of which the scheduler's half knows that it is open."""
         self._loaders: Workers[LoadOrder] = Workers(
             config.worker.load_threads,
             timeout_s=config.timeouts.io_s,
@@ -113,20 +118,30 @@ class WorkerSide:
         self._registered = False
         self.gds: Gds | None = None
 
-    def _follow(self, identity: Identity | None) -> None:
-        """Use the stores of an identity from now on. Raises StorageError, LayoutError."""
-        if identity is None and self._identity is None:
-            msg = "nothing can be loaded or stored before the model is identified"
-            raise StorageError(msg)
-        if identity is None or identity == self._identity:
-            return
-        namespace = open_namespace(self._config, self._model, identity)
+    def _follow(self, identity: Identity | None) -> bool:
+        """Open the stores of an identity in the background; whether they are open. Never waits.
+
+        None: the same as before.
+        """
+        if identity is not None and identity != self._opening.identity:
+            self._opening.begin(identity)
+        wanted = self._opening.identity
+        if wanted is None or wanted == self._identity:
+            return wanted is not None
+        opened = self._opening.take()
+        if opened is not None:
+            self._use(opened)
+        return opened is not None
+
+    def _use(self, opened: Opened) -> None:
+        """Load from the stores of a namespace, and save there, from now on."""
+        namespace = opened.namespace
         if any(group.has_replicas for group in self.groups):
             namespace.share_reads()
         for group, store in zip(self.groups, namespace.stores, strict=True):
             group.reopen(store)
         self._watch(namespace)
-        self._identity = identity
+        self._identity = opened.model.identity
 
     def _is_current(self, epoch: str | None) -> bool:
         """Whether what this step computes, and reads, is of the epoch that its orders name.
@@ -191,6 +206,7 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """Finish what was ordered: all loads, and the saves that are waiting; unless I/O hangs."""
+        self._opening.close()
         self._loaders.close()
         self._comparisons.close()
         if not self.saves.close():
@@ -220,6 +236,7 @@ class WorkerSide:
         """
         self._wanted = orders.adapters
         current = self._is_current(orders.epoch)
+        is_open = self._follow(orders.identity)
         if not orders.loads:
             return
         self._memory.look()
@@ -229,8 +246,9 @@ class WorkerSide:
         after, self._after = self._after or self.groups[0].mark(), None  # all on one device
         for order in orders.loads:
             try:
-                self._follow(orders.identity)
-                if not (current and self._memory.holds(order.adapter)):
+                if not is_open:
+                    self._report(order, order.parts[0].start, "unable")
+                elif not (current and self._memory.holds(order.adapter)):
                     self._report(order, order.parts[0].start, "reset")
                 elif self._loads_guard.allows():
                     self._loaders.submit(partial(self._load, after=after), order)
@@ -241,7 +259,7 @@ class WorkerSide:
                 self._report(order, order.parts[0].start, "error")
 
     def _load(self, attempt: Attempt[LoadOrder], *, after: Fence) -> None:
-        order, identity, began = attempt.what, self._identity, self._clock()
+        order, identity, began = attempt.what, self._opening.identity, self._clock()
         waited_s = 0.0
 
         def ready() -> None:
@@ -261,7 +279,7 @@ class WorkerSide:
                 short = reached if reached < part.stop else None
                 if short is not None:
                     break
-            same = identity == self._identity and self._left is None and proven()
+            same = identity == self._opening.identity and self._left is None and proven()
             if not (same and self._memory.holds(order.adapter)):
                 short, reason = order.parts[0].start, "reset"
         except Exception:  # likewise
@@ -325,13 +343,22 @@ class WorkerSide:
         seen = self.watch.take() if self.watch is not None else []
         wanted, self._wanted = self._wanted, []
         adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
-        unsaved, retry = self.saves.take_unsaved(self.groups)
-        news = self._load_s or seen or verdicts or adapters or unsaved or retry
+        is_open = self._identity is not None and self._identity == self._opening.identity
+        unsaved, retry = self.saves.take_unsaved(self.groups, retries=is_open)
+        opened = self._take_opened()
+        news = self._load_s or seen or verdicts or adapters or unsaved or retry or opened
         if not news and self._left is None:
             return None  # what just ends waits for the next step
         with self._lock:
             load_s, self._load_s = self._load_s, {}
-        return WorkerOutput(load_s, seen, verdicts, self._left, adapters, unsaved, retry)
+        return WorkerOutput(load_s, seen, verdicts, self._left, adapters, unsaved, retry, opened)
+
+    def _take_opened(self) -> dict[str, int]:
+        """Return the namespace that was opened since the last call."""
+        if self._identity is None or self._identity == self._told:
+            return {}
+        self._told = self._identity
+        return {self._identity.namespace: 1}
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that were not filled, each once."""
@@ -354,15 +381,17 @@ class WorkerSide:
         """
         self.saves.give_up()
         current = self._is_current(orders.epoch)
+        is_open = self._follow(orders.identity)
         for asked in orders.witnesses:
-            if self._registered and current:
-                self._follow(orders.identity)
+            if self._registered and current and is_open:
                 self._comparisons.begin(asked, self.groups)
             else:
                 self._comparisons.cannot(asked)
         if not self._registered or not orders.saves or not current:
             return
-        self._follow(orders.identity)
+        if not is_open:
+            self.saves.refuse(orders.saves, self.groups)
+            return
         self._memory.look()
         holds = self._memory.holds  # an adapter may have been replaced
         self.saves.copy_out([one for one in orders.saves if holds(one.adapter)], self.groups)

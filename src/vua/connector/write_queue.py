@@ -107,6 +107,13 @@ class WriteQueue:
         """Write what is waiting; whether the storage let all of it end in time."""
         return self._threads.close()
 
+    def refuse(self, orders: Sequence[SaveOrder], groups: Sequence[GroupTransfer]) -> None:
+        """Copy nothing of these orders: they are to be made again, see :meth:`take_unsaved`."""
+        for order in orders:
+            ordered = [len(keys) for number, keys in order.parts if groups[number].writes]
+            self._stats.add("vua_chunks_saved_total", sum(ordered), "dropped")
+            self._leave(order, order.start, max(ordered, default=0), again=True)
+
     def copy_out(self, orders: Sequence[SaveOrder], groups: Sequence[GroupTransfer]) -> None:
         """Copy a step's chunks out of the cache, to be written after :meth:`hand_over`.
 
@@ -196,9 +203,12 @@ class WriteQueue:
             if len(self._holes) > _MAX_HOLES:
                 del self._holes[next(iter(self._holes))]
 
-    def take_unsaved(self, groups: Sequence[GroupTransfer]) -> tuple[dict[str, int], set[str]]:
+    def take_unsaved(
+        self, groups: Sequence[GroupTransfer], *, retries: bool = True
+    ) -> tuple[dict[str, int], set[str]]:
         """Return what the scheduler's half is to know, see `WorkerOutput`: ``unsaved``, ``retry``.
 
+        Without ``retries`` no request is to try again yet.
         A request is to try again when there are buffers for all that is missing of it, or for a
         quarter of a full step: with one at a time it would be ordered as often.
         """
@@ -208,7 +218,7 @@ class WriteQueue:
         with self._lock:
             unsaved, self._unsaved = self._unsaved, {}
             for request_id, hole in self._holes.items():
-                waits = hole.again and not hole.told and request_id not in unsaved
+                waits = retries and hole.again and not hole.told and request_id not in unsaved
                 if waits and all(
                     group.save_buffers.left >= min(hole.chunks, max(1, group.save_limit // 8))
                     for group in groups

@@ -13,15 +13,15 @@ from unittest import mock
 
 import pytest
 
-from helpers import keys_of, noise, save_step
+from helpers import keys_of, noise, save_step, until
 from scheduling import LAYOUT, answer, request_of, step
 from vua.connector.cache_spec import Group, Model
-from vua.connector.config import ConnectorConfig
+from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.group_transfer import Rank
 from vua.connector.metadata import ConnectorMetadata, SaveOrder
 from vua.connector.scheduler import SchedulerSide
 from vua.connector.worker import WorkerSide
-from vua.errors import ConfigError, StorageError
+from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.weights import Identification, Weights
@@ -29,6 +29,17 @@ from vua.weights import Identification, Weights
 pytestmark = pytest.mark.vllm
 
 NO_FILES = Weights("f" * 64, (), 2_000_000, 1_000_000, 0.5, 0.0)
+
+
+def until_open(worker: WorkerSide, identity: Identity) -> None:
+    """Take steps without orders until the worker says that it has opened a namespace."""
+
+    def is_open() -> bool:
+        worker.start_loads(ConnectorMetadata(identity=identity))
+        notes = worker.take_notes()
+        return notes is not None and notes.opened == {identity.namespace: 1}
+
+    until(is_open)
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
@@ -41,7 +52,9 @@ class UntilKnownTest(unittest.TestCase):
         self.go = threading.Event()
         self.addCleanup(self.go.set)
         self.enterContext(mock.patch("vua.connector.opening._START_WAIT_S", 0.01))
-        self.config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
+        self.config = ConnectorConfig(
+            shared_storage_path=str(self.root), chunk_tokens=16, timeouts=Timeouts(lookup_s=0.1)
+        )
 
     def model(self, *, identified: bool = False, layout: KVLayout = LAYOUT) -> Any:
         """A model of one layer."""
@@ -150,12 +163,12 @@ class UntilKnownTest(unittest.TestCase):
         keys = keys_of(range(48), 16)
         worker.register(layers, {"model.layers.0": 0}, {"model.layers.0": 0}, page_layout)
         saves = [SaveOrder([[1, 2, 3]], [(0, keys)])]
-        with self.assertRaisesRegex(StorageError, "before the model is identified"):
-            save_step(worker, ConnectorMetadata(saves=saves))
+        save_step(worker, ConnectorMetadata(saves=saves))
         self.assertEqual(({}, []), (dict(worker.counts), [*self.root.iterdir()]))
         found = []
         for weights in ("one", "two"):
             identity = model.with_weights(weights).identity
+            until_open(worker, identity)
             save_step(worker, ConnectorMetadata(saves=saves, identity=identity))
             found.append(worker.groups[0].store.namespace)
             self.assertEqual(identity.namespace, found[-1])
