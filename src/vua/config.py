@@ -65,9 +65,6 @@ class VUAConfig:
     write_back: str = "always"
     """What is written back to that directory: `"always"`: what was read from behind it;
     `"second_use"`: what the same process has read from behind before."""
-    write_back_gib_per_day: float | None = None
-    """GiB that all processes together write back to it per day (UTC), for disks that wear out; by
-    default any number. What is put is not counted."""
     codec: str = "off"
     """Whether chunks are compressed in buckets, without loss: `"auto"`: where that makes reads
     faster; `"planes-zstd"`: always; `"off"`: compressed ones are not found either."""
@@ -77,7 +74,7 @@ class VUAConfig:
     _FIELDS = (
         *("split_factor", "model", "epoch", "durable", "threads", "buffer_bytes"),
         *("max_bytes", "min_free_bytes", "ttl_s"),
-        *("upload_mib_s", "write_back", "write_back_gib_per_day", "codec", "security"),
+        *("upload_mib_s", "write_back", "codec", "security"),
     )
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401

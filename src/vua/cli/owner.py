@@ -12,7 +12,7 @@ from typing import Final
 
 from vua.errors import ConfigError, StorageError
 from vua.storage.claim import claim
-from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES, WRITTEN_BACK
+from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES
 from vua.storage.problems import explained
 from vua.store.namespace import check_root
 
@@ -52,7 +52,7 @@ def as_owner(directory: str) -> Iterator[None]:
 
 def _hand_over(directory: str, owner: os.stat_result) -> None:
     """Give what is root's in the place of upkeep to the directory's owner; links stay."""
-    kept = (f"{UPKEEP}/{name}" for name in ("lease", "clock", USES, WRITTEN_BACK))
+    kept = (f"{UPKEEP}/{name}" for name in ("lease", "clock", USES))
     for name in (UPKEEP, *kept, LIMITS_FILE, MARK):
         with contextlib.suppress(OSError):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

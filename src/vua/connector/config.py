@@ -90,9 +90,6 @@ class WorkerResources:
     write_back: str = "always"
     """What is written back to a directory with places behind it: `"always"`: what was read from
     behind; `"second_use"`: what the same worker has read from behind before."""
-    write_back_gib_per_day: float | None = None
-    """GiB that all workers together write back to that directory per day (UTC), for disks that wear
-    out; by default any number. What an engine saves is not counted."""
     codec: str = "off"
     """Whether chunks are compressed in buckets, without loss: `"auto"`: where that makes reads
     faster; `"planes-zstd"`: always; `"off"`: compressed ones are not found either. All hosts of a

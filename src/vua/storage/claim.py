@@ -11,7 +11,7 @@ from typing import Final, Literal
 from vua.errors import ConfigError
 from vua.io.atomic import atomic_write
 from vua.storage.description import is_described, is_namespace_name
-from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES, WRITTEN_BACK, is_marked, mark_text
+from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES, is_marked, mark_text
 
 __all__ = ["claim", "claimable", "make_mark", "strangers"]
 
@@ -104,7 +104,9 @@ def _describes_itself(root: str | os.PathLike[str], name: str) -> bool:
 def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:
     if name == UPKEEP:
         with contextlib.suppress(OSError):
-            ours = re.compile(f"lease|clock|{WRITTEN_BACK}|{USES}")
+            ours = re.compile(
+                f"lease|clock|written-back|{USES}"
+            )  # earlier versions wrote written-back
             return all(ours.match(one) for one in os.listdir(Path(root) / UPKEEP))
         return False
     return name in (MARK, LIMITS_FILE) or _NO_CONTENT.fullmatch(name) is not None

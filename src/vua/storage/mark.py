@@ -23,7 +23,6 @@ __all__ = [
     "MAX_MARK_NBYTES",
     "UPKEEP",
     "USES",
-    "WRITTEN_BACK",
     "is_marked",
     "judge_mark",
     "mark_text",
@@ -33,8 +32,6 @@ MARK: Final = "vua.json"
 LIMITS_FILE: Final = "bounds.json"
 UPKEEP: Final = ".upkeep"
 """The directory of the lease, see :mod:`vua.capacity.lease`."""
-WRITTEN_BACK: Final = "written-back"
-"""A file in it, see :class:`vua.store.tier_rules.DailyBudget`."""
 USES: Final = "uses"
 """A directory in it, see :mod:`vua.capacity.use_log`."""
 

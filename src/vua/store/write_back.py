@@ -23,7 +23,7 @@ from vua.io.threads import Call, Threads
 from vua.native import Transfer
 from vua.storage.base import Batch, Storage
 from vua.storage.local import LocalStorage
-from vua.store.tier_rules import DailyBudget, TierRules
+from vua.store.tier_rules import TierRules
 from vua.store.whole_entry import verified
 
 __all__ = ["Bounds", "WriteBack", "whole_batch"]
@@ -76,8 +76,6 @@ class WriteBack:
         """
         self._near, self._far, self._namespace = near, tuple(far), namespace
         self._capacity, self._rules, self._brought = capacity, rules, brought
-        day_gib = rules.write_back_gib_per_day
-        self._budget = day_gib and DailyBudget(near.directory.parent, int(day_gib * 2**30))
         self._read_before = Recent(math.inf)
         self.counts = counts
         self._closing = threading.Event()
@@ -157,9 +155,6 @@ class WriteBack:
             return
         data = memoryview(self._fetched(name, data)) if isinstance(data, int) else data
         info = verified(data, self._namespace, name)
-        if self._budget and not self._budget.take(len(data)):
-            self.counts["not_brought"] += 1
-            return
         key = info.key
         if info.start and before and before != info.parent:
             key = key._replace(previous=bytes.fromhex(before))
