@@ -42,7 +42,7 @@ def adapter(kind: str, folder: Path | str) -> dict[str, Any]:
         "type": "plugin",
         "module_path": "vua.lmcache.l2_adapter",
         "class_name": "VUAL2Adapter",
-        "adapter_params": {"path": str(folder)},
+        "adapter_params": {"path": str(folder), "plain_engines": True, "label": "bench"},
     }
 
 

@@ -37,7 +37,7 @@ def specification(root: Path) -> dict[str, Any]:
         "type": "plugin",
         "module_path": "vua.lmcache.l2_adapter",
         "class_name": "VUAL2Adapter",
-        "adapter_params": {"path": str(root)},
+        "adapter_params": {"path": str(root), "plain_engines": True},
     }
 
 

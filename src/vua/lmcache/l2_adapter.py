@@ -1,11 +1,14 @@
 """VUA as an L2 tier of LMCache's multi-process mode: its objects, verified and bounded.
 
     lmcache server ... --l2-adapter '{"type": "plugin", "module_path": "vua.lmcache.l2_adapter",
-        "class_name": "VUAL2Adapter", "adapter_params": {"path": "/mnt/kv"}}'
+        "class_name": "VUAL2Adapter",
+        "adapter_params": {"path": "/mnt/kv", "plain_engines": true}}'
 
-Promises that an object comes back as it was stored, for the same key, model, shapes and dtypes, or
-not at all. LMCache names objects by hashes of its own and does not show the tokens, so nothing is
-shared with other engines, and within LMCache only what has the same key. Needs LMCache 0.5.6.
+Promises that an object comes back as it was stored, for the same key, model files, shapes and
+dtypes, or not at all. LMCache names objects by hashes of tokens alone: a prompt with a LoRA adapter
+has the keys of the same prompt without. So the operator has to say that the engines have none, and
+nothing is stored before. LMCache does not show the tokens, so nothing is shared with other engines.
+Needs LMCache 0.5.6.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from vua.format.config_digest import config_digest
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, MemoryMap
+from vua.lmcache.models import Models
 from vua.storage.base import entry_name
 from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
@@ -41,7 +45,10 @@ __all__ = ["VUAL2Adapter"]
 
 log = logging.getLogger(__name__)
 
-_SETTINGS: Final = ("path", "max_bytes", "min_free_bytes", "ttl_s", "durable", "epoch", "threads")
+_SETTINGS: Final = (
+    *("path", "plain_engines", "label", "max_bytes", "min_free_bytes", "ttl_s", "durable", "epoch"),
+    "threads",
+)
 _THREADS: Final = 4
 _STORE, _LOOKUP, _LOAD = "store", "lookup", "load"
 
@@ -67,11 +74,15 @@ class _Form:
         named = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
         return cls(model, tuple(tuple(shape) for shape in shapes), named, nbytes)
 
-    def identity(self, epoch: str) -> Identity:
-        """Return the identity of such objects; LMCache's keys say nothing of dtype and shape."""
+    def identity(self, files: str, epoch: str) -> Identity:
+        """Return the identity of such objects, of a model that ``files`` stands for (`Models`).
+
+        LMCache's keys say nothing of dtype and shape either.
+        """
         said = {
             "vua_stored_by": "lmcache",
             "model": self.model,
+            "files": files,
             "shapes": self.shapes,
             "dtypes": self.dtypes,
         }
@@ -118,8 +129,12 @@ class VUAL2Adapter(L2AdapterInterface):
 
         Args:
             params: ``path``: the directory, the URL of a place in a bucket, or a list: a directory
-                and the places behind it; and as in `VUAConfig` ``max_bytes``, ``min_free_bytes``,
-                ``ttl_s``, ``durable``, ``epoch``, ``threads`` (at work at the same time; 4).
+                and the places behind it; ``plain_engines``: true, the operator's word that each
+                engine computes what the model's files say, without LoRA adapters and without
+                settings that change it; ``label``: for models whose files are not on this host, a
+                text, or an object with one for each model's name, that changes with the weights;
+                and as in `VUAConfig` ``max_bytes``, ``min_free_bytes``, ``ttl_s``, ``durable``,
+                ``epoch``, ``threads`` (at work at the same time; 4).
             l1_memory_desc: LMCache's memory, of which nothing needs to be known.
 
         Raises:
@@ -134,12 +149,21 @@ class VUAL2Adapter(L2AdapterInterface):
                 f"adapter_params has {', '.join(unknown) or 'no path'}; known are {_SETTINGS}"
             )
         given = dict(params)
+        if given.pop("plain_engines", None) is not True:
+            raise ConfigError(
+                'adapter_params lacks "plain_engines": true. LMCache tells its tiers the name of a '
+                "model and tokens, not whether a prompt has a LoRA adapter or an engine has other "
+                "settings (--hf-overrides, a quantization): these would get each other's K and V. "
+                'Set it if the engines have none of that, and use "kv_connector": '
+                '"VUAStorageConnector_V1" for those that have'
+            )
+        self._models = Models(given.pop("label", None))
         self._root = locate(given.pop("path"))
         self._durable, self._epoch = bool(given.pop("durable", False)), given.pop("epoch", "")
         self._threads = int(given.pop("threads", _THREADS))
         self._bounds = Limits(**given)
         self._pool = ThreadPoolExecutor(self._threads, "vua-lmcache")
-        self._namespaces: dict[_Form, Namespace] = {}
+        self._namespaces: dict[tuple[_Form, str], Namespace] = {}
         self._fds = {kind: create_event_notifier() for kind in (_STORE, _LOOKUP, _LOAD)}
         self._done: dict[str, dict[int, Any]] = {kind: {} for kind in self._fds}
         self._lock = threading.Lock()
@@ -214,6 +238,7 @@ class VUAL2Adapter(L2AdapterInterface):
     def close(self) -> None:
         """Finish what is under way and release threads and descriptors."""
         self._pool.shutdown(wait=True)
+        self._models.close()
         for namespace in self._namespaces.values():
             namespace.close()
         for notifier in self._fds.values():
@@ -297,28 +322,42 @@ class VUAL2Adapter(L2AdapterInterface):
                 begin += loaded + 1  # the next one misses; those behind it need not
 
     def _look_up(self, task: _Task, part: range) -> None:
+        seen: dict[tuple[str, _Form | None], list[tuple[_Form, Namespace | None]]] = {}
         for at in part:
             key, form = task.keys[at], task.forms[at]
-            used = self._used(key.model_name) if form is None else [(form, self._namespace(form))]
+            asked = (key.model_name, form)
+            if asked not in seen:
+                seen[asked] = self._places(*asked)
             task.found[at] = any(
                 namespace is not None and namespace.stores[0].holds(_name(key), [one.layout.full])
-                for one, namespace in used
+                for one, namespace in seen[asked]
             )
+
+    def _places(self, model: str, form: _Form | None) -> list[tuple[_Form, Namespace | None]]:
+        """Return where objects of a model may lie; without a form: in all that were used."""
+        if form is not None:
+            return [(form, self._namespace(form))]
+        return [*self._used(model)] if self._models.digest(model) is not None else []
 
     def _used(self, model: str) -> list[tuple[_Form, Namespace]]:
         with self._lock:
-            return [(form, one) for form, one in self._namespaces.items() if form.model == model]
+            return [
+                (form, one) for (form, _), one in self._namespaces.items() if form.model == model
+            ]
 
     def _namespace(self, form: _Form, *, create: bool = False) -> Namespace | None:
-        """Return the namespace of such objects; None where there is none yet."""
+        """Return the namespace of such objects; None where there is none yet, or must be none."""
+        files = self._models.digest(form.model)
+        if files is None:
+            return None
         with self._lock:
-            known = self._namespaces.get(form)
+            known = self._namespaces.get((form, files))
             if known is None:
-                identity = form.identity(self._epoch)
+                identity = form.identity(files, self._epoch)
                 place = self._root / identity.namespace
                 if not create and isinstance(place, Path) and not place.is_dir():
                     return None  # a bucket is not asked: to describe it costs as much
-                known = self._namespaces[form] = create_namespace(
+                known = self._namespaces[form, files] = create_namespace(
                     self._root, identity, [form.layout], durable=self._durable, bounds=self._bounds
                 )
             return known

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import select
+import time
 import unittest
 from importlib import util
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import save_file
 
 from buckets import seaweedfs, speaking_to
 from helpers import DirectoryTest, flip, noise
@@ -34,7 +37,8 @@ class TestL2Adapter(DirectoryTest):
             _create_plugin_adapter,
         )
 
-        given = {**MODULE, "adapter_params": {"path": str(self.root / "kv"), **params}}
+        said = {"path": str(self.root / "kv"), "plain_engines": True, "label": "test", **params}
+        given = {**MODULE, "adapter_params": said}
         adapter = _create_plugin_adapter(PluginL2AdapterConfig.from_dict(given))
         self.addCleanup(adapter.close)
         return adapter
@@ -138,6 +142,84 @@ class TestL2Adapter(DirectoryTest):
         self.assertEqual([None] * COUNT, self.load(second, keys, torch.float16))
         self.assertEqual([None] * COUNT, self.load(self.adapter(epoch="b"), keys))
         self.assertEqual([True] * COUNT, self.same(self.values(), self.load(second, keys)))
+
+    def model(self) -> Path:
+        """A model's directory, as old as a server that starts now."""
+        folder = self.root / "models" / "one"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text('{"rope_theta": 10000}')
+        self.weigh(folder, 1.0)
+        return folder
+
+    def weigh(self, folder: Path, value: float) -> None:
+        """Give a model other weights, and wait until a clock shows that they are old."""
+        save_file({"a": torch.full((8,), value)}, folder / "model.safetensors")
+        changed = (folder / "model.safetensors").stat().st_ctime
+        while time.time() <= changed + 0.02:
+            time.sleep(0.001)
+
+    def test_another_checkpoint(self) -> None:
+        """Other weights, or another configuration, at the same path find nothing of the old."""
+        folder, values = self.model(), self.values()
+        keys = self.keys(model_name=str(folder))
+        self.assertTrue(self.store(self.adapter(label=None), keys, values).is_successful())
+        found = self.load(self.adapter(label=None), keys)
+        self.assertEqual([True] * COUNT, self.same(values, found))
+
+        self.weigh(folder, 2.0)
+        other = self.adapter(label=None)
+        self.assertEqual(0, self.found(other, keys))
+        self.assertEqual([None] * COUNT, self.load(other, keys))
+        self.weigh(folder, 1.0)
+        config = (folder / "config.json").read_text()
+        (folder / "config.json").write_text('{"rope_theta": 500}')
+        self.assertEqual([None] * COUNT, self.load(self.adapter(label=None), keys))
+        (folder / "config.json").write_text(config)
+        found = self.load(self.adapter(label=None), keys)
+        self.assertEqual([True] * COUNT, self.same(values, found))
+
+    def test_a_checkpoint_that_changes(self) -> None:
+        """Once its files change nothing is loaded or stored of a model: engines have either."""
+        folder, values = self.model(), self.values()
+        keys = self.keys(model_name=str(folder))
+        adapter = self.adapter(label=None)
+        self.assertTrue(self.store(adapter, keys[:3], values[:3]).is_successful())
+        self.assertEqual(3, self.found(adapter, keys))
+        self.weigh(folder, 2.0)
+        with self.assertLogs("vua", "ERROR") as told:
+            self.assertEqual(0, self.found(adapter, keys))
+            self.assertEqual([None] * COUNT, self.load(adapter, keys))
+            self.assertFalse(self.store(adapter, keys, values).is_successful())
+            self.weigh(folder, 1.0)
+            self.assertEqual(0, self.found(adapter, keys))
+        self.assertEqual(1, len(told.records))
+        late = self.adapter(label=None)
+        self.weigh(folder, 3.0)  # after the start, and before it is looked at first
+        with self.assertLogs("vua", "ERROR"):
+            self.assertFalse(self.store(late, keys, values).is_successful())
+
+    def test_label(self) -> None:
+        """Without a model's files a label has to be given, and each label has its own objects."""
+        keys, values = self.keys(), self.values()
+        adapter = self.adapter(label=None)
+        with self.assertLogs("vua", "ERROR") as told:
+            self.assertFalse(self.store(adapter, keys, values).is_successful())
+            self.assertEqual(0, self.found(adapter, keys))
+        self.assertRegex(told.output[0], 'set "label": {"org/model"')
+        self.assertTrue(self.store(self.adapter(label="v1"), keys, values).is_successful())
+        named = {"org/model": "v1", "org/other": "v2"}
+        self.assertEqual(COUNT, self.found(self.adapter(label=named), keys))
+        self.assertEqual(0, self.found(self.adapter(label="v2"), keys))
+        for wrong in ("", {"org/model": ""}, {"org/model": 1}):
+            with self.assertRaisesRegex(ConfigError, "label"):
+                self.adapter(label=wrong)
+
+    def test_engines_that_are_not_plain(self) -> None:
+        """Nothing is stored until somebody says that no engine has adapters, which no key tells."""
+        for said in (None, False, "yes", 1):
+            with self.subTest(said), self.assertRaisesRegex(ConfigError, '"plain_engines": true'):
+                self.adapter(plain_engines=said)
+        self.assertFalse((self.root / "kv").exists())
 
     def test_damage(self) -> None:
         """A flipped bit or a shorter file is a miss, is stored anew, and costs nobody else."""
