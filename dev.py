@@ -399,6 +399,7 @@ def sglang(*arguments: str) -> int:
     tests = (
         "test_sglang.py",
         "test_sglang_adapters.py",
+        "test_sglang_identity.py",
         "test_sglang_warm.py",
         "test_sglang_windows.py",
         "test_examples.py::ExamplesTest::test_engines",
@@ -557,6 +558,14 @@ def identity_campaign(*arguments: str) -> int:
     return run("-m", "e2e.campaign", *arguments, paths=("src", "tests"))
 
 
+def sglang_campaign(*arguments: str) -> int:
+    """Compares random SGLang servers, each by its own K and V (--setups 15: 105 pairs)."""
+    if not install_sglang():
+        sys.exit("dev.py: SGLang could not be installed")
+    os.environ["VUA_SGLANG_PYTHON"] = str(SGLANG / "bin" / "python")
+    return run("-m", "e2e.sglang_campaign", *arguments, paths=("src", "tests"))
+
+
 def soak(*arguments: str) -> int:
     """Runs the tests that take minutes."""
     return run("-m", "pytest", "-q", "-m", "soak", *arguments)
@@ -595,6 +604,7 @@ TARGETS = {
             peers,
             scorecard,
             identity_campaign,
+            sglang_campaign,
             soak,
             fuzz,
             house,

@@ -47,6 +47,11 @@ _ARGUMENTS = (
     *("--hicache-storage-prefetch-policy", "wait_complete"),
 )
 
+_SWITCHES = (
+    *("disable_cuda_graph", "disable_overlap_schedule", "enable_hierarchical_cache"),
+    *("skip_server_warmup", "skip_tokenizer_init"),
+)
+
 _HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer test"}
 
 
@@ -79,6 +84,80 @@ def wait_until(what: str, seen: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"not seen in {DEADLINE_S:.0f} s: {what}")
         time.sleep(LOOK_EVERY_S)
+
+
+def scheduler_arguments(model: Path, root: Path | str, **more: Any) -> dict[str, Any]:
+    """What ``ServerArgs`` takes for a server on the CPU with VUA in a directory."""
+    return {
+        **dict.fromkeys(_SWITCHES, True),
+        "model_path": str(model),
+        "device": "cpu",
+        "dtype": "float32",
+        "page_size": CHUNK,
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "mem_fraction_static": 0.3,
+        "max_total_tokens": 4096,
+        "context_length": 2048,
+        "hicache_io_backend": "direct",
+        "hicache_size": 1,
+        "hicache_storage_backend": "dynamic",
+        "hicache_write_policy": "write_through",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": extra_config(root),
+        **more,
+    }
+
+
+class Schedulers:
+    """SGLang's schedulers, one after the other in one process, see `sglang_schedulers`."""
+
+    def __init__(self) -> None:
+        """Start the process that all of them are forks of."""
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(
+            [str(PYTHON), "-m", "e2e.sglang_schedulers"],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(
+        self, arguments: dict[str, Any], *steps: dict[str, Any], **variables: str
+    ) -> list[dict[str, Any]]:
+        """What a server with these arguments and variables answers to each step.
+
+        Raises AssertionError: it does not start, or a step fails.
+        """
+        job = {"arguments": arguments, "variables": variables, "steps": steps}
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps(job) + "\n")
+        stdin.flush()
+        said = json.loads(stdout.readline() or '{"problem": "the process has ended"}')
+        if "problem" in said:
+            raise AssertionError(said["problem"] + self.log[-3000:])
+        return list(said["answers"])
+
+    @property
+    def log(self) -> str:
+        """What they have written so far."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def close(self) -> None:
+        """End the process and its forks."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            if stream is not None:
+                stream.close()
+        self._process.wait()
 
 
 @dataclass(frozen=True)

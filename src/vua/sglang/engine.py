@@ -8,21 +8,26 @@ cached: what the pages were computed with could not be told then.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from safetensors import SafetensorError, safe_open
+
 from vua.connector.adapters import content_digest
 from vua.connector.cache_spec import UncachedError
 from vua.connector.log import logger
+from vua.connector.model_files import local_directory
 from vua.connector.weights_watch import Snapshot
-from vua.weights import process_began_s
+from vua.errors import ConfigError
+from vua.weights import checkpoint_files, process_began_s
 
-__all__ = ["Engine", "passes_prefix_keys"]
+__all__ = ["Engine", "kept_apart", "passes_prefix_keys"]
 
 log = logger("worker")
 
@@ -33,8 +38,19 @@ _UPDATES: Final = (
     "load_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
 )
 """The ways in which a model runner of SGLang gets other weights; others are seen in memory."""
+_DISK_FORMATS: Final = ("auto", "safetensors")
+"""Those with which an update loads all tensors of the files that `checkpoint_files` names."""
+_MAKES_REQUESTS: Final = "_create_generation_req"
+"""The scheduler's method that makes each request that generates."""
+_ID: Final = re.compile(r"[0-9a-f]{32}")
+"""An adapter's id, as SGLang makes them."""
+_NO_ADAPTER: Final = "|no-adapter"
+_OTHER_ID: Final = "|adapter"
+_LIKE_AN_ADAPTER: Final = re.compile(r"(?:[0-9a-f]{32}|\|no-adapter|\|adapter)\Z")
 
 
 def passes_prefix_keys() -> bool:
@@ -46,7 +62,7 @@ def passes_prefix_keys() -> bool:
 class Engine:
     """The engine that makes a backend, watched from its start on. Safe for threads."""
 
-    def __init__(self, runner: Any) -> None:  # noqa: ANN401
+    def __init__(self, runner: Any, scheduler: Any) -> None:  # noqa: ANN401
         """Watch SGLang's model runner; :meth:`find` calls this. Raises UncachedError."""
         self.runner: Any = runner
         self.directory: Path | None = None
@@ -56,6 +72,10 @@ class Engine:
         self.adapters = _adapters(runner.lora_manager)
         """The content of the LoRA adapters that it was started with, by SGLang's id."""
         self._lock = threading.Lock()
+        self._names = _loaded_names(runner)
+        """The tensors that it was started from; None: not known."""
+        self._beyond = False
+        """Whether something may have been changed that a checkpoint does not set."""
         self._snapshot = Snapshot(runner.model)
         self._left: str | None = None
         """What shows that the weights are not those that are expected; None: they are."""
@@ -65,6 +85,7 @@ class Engine:
         """Whether nothing that earlier weights computed is cached any more."""
         self._pool: Any = None
         self._watch_updates()
+        _keep_adapters_apart(scheduler)
 
     @classmethod
     def find(cls) -> Engine:
@@ -74,6 +95,7 @@ class Engine:
         weights may be others than those of its start.
         """
         runner: Any = None
+        owner: Any = None
         starting = False
         for frame in _callers():
             owner = frame.f_locals.get("self")
@@ -92,7 +114,7 @@ class Engine:
                 "start SGLang with VUA, then it can be detached and attached again"
             )
             raise UncachedError(msg)
-        return cls(runner)
+        return cls(runner, owner)
 
     def proof(self) -> Callable[[], bool]:
         """Return what tells, on any thread, whether the weights still are those expected now.
@@ -107,6 +129,7 @@ class Engine:
     def unchanged(self) -> bool:
         """Whether the weights are those that are expected; looks at some of them."""
         if self._left is None and not self.proof()():
+            self._beyond = True
             self._leave(self._snapshot.differs or "other weights")
         return self._left is None
 
@@ -144,24 +167,50 @@ class Engine:
         self.runner.weight_updater = _Updater(updater, self)
 
     def update(self, name: str, update: Callable[..., Any], *args: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Let SGLang update the weights; nothing is loaded or stored from before it on."""
+        """Let SGLang update the weights; nothing is loaded or stored from before it on.
+
+        What was loaded last is known again after an update that sets all tensors which the engine
+        was started with, unless an earlier one set something else.
+        """
         self._leave(name)
         began_s = time.time()
-        result = update(*args, **named)
-        if name == _FROM_DISK and result[0]:
-            path = named.get("model_path", args[0] if args else None)
-            partly = named.get("weight_name_filter") is not None or len(args) > 2
-            with self._lock:
-                self._snapshot, self.loaded_s = Snapshot(self.runner.model), began_s
-                self._next = None if partly or path is None else Path(path)
+        if name == _FROM_DISK:
+            return self._update_from_disk(began_s, update, *args, **named)
+        given = _names_given(name, args, named)
+        if given is None or self._names is None or not given <= self._names:
+            self._beyond = True
+        return update(*args, **named)
+
+    def _update_from_disk(
+        self,
+        began_s: float,
+        update: Callable[..., Any],
+        model_path: str,
+        load_format: str,
+        *args: Any,  # noqa: ANN401
+        **named: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        result = update(model_path, load_format, *args, **named)
+        partly = named.get("weight_name_filter") is not None or args[:1] not in ((), (None,))
+        known = result[0] and not partly and load_format in _DISK_FORMATS and not self._beyond
+        with self._lock:
+            self._snapshot, self.loaded_s = Snapshot(self.runner.model), began_s
+            self._next = Path(model_path) if known and self._sets_all(model_path) else None
         return result
+
+    def _sets_all(self, model_path: str) -> bool:
+        """Whether files there hold all tensors that the engine was started from."""
+        if self._names is None or self.runner.model_config.quantization is not None:
+            return False
+        found = _tensor_names(model_path, None, self.runner.server_args.download_dir)
+        return found is not None and found >= self._names
 
     def _leave(self, change: str) -> None:
         with self._lock:
             self._left, self._next, self._cleared = change, None, False
         log.warning(
             "VUA: the weights change (%s): nothing stored is used, and nothing is stored, until "
-            "weights are loaded from a directory and the cache is flushed",
+            "all weights are loaded from a directory and the cache is flushed",
             change,
         )
 
@@ -198,6 +247,85 @@ def _adapters(manager: Any) -> dict[str, str]:  # noqa: ANN401
         ]
         found[name] = content_digest(held, _ADAPTERS)
     return found
+
+
+def _names_given(
+    name: str, args: tuple[Any, ...], named: Mapping[str, Any]
+) -> frozenset[str] | None:
+    """Return the names of the tensors that an update sets, as files have them; None: not known."""
+    if name == "begin_weight_update":
+        return frozenset()  # what is packed in place is unpacked; the end packs it again
+    if name == "end_weight_update":
+        return None if named.get("run_post_load", True) else frozenset()
+    if name == "update_weights_from_ipc":
+        return None
+    tensors = named.get("named_tensors", args[0] if args else None)
+    load_format = named.get("load_format", args[1] if len(args) > 1 else None)
+    try:
+        if load_format == "flattened_bucket":
+            return frozenset(str(one.name) for one in tensors["metadata"])
+        return None if load_format is not None else frozenset(str(one[0]) for one in tensors)
+    except (AttributeError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _loaded_names(runner: Any) -> frozenset[str] | None:  # noqa: ANN401
+    arguments = runner.server_args
+    return _tensor_names(arguments.model_path, arguments.revision, arguments.download_dir)
+
+
+def _tensor_names(
+    model: str, revision: str | None, download_dir: str | None
+) -> frozenset[str] | None:
+    """Return the names of the tensors in a model's safetensors files; None: there are none."""
+    try:
+        files = checkpoint_files(local_directory(model, revision, download_dir))
+        return frozenset(_all_names(files))
+    except (UncachedError, ConfigError, OSError, SafetensorError):
+        return None
+
+
+def _all_names(files: Iterable[Path]) -> Iterable[str]:
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            yield from opened.keys()
+
+
+def kept_apart(extra_key: str | None, lora_id: str | None) -> str | None:
+    """Return the ``extra_key`` of a request, so that no client's word is taken for an adapter.
+
+    SGLang appends an adapter's id to a request's ``extra_key``, and names pages by what comes out.
+    A client may send a key that ends with such an id: it gets an ending that no adapter's has.
+    Different keys stay different, and all others stay as they are.
+
+    Args:
+        extra_key: as SGLang made it; with an adapter it ends with ``lora_id``.
+        lora_id: the adapter's; None: the request has none.
+
+    >>> kept_apart("tenant", None), kept_apart("0" * 32, None), kept_apart("0" * 32, "0" * 32)
+    ('tenant', '00000000000000000000000000000000|no-adapter', '00000000000000000000000000000000')
+    """
+    if lora_id is not None:
+        return extra_key if _ID.fullmatch(lora_id) else f"{extra_key}|{len(lora_id)}{_OTHER_ID}"
+    if extra_key is not None and _LIKE_AN_ADAPTER.search(extra_key):
+        return extra_key + _NO_ADAPTER
+    return extra_key
+
+
+def _keep_adapters_apart(scheduler: Any) -> None:  # noqa: ANN401
+    """Stand behind what makes requests. Raises UncachedError: SGLang makes them elsewhere."""
+    make = getattr(scheduler, _MAKES_REQUESTS, None)
+    if make is None:
+        msg = f"SGLang's scheduler has no {_MAKES_REQUESTS}: adapters cannot be kept apart"
+        raise UncachedError(msg)
+
+    @functools.wraps(make)
+    def made(*args: Any, **named: Any) -> Any:  # noqa: ANN401
+        request = make(*args, **named)
+        request.extra_key = kept_apart(request.extra_key, request.lora_id)
+        return request
+
+    setattr(scheduler, _MAKES_REQUESTS, made)
 
 
 def _callers() -> list[FrameType]:

@@ -1,19 +1,20 @@
 """What an SGLang engine's K and V depend on: the identity of its caches, and their layouts.
 
 The identity is computed from the served model's files, so a model that other engines serve in the
-same dtype has the same one here. Whatever of SGLang's settings may change K and V counts beside
-that, unless it is listed as harmless: an engine with such a setting has a namespace of its own.
+same dtype has the same one here. Whatever else an engine computes with counts beside that, unless
+it is listed as harmless (`vua.sglang.computation`): such an engine has a namespace of its own.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import msgspec
-import torch
-from sglang.srt.arg_groups.fields import exec_, lora, mm, model, spec
+import sglang
+from packaging.version import InvalidVersion, Version
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from vua.connector.cache_spec import Group, UncachedError, division
@@ -24,56 +25,30 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.format.rope import rope_order, varies_with_length
 from vua.serdes import DTYPES
+from vua.sglang.computation import (
+    attention_that_counts,
+    settings_that_count,
+    variables_that_count,
+)
+from vua.sglang.foreign import foreign_code
 from vua.weights.model_files import code_digest
 
-__all__ = ["NEUTRAL", "Described", "described", "settings_that_count", "shard_of"]
+__all__ = ["Described", "described", "settings_that_count", "shard_of"]
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _KINDS: Final = ("BF16", "F16", "F32")
+_ELSEWHERE: Final = "weights, or K and V, come from another process, which is not asked"
+_ONLY: Final[Mapping[str, tuple[object, ...]]] = {
+    "weight_cache_mode": ("off",),
+    "disaggregation_mode": ("null", "prefill"),
+    "enable_pd_role_switch": (False,),
+    "enable_lmcache": (False,),
+    "enable_flexkv": (False,),
+    "enable_unified_cache_external_linker": (False,),
+}
+"""Arguments, and the values with which an engine computes all that it stores."""
 _LOAD_FORMATS: Final = ("auto", "safetensors")
 """Those that load the files which `vua.weights.checkpoint_files` names."""
-NEUTRAL: Final = frozenset(
-    # One word each. Where the model comes from; its files, and their code, count by content.
-    "model_path revision download_dir load_format trust_remote_code model_checksum "  # noqa: SIM905
-    "delete_ckpt_after_loading startup_weight_load_mode weight_loader_disable_mmap "
-    "weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads "
-    "weight_loader_drop_cache_after_load engine_info_bootstrap_port "
-    # Compared with the pool's own dtype; for how long prompts may be; what comes behind K and V.
-    "dtype kv_cache_dtype context_length is_embedding enable_fp32_lm_head "
-    # How tokens are chosen and what a call returns.
-    "sampling_backend grammar_backend enable_custom_logit_processor disable_outlines_disk_cache "
-    "sampling_mask_max_tokens enable_return_hidden_states return_hidden_states_mode "
-    "enable_return_aux_hidden_states aux_hidden_state_capture enable_return_routed_experts "
-    "enable_watermark watermark_config watermark_key watermark_key_b watermark_context_window "
-    "watermark_mixing_probability watermark_max_probability watermark_default_enabled "
-    "watermark_enforce_all "
-    # Which kernels compute the same sums, when, and where memory lies meanwhile.
-    "attention_backend decode_attention_backend prefill_attention_backend mm_attention_backend "
-    "bf16_gemm_backend disable_flashinfer_autotune flashinfer_autotune_skip_ops "
-    "triton_attention_num_kv_splits triton_attention_split_tile_size enable_fused_qk_norm_rope "
-    "triton_attention_reduce_in_fp32 flashinfer_mla_disable_ragged enable_deterministic_inference "
-    "cuda_graph_config cuda_graph_backend_decode cuda_graph_backend_prefill "
-    "cuda_graph_max_bs_decode cuda_graph_max_bs_prefill cuda_graph_max_seq_len_prefill "
-    "cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_prefill_max_context "
-    "disable_prefill_cuda_graph disable_decode_cuda_graph disable_cuda_graph "
-    "disable_cuda_graph_padding enable_profile_cuda_graph enable_cudagraph_gc debug_cuda_graph "
-    "enable_torch_compile enable_torch_compile_debug_mode torch_compile_max_bs "
-    "enable_layerwise_nvtx_marker enable_nccl_nvls enable_symm_mem disable_custom_all_reduce "
-    "enable_mscclpp enable_torch_symm_mem pre_warm_nccl enable_flashinfer_allreduce_fusion "
-    "enforce_disable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend "
-    "enable_memory_saver enable_weights_cpu_backup enable_draft_weights_cpu_backup "
-    "enable_two_batch_overlap enable_single_batch_overlap tbo_token_distribution_threshold "
-    "cpu_offload_gb offload_group_size offload_num_in_group offload_prefetch_step offload_mode "
-    "mooncake_ib_device uses_mamba_radix_cache mamba_radix_cache_strategy "
-    # Adapters count by content, and each prompt's is in its names.
-    "enable_lora enable_lora_overlap_loading max_lora_rank lora_target_modules lora_paths "
-    "max_loaded_loras max_loras_per_batch lora_eviction_policy lora_backend max_lora_chunk_size "
-    "lora_strict_loading lora_drain_wait_threshold "
-    # Prompts with images are not cached.
-    "enable_multimodal mm_feature_transport mm_io_worker_num mm_processor_worker_num "
-    "mm_preprocess_cache_size_mb mm_process_config".split()
-)
-"""Settings that cannot change what K and V mean, whatever their value."""
 
 
 class Described(NamedTuple):
@@ -116,8 +91,15 @@ def described(
     dtype = _dtype(pool)
     _check_supported(arguments, models, text is whole)
     config = dict(text.to_dict())
-    if changes := settings_that_count(arguments):
-        config["vua.sglang"] = changes
+    own = {
+        "vua.sglang": settings_that_count(arguments, directory),
+        "vua.sglang_environment": variables_that_count(os.environ),
+        "vua.sglang_kernels": attention_that_counts(runner),
+        "vua.sglang_code": foreign_code(runner),
+    }
+    config |= {name: each for name, each in own.items() if each}
+    if (build := _build()) is not None:
+        config["vua.sglang_build"] = build
     if adapters:
         config["vua.sglang_adapters"] = dict(adapters)
     if runner.dtype != pool.dtype:
@@ -251,52 +233,30 @@ def _dtype(pool: Any) -> str:  # noqa: ANN401
     return str(name)
 
 
+def _build() -> str | None:
+    """Return what somebody's own build of SGLang calls itself; None: it is a release."""
+    try:
+        released = Version(sglang.__version__).local is None
+    except InvalidVersion:
+        released = False
+    return None if released else str(sglang.__version__)
+
+
 def _check_supported(arguments: Any, models: Any, is_text: bool) -> None:  # noqa: ANN401, FBT001
     """Raise UncachedError for engines whose caches depend on what a backend is not told."""
+    for name, only in _ONLY.items():
+        if getattr(arguments, name) not in only:
+            msg = f"{name}={getattr(arguments, name)!r}: {_ELSEWHERE}"
+            raise UncachedError(msg)
+    if envs.SGLANG_USE_MODELSCOPE.get() and not Path(arguments.model_path).exists():
+        msg = "SGLANG_USE_MODELSCOPE: which files were loaded is not known; serve a local directory"
+        raise UncachedError(msg)
     if arguments.load_format not in _LOAD_FORMATS:
         msg = f"load_format {arguments.load_format!r}: which weights it loads is not known"
         raise UncachedError(msg)
     if not is_text or getattr(models, "is_multimodal", False):
         msg = "models that take images or sounds are not cached: SGLang names these by 30 bits"
         raise UncachedError(msg)
-
-
-def settings_that_count(arguments: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the settings that are neither as SGLang has them by default nor harmless."""
-    found: dict[str, Any] = {}
-    for group in (model, exec_, lora, mm, spec):
-        for kind in vars(group).values():
-            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-                found |= _changed(kind, arguments)
-    return found
-
-
-def _changed(kind: type[msgspec.Struct], arguments: Any) -> dict[str, Any]:  # noqa: ANN401
-    changed = {}
-    for each in msgspec.structs.fields(kind):
-        if each.name in NEUTRAL or each.name.startswith("_"):
-            continue
-        default = each.default
-        if default is msgspec.NODEFAULT and each.default_factory is not msgspec.NODEFAULT:
-            default = each.default_factory()
-        value = getattr(arguments, each.name, default)
-        if value != default:
-            changed[each.name] = _plain(value)
-    return changed
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401
-    """Return a value as JSON knows it, the same in each process."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, torch.dtype | Path):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    msg = f"whether two engines have the same setting {value!r:.80} cannot be told"
-    raise UncachedError(msg)
 
 
 def _code(text: Any, directory: Path) -> list[str]:  # noqa: ANN401

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import unittest
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from uuid import NAMESPACE_URL, uuid5
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from helpers import DirectoryTest
 from vua.connector.cache_spec import Group, UncachedError
@@ -298,36 +302,58 @@ class NamesTest(unittest.TestCase):
             versions.check_version()
 
 
-class SettingsTest(unittest.TestCase):
-    def test_neutral_names(self) -> None:
-        """Every setting that is called harmless exists."""
-        from sglang.srt.server_args import ServerArgs
+class Scheduler:
+    """As much of SGLang's scheduler as VUA looks for, with a model of one layer."""
 
-        from vua.sglang.identity import NEUTRAL
+    def __init__(self, folder: Path = Path("/nowhere"), quantization: str | None = None) -> None:
+        """Serve what lies in a folder."""
+        updater = SimpleNamespace(
+            update_weights_from_disk=lambda *_, **__: (True, ""),
+            load_weights_from_distributed=lambda *_: (True, ""),
+            update_weights_from_tensor=lambda *_, **__: (True, ""),
+            update_weights_from_ipc=lambda *_: (True, ""),
+            begin_weight_update=lambda: None,
+            end_weight_update=lambda **_: None,
+        )
+        self.model = torch.nn.Linear(64, 64)
+        arguments = SimpleNamespace(model_path=str(folder), revision=None, download_dir=None)
+        runner = SimpleNamespace(
+            model=self.model,
+            weight_updater=updater,
+            lora_manager=None,
+            server_args=arguments,
+            model_config=SimpleNamespace(quantization=quantization),
+        )
+        self.tp_worker = SimpleNamespace(model_runner=runner)
+        self.engine: Any = None
 
-        arguments = ServerArgs(model_path="model")
-        self.assertEqual([], [name for name in sorted(NEUTRAL) if not hasattr(arguments, name)])
+    def attach(self) -> Any:
+        """Make VUA."""
+        from vua.sglang.engine import Engine
 
-    def test_what_counts(self) -> None:
-        """Settings as they are by default count for nothing; those that change K and V do."""
-        from sglang.srt.server_args import ServerArgs
+        return Engine.find()
 
-        from vua.sglang.identity import settings_that_count
+    def _create_generation_req(self, *_: Any, **given: Any) -> Any:
+        return SimpleNamespace(**given)
 
-        plain = ServerArgs(model_path="model", page_size=64, tp_size=2, attention_backend="triton")
-        self.assertEqual({}, settings_that_count(plain))
-        for name, value in (
-            ("quantization", "fp8"),
-            ("enable_tf32_matmul", True),
-            ("json_model_override_args", '{"rope_theta": 1}'),
-            ("speculative_algorithm", "EAGLE"),
-        ):
-            with self.subTest(name):
-                changed = ServerArgs(model_path="model", **{name: value})
-                self.assertEqual({name: value}, settings_that_count(changed))
+    def request(self, **given: Any) -> str | None:
+        """The key of a request that SGLang makes."""
+        made: Any = self._create_generation_req(None, **given)
+        return made.extra_key  # type: ignore[no-any-return]
 
 
-class BackendTest(unittest.TestCase):
+class Starting(Scheduler):
+    """A scheduler that makes VUA at its start."""
+
+    def __init__(self, folder: Path, **given: Any) -> None:
+        """Serve what lies in a folder."""
+        from vua.sglang.engine import Engine
+
+        super().__init__(folder, **given)
+        self.engine = Engine.find()
+
+
+class BackendTest(DirectoryTest):
     def test_outside_of_a_scheduler(self) -> None:
         """A backend that no scheduler makes finds no model, and is told so in one sentence."""
         from vua.sglang.engine import Engine
@@ -335,59 +361,115 @@ class BackendTest(unittest.TestCase):
         with self.assertRaisesRegex(UncachedError, "its model is not found"):
             Engine.find()
 
-    def test_updates(self) -> None:
-        """After weights change nothing counts, until a directory is loaded and the pool cleared."""
-        from vua.sglang.engine import Engine
+    def checkpoint(self, name: str, *tensors: str) -> Path:
+        """A directory with a checkpoint of these tensors."""
+        folder = self.root / name
+        folder.mkdir()
+        save_file({each: torch.ones(2) for each in tensors}, folder / "model.safetensors")
+        return folder
 
-        class Scheduler:
-            def __init__(self) -> None:
-                updater = SimpleNamespace(
-                    update_weights_from_disk=lambda *_, **__: (True, ""),
-                    load_weights_from_distributed=lambda *_: (True, ""),
-                    update_weights_from_tensor=lambda *_: (True, ""),
-                    update_weights_from_ipc=lambda *_: (True, ""),
-                )
-                self.model = torch.nn.Linear(64, 64)
-                runner = SimpleNamespace(
-                    model=self.model, weight_updater=updater, lora_manager=None
-                )
-                self.tp_worker = SimpleNamespace(model_runner=runner)
-                self.engine = Engine.find()
-
-            def attach(self) -> Engine:
-                return Engine.find()
-
-        scheduler = Scheduler()
-        engine, pool = scheduler.engine, mha("page_first")
+    def after(self, *updates: Callable[[Any], Any], **given: Any) -> str | None:
+        """Which directory names an engine's weights after some updates; None: nothing does."""
+        if not (start := self.root / "start").exists():
+            self.checkpoint("start", "a", "b")
+        scheduler, pool = Starting(start, **given), mha("page_first")
+        engine = scheduler.engine
         engine.watch_pool(pool)
         proven = engine.proof()
         self.assertTrue(engine.unchanged() and proven())
-        engine.runner.weight_updater.update_weights_from_tensor()
+        for update in updates:
+            update(engine.runner.weight_updater)
+            self.assertEqual((False, None), (engine.unchanged(), engine.take_directory()))
+            self.assertFalse(proven())
         pool.clear()
-        self.assertEqual((False, None), (engine.unchanged(), engine.take_directory()))
-        engine.runner.weight_updater.update_weights_from_disk("/models/other", "auto")
-        self.assertEqual((False, None), (engine.unchanged(), engine.take_directory()))
-        pool.clear()
-        self.assertEqual("/models/other", str(engine.take_directory()))
-        self.assertTrue(engine.unchanged())
-        self.assertFalse(proven())
+        found = engine.take_directory()
+        self.assertEqual(found is not None, engine.unchanged())
+        return None if found is None else str(found.relative_to(self.root))
+
+    def test_updates(self) -> None:
+        """After an update nothing counts until all weights are loaded from files that say so."""
+        whole = self.checkpoint("whole", "a", "b", "c")
+        part = self.checkpoint("part", "a")
+
+        def disk(folder: Path, load_format: str = "auto", **named: Any) -> Callable[[Any], Any]:
+            return lambda to: to.update_weights_from_disk(str(folder), load_format, **named)
+
+        def tensors(*names: str, **named: Any) -> Callable[[Any], Any]:
+            given = [(name, torch.ones(1)) for name in names]
+            return lambda to: to.update_weights_from_tensor(named_tensors=given, **named)
+
+        bucket = {"metadata": [SimpleNamespace(name="b")]}
+        cases: tuple[tuple[str | None, list[Callable[[Any], Any]]], ...] = (
+            ("whole", [disk(whole)]),
+            ("whole", [disk(whole, "safetensors", recapture_cuda_graph=True)]),
+            (None, [disk(part)]),
+            (None, [disk(whole), disk(part)]),
+            ("whole", [disk(part), disk(whole)]),
+            (None, [disk(whole, weight_name_filter=lambda _: True)]),
+            *((None, [disk(whole, form)]) for form in ("pt", "dummy", "npcache", "flash_rl")),
+            (None, [disk(self.root / "nowhere")]),
+            (None, [tensors("a")]),
+            ("whole", [tensors("a"), disk(whole)]),
+            (None, [tensors("a.scale"), disk(whole)]),  # no checkpoint sets it again
+            (None, [tensors("a", load_format="direct"), disk(whole)]),
+            (None, [tensors("a", load_format="somebody.loads"), disk(whole)]),
+            (
+                "whole",
+                [
+                    lambda to: to.update_weights_from_tensor(bucket, "flattened_bucket"),
+                    disk(whole),
+                ],
+            ),
+            ("whole", [lambda to: to.load_weights_from_distributed([("b", 0)]), disk(whole)]),
+            (None, [lambda to: to.load_weights_from_distributed([("x", 0)]), disk(whole)]),
+            (None, [lambda to: to.update_weights_from_ipc(None), disk(whole)]),
+            ("whole", [lambda to: to.begin_weight_update(), tensors("a"), disk(whole)]),
+            ("whole", [lambda to: to.end_weight_update(run_post_load=False), disk(whole)]),
+            (None, [lambda to: to.end_weight_update(run_post_load=True), disk(whole)]),
+        )
+        for number, (expected, updates) in enumerate(cases):
+            with self.subTest(number, expected=expected):
+                self.assertEqual(expected, self.after(*updates))
+        with self.subTest("quantized"):
+            self.assertIsNone(self.after(disk(whole), quantization="fp8"))
+
+    def test_changed_in_memory(self) -> None:
+        """Weights that somebody wrote to are noticed, and no file names them again."""
+        start = self.checkpoint("start", "a")
+        scheduler, pool = Starting(start), mha("page_first")
+        engine = scheduler.engine
+        engine.watch_pool(pool)
         with torch.no_grad():
             scheduler.model.weight.add_(1)
         self.assertFalse(engine.unchanged())
+        engine.runner.weight_updater.update_weights_from_disk(str(start), "auto")
+        pool.clear()
+        self.assertEqual((None, False), (engine.take_directory(), engine.unchanged()))
         self.assertIs(engine, scheduler.attach())  # what is attached again knows all of this
+
+    def test_requests_with_an_adapters_id(self) -> None:
+        """No client's extra key names what an adapter computes, and all others stay."""
+        from vua.sglang.engine import kept_apart
+
+        one, other = uuid5(NAMESPACE_URL, "one\0/adapters/one").hex, "0" * 32
+        scheduler = Starting(self.checkpoint("start", "a"))
+        for key in (None, "", "tenant", one[:31], f"{one}x"):
+            self.assertEqual(key, scheduler.request(extra_key=key, lora_id=None))
+        for before in ("", "tenant"):
+            key = before + one
+            self.assertEqual(key, scheduler.request(extra_key=key, lora_id=one))
+            self.assertNotEqual(key, scheduler.request(extra_key=key, lora_id=None))
+        ends = ("", one, other, "|no-adapter", "|adapter", "|4|adapter")
+        clients = [a + b + c for a in ends for b in ends for c in ends]
+        found: dict[str | None, tuple[str, str | None]] = {}
+        for lora in (None, one, other, "odd"):
+            for client in set(clients):
+                key = kept_apart(client + (lora or ""), lora)
+                self.assertNotIn(key, found)
+                found[key] = (client, lora)
 
     def test_attached_later(self) -> None:
         """An engine not watched from its start on is refused: its weights may be others."""
-        from vua.sglang.engine import Engine
-
-        class Scheduler:
-            def __init__(self) -> None:
-                runner = SimpleNamespace(model=torch.nn.Linear(2, 2), weight_updater=None)
-                self.tp_worker = SimpleNamespace(model_runner=runner)
-
-            def attach(self) -> Engine:
-                return Engine.find()
-
         with self.assertRaisesRegex(UncachedError, "start SGLang with VUA"):
             Scheduler().attach()
 

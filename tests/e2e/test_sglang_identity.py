@@ -1,0 +1,160 @@
+"""What an SGLang engine computes with is in its namespace: hooks, packages, updates, adapters."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any, ClassVar
+from uuid import NAMESPACE_URL, uuid5
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from e2e.adapters import strong_adapter
+from e2e.by_transformers import generate
+from e2e.checkpoints import copied, edit
+from e2e.damage import CHUNK, stored
+from e2e.harness import llama, tokens
+from e2e.sglang_campaign import campaign
+from e2e.sglang_hooks import hooks
+from e2e.sglang_server import Schedulers, needs_sglang, scheduler_arguments
+
+pytestmark = [pytest.mark.thorough]
+
+CHUNKS = 5
+PROMPT = tokens(CHUNKS * CHUNK + 5, seed=1)
+NEW = 8
+ASK = {"ask": PROMPT, "new": NEW}
+
+
+@needs_sglang
+class IdentityTest(unittest.TestCase):
+    sglang: ClassVar[Schedulers]
+    root: ClassVar[Path]
+    tokens: ClassVar[list[int]]
+    """What a plain server says to the prompt."""
+    namespace: ClassVar[str]
+    """Where it has stored it."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """A plain server stores the prompt in the directory for all."""
+        cls.root = Path(tempfile.mkdtemp(prefix="vua-test-")) / "kv"
+        cls.addClassCleanup(shutil.rmtree, cls.root.parent, ignore_errors=True)
+        cls.sglang = Schedulers()
+        cls.addClassCleanup(cls.sglang.close)
+        [answer] = cls.serve(ASK)
+        cls.tokens = answer["tokens"]
+        cls.namespace = stored(cls.root)[0].relative_to(cls.root).parts[0]
+
+    @classmethod
+    def serve(
+        cls,
+        *steps: dict[str, Any],
+        model: Path | None = None,
+        variables: dict[str, str] | None = None,
+        **arguments: Any,
+    ) -> list[dict[str, Any]]:
+        """What a server on the directory for all answers."""
+        given = scheduler_arguments(model or llama(), cls.root, **arguments)
+        return cls.sglang.run(given, *steps, **(variables or {}))
+
+    def files(self) -> list[Path]:
+        """What is stored where the plain server stores."""
+        return [one for one in stored(self.root) if self.namespace in one.parts]
+
+    def assert_own(self, **server: Any) -> list[int]:
+        """A server that computes something else: nothing is loaded, nothing stored as plain."""
+        before = self.files()
+        first, again = self.serve(ASK, ASK, **server)
+        self.assertEqual(0, first["stored"])
+        self.assertNotEqual(self.tokens, first["tokens"])
+        self.assertEqual(before, self.files())
+        self.assertEqual((CHUNKS * CHUNK, first["tokens"]), (again["stored"], again["tokens"]))
+        return list(first["tokens"])
+
+    def test_plain(self) -> None:
+        """A server that computes the same loads it, whatever it logs; and so does transformers."""
+        [answer] = self.serve(
+            ASK,
+            variables={"SGLANG_LOG_MS": "1", "SGLANG_HEALTH_CHECK_TIMEOUT": "33"},
+            log_level="warning",
+            chunked_prefill_size=128,
+            random_seed=7,
+        )
+        self.assertEqual((CHUNKS * CHUNK, self.tokens), (answer["stored"], answer["tokens"]))
+        loaded, found = generate(llama(), self.root, PROMPT, new=NEW, dtype=torch.float32)
+        self.assertEqual((CHUNKS * CHUNK, self.tokens), (loaded, found))
+
+    def test_hooks(self) -> None:
+        """A server with a hook has a namespace of its own, and one with another hook another."""
+        one, other = (self.assert_own(forward_hooks=hooks(factor)) for factor in (0.5, 0.3))
+        self.assertNotEqual(one, other)
+
+    def test_package(self) -> None:
+        """So does one whose model class is somebody's."""
+        self.assert_own(variables={"SGLANG_EXTERNAL_MODEL_PACKAGE": "e2e.sglang_models"})
+
+    def test_config_file(self) -> None:
+        """So does one with its configuration in another file, by that file's content."""
+        model = copied(llama(), self.root.parent / "decrypted")
+        other = model / "decrypted.json"
+        seen = []
+        for epsilon in (0.5, 0.9):
+            shutil.copy(model / "config.json", other)
+            edit(other, rms_norm_eps=epsilon)
+            seen.append(self.assert_own(decrypted_config_file=other.name, model=model))
+        self.assertNotEqual(*seen)
+
+    def test_part_of_the_weights(self) -> None:
+        """An update of some tensors is not named by their file; one of all tensors is."""
+        part, whole = (copied(llama(), self.root.parent / name) for name in ("part", "whole"))
+        weights = load_file(llama() / "model.safetensors")
+        name = "model.layers.0.mlp.up_proj.weight"
+        changed = {name: weights[name] * 3}
+        save_file(changed, part / "model.safetensors", {"format": "pt"})
+        save_file({**weights, **changed}, whole / "model.safetensors", {"format": "pt"})
+        steps: list[dict[str, Any]] = []
+        for folder in (part, whole, llama()):
+            steps += [{"update": str(folder)}, ASK, ASK]
+        said = self.serve(*steps)
+        self.assertEqual([True] * 3, [answer["done"] for answer in said[::3]])
+        first = [(answer["stored"], answer["tokens"]) for answer in said[1::3]]
+        again = [(answer["stored"], answer["tokens"]) for answer in said[2::3]]
+        other, all_tokens = first[0][1], CHUNKS * CHUNK
+        self.assertNotEqual(self.tokens, other)
+        self.assertEqual([(0, other), (0, other), (all_tokens, self.tokens)], first)
+        self.assertEqual([(0, other), (all_tokens, other), (all_tokens, self.tokens)], again)
+        [fresh] = self.serve(ASK, model=whole)
+        self.assertEqual((all_tokens, other), (fresh["stored"], fresh["tokens"]))
+
+    def test_an_adapters_id(self) -> None:
+        """A prompt whose extra key is an adapter's id is computed by the model itself."""
+        place = strong_adapter(self.root.parent / "adapter", seed=1)
+        guess = uuid5(NAMESPACE_URL, f"one\0{place}").hex
+        adapted, guessed, found, own = self.serve(
+            {**ASK, "lora": "one"},
+            {**ASK, "extra_key": guess},
+            {**ASK, "lora": "one"},
+            ASK,
+            lora_paths=[f"one={place}"],
+            lora_backend="torch_native",
+        )
+        self.assertNotEqual(self.tokens, adapted["tokens"])
+        self.assertEqual((0, self.tokens), (guessed["stored"], guessed["tokens"]))
+        self.assertEqual((0, self.tokens), (own["stored"], own["tokens"]))
+        self.assertEqual(CHUNKS * CHUNK, found["stored"])
+        self.assertEqual(adapted["tokens"], found["tokens"])
+
+    def test_pairs(self) -> None:
+        """The campaign in short: no two servers with one name for other K and V."""
+        found = campaign(self.sglang, 4, seed=2, say=lambda _: None)
+        self.assertEqual((4, []), (found["ran"], found["wrong"]))
+        self.assertGreater(found["counts"]["chunks with other K and V"], 0)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,231 @@
+"""Every argument and variable of SGLang stands in `vua.sglang.argument_fields`, and does as said.
+
+`sglang_fields.json` has those of the release that VUA knows; `make_sglang_fields.py` wrote it.
+Runs in SGLang's environment: `dev.py sglang`.
+"""
+
+from __future__ import annotations
+
+import json
+import unittest
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from helpers import TESTS, DirectoryTest
+from make_sglang_fields import listed
+from vua.connector.cache_spec import UncachedError
+from vua.sglang.argument_fields import (
+    COUNTED_VARIABLES,
+    EXCLUDED,
+    EXCLUDED_VARIABLES,
+    NEUTRAL,
+)
+
+pytest.importorskip("sglang.srt", reason="SGLang has an environment of its own: `dev.py sglang`")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # SGLang's, about missing GPUs
+
+RELEASE = "0.5.23"
+LISTS = json.loads((TESTS / "sglang_fields.json").read_text())[RELEASE]
+ARGUMENTS = " ".join(LISTS["arguments"].values()).split()
+VARIABLES = LISTS["environment"].split()
+BEYOND = (
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+)
+"""Variables that count and that not SGLang reads, but what computes for it."""
+
+# A value that some server may have and that changes what it computes.
+COUNTED: tuple[tuple[str, Any], ...] = (
+    ("decrypted_config_file", "other.json"),
+    ("dllm_algorithm", "LowConfidence"),
+    ("enable_deterministic_inference", True),
+    ("enable_mis", True),
+    ("enable_quant_communications", True),
+    ("enable_tf32_matmul", True),
+    ("experts_shared_outer_loras", True),
+    ("experts_shared_outer_loras", False),
+    ("forward_hooks", [{"target_modules": ["*"], "hook_factory": "somebody:hook"}]),
+    ("forward_hooks", [{"target_modules": ["*.mlp"], "hook_factory": "somebody:hook"}]),
+    ("fp8_gemm_runner_backend", "triton"),
+    ("hisparse_config", '{"top_k": 2048}'),
+    ("json_model_override_args", '{"rope_theta": 500}'),
+    ("json_model_override_args", '{"rope_theta": 501}'),
+    ("kv_canary", "log"),
+    ("model_impl", "transformers"),
+    ("model_loader_extra_config", '{"enable_multithread_load": true}'),
+    ("moe_runner_backend", "triton"),
+    ("quantization", "fp8"),
+    ("rl_on_policy_target", "fsdp"),
+    ("speculative_algorithm", "NGRAM"),
+    ("an_argument_of_next_year", 1),
+)
+
+
+def excluded() -> list[str]:
+    """All arguments that count for nothing."""
+    return " ".join(EXCLUDED.values()).split()
+
+
+def neutral() -> dict[str, tuple[object, ...]]:
+    """All arguments that count, but with these values."""
+    return {name: values for values, names in NEUTRAL for name in names.split()}
+
+
+def server(**changed: Any) -> Any:
+    """Arguments with every listed one neutral but for these."""
+    values: dict[str, Any] = dict.fromkeys(excluded())
+    values |= {name: values[0] for name, values in neutral().items()}
+    values |= changed
+    return SimpleNamespace(__struct_fields__=tuple(values), **values)
+
+
+def counted(**changed: Any) -> dict[str, Any]:
+    """What counts of such arguments."""
+    from vua.sglang.identity import settings_that_count
+
+    return settings_that_count(server(**changed))
+
+
+class TableTest(unittest.TestCase):
+    def test_every_argument_is_listed(self) -> None:
+        """No argument stands in neither table, in both, or in one of them twice."""
+        self.assertGreater(len(ARGUMENTS), 500)
+        tables = Counter([*excluded(), *(" ".join(names for _, names in NEUTRAL).split())])
+        self.assertEqual([], [name for name in ARGUMENTS if tables[name] != 1])
+        self.assertEqual(set(), set(tables) - set(ARGUMENTS))
+
+    def test_every_variable_is_listed(self) -> None:
+        """No environment variable stands in neither table, in both, or in one of them twice."""
+        self.assertGreater(len(VARIABLES), 900)
+        tables = Counter([*(" ".join(EXCLUDED_VARIABLES.values()).split()), *COUNTED_VARIABLES])
+        self.assertEqual([], [name for name in VARIABLES if tables[name] != 1])
+        self.assertEqual(set(BEYOND), set(tables) - set(VARIABLES))
+
+    def test_lists_are_those_of_the_installed_sglang(self) -> None:
+        """What was read from the sources of the release is what is installed here."""
+        import sglang
+        from sglang.srt.server_args import ServerArgs
+
+        self.assertEqual(RELEASE, sglang.__version__)
+        found = listed(Path(str(sglang.__file__)).parent.parent)
+        self.assertEqual(LISTS, found)
+        self.assertEqual(set(ARGUMENTS), set(ServerArgs.__struct_fields__))
+
+    def test_a_server_without_arguments(self) -> None:
+        """A plain server counts for nothing; so it shares with the other engines."""
+        from sglang.srt.server_args import ServerArgs
+
+        from vua.sglang.identity import settings_that_count
+
+        self.assertEqual({}, settings_that_count(ServerArgs(model_path="model")))
+
+
+class ArgumentsTest(DirectoryTest):
+    def test_neutral(self) -> None:
+        """Each neutral value of each argument adds nothing."""
+        self.assertEqual({}, counted())
+        for name, values in neutral().items():
+            for value in values:
+                with self.subTest(name, value=value):
+                    self.assertEqual({}, counted(**{name: value}))
+
+    def test_excluded(self) -> None:
+        """No value of an excluded argument matters, not even one that cannot be told."""
+        for name in excluded():
+            with self.subTest(name):
+                self.assertEqual({}, counted(**{name: object()}))
+
+    def test_counted(self) -> None:
+        """Every other argument counts with any other value, and no two are taken for one."""
+        seen: list[dict[str, Any]] = []
+        for name in neutral():
+            with self.subTest(name):
+                found = counted(**{name: "a value of next year"})
+                self.assertEqual([name], list(found))
+        for name, value in COUNTED:
+            with self.subTest(name, value=value):
+                found = counted(**{name: value})
+                self.assertEqual([name], list(found))
+                self.assertNotIn(found, seen)
+                seen.append(found)
+
+    def test_no_lasting_form(self) -> None:
+        """What cannot be told apart is refused, with the argument's name."""
+        for value in (object(), lambda: None, {1: 0, "1": 1}, [SimpleNamespace()]):
+            with self.subTest(value), self.assertRaisesRegex(UncachedError, "quantization"):
+                counted(quantization=value)
+
+    def test_files(self) -> None:
+        """A file or a folder that an argument names counts by its content, not by its place."""
+        from vua.sglang.identity import settings_that_count
+
+        def said(name: str, value: str) -> dict[str, Any]:
+            return settings_that_count(server(**{name: value}), self.root)
+
+        one, other = self.root / "a" / "scales.json", self.root / "b" / "scales.json"
+        for at, text in ((one, '{"k": 1}'), (other, '{"k": 1}')):
+            at.parent.mkdir()
+            at.write_text(text)
+        for name, value in (
+            ("decrypted_config_file", "a/scales.json"),  # SGLang looks in the model's folder
+            ("quantization_param_path", str(one)),
+            ("model_loader_extra_config", json.dumps({"path": str(one)})),
+            ("kt_weight_path", str(one.parent)),
+        ):
+            with self.subTest(name):
+                one.write_text('{"k": 1}')
+                before = said(name, value)
+                same = str(value).replace("/a/", "/b/").replace("a/scales", "b/scales")
+                if name != "kt_weight_path":  # a folder's own name counts
+                    self.assertEqual(before, said(name, same))
+                one.write_text('{"k": 2}')
+                self.assertNotEqual(before, said(name, value))
+
+
+class VariablesTest(DirectoryTest):
+    def counted(self, **environment: str) -> dict[str, Any]:
+        """What counts of an environment."""
+        from vua.sglang.computation import variables_that_count
+
+        return variables_that_count({"HOME": "/root", "PATH": "/bin", **environment})
+
+    def test_variables(self) -> None:
+        """Excluded ones never matter, all others do where they are set, unknown ones too."""
+        self.assertEqual({}, self.counted(SGLANG_USE_AITER=""))
+        for name in " ".join(EXCLUDED_VARIABLES.values()).split():
+            with self.subTest(name):
+                self.assertEqual({}, self.counted(**{name: "1"}))
+        for name in [*COUNTED_VARIABLES, "SGLANG_OF_NEXT_YEAR", "SGL_OLD"]:
+            if name == "SGLANG_EXTERNAL_MODEL_PACKAGE":
+                continue
+            with self.subTest(name):
+                one, other = self.counted(**{name: "1"}), self.counted(**{name: "2"})
+                self.assertEqual([name], list(one))
+                self.assertNotEqual(one, other)
+
+    def test_package(self) -> None:
+        """A package that SGLang imports counts with its source; without one it is refused."""
+        package = self.root / "vua_somebodys_models"
+        package.mkdir()
+        code = package / "__init__.py"
+        code.write_text("EntryClass = []")
+        self.monkeypatch.syspath_prepend(str(self.root))
+        one = self.counted(SGLANG_EXTERNAL_MODEL_PACKAGE=package.name)
+        code.write_text("EntryClass = [1]")
+        self.assertNotEqual(one, self.counted(SGLANG_EXTERNAL_MODEL_PACKAGE=package.name))
+        with self.assertRaisesRegex(UncachedError, "vua_of_nobody"):
+            self.counted(SGLANG_EXTERNAL_MODEL_PACKAGE="vua_of_nobody")
+
+    @pytest.fixture(autouse=True)
+    def _monkeypatch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+
+
+if __name__ == "__main__":
+    unittest.main()
