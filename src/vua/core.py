@@ -27,6 +27,7 @@ from vua.io.map_on import map_on
 from vua.io.threads import Call, Threads
 from vua.security.keyring import NoKeyError, check_keys
 from vua.store.entry_writer import EntryWriter
+from vua.store.evidence import LaterNamespaceError
 from vua.store.label import Label
 from vua.store.namespace import Namespace
 from vua.store.opening import create_namespace, locate, open_namespace
@@ -170,7 +171,11 @@ class VUA:
         ids, caches = sequences_with_caches(tokens, kvcache, self.config.split_factor)
         if not any(ids):
             return 0
-        namespace = self._namespace_for(caches)
+        try:
+            namespace = self._namespace_for(caches)
+        except LaterNamespaceError as problem:
+            log.warning("nothing is stored: %s", problem)
+            return 0
         store, chains = namespace.stores[0], [namespace.keys(one) for one in ids]
         pairs = list(zip(chains, caches, strict=True))
         met = map_on(self._threads, lambda _, pair: self._meet(store, *pair), pairs)
@@ -304,8 +309,13 @@ class VUA:
             return ClosestKV(row[..., :0], [])
         store = namespace.stores[0]
         layout = store.layout
-        arrays = allocate(layout, found, self._buffers, pinned=device.type == "cuda")
-        loaded = store.load(keys.first(found), memory_map(arrays, layout.chunk_tokens))
+        try:
+            arrays = allocate(layout, found, self._buffers, pinned=device.type == "cuda")
+        except (MemoryError, RuntimeError) as problem:
+            log.warning("no memory for %d chunks of %s, a miss: %s", found, layout, problem)
+            return ClosestKV(row[..., :0], [])
+        memory = memory_map(arrays, layout.chunk_tokens)
+        loaded = store.load(keys.first(found), memory, weed=True)
         length = loaded.chunks * layout.chunk_tokens
         store.used(keys, loaded.chunks)
         log.debug("get %d tokens: %d found (%s)", len(ids) // 4, length, loaded.reason or "whole")

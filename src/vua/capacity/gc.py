@@ -39,7 +39,8 @@ from vua.capacity.scan import (
 from vua.capacity.unreadable import evict_unreadable
 from vua.capacity.usage import TOLERANCE, Usage, measure
 from vua.storage.claim import claim
-from vua.storage.local import chunk_path
+from vua.storage.description import is_later
+from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.mark import UPKEEP
 
 __all__ = ["GRACE_S", "Report", "collect"]
@@ -117,7 +118,7 @@ def collect(
     try:
         now_ns = remover.now_ns(directory)
         with spaces(root) as found:
-            mine = [space for space in found if is_ours(space)]
+            mine = [one for one in found if is_ours(one) and not is_later(one.fd)]
             report.leftovers = _sweep(root, mine, now_ns, remover)
             if known is not None:
                 for space in mine:
@@ -194,7 +195,8 @@ def _settle(space: Space, tree: PrefixTree, now_ns: int, remover: Remover) -> Fr
     for chunk in tree.unsettled:
         path, mtime_ns = chunk_path(chunk), mtime_ns_of(space.fd, chunk)
         with listed(space.fd, path) as entries:
-            names = [one.name for one in entries if is_temporary(one.name) and one.is_file()]
+            there = [one.name for one in entries]
+            names = [one for one in there if is_temporary(one)]
         for name in names:
             with contextlib.suppress(OSError):
                 status = os.stat(f"{path}/{name}", dir_fd=space.fd, follow_symlinks=False)
@@ -202,7 +204,10 @@ def _settle(space: Space, tree: PrefixTree, now_ns: int, remover: Remover) -> Fr
                     freed += remover.file(space.fd, f"{path}/{name}")
                     if mtime_ns is not None and not remover.rehearse:
                         set_mtime(space.fd, chunk, mtime_ns)  # it was not used, only tidied up
-        if mtime_ns is None or _is_old(mtime_ns, now_ns):
+        is_old = mtime_ns is None or _is_old(mtime_ns, now_ns)
+        if is_old and there and not any(one.endswith(SUFFIX) or one in names for one in there):
+            remover.evict_chunk(space, chunk)  # marks without a file
+        else:  # whoever is about to write there makes it anew
             remover.empty(space.fd, path)
     return freed
 

@@ -27,7 +27,7 @@ from vua.capacity.scan import (
 )
 from vua.format.layout import Shard
 from vua.storage.aside import QUARANTINE
-from vua.storage.description import DESCRIPTION, is_described, is_namespace_name
+from vua.storage.description import DESCRIPTION, is_described, is_later, is_namespace_name
 from vua.storage.local import SUFFIX
 
 __all__ = [
@@ -75,8 +75,11 @@ def is_chunk_file(entry: os.DirEntry[str]) -> bool:
 
 
 def is_ours(space: Space) -> bool:
-    """Whether a directory with a namespace's name is one: it says so, or chunks are in it."""
-    if is_described(space.fd, space.name):
+    """Whether a directory with a namespace's name is one: it says so, or chunks are in it.
+
+    So is one that a later version of VUA described, which only who asks for that deletes.
+    """
+    if is_described(space.fd, space.name) or is_later(space.fd):
         return True
     for fan in fans_of(space):
         for chunk, _ in chunks_of(space, fan):

@@ -31,6 +31,7 @@ from vua.capacity.scan import (
     silent,
     unmark,
 )
+from vua.format.header import FORMAT, SEALED, SEALED_V1
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 
 __all__ = [
@@ -52,6 +53,7 @@ R = TypeVar("R")
 
 _HEADER_NBYTES: Final = 1024
 """Enough of a header to hold the parent's hash."""
+_FORMATS: Final = tuple(f'"format":"{one}"'.encode() for one in (FORMAT, SEALED, SEALED_V1))
 _PARENT: Final = b'","parent":"'
 _TOKENS: Final = b'","tokens":"'
 
@@ -187,6 +189,8 @@ def _read_parent(space: Space, path: str) -> tuple[str, bytes] | None:
             head = os.pread(fd, _HEADER_NBYTES, 0)
         finally:
             os.close(fd)
+        if not any(one in head for one in _FORMATS):
+            return None  # a later version's
         parent = head.split(_PARENT, 1)[1][:64].decode()
         start = int(head.split(_TOKENS, 1)[1][:10])
         digest = b"" if parent.startswith("-") else bytes.fromhex(parent)
@@ -262,15 +266,17 @@ class ChunkNodes(NamedTuple):
     unsettled: list[str]
 
     def add(self, chunk: str, mtime_ns: int, node: ChunkNode) -> None:
-        """Add a chunk, unless it has a name that VUA does not give."""
+        """Add a chunk, unless it has a name that VUA does not give, or no files."""
         try:
             name, before = bytes.fromhex(chunk), bytes.fromhex(node.before)
         except ValueError:
             return
-        if node.salt:
-            self.salts[len(self.names)] = node.salt
         if node.temporary or not node.files:
             self.unsettled.append(chunk)
+        if not (node.temporary or node.files):
+            return
+        if node.salt:
+            self.salts[len(self.names)] = node.salt
         self.names.append(name)
         self.mtimes_ns.append(mtime_ns)
         self.nbytes.append(node.nbytes)

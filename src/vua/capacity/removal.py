@@ -17,12 +17,19 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from vua.capacity import ttl
-from vua.capacity.lru import got_child, mtime_ns_of, server_now_ns
-from vua.capacity.owned import QUARANTINED, is_chunk, is_chunk_file, is_leftover, is_trash
+from vua.capacity.lru import got_child, server_now_ns
+from vua.capacity.owned import (
+    QUARANTINED,
+    is_chunk,
+    is_chunk_file,
+    is_leftover,
+    is_temporary,
+    is_trash,
+)
 from vua.capacity.scan import PIN, TRASH, TTL_FOLDER, Space, chunk_nbytes, is_fan, listed
 from vua.storage.aside import QUARANTINE
 from vua.storage.description import DESCRIPTION, is_described
-from vua.storage.local import chunk_path
+from vua.storage.local import SUFFIX, chunk_path
 
 __all__ = [
     "GRACE_S",
@@ -127,9 +134,15 @@ class Remover:
         return chunk_nbytes(space, path)
 
     def is_there(self, space: Space, chunk: str) -> bool:
-        """Whether a chunk is there, and would not have gone."""
-        known = (space.name, chunk) in self._gone
-        return not known and mtime_ns_of(space.fd, chunk) is not None
+        """Whether a chunk is there, and would not have gone.
+
+        An empty directory is no chunk, nor is one with marks alone; one that something is being
+        written to counts.
+        """
+        if (space.name, chunk) in self._gone:
+            return False
+        with listed(space.fd, chunk_path(chunk)) as entries:
+            return any(one.name.endswith(SUFFIX) or is_temporary(one.name) for one in entries)
 
     def leftover(self, parent: int, name: str) -> Freed:
         """Delete what a crash left behind, in a namespace or beside them."""

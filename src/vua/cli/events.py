@@ -36,6 +36,7 @@ from vua.storage.description import read_description
 from vua.storage.names import entry_at
 from vua.storage.problems import explained
 from vua.storage.urls import is_url
+from vua.store.evidence import settled
 from vua.store.namespace import check_root
 
 __all__ = ["Seen", "add_events", "events", "look"]
@@ -45,8 +46,14 @@ _BATCH: Final = 1024
 """Events in a batch: routers ask again for batches, of which some thousands are kept."""
 
 
+_CLEARED: Final = {"type": "AllBlocksCleared"}
+
+
 class _Outlet(Protocol):
     """Where events go."""
+
+    newcomers: bool
+    """Whether somebody is there who was not told everything yet."""
 
     def publish(self, batch: Sequence[Mapping[str, Any]]) -> None:
         """Send some events."""
@@ -120,6 +127,9 @@ def events(options: argparse.Namespace) -> int:
             while True:
                 now = look(where, seen)
                 found = _changes(seen, now, locality)
+                if outlet.newcomers:  # what they believe is of before
+                    outlet.newcomers = False
+                    found = itertools.chain([_CLEARED], _changes({}, now, locality))
                 while batch := list(itertools.islice(found, _BATCH)):
                     outlet.publish(batch)
                 if not options.follow:
@@ -145,6 +155,8 @@ def _outlet(options: argparse.Namespace) -> AbstractContextManager[_Outlet]:
 
 class _Lines:
     """A line of JSON on stdout for each event, hashes in hex."""
+
+    newcomers = False
 
     def publish(self, batch: Sequence[Mapping[str, Any]]) -> None:
         """Print them."""
@@ -191,7 +203,8 @@ def look(where: str, past: Mapping[str, Seen]) -> dict[str, Seen]:
 
 def _look_at(root: Path, space: Space, past: Seen | None, show: Show) -> Seen | None:
     """Look at a namespace in a directory, after the first time only at what has changed."""
-    layouts = past.layouts if past else read_description(root / space.name).layouts
+    layouts = past.layouts if past else ()
+    layouts = layouts or settled(read_description(root / space.name)).layouts
     if not layouts:
         return None
     if past is None:
@@ -216,7 +229,7 @@ def _look_at(root: Path, space: Space, past: Seen | None, show: Show) -> Seen | 
 
 def _look_at_bucket(space: BucketSpace, past: Seen | None, show: Show) -> Seen | None:
     """Look at a namespace in a bucket."""
-    layouts = space.description.layouts
+    layouts = past.layouts if past else settled(space.description).layouts
     if not layouts:
         return None
     for name, chunk in space.chunks.items():

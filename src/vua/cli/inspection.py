@@ -22,6 +22,7 @@ from vua.storage.description import Description
 from vua.storage.local import SUFFIX
 from vua.storage.names import is_compressed, plain_path
 from vua.storage.urls import is_url
+from vua.store.evidence import settled
 from vua.store.far import description_at
 from vua.store.namespace import check_root
 
@@ -107,7 +108,7 @@ def _place(path: Path | BucketPath) -> tuple[Description | None, Place]:
         return None, Place(shard=shard)
     if chunk.parent.name != chunk.name[:2] or not _is_digest(directory.name):
         return None, Place(chunk=chunk.name, shard=shard)
-    namespace = description_at(directory)
+    namespace = settled(description_at(directory))
     return namespace, Place(directory.name, chunk.name, shard, namespace.layout_of(shard))
 
 

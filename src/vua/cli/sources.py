@@ -28,6 +28,7 @@ from vua.storage.description import Description, read_description
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.names import is_compressed, plain_path
 from vua.storage.urls import is_url
+from vua.store.evidence import settled
 from vua.store.namespace import check_root
 
 __all__ = ["Source", "SourceFile", "resolved", "sources"]
@@ -182,7 +183,7 @@ def sources(where: str, show: Show) -> Iterator[Sequence[Source]]:
         return
     root = check_root(where, create=False)
     with spaces(root) as found:
-        yield [_Directory(read_description(root / space.name), space) for space in found]
+        yield [_Directory(settled(read_description(root / space.name)), space) for space in found]
 
 
 def resolved(found: Sequence[Source], text: str) -> tuple[Source, str]:

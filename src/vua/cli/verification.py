@@ -14,7 +14,7 @@ import itertools
 import os
 import random
 import stat
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -49,6 +49,8 @@ from vua.storage.local import LocalStorage
 from vua.storage.names import is_compressed
 from vua.storage.object import ObjectStorage
 from vua.storage.urls import is_url
+from vua.store.evidence import fits, layouts_by
+from vua.store.making import make_namespace
 
 __all__ = ["verify"]
 
@@ -104,11 +106,11 @@ def _verify(
     namespace: Description, show: Show, keys: KnownKeys, share: float, *, repair: bool
 ) -> Result:
     result = Result(namespace, described(namespace))
-    if result.description == "damaged":
-        reason = "it does not describe this namespace; the next save writes it anew"
-        result.problems.append((DESCRIPTION, "corrupt", reason))
+    if result.description == "later":
+        result.later.append((DESCRIPTION, f"{namespace.later}: it is left as it is"))
     if isinstance(namespace.path, BucketPath):
         _verify_bucket(result, namespace.path, show, keys, share, repair=repair)
+        _judge_description(result, repair=False)
         return result
     try:
         with closing(LocalStorage(namespace.directory, security=_ANYBODY)) as storage:
@@ -122,9 +124,36 @@ def _verify(
         result.join(part)
         show(namespace.name[:SHORT], number, len(names), amount=result.nbytes)
     if described(read_description(namespace.path)) == "missing" and result.counts:
-        reason = "missing: no chunk of this namespace is found until the next save writes it"
+        reason = "missing: the next save writes it; entries' headers say what is needed meanwhile"
         result.problems.append((DESCRIPTION, "error", reason))
+    _judge_description(result, repair=repair)
     return result
+
+
+def _judge_description(result: Result, *, repair: bool) -> None:
+    """Compare a namespace's description with what the headers of its sound entries say.
+
+    With ``repair`` it is written anew from these, where its identity is sound.
+    """
+    namespace = result.namespace
+    stated = {group: some.most_common(1)[0][0] for group, some in result.layouts.items()}
+    if result.description == "damaged":
+        reason = "it does not describe this namespace"
+    elif result.description == "ok" and not fits(stated, namespace.layouts):
+        reason = f"it says {namespace.layouts}, and entries' headers {tuple(stated.values())}"
+    else:
+        return
+    healed = False
+    if repair and namespace.identity is not None and stated and "" in stated:
+        layouts = layouts_by(namespace, stated)
+        with suppress(OSError):
+            mode = stat.S_IMODE(namespace.directory.stat().st_mode)
+            security = replace(_ANYBODY, group_read=bool(mode & stat.S_IRGRP))
+            make_namespace(namespace.directory, namespace.identity, layouts, security, anew=True)
+            healed = read_description(namespace.directory).layouts == layouts
+    fate = "it was written anew" if healed else "the next save writes it anew"
+    result.problems.append((DESCRIPTION, "corrupt", f"{reason}; {fate}"))
+    result.removed += healed
 
 
 def _sample(fans: list[str], share: float) -> list[str]:
@@ -150,7 +179,7 @@ def _verify_bucket(
             meta, data = place.bucket.get((place / found.path).key)
         except OSError as problem:
             return found.path, Check("error", (str(problem),), 0), False
-        where = Place(namespace.name, found.chunk, found.shard, namespace.layout_of(found.shard))
+        where = Place(namespace.name, found.chunk, found.shard)
         compressed = is_compressed(found.path)
         done = checker.check_bytes(memoryview(bytearray(data)), where, compressed=compressed)
         removed = False
@@ -209,7 +238,7 @@ def _check(
         if not found.regular:
             check = Check("error", ("not a regular file",), 0)
     else:
-        place = Place(namespace.name, found.chunk, found.shard, namespace.layout_of(found.shard))
+        place = Place(namespace.name, found.chunk, found.shard)
         try:
             check, version = _read(fd, checker, place)
         finally:

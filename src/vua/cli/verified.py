@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from vua.cli.check import Check, Outcome
 from vua.cli.text import SHORT, line, plain, size, table
 from vua.cli.walk import Found
+from vua.format.layout import KVLayout
 from vua.storage.description import Description
 
 __all__ = ["Result", "report"]
@@ -34,6 +35,8 @@ class Result:
     """(path, outcome, reason) of whatever is not sound."""
     later: list[tuple[str, str]] = field(default_factory=list)
     """(path, reason) of what is of a later version of VUA, and stays as it is."""
+    layouts: dict[str, Counter[KVLayout]] = field(default_factory=dict)
+    """What sound entries say of each group of layers."""
     plain: int = 0
     """Files that say that they are not sealed."""
     others: dict[str, list[Found]] = field(default_factory=dict)
@@ -54,6 +57,9 @@ class Result:
             self.sealed[check.info.seal_info.key_id] += 1
             if check.authentic and check.outcome == "sound":
                 self.authentic[check.info.seal_info.key_id] += 1
+        if check.outcome == "sound" and check.info is not None:
+            group = check.info.layout.group
+            self.layouts.setdefault(group, Counter())[check.info.layout] += 1
         if check.outcome == "later":
             self.later.append((path, "; ".join(check.reasons)))
         elif check.outcome != "sound":
@@ -69,6 +75,8 @@ class Result:
         self.authentic.update(part.authentic)
         self.problems += part.problems
         self.later += part.later
+        for group, some in part.layouts.items():
+            self.layouts.setdefault(group, Counter()).update(some)
         for kind, found in part.others.items():
             self.others.setdefault(kind, []).extend(found)
 

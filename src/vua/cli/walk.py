@@ -78,9 +78,11 @@ def open_root(directory: str) -> tuple[list[Description], list[str]]:
 
 
 def described(namespace: Description) -> str:
-    """Return what ``namespace.json`` is: ``ok``, ``missing`` or ``damaged``."""
+    """Return what ``namespace.json`` is: ``ok``, ``missing``, ``damaged`` or ``later``."""
     if namespace.layout is not None:
         return "ok"
+    if namespace.later:
+        return "later"
     if isinstance(namespace.path, BucketPath):
         return "damaged" if (namespace.path / DESCRIPTION).exists() else "missing"
     return "damaged" if os.path.lexists(namespace.path / DESCRIPTION) else "missing"

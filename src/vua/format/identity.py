@@ -16,9 +16,9 @@ from typing import Any
 
 from vua.errors import ConfigError
 
-__all__ = ["Identity"]
+__all__ = ["VERSION", "Identity"]
 
-_VERSION = "vua.identity.v1"
+VERSION = "vua.identity.v1"
 _CHUNK_TOKENS = range(1, 65537)
 _ROPE_ORDERS = ("", "neox", "interleaved")
 
@@ -72,7 +72,7 @@ class Identity:
 
     def encode(self) -> bytes:
         """Return the canonical bytes of the identity; different identities never share them."""
-        parts = [_VERSION]
+        parts = [VERSION]
         for field in fields(self):
             if field.name != "name":
                 parts += [field.name, str(getattr(self, field.name))]
@@ -85,7 +85,7 @@ class Identity:
 
     def describe(self) -> dict[str, str | int]:
         """Return the identity in clear, as `namespace.json` holds it."""
-        described: dict[str, str | int] = {"version": _VERSION, "namespace": self.namespace}
+        described: dict[str, str | int] = {"version": VERSION, "namespace": self.namespace}
         return described | {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
@@ -109,7 +109,7 @@ class Identity:
             raise ConfigError(f"the description of an identity lacks {', '.join(missing)}")
         values: dict[str, Any] = {name: description[name] for name in names}  # checked there
         identity = cls(**values)
-        claims = {"version": _VERSION, "namespace": identity.namespace}
+        claims = {"version": VERSION, "namespace": identity.namespace}
         if any(description[key] != expected for key, expected in claims.items()):
             raise ConfigError(
                 f"the fields of a described identity give {claims}, which it does not claim to be; "

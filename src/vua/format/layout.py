@@ -24,7 +24,7 @@ import numpy.typing as npt
 from vua.errors import LayoutError
 from vua.native import Spread
 
-__all__ = ["ITEMSIZE", "KVLayout", "MemoryMap", "Shard", "cover"]
+__all__ = ["ITEMSIZE", "KVLayout", "MemoryMap", "Shard", "cover", "is_group"]
 
 ITEMSIZE: Final[Mapping[str, int]] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
@@ -39,8 +39,21 @@ _CHECKSUM_BLOCK_NBYTES: Final = 128 << 10
 _MAX_CELLS: Final = 1 << 20
 """Layers times KV heads, far beyond any model: what somebody claims must not fill the memory."""
 
+_MAX_CHUNK_TOKENS: Final = 1 << 16
+_MAX_DIM: Final = 1 << 24
+"""Elements of one head's row, likewise."""
+
 _SHARD_NAME = re.compile(r"(?:([dsw]\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
 _GROUP = re.compile(r"([dsw][1-9]\d{0,8})?")
+
+
+def is_group(name: str) -> bool:
+    """Whether a group of layers can be called so; ``""`` for those without a group.
+
+    >>> is_group("w1024"), is_group(""), is_group("x5")
+    (True, True, False)
+    """
+    return _GROUP.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +84,16 @@ class KVLayout:
         if self.layers * self.kv_heads > _MAX_CELLS:
             msg = f"{self.layers} layers x {self.kv_heads} KV heads: expected at most {_MAX_CELLS}"
             raise LayoutError(msg)
+        if max(self.k_dim, self.v_dim) > _MAX_DIM or self.chunk_tokens > _MAX_CHUNK_TOKENS:
+            msg = (
+                f"k_dim {self.k_dim}, v_dim {self.v_dim}, {self.chunk_tokens} tokens per chunk: "
+                f"expected at most {_MAX_DIM} and {_MAX_CHUNK_TOKENS}"
+            )
+            raise LayoutError(msg)
         if self.v_dim < 0 or self.dtype not in ITEMSIZE:
             msg = f"v_dim {self.v_dim}, dtype {self.dtype}: expected >= 0 and one of {[*ITEMSIZE]}"
             raise LayoutError(msg)
-        if _GROUP.fullmatch(self.group) is None:
+        if not is_group(self.group):
             msg = f"group {self.group!r:.40}: expected nothing, w, s or d and a number"
             raise LayoutError(msg)
 
@@ -123,7 +142,7 @@ class KVLayout:
     def from_description(cls, fields: Mapping[str, Any]) -> KVLayout:
         """Build a layout from :meth:`describe`'s values; raises LayoutError on anything else."""
         if sorted({"group": "", **fields}) != sorted(cls.__slots__) or any(
-            not isinstance(fields[name], str if name in ("dtype", "group") else int)
+            type(fields[name]) is not (str if name in ("dtype", "group") else int)
             for name in fields
         ):
             msg = f"expected the fields {list(cls.__slots__)}, found {dict(fields)!r:.200}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vua.errors import ConfigError, StorageError
 from vua.storage.bucket import Meta
@@ -108,8 +108,21 @@ def read_bucket_description(place: BucketPath) -> Description:
     return judged(place, lambda: (place / DESCRIPTION).read(MAX_DESCRIPTION_NBYTES))
 
 
-def describe_in_bucket(place: BucketPath, text: bytes) -> None:
-    """Describe a namespace where nothing sound does yet. Raises StorageError."""
+def describe_in_bucket(
+    place: BucketPath,
+    text: bytes,
+    kept: Callable[[Description, bool], bool],
+    *,
+    anew: bool = False,
+) -> None:
+    """Describe a namespace where nothing sound does yet. Raises StorageError.
+
+    Args:
+        place: of the namespace.
+        text: its description.
+        kept: whether one that is there stays, given ``anew``.
+        anew: whether a sound one of other layouts is replaced, too.
+    """
     try:
         claim_bucket(place.parent)
     except ConfigError as problem:
@@ -119,5 +132,5 @@ def describe_in_bucket(place: BucketPath, text: bytes) -> None:
         place.bucket.put(key, text, create=True)
     except FileExistsError:
         found, _ = parse_description(text)
-        if read_bucket_description(place).identity is None and found.namespace == place.name:
+        if found.namespace == place.name and not kept(read_bucket_description(place), anew):
             place.bucket.put(key, text)  # instead of one that is damaged

@@ -1,6 +1,9 @@
 """What a namespace says about itself, in ``<root>/<namespace>/namespace.json``.
 
 Such a file proves whose the directory is: the identity in it has the directory's name for digest.
+Nothing protects the layouts in it: what entries' headers say counts more
+(:mod:`vua.store.evidence`). What only a later version of VUA can have written is told apart from
+damage: it is left as it is.
 """
 
 from __future__ import annotations
@@ -10,14 +13,14 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vua.errors import ConfigError
-from vua.format.identity import Identity
-from vua.format.layout import KVLayout, Shard
+from vua.format.identity import VERSION, Identity
+from vua.format.layout import ITEMSIZE, KVLayout, Shard, is_group
 
 if TYPE_CHECKING:
     from vua.storage.bucket_path import BucketPath
@@ -26,8 +29,10 @@ __all__ = [
     "DESCRIPTION",
     "MAX_DESCRIPTION_NBYTES",
     "Description",
+    "LaterDescriptionError",
     "descriptions",
     "is_described",
+    "is_later",
     "is_namespace_name",
     "judged",
     "parse_description",
@@ -50,15 +55,40 @@ def is_namespace_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+_MEMBERS: Final = frozenset({"format", "identity", "layout"})
+_LAYOUT: Final = frozenset({"layers", "kv_heads", "k_dim", "v_dim", "dtype", "chunk_tokens"})
+_VERSION: Final = re.compile(r"vua\.(?:namespace|identity)\.v\d{1,4}")
+_FLIPPED_NBYTES: Final = 4096
+"""Of a longer description that is not understood no bit is turned to see if that makes it sound."""
+
+
+class LaterDescriptionError(ConfigError):
+    """A description has something that only a later version of VUA can have written."""
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """What a namespace on disk says about itself."""
 
     path: Path | BucketPath
     identity: Identity | None
-    """None where the description is missing or damaged; the chunks stay readable."""
+    """None where the description is missing, or not even this part of it is sound."""
     layouts: tuple[KVLayout, ...] = ()
     """One per group of layers; empty where they are not known."""
+    later: str = ""
+    """What in it only a later version of VUA can have written: then nothing is written there."""
+    flipped: tuple[tuple[KVLayout, ...], ...] = ()
+    """Of one that looks later: the layouts that it would have with one of its bits turned."""
+
+    def stands(self, layouts: tuple[KVLayout, ...]) -> bool:
+        """Whether a writer of these layouts leaves it as it is.
+
+        It says just that, or a later version of VUA wrote it. A version's number that one turned
+        bit makes of ours stays, too, whatever it is.
+        """
+        if self.later:
+            return self.later.startswith(("format ", "identity ")) or layouts not in self.flipped
+        return self.layouts == layouts
 
     @property
     def directory(self) -> Path:
@@ -102,16 +132,49 @@ def judged(path: Path | BucketPath, read: Callable[[], bytes]) -> Description:
     ``read`` may raise OSError and ConfigError.
     """
     try:
-        identity, layouts = parse_description(read())
+        data = read()
     except FileNotFoundError:
         return Description(path, None)
     except (OSError, ConfigError) as problem:
         log.warning("%s is unusable and will be written anew: %s", path / DESCRIPTION, problem)
         return Description(path, None)
-    if identity.namespace != path.name:
+    identity = _identity(data, path.name)
+    try:
+        described, layouts = parse_description(data)
+    except LaterDescriptionError as problem:
+        log.warning("%s is left as it is: %s", path / DESCRIPTION, problem)
+        return Description(path, identity, later=str(problem), flipped=_flipped(data, path.name))
+    except ConfigError as problem:
+        log.warning("%s is unusable and will be written anew: %s", path / DESCRIPTION, problem)
+        return Description(path, identity)
+    if described.namespace != path.name:
         log.warning("%s describes another namespace, ignored", path / DESCRIPTION)
         return Description(path, None)
     return Description(path, identity, layouts)
+
+
+def _identity(data: bytes, name: str) -> Identity | None:
+    """The identity of a description whose other parts may be damaged; None if that is not sound."""
+    try:
+        found = Identity.from_description(json.loads(data)["identity"])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    return found if found.namespace == name else None
+
+
+def _flipped(data: bytes, name: str) -> tuple[tuple[KVLayout, ...], ...]:
+    """What sound descriptions of the namespace one turned bit makes of this one."""
+    found, changed = [], bytearray(data)
+    for bit in range(8 * len(data) if len(data) <= _FLIPPED_NBYTES else 0):
+        changed[bit // 8] ^= 1 << bit % 8
+        try:
+            identity, layouts = parse_description(bytes(changed))
+        except ConfigError:
+            pass
+        else:
+            found += [layouts] if identity.namespace == name else []
+        changed[bit // 8] ^= 1 << bit % 8
+    return tuple(found)
 
 
 def is_described(directory: int, name: str) -> bool:
@@ -121,6 +184,17 @@ def is_described(directory: int, name: str) -> bool:
     except (OSError, ConfigError):
         return False
     return identity.namespace == name
+
+
+def is_later(directory: int) -> bool:
+    """Whether what ``directory`` (a descriptor) says was written by a later version of VUA."""
+    try:
+        parse_description(_read(DESCRIPTION, directory))
+    except LaterDescriptionError:
+        return True
+    except (OSError, ConfigError):
+        return False
+    return False
 
 
 def _read(path: str, directory: int | None = None) -> bytes:
@@ -137,10 +211,12 @@ def _read(path: str, directory: int | None = None) -> bytes:
 def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
     """Return what a ``namespace.json`` says: the identity, and a layout per group of layers.
 
-    Raises ConfigError for anything else.
+    Raises LaterDescriptionError for what a later version of VUA has written, ConfigError for
+    anything else.
     """
     try:
         described = json.loads(data)
+        _check_known(described)
         found = described["format"]
         identity = Identity.from_description(described["identity"])
         groups = [described["layout"], *described.get("further_groups", ())]
@@ -148,6 +224,8 @@ def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
             msg = f"{len(groups)} groups of layers, expected at most {_MAX_GROUPS}"
             raise ConfigError(msg)
         layouts = tuple(KVLayout.from_description(group) for group in groups)
+    except LaterDescriptionError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         msg = f"no description of a namespace: {problem!r:.200}"
         raise ConfigError(msg) from problem
@@ -155,3 +233,51 @@ def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
         msg = f"format {found!r:.40}, expected {FORMAT!r}"
         raise ConfigError(msg)
     return identity, layouts
+
+
+def _check_known(described: Any) -> None:  # noqa: ANN401 - any JSON
+    """Raise LaterDescriptionError where a description has something that is not known here."""
+    unknown = _unknown(described) if isinstance(described, dict) else ""
+    if unknown:
+        msg = f"{unknown}; a later version of VUA may know it"
+        raise LaterDescriptionError(msg)
+
+
+def _unknown(described: Mapping[str, Any]) -> str:
+    """What of a description is not of this version; nothing where something else is missing."""
+    found, identity = described.get("format"), described.get("identity")
+    if found != FORMAT:
+        later = isinstance(found, str) and _VERSION.fullmatch(found)
+        return f"format {found}, known is {FORMAT}" if later else ""
+    if not described.keys() >= _MEMBERS or not isinstance(identity, dict):
+        return ""
+    if extra := described.keys() - _MEMBERS - {"further_groups"}:
+        return f"members {sorted(extra)!r:.80}"
+    further = described.get("further_groups", [])
+    groups = [described["layout"], *(further if isinstance(further, list) else [])]
+    parts = [_unknown_identity(identity), *map(_unknown_layout, groups[: _MAX_GROUPS + 1])]
+    return next(filter(None, parts), "")
+
+
+def _unknown_identity(identity: Mapping[str, Any]) -> str:
+    known = {"version", "namespace", *(field.name for field in fields(Identity))}
+    if not known <= identity.keys():
+        return ""
+    version = identity["version"]
+    if isinstance(version, str) and _VERSION.fullmatch(version) and version != VERSION:
+        return f"identity {version}, known is {VERSION}"
+    extra = identity.keys() - known
+    return f"members {sorted(extra)!r:.80} of the identity" if extra else ""
+
+
+def _unknown_layout(layout: object) -> str:
+    if not isinstance(layout, dict) or not layout.keys() >= _LAYOUT:
+        return ""
+    if extra := layout.keys() - _LAYOUT - {"group"}:
+        return f"members {sorted(extra)!r:.80} of a layout"
+    dtype, group = layout["dtype"], layout.get("group", "")
+    if isinstance(dtype, str) and dtype not in ITEMSIZE:
+        return f"dtype {dtype!r:.40}"
+    if isinstance(group, str) and not is_group(group):
+        return f"group {group!r:.40}"
+    return ""

@@ -33,6 +33,7 @@ from vua import native
 from vua.errors import EntryError, StorageError, UntrustedError, VUAError
 from vua.format.header import MAX_HEADER_NBYTES
 from vua.format.layout import Shard
+from vua.format.parse import later_form
 from vua.io import posix
 from vua.io.forks import watch
 from vua.io.open_plain import open_plain
@@ -40,7 +41,16 @@ from vua.io.plain import Directory, is_plain
 from vua.io.posix import FileStatus
 from vua.security.settings import Security, open_directory
 from vua.storage.aside import set_aside
-from vua.storage.base import FAILED, Batch, Capabilities, Entry, Filled, Written, entry_name
+from vua.storage.base import (
+    FAILED,
+    PRESENT,
+    Batch,
+    Capabilities,
+    Entry,
+    Filled,
+    Written,
+    entry_name,
+)
 from vua.storage.direct import FirstReads
 from vua.storage.problems import explained
 
@@ -385,7 +395,12 @@ class LocalStorage:
                 raise FileNotFoundError(errno.ENOENT, "it was deleted, moved or unmounted")
         except (OSError, VUAError) as problem:
             return Written(statuses, self._explained(problem, self.directory))
+        later = [at for at, name in enumerate(batch.names) if self._is_later(name, batch.nbytes)]
         while first < len(paths):
+            stop = next((at for at in later if at >= first), len(paths))
+            if stop == first:  # not ours to replace
+                statuses[first], first = PRESENT, first + 1
+                continue
             options = native.WriteOptions(
                 f"{batch.names[0].partition('/')[2]}{SUFFIX}",
                 f"{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}",
@@ -398,12 +413,13 @@ class LocalStorage:
             )
             place, headers = batch.place + first, batch.headers[first:]
             found = native.write_entries(
-                batch.transfer, self._fd, paths[first:], place, headers, options
+                batch.transfer, self._fd, paths[first:stop], place, headers, options
             )
-            statuses[first:] = map(max, statuses[first:], found)
+            statuses[first:stop] = map(max, statuses[first:stop], found)
             failed = next((at for at, one in enumerate(found, first) if one <= FAILED), None)
             if failed is None:
-                break
+                first = stop
+                continue
             tries = tries + 1 if failed == first else 1
             code, name = -found[failed - first] or errno.EIO, batch.names[failed]
             where = self.directory / entry_path(name)
@@ -424,6 +440,14 @@ class LocalStorage:
         if isinstance(problem, OSError):
             return explained(problem, str(where))
         return StorageError(errno.EPERM, str(problem))
+
+    def _is_later(self, name: str, nbytes: int) -> bool:
+        """Whether a later version of VUA wrote what lies there, of another length than ours."""
+        try:
+            status = os.stat(entry_path(name), dir_fd=self._fd, follow_symlinks=False)
+            return status.st_size != nbytes and bool(later_form(self.head(name)))
+        except (OSError, EntryError):
+            return False
 
     def _repaired(self, code: int, name: str) -> bool:
         """Clear the way: the namespace was deleted, its mount has died, or a directory is there.

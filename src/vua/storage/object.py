@@ -21,6 +21,7 @@ from vua.errors import CorruptEntryError, StorageError
 from vua.format.codecs import OFF
 from vua.format.compressed import Compressed, is_available
 from vua.format.header import MAX_HEADER_NBYTES
+from vua.format.parse import later_form
 from vua.storage.base import (
     FAILED,
     PRESENT,
@@ -322,7 +323,7 @@ class ObjectStorage:
                 with suppress(FileNotFoundError):  # deleted between the two requests
                     found = self._bucket.head(key).nbytes
                     sizes = [None, found] if is_compressed(key) else [found]
-                    if self._is_there(sizes, batch.nbytes):
+                    if self._is_there(sizes, batch.nbytes) or later_form(self.head(name)):
                         return PRESENT
                 self._bucket.put(key, data)
             if self._compression is not None:

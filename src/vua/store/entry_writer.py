@@ -14,7 +14,7 @@ from vua.capacity.reservation import Reservation, Unlimited
 from vua.errors import InputError, StorageFullError
 from vua.format.header import ENCRYPTED, PLAIN
 from vua.format.keys import ChunkKey, Keys
-from vua.format.layout import MemoryMap, Shard, payload_map
+from vua.format.layout import MemoryMap, Shard, cover, payload_map
 from vua.io.posix import page_aligned
 from vua.native import Transfer, blocks_of
 from vua.security.keyring import NoKeyError
@@ -85,9 +85,11 @@ class EntryWriter:
     ) -> list[int]:
         """Write a prompt's next chunks by one call, unless they are stored already.
 
-        The i-th lies at ``place + i`` of the memory map; a ``batch`` that is given is written as it
-        is. Returns what became of each: WRITTEN, PRESENT or FAILED. Fewer where leading ones are
-        PRESENT: then others may be, too. None where all are refused, see :attr:`refused`. Raises
+        A chunk is stored where files are there that together hold this shard, in whatever shards.
+        The i-th lies at ``place + i`` of the memory map; a ``batch`` that is given is written as
+        it is. Returns what became of each: WRITTEN, PRESENT or FAILED. Fewer where leading ones
+        are PRESENT, or where one behind them is: then others may be, too. None where all are
+        refused, see :attr:`refused`. Raises
         StorageError (NotWritableError, StorageFullError) where nothing could be written;
         InputError for chunks that the memory map has no room for.
         """
@@ -100,11 +102,15 @@ class EntryWriter:
         except NoKeyError as problem:
             store.keyring.faults.tell(problem, "a prompt is not stored")
             return self._refuse(1)
-        nbytes = store.codec(self.shard, seal.kind if seal else "").file_nbytes
-        nbytes = nbytes if batch is None else batch.nbytes
+        kind = seal.kind if seal else ""
+        nbytes = store.codec(self.shard, kind).file_nbytes if batch is None else batch.nbytes
         names, present = [entry_name(key.name, self.shard) for key in run], 0
         while present < len(run) and storage.exists([names[present]], nbytes)[0]:
             present += 1
+        if not present and batch is None:
+            covered = self._covered(run, kind)
+            present = next((at for at, there in enumerate(covered) if not there), len(run))
+            run = run if present else run[: covered.index(True) if True in covered else len(run)]
         if present:
             store.quarantine.count("chunks_present", present)
             return [PRESENT] * present
@@ -123,6 +129,40 @@ class EntryWriter:
                 raise written.problem
         self._count(run, statuses)
         return statuses
+
+    def _covered(self, run: Sequence[ChunkKey], kind: str) -> list[bool]:
+        """Whether files of other shards are there that together hold this one, of each chunk.
+
+        Each is looked at as a reader does it: its owner, kind and length. Where a listing is a
+        request, only those shards are asked for that lookups have come upon.
+        """
+        store, search = self.store, self.store.search
+        if search is None:
+            found = [[one for one, _ in self._cover(store.shards(key.name))] for key in run]
+            return [bool(some) and self._are_there([key], some, kind)[0]
+                    for key, some in zip(run, found, strict=True)]  # fmt: skip
+        covered = [False] * len(run)
+        for shards in search.covers:
+            if some := [one for one, _ in self._cover(shards)]:
+                there = self._are_there(run, some, kind)
+                covered = [one or other for one, other in zip(covered, there, strict=True)]
+        return covered
+
+    def _cover(self, shards: Sequence[Shard]) -> list[tuple[Shard, Shard]]:
+        """Return which of these shards hold this one; none where they do not."""
+        full = self.store.layout.full
+        others = [one for one in shards if one != self.shard and full.contains(one)]
+        return (cover(self.shard, others) or []) if others else []
+
+    def _are_there(self, run: Sequence[ChunkKey], shards: Sequence[Shard], kind: str) -> list[bool]:
+        """Whether all of these shards are there of each chunk, as long as they have to be."""
+        there = [True] * len(run)
+        for shard in shards:
+            nbytes = self.store.codec(shard, kind).file_nbytes
+            names = [entry_name(key.name, shard) for key in run]
+            found = self.store.storage.exists(names, nbytes)
+            there = [one and other for one, other in zip(there, found, strict=True)]
+        return there
 
     def _count(self, run: Sequence[ChunkKey], statuses: Sequence[int]) -> None:
         for event, became in (("chunks_saved", WRITTEN), ("chunks_present", PRESENT)):

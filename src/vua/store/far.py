@@ -6,7 +6,7 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vua.capacity.bucket import BucketCapacity
@@ -34,7 +34,8 @@ from vua.storage.mark import MARK
 from vua.storage.object import ObjectStorage
 from vua.storage.tiered import TieredStorage
 from vua.storage.urls import is_url
-from vua.store.making import description_text, make_namespace
+from vua.store.evidence import settled
+from vua.store.making import description_text, is_kept, make_namespace
 from vua.store.namespace import Namespace, check_root, create_storage, described
 from vua.store.tier_rules import TierRules
 from vua.store.travel import Travel
@@ -151,13 +152,16 @@ def open_far(
     """Open what is stored in a bucket, or in several places, if it is described somewhere."""
     rules = TierRules(codec=AUTO) if rules is None else rules
     places = (path.near, *path.far) if isinstance(path, Tiers) else (path,)
-    found = next((one for one in map(description_at, places) if one.identity is not None), None)
-    if found is None or found.identity is None:
+    described = (settled(description_at(place)) for place in places)
+    found = next((one for one in described if one.layouts), None)
+    if found is None:
         return None
     if isinstance(path, BucketPath):
         storage = ObjectStorage(path, codec=TierRules.of(rules).codec)
         capacity = RenewingCapacity(path, None)
         return Namespace(path.name, storage, found.layouts, capacity, security or Security())
+    if found.identity is None:
+        return None
     return create_far(
         *(path.parent, found.identity, found.layouts),
         bounds=bounds,
@@ -199,13 +203,24 @@ def create_far(
 def _in_bucket(
     path: BucketPath, identity: Identity, layouts: Sequence[KVLayout], rules: TierRules
 ) -> ObjectStorage:
-    make = functools.partial(describe_in_bucket, path, description_text(identity, layouts))
+    make = _describing(path, identity, layouts)
     return described(
         lambda: read_bucket_description(path),
         layouts,
         make,
         lambda: ObjectStorage(path, make, rules.codec),
     )
+
+
+def _describing(
+    path: BucketPath, identity: Identity, layouts: Sequence[KVLayout]
+) -> Callable[..., None]:
+    """Return what describes a namespace in a bucket."""
+
+    def kept(found: Description, anew: bool) -> bool:  # noqa: FBT001 - see describe_in_bucket
+        return is_kept(found, layouts, anew=anew)
+
+    return functools.partial(describe_in_bucket, path, description_text(identity, layouts), kept)
 
 
 def _open_behind(
@@ -221,8 +236,7 @@ def _open_behind(
         path = root / identity.namespace
         try:
             if isinstance(path, BucketPath):
-                text = description_text(identity, layouts)
-                make = functools.partial(describe_in_bucket, path, text)
+                make = _describing(path, identity, layouts)
                 found.append(ObjectStorage(path, make, rules.codec))
             else:
                 make = functools.partial(make_namespace, path, identity, layouts, security)

@@ -19,15 +19,21 @@ from vua.security.settings import Security, open_directory
 from vua.storage.claim import claim
 from vua.storage.description import DESCRIPTION, FORMAT, Description, read_description
 
-__all__ = ["description_text", "difference", "make_namespace"]
+__all__ = ["description_text", "difference", "is_kept", "make_namespace"]
 
 
 def make_namespace(
-    path: Path, identity: Identity, layouts: Sequence[KVLayout], security: Security
+    path: Path,
+    identity: Identity,
+    layouts: Sequence[KVLayout],
+    security: Security,
+    *,
+    anew: bool = False,
 ) -> None:
     """Make a namespace's directory and describe it, where that is not done yet.
 
-    Raises OSError; StorageError where its parent holds other things than a cache.
+    With ``anew`` a sound description of other layouts is replaced, too; that of a later version of
+    VUA never. Raises OSError; StorageError where its parent holds other things than a cache.
     """
     with contextlib.suppress(FileExistsError):
         path.parent.mkdir(mode=0o700)  # what that lies in may be where a disk is to be mounted
@@ -48,10 +54,15 @@ def make_namespace(
             description_text(identity, layouts),
             dir_fd=fd,
             mode=security.file_mode,
-            keep=lambda: bool(read_description(path).layouts),
+            keep=lambda: is_kept(read_description(path), layouts, anew=anew),
         )
     finally:
         os.close(fd)
+
+
+def is_kept(found: Description, layouts: Sequence[KVLayout], *, anew: bool) -> bool:
+    """Whether a description that is there stays, see :func:`make_namespace`."""
+    return found.stands(tuple(layouts)) or (not anew and bool(found.layouts))
 
 
 def description_text(identity: Identity, layouts: Sequence[KVLayout]) -> bytes:

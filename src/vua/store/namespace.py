@@ -1,8 +1,9 @@
 """The caches of one identity in a directory, opened: the one way in, for reading and for writing.
 
 ``<root>/<namespace>/namespace.json`` says in clear which identity and which layouts the chunks
-beside it belong to (:mod:`vua.storage.description`). Whoever stores first writes it; no chunk needs
-it to be verified, since the files say it themselves. Of other places than a directory:
+beside it belong to (:mod:`vua.storage.description`). Who stores first writes it; no chunk needs
+it to be verified, since the files say it themselves, and what they say counts more
+(:mod:`vua.store.evidence`). Of other places than a directory:
 :mod:`vua.store.far`.
 """
 
@@ -12,6 +13,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,6 +32,13 @@ from vua.storage.description import DESCRIPTION, Description, read_description
 from vua.storage.local import LocalStorage
 from vua.storage.mark import MARK
 from vua.storage.problems import explained
+from vua.store.evidence import (
+    LaterNamespaceError,
+    Stated,
+    fits,
+    layouts_by,
+    stated_layouts,
+)
 from vua.store.making import difference, make_namespace
 from vua.store.store import Store
 
@@ -71,15 +80,31 @@ class Namespace:
         """One per group of layers, in the order of the layouts."""
 
     @classmethod
-    def open(cls, path: Path, *, security: Security | None = None) -> Namespace | None:
-        """Open what is stored in the directory ``path``; None when nothing describes it.
+    def open(
+        cls,
+        path: Path,
+        *,
+        security: Security | None = None,
+        layouts: Sequence[KVLayout] | None = None,
+    ) -> Namespace | None:
+        """Open what is stored in the directory ``path``; None when nothing says what it is.
 
-        Raises OSError; StorageError where it belongs to a user who is not trusted.
+        Its layouts are what entries' headers say, and what the description says of groups of
+        layers of which nothing is stored; a reader's own ``layouts`` where no header says
+        otherwise. Raises OSError; StorageError where it belongs to a user who is not trusted.
         """
-        layouts = read_description(path).layouts
-        if not layouts:
+        found = read_description(path)
+        try:
+            storage = LocalStorage(path, security=security)
+        except FileNotFoundError:
             return None
-        storage = LocalStorage(path, security=security)
+        stated = stated_layouts(storage, path.name)
+        there = layouts_by(found, stated)
+        if not there:
+            storage.close()
+            return None
+        if layouts is None or not fits(stated, layouts):
+            layouts = there
         capacity = Capacity(path.parent, storage)
         return cls(path.name, storage, layouts, capacity, security or Security())
 
@@ -107,6 +132,7 @@ class Namespace:
 
         Raises:
             LayoutError: the namespace holds other layouts; nothing stored is touched.
+            LaterNamespaceError: a later version of VUA described it; nothing is touched.
             NotWritableError, StorageFullError, StorageError: it cannot be created.
         """
         security = security or Security()
@@ -189,37 +215,69 @@ S = TypeVar("S", bound="LocalStorage | ObjectStorage")
 def described(
     read: Callable[[], Description],
     layouts: Sequence[KVLayout],
-    make: Callable[[], None],
+    make: Callable[..., None],
     open_: Callable[[], S],
 ) -> S:
     """Open a namespace's storage; what does not say what it is gets made before.
 
+    Where the description says something else, headers of entries decide: it is written anew if
+    none of them says otherwise than ``layouts``.
+
     Args:
         read: returns what it says about itself.
         layouts: what it has to hold, one per group of layers.
-        make: describes it, where nothing sound does yet.
+        make: describes it, where nothing sound does yet; with ``anew=True`` also where something
+            sound does.
         open_: opens it then.
 
-    Raises LayoutError where it holds others, StorageError.
+    Raises LayoutError where it holds others, LaterNamespaceError, StorageError.
     """
-    found = read()
+    found, wanted = read(), tuple(layouts)
+    if found.later and wanted not in found.flipped:
+        msg = f"{found.path / DESCRIPTION}: {found.later}; nothing is read or written there"
+        raise LaterNamespaceError(msg)
     try:
         if not found.layouts:
             make()
-            found = read()
         storage = open_()
     except StorageError:
         raise
     except OSError as problem:
         raise explained(problem, str(found.path)) from problem
-    if not found.layouts:
+    if found.layouts == wanted:
+        return storage
+    try:
+        _settle(read, wanted, make, stated_layouts(storage, found.name))
+    except BaseException:
         storage.close()
+        raise
+    return storage
+
+
+def _settle(
+    read: Callable[[], Description],
+    wanted: tuple[KVLayout, ...],
+    make: Callable[..., None],
+    stated: Stated,
+) -> None:
+    """See to it that a namespace is described as it is. Raises LayoutError, StorageError."""
+    found = read()
+    if not fits(stated, wanted):
+        raise LayoutError(difference(replace(found, layouts=layouts_by(found, stated)), wanted))
+    try:
+        if not found.stands(wanted):
+            if found.layouts:
+                text = "%s says other layouts than the entries' headers: it is written anew"
+                log.warning(text, found.path / DESCRIPTION)
+            make(anew=True)
+            found = read()
+    except StorageError:
+        raise
+    except OSError as problem:
+        raise explained(problem, str(found.path)) from problem
+    if not found.stands(wanted):
         msg = f"{found.path / DESCRIPTION} could not be read back; is the storage healthy?"
         raise StorageError(5, msg)
-    if found.layouts != tuple(layouts):
-        storage.close()
-        raise LayoutError(difference(found, layouts))
-    return storage
 
 
 def check_root(

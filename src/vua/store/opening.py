@@ -49,16 +49,18 @@ def open_namespace(
     security: Security | None = None,
     bounds: Limits | None = None,
     rules: object = None,
+    layouts: Sequence[KVLayout] | None = None,
 ) -> Namespace | None:
-    """Open what is stored in ``path``, or return None when nothing describes it.
+    """Open what is stored in ``path``, or return None when nothing says what it is.
 
     Of several places it is enough that one of them describes it; then the nearest does, too.
-    Without ``rules`` compressed entries of a bucket are read, too. The rest as for
+    ``layouts`` are the reader's, of a directory: it is opened with these where no entry says
+    otherwise. Without ``rules`` compressed entries of a bucket are read, too. The rest as for
     :func:`create_namespace`. Raises OSError; StorageError where it belongs to a user who is not
     trusted.
     """
     if isinstance(path, Path):
-        return Namespace.open(path, security=security)
+        return Namespace.open(path, security=security, layouts=layouts)
     from vua.store.far import open_far  # noqa: PLC0415
 
     return open_far(path, security=security, bounds=bounds, rules=rules)

@@ -62,6 +62,11 @@ class Search:
             for each in names
         ]
 
+    @property
+    def covers(self) -> tuple[tuple[Shard, ...], ...]:
+        """Shards that others store chunks in, as lookups have come upon them."""
+        return tuple(self._covers)
+
     def wrote(self, name: str) -> None:
         """Note that an entry is there now."""
         self._remember([name], [True], self._clock())

@@ -162,9 +162,11 @@ class Store:
 
     # -- load ---------------------------------------------------------------------------------
 
-    def load(self, keys: Keys, memory: MemoryMap, *, target: Shard | None = None) -> Loaded:
+    def load(
+        self, keys: Keys, memory: MemoryMap, *, target: Shard | None = None, weed: bool = False
+    ) -> Loaded:
         """Read chunks straight into memory once; see :class:`Loader`."""
-        return Loader(self, memory, target=target).load(keys)
+        return Loader(self, memory, target=target).load(keys, weed=weed)
 
 
 class Loader:
@@ -178,24 +180,37 @@ class Loader:
         self._seal: Seal | None = None
         self._follow(store._last_cover.get(self._target) or [(self._target, self._target)])
 
-    def load(self, keys: Keys) -> Loaded:
+    def load(self, keys: Keys, *, weed: bool = False) -> Loaded:
         """Read chunks straight into memory, in order, up to the first that is not to be had.
 
         Args:
             keys: the chunks; the i-th goes to chunk place i of the memory map.
+            weed: read what follows a bad chunk, too, so that all damage is out of sight before
+                the prompt is stored again: else each request would find, and heal, one chunk.
 
         Never raises for the state of the storage: that is in the result's ``reason``.
         """
         if len(keys) > self._room:
             msg = f"{len(keys)} chunks do not fit into memory for {self._room}"
             raise InputError(msg)
-        store, reason, chunks = self._store, None, 0
+        store = self._store
         try:
             self._unlock(keys[0].tenant if len(keys) else "")
         except NoKeyError as problem:
             store.quarantine.count("locked")
             store.keyring.faults.tell(problem, "nothing is loaded")
             return Loaded(0, 0, "locked")
+        chunks, reason = self._load(keys, 0)
+        store.quarantine.loaded(keys, chunks)
+        log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
+        at, why = chunks, reason
+        while weed and why not in (None, "error"):
+            at, why = self._load(keys, at + 1)
+        return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
+
+    def _load(self, keys: Keys, first: int) -> tuple[int, str | None]:
+        """Read from a chunk on; return the first that is not to be had, and why it is not."""
+        store, chunks = self._store, first
         while chunks < len(keys):
             got, bad = Verified(len(keys) - chunks), self._target
             for shard, reader in self._route:
@@ -206,12 +221,10 @@ class Loader:
             chunks += got.count
             if got.problem is not None:
                 reason = self._miss(keys[chunks], bad, got.problem, got.version)
-            if reason is not None:
-                store.quarantine.count(reason)
-                break
-        store.quarantine.loaded(keys, chunks)
-        log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
-        return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
+                if reason is not None:
+                    store.quarantine.count(reason)
+                    return chunks, reason
+        return chunks, None
 
     def load_cached(self, keys: Keys) -> int:
         """Load leading chunks that need no waiting for; return how many. Nothing is judged.

@@ -26,6 +26,7 @@ from vua.io.buffers import BufferPool
 from vua.io.forks import watch
 from vua.storage.location import Location
 from vua.store.entry_writer import EntryWriter
+from vua.store.evidence import LaterNamespaceError
 from vua.store.namespace import Namespace
 from vua.store.opening import create_namespace, open_namespace
 from vua.store.tensors import Cache, allocate, memory_map
@@ -142,7 +143,7 @@ class StoredLayers:
             for tensor in (tensor for array in arrays for tensor in array if first):
                 tensor[:, : first * size] = 0
             wanted = [[tensor[:, first * size :] for tensor in array] for array in arrays]
-            loaded = store.load(keys.run(first, stop), memory_map(wanted, size))
+            loaded = store.load(keys.run(first, stop), memory_map(wanted, size), weed=True)
             if loaded.chunks < stop - first:
                 return [], (first + loaded.chunks) * size
             for number, *pair in zip(group.layers, *arrays, strict=True):
@@ -155,10 +156,10 @@ class StoredLayers:
         """Return what is open, or can be opened by now. Raises OSError."""
         with self._lock:
             if self._reading is None or self._reading.storage.gone:
-                self._reading = self._writing or open_namespace(
-                    self._root / self._identity.namespace
-                )
                 wanted = tuple(group.layout for group in self._model.groups)
+                self._reading = self._writing or open_namespace(
+                    self._root / self._identity.namespace, layouts=wanted
+                )
                 if self._reading is not None and self._reading.layouts != wanted:
                     log.warning("stored caches of %s do not fit the model", self._identity.name)
                     self._reading = None
@@ -180,13 +181,11 @@ class StoredLayers:
             LayoutError: the directory holds other shapes for this model.
             NotWritableError, StorageFullError, StorageError: the directory refuses.
         """
-        with self._lock:
-            if self._writing is None:
-                self._writing = self._reading = create_namespace(
-                    *(self._root, self._identity, [group.layout for group in self._model.groups]),
-                    durable=self._durable,
-                )
-            namespace = self._writing
+        try:
+            namespace = self._to_write()
+        except LaterNamespaceError as problem:
+            log.warning("nothing is stored: %s", problem)
+            return 0
         keys, size, written = namespace.keys(token_ids(ids)), self._model.chunk_tokens, 0
         groups = self._model.groups
         stored = min(
@@ -206,6 +205,16 @@ class StoredLayers:
             if writer.refused:
                 break
         return written
+
+    def _to_write(self) -> Namespace:
+        """Return what is open, or open it. Raises as :meth:`save`, and LaterNamespaceError."""
+        with self._lock:
+            if self._writing is None:
+                self._writing = self._reading = create_namespace(
+                    *(self._root, self._identity, [group.layout for group in self._model.groups]),
+                    durable=self._durable,
+                )
+            return self._writing
 
     def _first_to_store(
         self, group: Group, layers: Sequence[LayerCache], tokens: int, stored: int

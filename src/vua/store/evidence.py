@@ -1,0 +1,130 @@
+"""What entries' headers say of a namespace's layouts: more than its description does.
+
+Nothing protects the layouts in ``namespace.json``, and one flipped bit there must neither hide what
+is stored nor keep anybody from storing more. Every entry's header states its layout, and checks
+itself. So a few headers are read where a namespace is opened, and where its description and the one
+who opens it differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from vua.errors import ConfigError, CorruptEntryError, EntryError
+from vua.format.layout import KVLayout
+from vua.format.parse import EntryInfo, parse_entry
+from vua.security.settings import Security
+from vua.storage.base import Storage
+from vua.storage.description import Description
+from vua.storage.local import LocalStorage
+
+if TYPE_CHECKING:
+    from vua.storage.object import ObjectStorage
+
+__all__ = [
+    "LaterNamespaceError",
+    "Stated",
+    "fits",
+    "layouts_by",
+    "settled",
+    "stated_layouts",
+]
+
+_HEADERS: Final = 8
+"""How many are read, where each is one read of a file."""
+_FAR_HEADERS: Final = 2
+"""And where it is a request."""
+_TRIES: Final = 4
+"""For each of them, so many entries are looked at: some may be damaged."""
+
+Stated: TypeAlias = Mapping[str, KVLayout]
+"""By group of layers what most of its entries' headers say."""
+
+
+class LaterNamespaceError(ConfigError):
+    """A later version of VUA described the namespace: nothing is read or written there."""
+
+
+def stated_layouts(storage: Storage, namespace: str) -> Stated:
+    """Return what some sound headers of entries say. Raises nothing for the storage's state.
+
+    Args:
+        storage: of the namespace; of files that are not believed nothing is read.
+        namespace: its name.
+    """
+    most = _HEADERS if storage.capabilities.probes == 1 else _FAR_HEADERS
+    votes: dict[str, Counter[KVLayout]] = {}
+    found = 0
+    for entry in islice(storage.list(), most * _TRIES):
+        info = _header(storage, entry.name)
+        if info is not None and info.namespace == namespace and entry.nbytes <= info.file_nbytes:
+            votes.setdefault(info.layout.group, Counter())[info.layout] += 1
+            found += 1
+        if found == most:
+            break
+    return {group: some.most_common(1)[0][0] for group, some in votes.items()}
+
+
+def _header(storage: Storage, name: str) -> EntryInfo | None:
+    head = getattr(storage, "head", None)
+    if head is None:
+        return None
+    with suppress(OSError, EntryError):
+        data = head(name)
+        with suppress(CorruptEntryError):
+            return parse_entry(data)
+        from vua.format.compressed import Compressed  # noqa: PLC0415 - of buckets alone
+
+        return parse_entry(Compressed.parse(memoryview(data)).header)
+    return None
+
+
+def layouts_by(found: Description, stated: Stated) -> tuple[KVLayout, ...]:
+    """Return a namespace's layouts: as described, where no header says otherwise.
+
+    None of what a later version of VUA described, unless one turned bit explains why it looks so.
+    """
+    layouts = {layout.group: layout for layout in found.layouts}
+    if found.later:
+        fitting = [some for some in found.flipped if stated and fits(stated, some)]
+        if not fitting:
+            return ()
+        layouts = {layout.group: layout for layout in fitting[0]}
+    if not stated.keys() <= layouts.keys():  # what is described and not stored, is not there
+        layouts = {group: one for group, one in layouts.items() if group in stated}
+        layouts |= {group: stated[group] for group in sorted(stated)}
+    return tuple((layouts | dict(stated)).values())
+
+
+def fits(stated: Stated, layouts: Sequence[KVLayout]) -> bool:
+    """Whether no header says otherwise than these layouts."""
+    wanted = {layout.group: layout for layout in layouts}
+    return all(wanted.get(group) == layout for group, layout in stated.items())
+
+
+def settled(found: Description) -> Description:
+    """Return a namespace's description with the layouts that headers of its entries bear out.
+
+    Opens the namespace, whoever's files are there. Raises nothing for the state of the storage.
+    """
+    try:
+        with closing(_opened(found)) as storage:
+            stated = stated_layouts(storage, found.name)
+    except OSError:
+        return found
+    return replace(found, layouts=layouts_by(found, stated))
+
+
+def _opened(found: Description) -> LocalStorage | ObjectStorage:
+    if isinstance(found.path, Path):
+        return LocalStorage(found.path, security=Security(trusted_uids="any"))
+    from vua.format.codecs import AUTO  # noqa: PLC0415 - most caches are directories
+    from vua.storage.object import ObjectStorage  # noqa: PLC0415
+
+    return ObjectStorage(found.path, codec=AUTO)

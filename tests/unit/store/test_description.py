@@ -1,0 +1,261 @@
+"""namespace.json: damage of it costs nothing, and what a later version of VUA wrote stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from commands import run
+from helpers import DirectoryTest, caches_of, contents, kv_bits
+from vua.core import VUA, VUAConfig
+from vua.errors import LayoutError
+from vua.format.parse import parse_entry
+from vua.native import fill_check
+
+CONFIG = VUAConfig(split_factor=4, model="m")
+TOKENS = torch.arange(8)
+CACHE = caches_of(layers=2, heads=2, tokens=8, dim=16)
+
+
+class DescriptionTest(DirectoryTest):
+    """A cache of one prompt of two chunks."""
+
+    def setUp(self) -> None:
+        """Store the prompt."""
+        super().setUp()
+        with VUA(CONFIG, self.root) as vua:
+            self.assertEqual(2, vua.put(TOKENS, CACHE))
+        (self.path,) = self.root.glob("*/namespace.json")
+        self.sound = self.path.read_bytes()
+
+    def found(self) -> int:
+        """How many tokens a new reader finds; they are right."""
+        with VUA(CONFIG, self.root) as vua:
+            got = vua.get_closest(TOKENS)
+        self.assertEqual(kv_bits(CACHE, got.num_tokens) if got else [], kv_bits(got.data))
+        return got.num_tokens
+
+    def stored(self) -> int:
+        """How many chunks a new writer stores."""
+        with VUA(CONFIG, self.root) as vua:
+            return vua.put(TOKENS, CACHE)
+
+    def kept(self) -> dict[str, bytes]:
+        """Everything but what tells of uses."""
+        found = contents(self.root)
+        return {name: data for name, data in found.items() if not name.startswith(".upkeep")}
+
+
+class TestDamage(DescriptionTest):
+    """Nothing that it says counts against what entries' headers say."""
+
+    def check(self, damaged: bytes, *, heals: bool = True) -> None:
+        """Readers find everything, nothing is stored twice, and a writer mends it."""
+        self.path.write_bytes(damaged)
+        self.assertEqual(8, self.found())
+        self.assertEqual(0, self.stored())
+        if heals:
+            self.assertEqual(json.loads(self.sound), json.loads(self.path.read_bytes()))
+        self.assertEqual(8, self.found())
+
+    def flips(self, step: int) -> None:
+        """Turn every ``step``-th bit."""
+        versions = [self.sound.index(f"vua.{one}.v1".encode()) for one in ("namespace", "identity")]
+        for bit in range(0, 8 * len(self.sound), step):
+            damaged = bytearray(self.sound)
+            damaged[bit // 8] ^= 1 << bit % 8
+            digit = chr(damaged[bit // 8])
+            number = bit // 8 in (versions[0] + 15, versions[1] + 14) and digit in "359"
+            said = self.sound.index(b'"name": "') + 9 == bit // 8
+            with self.subTest(bit=bit, text=bytes(damaged[max(0, bit // 8 - 12) :][:24])):
+                self.check(bytes(damaged), heals=not number and not said)
+            self.path.write_bytes(self.sound)
+
+    def test_flips(self) -> None:
+        """A turned bit."""
+        self.flips(61)
+
+    @pytest.mark.thorough
+    def test_all_flips(self) -> None:
+        """Each of its bits."""
+        self.flips(1)
+
+    def changed(self) -> Iterator[tuple[str, bytes]]:
+        """What a description may say that none says."""
+        values: list[Any] = [True, False, None, -1, 0, 1, 2**40, 2**63, 2**300, 1.5, "2", [], {}]
+        for name in ("layers", "kv_heads", "k_dim", "v_dim", "dtype", "chunk_tokens"):
+            for value in [*values, "F16", "U8"]:
+                said = json.loads(self.sound)
+                if said["layout"][name] != value or isinstance(value, bool):
+                    said["layout"][name] = value
+                    if not (name == "dtype" and value == "2"):  # not known: a later version's
+                        yield f"{name} {value!r:.20}", json.dumps(said).encode()
+            said = json.loads(self.sound)
+            del said["layout"][name]
+            yield f"no {name}", json.dumps(said).encode()
+        layout = json.loads(self.sound)["layout"]
+        for groups in ([{**layout, "group": "w16"}], [layout] * 2, [layout] * 70, 7, [None]):
+            said = {**json.loads(self.sound), "further_groups": groups}
+            yield f"groups {groups!r:.20}", json.dumps(said).encode()
+        for text in (b"", b"[" * 10**5, b"\xff" * 100, self.sound[:200], b"null", b"1e999"):
+            yield repr(text[:10]), text
+
+    def test_changes(self) -> None:
+        """Whatever it says: no call raises, allocates by it, or stores anew."""
+        for name, text in self.changed():
+            with self.subTest(name):
+                self.check(text)
+
+    def test_other_layout(self) -> None:
+        """What entries say still refuses a model of another shape, whatever is described."""
+        other = caches_of(layers=2, heads=2, tokens=8, dim=8)
+        said = json.loads(self.sound)
+        said["layout"] |= {"k_dim": 8, "v_dim": 8}
+        for text in (self.sound, b"", b"{}"):
+            self.path.write_bytes(text)
+            with VUA(CONFIG, self.root) as vua, self.assertRaisesRegex(LayoutError, "stored: 16"):
+                vua.put(TOKENS, other)
+
+    def test_verify(self) -> None:
+        """`verify --repair` moves no entry because of it, and mends it by the headers."""
+        said = json.loads(self.sound)
+        said["layout"]["k_dim"] = 17
+        self.path.write_text(json.dumps(said))
+        before = self.kept()
+        code, out, _ = run("verify", self.root)
+        self.assertEqual(1, code)
+        self.assertIn("k_dim=17", out)
+        self.assertEqual(before, self.kept())
+        self.assertEqual(0, run("verify", self.root, "--repair")[0])
+        self.assertEqual(json.loads(self.sound), json.loads(self.path.read_bytes()))
+        self.path.write_bytes(b"?")
+        code, out, _ = run("verify", self.root, "--repair")
+        self.assertEqual((1, 2), (code, len(list(self.root.glob("*/*/*/*.safetensors")))))
+        self.assertEqual(8, self.found())
+
+    def test_events(self) -> None:
+        """A router is told what is stored."""
+        told = run("events", self.root)[1].count("BlockStored")
+        said = json.loads(self.sound)
+        said["layout"]["layers"] = 3
+        for text in (b"?", json.dumps(said).encode()):
+            self.path.write_bytes(text)
+            self.assertEqual(told, run("events", self.root)[1].count("BlockStored"))
+
+
+class TestLater(DescriptionTest):
+    """What this version does not know, it misses and leaves as it is."""
+
+    def descriptions(self) -> Iterator[tuple[str, Any]]:
+        """What a later version may write."""
+        for version in (2, 4, 10):
+            yield f"v{version}", lambda said, n=version: said | {"format": f"vua.namespace.v{n}"}
+        yield "member", lambda said: said | {"planes": 3}
+        yield "identity", lambda said: said["identity"].update(version="vua.identity.v2")
+        yield "identity's member", lambda said: said["identity"].update(mask="causal")
+        yield "layout's member", lambda said: said["layout"].update(scales=4)
+        yield "dtype", lambda said: said["layout"].update(dtype="F4_E2M1")
+        group = {"group": "x5"}
+        yield "group", lambda said: said | {"further_groups": [said["layout"] | group]}
+        yield "whole", lambda _: {"format": "vua.namespace.v2", "everything": "else"}
+
+    def test_descriptions(self) -> None:
+        """Writers and tools leave the namespace; only who asks for it deletes it."""
+        for name, change in self.descriptions():
+            with self.subTest(name):
+                said = json.loads(self.sound)
+                said = change(said) or said
+                self.path.write_text(json.dumps(said))
+                (self.path.parent / "ab").mkdir(exist_ok=True)
+                before = self.kept()
+                self.assertEqual((0, 0), (self.found(), self.stored()))
+                for words in (["verify"], ["verify", "--repair"], ["gc"], ["ls"], ["du"]):
+                    code, out, err = run(words[0], self.root, *words[1:])
+                    self.assertEqual(0, code, out + err)
+                self.assertEqual(before, self.kept())
+        code, _, err = run("rm", self.root, self.path.parent.name[:12], "--yes")
+        self.assertEqual((0, False), (code, self.path.exists()), err)
+
+    def test_number(self) -> None:
+        """A number that one turned bit may have made of ours stays, and costs nothing."""
+        for number in b"359":
+            text = self.sound.replace(b"namespace.v1", b"namespace.v%c" % number)
+            self.path.write_bytes(text)
+            self.assertEqual((8, 0, 8), (self.found(), self.stored(), self.found()))
+            self.assertEqual(text, self.path.read_bytes())
+
+    def entries(self) -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
+        """What a later version may make of an entry."""
+        yield "format", lambda data: data.replace(b"vua.entry.v1", b"vua.entry.v2")
+        yield "longer", lambda data: data.replace(b"vua.entry.v1", b"vua.entry.v2") + bytes(4096)
+        yield "shorter", lambda data: data.replace(b"vua.entry.v1", b"vua.entry.v2")[:4200]
+        yield "member", lambda data: _with(data, b'"created"', b'"planes":"3","created"')
+        yield "array", lambda data: _with(data, b'"k":', b'"scales":{},"k":')
+        yield "dtype", lambda data: _checked(data.replace(b'"F32"', b'"F24"'))
+
+    def test_entries(self) -> None:
+        """A miss for readers; writers and tools leave them."""
+        first = next(self.root.glob("*/*/*/*.safetensors"))
+        for path in self.root.glob("*/*/*/*.safetensors"):
+            first = path if parse_entry(path.read_bytes()).start == 0 else first
+        sound = first.read_bytes()
+        for name, change in self.entries():
+            with self.subTest(name):
+                later = change(sound)
+                self.assertNotEqual(sound, later)
+                first.write_bytes(later)
+                before = self.kept()
+                for _ in range(2):
+                    self.assertEqual((0, 0), (self.found(), self.stored()))
+                for words in (["verify"], ["verify", "--repair"], ["gc"]):
+                    code, out, err = run(words[0], self.root, *words[1:])
+                    self.assertEqual(0, code, out + err)
+                self.assertEqual(before, self.kept())
+        first.write_bytes(sound)
+        self.assertEqual(8, self.found())
+
+    def test_damaged_number(self) -> None:
+        """A turned bit in an entry's version is damage: the rest of the header proves it."""
+        (first, *_) = self.root.glob("*/*/*/*.safetensors")
+        first.write_bytes(first.read_bytes().replace(b"vua.entry.v1", b"vua.entry.v3"))
+        self.assertLess(self.found(), 8)
+        self.assertEqual((1, 8), (self.stored(), self.found()))
+
+    def test_group(self) -> None:
+        """Files of a group that is not known stay, also where their chunk is evicted."""
+        for path in list(self.root.glob("*/*/*/*.safetensors")):
+            shutil.copy(path, path.with_name(f"x9.{path.name}"))
+        self.assertEqual(8, self.found())
+        for words in (["verify", "--repair"], ["gc"]):
+            self.assertEqual(0, run(words[0], self.root, *words[1:])[0])
+        run("gc", self.root, "--max-bytes", "0")
+        left = sorted(path.name[:3] for path in self.root.glob("*/*/*/*.safetensors"))
+        self.assertEqual(["x9.", "x9."], left)
+
+
+def _with(data: bytes, before: bytes, after: bytes) -> bytes:
+    """A file with more in its header, as long as before: there is room behind the JSON."""
+    length = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + length].replace(before, after, 1)
+    assert text.endswith(b" " * (len(after) - len(before)))
+    return data[:8] + text[:length] + data[8 + length :]
+
+
+def _checked(data: bytes) -> bytes:
+    """The same with a check that is right."""
+    header = np.frombuffer(bytearray(data[:4096]), dtype=np.uint8)
+    at = data.index(b'"check":"') + 9
+    header[at : at + 16] = np.frombuffer(b"0" * 16, dtype=np.uint8)
+    fill_check(header, at)
+    return header.tobytes() + data[4096:]
+
+
+if __name__ == "__main__":
+    unittest.main()
