@@ -23,6 +23,7 @@ from vua import core
 from vua.capacity.use_log import UseLog
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, InputError, LayoutError, NotWritableError
+from vua.format.parse import parse_entry
 from vua.security.settings import Security
 from vua.serdes import DTYPES
 
@@ -570,6 +571,18 @@ class TestDirectory(CoreTest):
             description.unlink()
             replace()
             self.check(self.open().get_closest(TOKENS), cache, 12)
+
+    def test_much_damage(self) -> None:
+        """All damage of a prompt is found by one get, and healed by the put behind it."""
+        cache = caches_of(layers=1, heads=1, tokens=12, dim=4)
+        for some in ((0, 1, 2), (0, 2), (1, 2)):
+            self.vua.put(TOKENS, cache)
+            files = sorted(self.files(), key=lambda path: parse_entry(path.read_bytes()).start)
+            for at in some:
+                flip(files[at], 4100)
+            self.assertEqual(4 * some[0], self.vua.get_closest(TOKENS).num_tokens)
+            self.assertEqual(len(some), self.vua.put(TOKENS, cache))
+            self.check(self.vua.get_closest(TOKENS), cache, 12)
 
     def test_emptied(self) -> None:
         """When somebody empties the directory meanwhile, another layout may move in."""

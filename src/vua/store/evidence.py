@@ -33,6 +33,7 @@ __all__ = [
     "fits",
     "layouts_by",
     "settled",
+    "stated_at",
     "stated_layouts",
 ]
 
@@ -111,14 +112,21 @@ def fits(stated: Stated, layouts: Sequence[KVLayout]) -> bool:
 def settled(found: Description) -> Description:
     """Return a namespace's description with the layouts that headers of its entries bear out.
 
-    Opens the namespace, whoever's files are there. Raises nothing for the state of the storage.
+    Raises nothing for the state of the storage.
+    """
+    return replace(found, layouts=layouts_by(found, stated_at(found)))
+
+
+def stated_at(found: Description) -> Stated:
+    """Return what some sound headers of a namespace say; it is opened for that, by anybody.
+
+    Raises nothing for the state of the storage.
     """
     try:
         with closing(_opened(found)) as storage:
-            stated = stated_layouts(storage, found.name)
+            return stated_layouts(storage, found.name)
     except OSError:
-        return found
-    return replace(found, layouts=layouts_by(found, stated))
+        return {}
 
 
 def _opened(found: Description) -> LocalStorage | ObjectStorage:

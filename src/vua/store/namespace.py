@@ -37,6 +37,7 @@ from vua.store.evidence import (
     Stated,
     fits,
     layouts_by,
+    stated_at,
     stated_layouts,
 )
 from vua.store.making import difference, make_namespace
@@ -192,14 +193,18 @@ def create_storage(
         """Hold what the path names by now to what was asked of it at first."""
         if judged:
             check_owner(root, security)
-        found = read_description(path)
-        if found.layouts and found.layouts != tuple(layouts):
-            raise LayoutError(difference(found, layouts))
+        found, wanted = read_description(path), tuple(layouts)
+        if found.later and wanted not in found.flipped:
+            raise LaterNamespaceError(found.later)
+        if found.layouts and found.layouts != wanted:
+            stated = stated_at(found)
+            if not (stated and fits(stated, wanted)):
+                raise LayoutError(difference(found, layouts))
 
-    def make() -> None:
+    def make(*, anew: bool = False) -> None:
         if judged and root.exists():
             check_owner(root, security)
-        make_namespace(path, identity, layouts, security)
+        make_namespace(path, identity, layouts, security, anew=anew)
 
     return described(
         lambda: read_description(path),

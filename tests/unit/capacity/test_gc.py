@@ -82,6 +82,21 @@ class GcTest(DirectoryTest):
 class TestCollect(GcTest):
     """The full pass."""
 
+    def test_repaired(self) -> None:
+        """What `verify --repair` leaves of a chunk is none: it goes, and what followed it."""
+        names = names_of(self.other)
+        (file,) = self.path(names[0]).glob("*.safetensors")
+        flip(file, 4100)
+        (other,) = self.path(names_of(self.branch)[3]).glob("*.safetensors")
+        other.unlink()
+        (other.parent / f"after-{names[1]}").touch()  # a mark is no chunk, either
+        self.assertEqual(0, run("verify", self.root, "--repair")[0])
+        self.assertTrue(self.path(names[0]).is_dir())
+        report = collect(self.root, self.limits())
+        self.assertEqual((0, 3), (self.stored(self.other), self.stored(self.trunk)))
+        self.assertEqual(3, report.orphans.chunks)  # two behind the one, one behind the other
+        self.assertFalse(self.path(names_of(self.branch)[4]).exists())
+
     def test_nothing_to_do(self) -> None:
         """A sound directory stays as it is."""
 

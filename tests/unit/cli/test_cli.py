@@ -325,7 +325,9 @@ class TestVerify(CliTest):
         code, report = run_json("verify", self.root)
 
         self.assertEqual(1, code)
-        self.assertEqual(3, max(one["foreign"] for one in report["namespaces"]))
+        self.assertEqual(0, max(one["foreign"] for one in report["namespaces"]))
+        (problem,) = (one for each in report["namespaces"] for one in each["problems"])
+        self.assertEqual(("namespace.json", "corrupt"), (problem["path"], problem["outcome"]))
 
     def test_leftovers(self) -> None:
         """Temporary files, quarantined ones and strangers are reported, and are no damage."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -17,8 +19,18 @@ import torch
 
 from buckets import memory_url
 from commands import TOKENS, CliTest, run
-from helpers import DirectoryTest, Memory, caches_of, keys_of, model_arrays, rectangle, save_chunk
+from helpers import (
+    DirectoryTest,
+    Memory,
+    caches_of,
+    keys_of,
+    model_arrays,
+    rectangle,
+    save_chunk,
+    until,
+)
 from routers import SocketTest
+from vua.cli.event_socket import EventSocket
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
@@ -37,6 +49,11 @@ def lines(text: str) -> list[dict[str, Any]]:
 def told(text: str) -> list[tuple[str, str]]:
     """Their kinds and hashes."""
     return [(one["type"], *one["block_hashes"]) for one in lines(text)]
+
+
+def resident_nbytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def delete(root: Path, chunk: str) -> None:
@@ -247,6 +264,7 @@ class TestSocket(SocketTest):
                 events = self.received(subscriber, 0, b"kv@d")
                 subscriber.close(linger=0)
             self.assertEqual([0], codes)
+            self.assertEqual({"type": "AllBlocksCleared"}, events.pop(0))
             hashes = [event["block_hashes"][0].hex() for event in events]
             self.assertEqual(sorted([*KEYS, KEYS[0]]), sorted(hashes))
 
@@ -256,7 +274,7 @@ class TestSocket(SocketTest):
         with self.running(*words) as codes:
             subscriber = self.socket(self.zmq.SUB, self.out)
             subscriber.subscribe(b"")
-            self.assertEqual(4, len(self.received(subscriber, 0)))
+            self.assertEqual(5, len(self.received(subscriber, 0)))
             self.put("qwen", 2, torch.bfloat16)
             (event,) = self.received(subscriber, 1)
             names = [event["parent_block_hash"], *event["block_hashes"]]
@@ -271,6 +289,75 @@ class TestSocket(SocketTest):
                 self.assertEqual([b"", b"", b"\xff" * 8, b""], asker.recv_multipart())
             shutil.rmtree(self.root)
         self.assertEqual([2], codes)
+
+    def test_latecomer(self) -> None:
+        """Whoever subscribes later is told everything with the next look, and so are all."""
+        with self.running("--follow", "--interval", "0.01") as codes:
+            first, later = (self.socket(self.zmq.SUB, self.out) for _ in range(2))
+            first.subscribe(b"")
+            told = self.received(first, 0)
+            later.subscribe(b"")
+            again = self.received(later, 1)
+            self.assertEqual(told, again)
+            self.assertEqual(told, self.received(first, 1))
+            shutil.rmtree(self.root)
+        self.assertEqual([2], codes)
+
+    @pytest.mark.thorough
+    def test_greedy_peer(self) -> None:
+        """A peer that asks and does not read is given up with a line; others are answered."""
+        ticks = itertools.count()
+        big = {"type": "BlockStored", "block_hashes": [bytes(100_000)]}
+        out = EventSocket(self.out, replay_endpoint=self.replay, clock=lambda: next(ticks) / 100)
+        reader, asker = (
+            self.socket(self.zmq.SUB, self.out),
+            self.socket(self.zmq.DEALER, self.replay),
+        )
+        reader.subscribe(b"")
+        greedy = self.context.socket(self.zmq.DEALER)
+        greedy.set_hwm(1)
+        self.addCleanup(greedy.close, linger=0)
+        with self.assertLogs("vua.cli.event_socket", "WARNING") as logged, out:
+            for _ in range(1000):  # 100 MB, of which 64 MiB are kept
+                out.publish([big])
+                reader.recv_multipart()
+            before = resident_nbytes()
+            greedy.connect(self.replay)
+            for _ in range(30):
+                with contextlib.suppress(self.zmq.Again):
+                    greedy.send_multipart((b"", bytes(8)), self.zmq.DONTWAIT)
+                out.wait(0.1)
+            self.assertLess(resident_nbytes() - before, 48 << 20)
+            until(lambda: out.wait(0.1) or logged.output)
+            asker.send_multipart((b"", (999).to_bytes(8, "big")))
+            until(lambda: out.wait(0.1) or asker.poll(1))
+            self.assertEqual((999).to_bytes(8, "big"), asker.recv_multipart()[2])
+        self.assertIn("does not read", "".join(logged.output))
+
+    @pytest.mark.thorough
+    def test_slow_subscriber(self) -> None:
+        """One that does not read is waited for once, and misses batches; others get them all."""
+        ticks = itertools.count()
+        big = {"type": "BlockStored", "block_hashes": [bytes(100_000)]}
+        out = EventSocket(self.out, clock=lambda: next(ticks) / 10)
+        slow = self.context.socket(self.zmq.SUB)
+        slow.set_hwm(1)
+        slow.connect(self.out)
+        slow.subscribe(b"")
+        self.addCleanup(slow.close, linger=0)
+        with self.assertLogs("vua.cli.event_socket", "WARNING") as logged, out:
+            reader = self.socket(self.zmq.SUB, self.out)
+            reader.subscribe(b"")
+            out.newcomers = False
+            until(lambda: out.wait(0.1) or out.newcomers)
+            before, seen = resident_nbytes(), []
+            for _ in range(300):
+                out.publish([big])
+                seen.append(int.from_bytes(reader.recv_multipart()[1], "big"))
+            self.assertEqual(list(range(300)), seen)
+            self.assertLess(resident_nbytes() - before, 24 << 20)
+            slow.close(linger=0)
+        self.assertEqual(1, len(logged.output), logged.output)
 
     def test_endpoints(self) -> None:
         """One that cannot be used, and a package that is missing, are told in a sentence."""

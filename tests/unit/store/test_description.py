@@ -80,7 +80,7 @@ class TestDamage(DescriptionTest):
 
     def test_flips(self) -> None:
         """A turned bit."""
-        self.flips(61)
+        self.flips(211)
 
     @pytest.mark.thorough
     def test_all_flips(self) -> None:

@@ -14,13 +14,13 @@ from unittest import mock
 
 import numpy as np
 
-from helpers import DirectoryTest, Memory, keys_of, model_arrays, native_code
+from helpers import DirectoryTest, Memory, keys_of, model_arrays, native_code, rectangle
 from vua.capacity import ttl
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of
 from vua.errors import InputError, StorageError
 from vua.format.identity import Identity
-from vua.format.layout import KVLayout
+from vua.format.layout import KVLayout, Shard
 from vua.native import batches
 from vua.security.settings import Security
 from vua.storage.base import WRITTEN
@@ -315,6 +315,68 @@ class PythonWriterTest(WriterTest):
     """The same without the library."""
 
     native = "off"
+
+
+class TestCovered(WriterTest):
+    """What other shards hold already."""
+
+    HALVES = (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
+
+    def save(self, store: Store, shard: Shard, keys: Any) -> int:
+        """Save this shard of chunks; return how many were written."""
+        arrays = rectangle(model_arrays(LAYOUT, CHUNKS), shard)
+        memory = Memory(LAYOUT, shard, CHUNKS).fill(arrays)
+        return EntryWriter(store, memory.map(), shard=shard).save_all(keys)
+
+    def test_whole(self) -> None:
+        """What two ranks stored is not stored again as a whole, nor the reverse."""
+        store, other, keys = self.open(), self.open("b"), self.keys()
+        for half in self.HALVES:
+            self.assertEqual(CHUNKS, self.save(store, half, keys))
+        before = self.files(store)
+        self.assertEqual(0, self.save(store, LAYOUT.full, keys))
+        self.assertEqual(before, self.files(store))
+        self.assertEqual(CHUNKS, store.counts["chunks_present"])
+        self.assertEqual(CHUNKS, self.save(other, LAYOUT.full, keys))
+        self.assertEqual([0, 0], [self.save(other, half, keys) for half in self.HALVES])
+
+    def test_parts(self) -> None:
+        """A chunk of which a part is missing, damaged in length or another user's, is stored."""
+        store, keys = self.open(), self.keys()
+        for half in self.HALVES:
+            self.save(store, half, keys)
+        paths = [self.path(store, keys[at], self.HALVES[1]) for at in (3, 7, 11, 15)]
+        paths[0].unlink()
+        paths[1].write_bytes(paths[1].read_bytes()[:-1])
+        paths[2].rename(paths[2].with_name(f".tmp-{paths[2].name}"))
+        missing = 3
+        if os.geteuid() == 0:
+            os.chown(paths[3], 4242, -1)
+            missing = 4
+        self.assertEqual(missing, self.save(store, LAYOUT.full, keys))
+        self.assertEqual(0, self.save(store, LAYOUT.full, keys))
+        shutil.rmtree(paths[0].parent)
+        self.assertEqual(1, self.save(store, LAYOUT.full, keys))
+
+    def test_listings(self) -> None:
+        """A chunk that is there under its own name is not listed, one that is not only once."""
+        store, keys, listed = self.open(), self.keys(), []
+        real = LocalStorage.list
+
+        def count(self: LocalStorage, prefix: str = "") -> Any:
+            listed.append(prefix)
+            return real(self, prefix)
+
+        self.save(store, LAYOUT.full, keys[:30])
+        with mock.patch.object(LocalStorage, "list", count):
+            self.assertEqual(10, self.save(store, LAYOUT.full, keys))
+        self.assertEqual([f"{key.name}/" for key in keys[30:]], listed)
+
+    @staticmethod
+    def path(store: Store, key: Any, shard: Shard) -> Path:
+        """The file of a chunk's shard."""
+        assert isinstance(store.storage, LocalStorage)
+        return store.storage.directory / key.name[:2] / key.name / f"{shard.name}{SUFFIX}"
 
 
 if __name__ == "__main__":
