@@ -24,7 +24,7 @@ from suite.measure import Arm, measure
 from suite.prompts import CASES, make
 from suite.saves import Saving
 from vua import native
-from vua.native import bindings, chosen
+from vua.native import bindings
 
 Work = Callable[[], object]
 HEADS, TOKENS, DIMS, CHUNKS = 8, 64, 128, 64
@@ -34,7 +34,7 @@ def use(library: bindings.Library, before: Work | None = None) -> None:
     """Lets the loops be this library's, once what they work on is ready."""
     if before is not None:
         before()
-    chosen.choice.status = bindings.Status(library, "chosen by a benchmark")
+    bindings.choice.status = bindings.Status(library, "chosen by a benchmark")
 
 
 def move(*, transposed: bool) -> Work:

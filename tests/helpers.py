@@ -28,7 +28,7 @@ from vua.capacity.use_log import short_names
 from vua.core import VUA
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
-from vua.native import chosen
+from vua.native import bindings
 from vua.storage.base import WRITTEN
 from vua.storage.mark import UPKEEP, USES
 from vua.store.entry_writer import EntryWriter
@@ -86,7 +86,7 @@ def native_code(mode: str) -> Iterator[None]:
     """Choose anew between the native code and Python, as VUA_NATIVE says: auto, off or require."""
     with (
         mock.patch.dict(os.environ, VUA_NATIVE=mode),
-        mock.patch.object(chosen.choice, "status", None),
+        mock.patch.object(bindings.choice, "status", None),
     ):
         yield
 

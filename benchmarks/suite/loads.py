@@ -21,7 +21,7 @@ from vua.cli.bench_files import Buffer, RawFile, cool, direct_works, expect, in_
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.io import posix
-from vua.native import chosen
+from vua.native import bindings
 from vua.storage.direct import FirstReads
 from vua.storage.local import LocalStorage
 from vua.store.entry_writer import EntryWriter
@@ -170,7 +170,7 @@ def one_thread(load: Callable[[], None]) -> None:
 
 def in_python(load: Callable[[], None]) -> None:
     """Load by the path that is always there."""
-    kept, choice = native.status(), chosen.choice
+    kept, choice = native.status(), bindings.choice
     choice.status = native.Status(None, "Python does the work")
     try:
         load()

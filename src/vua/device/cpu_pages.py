@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from vua import native
+from vua.device.host import Pages, Piece
 from vua.device.paged import WORDS, spans
-from vua.device.strided_copy import Pages, Piece
 from vua.errors import InputError, LayoutError
 from vua.format.layout import MemoryMap
 from vua.native import NOWHERE, Spread, StridedCopy

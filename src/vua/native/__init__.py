@@ -21,17 +21,24 @@ then. The environment variable ``VUA_NATIVE`` says whether the library is used: 
 default), ``off``, or ``require`` (fail without it). :func:`status` says whether it is.
 """
 
-from vua.native.batches import THREADS, crew, read_entries
-from vua.native.bindings import Status
-from vua.native.chosen import library, status
+from vua.native.bindings import Status, library, status
+from vua.native.entries import (
+    FAILED,
+    PRESENT,
+    THREADS,
+    WRITTEN,
+    WriteOptions,
+    crew,
+    fill_entry,
+    gather_entry,
+    read_entries,
+    write_entries,
+)
 from vua.native.fallback import LATEST_NS, read_entry
-from vua.native.hashes import Digest, digests_of, fill_check
+from vua.native.hashes import Digest, digests_of, fill_check, hash_chain, narrow
 from vua.native.listing import list_chunks
-from vua.native.memory import fill_entry, gather_entry
 from vua.native.moves import ITEMS, StridedCopy, copy_strided
-from vua.native.prefixes import hash_chain, narrow
 from vua.native.rows import blocks_of, rows_of
-from vua.native.saves import FAILED, PRESENT, WRITTEN, WriteOptions, write_entries
 from vua.native.transfer import NOWHERE, Headers, Spread, Transfer
 
 __all__ = [

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
+import logging
+import os
 import platform
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +17,22 @@ from typing import Any, Final
 
 import xxhash
 
+from vua.errors import ConfigError
+from vua.io.forks import watch
 from vua.native.stamp import fault_of, library_path, sources_digest
 
-__all__ = ["INSTEAD", "Library", "Status", "find", "sha256", "xxh3"]
+__all__ = [
+    "INSTEAD",
+    "Choice",
+    "Library",
+    "Status",
+    "choice",
+    "find",
+    "library",
+    "sha256",
+    "status",
+    "xxh3",
+]
 
 FOLDER: Final = Path(__file__).parent
 INSTEAD: Final = "no native code, Python does its work"
@@ -141,3 +157,59 @@ def find() -> Status:
     except (OSError, AttributeError) as problem:  # cannot be read or loaded, or lacks a function
         fault = str(problem)
     return Status(None, f"{INSTEAD}: {path} is not used: {fault}; {_REMEDY}", refused=True)
+
+
+log = logging.getLogger(__name__)
+
+
+class Choice:
+    """What came of looking for the library. One per process."""
+
+    def __init__(self) -> None:
+        self.status: Status | None = None
+        """None before it was looked for, or where ``VUA_NATIVE`` cannot be met."""
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with a free lock; see :mod:`vua.io.forks`."""
+        self.lock = threading.Lock()
+
+
+choice: Final = Choice()
+
+
+def library() -> Library | None:
+    """Return the library, or None where Python does its work.
+
+    The first call decides, which takes about a millisecond, and logs the outcome: INFO, or
+    WARNING where a library is there that cannot be used. Safe for threads. Raises ConfigError when
+    ``VUA_NATIVE`` is an unknown word, or is ``require`` and cannot be met.
+    """
+    return (choice.status or _choose()).library
+
+
+def status() -> Status:
+    """Say whether the library does the work; raises nothing."""
+    try:
+        return choice.status or _choose()
+    except ConfigError as problem:
+        return Status(None, str(problem), refused=True)
+
+
+def _choose() -> Status:
+    mode = os.environ.get("VUA_NATIVE", "auto")
+    if mode not in ("auto", "off", "require"):
+        msg = f"VUA_NATIVE must be auto, off or require, found {mode!r}"
+        raise ConfigError(msg)
+    with choice.lock:
+        if choice.status is None:
+            found = Status(None, f"{INSTEAD}: it is switched off by VUA_NATIVE=off")
+            if mode != "off":
+                found = find()
+                log.log(logging.WARNING if found.refused else logging.INFO, "%s", found.text)
+            if found.library is None and mode == "require":
+                msg = f"VUA_NATIVE=require cannot be met: {found.text}"
+                raise ConfigError(msg)
+            choice.status = found
+        return choice.status

@@ -65,7 +65,7 @@ def read_entries(
     first: int,
     stop: int,
 ) -> int:
-    """Read files one after the other; see :func:`vua.native.batches.read_entries`."""
+    """Read files one after the other; see :func:`vua.native.entries.read_entries`."""
     for file in range(first, stop):
         try:
             read_entry(transfer, directory, paths[file], place, into, file)
@@ -80,7 +80,7 @@ def read_entry(
     """Read a file into memory, to chunk place ``place + file``, or say why not.
 
     Its header and digests go into that row of ``into``. The other arguments are those of
-    :func:`vua.native.batches.read_entries`. Raises OSError (FileNotFoundError...), UntrustedError,
+    :func:`vua.native.entries.read_entries`. Raises OSError (FileNotFoundError...), UntrustedError,
     CorruptEntryError for a wrong length.
     """
     plan = transfer.plan
@@ -116,7 +116,7 @@ def _read(fd: int, read: Read, *, cached: bool) -> tuple[int, bool]:
 
 
 def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[np.uint64]:
-    """Copy a chunk out of memory; see :func:`vua.native.memory.gather_entry`."""
+    """Copy a chunk out of memory; see :func:`vua.native.entries.gather_entry`."""
     rows, at = rows_of(transfer, place), np.frombuffer(to, dtype=np.uint8).ctypes.data
     at += transfer.plan.header_nbytes
     for address, nbytes in rows.tolist():
@@ -128,7 +128,7 @@ def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[
 def fill_entry(
     transfer: Transfer, place: int, into: Headers, file: int, data: memoryview, offset: int
 ) -> None:
-    """Put bytes where they belong; see :func:`vua.native.memory.fill_entry`."""
+    """Put bytes where they belong; see :func:`vua.native.entries.fill_entry`."""
     plan, discard = transfer.plan, into.discard
     room = np.empty(plan.discard_nbytes, np.uint8) if discard is None else discard[file]
     rows = rows_of(transfer, place, room.ctypes.data)
@@ -161,7 +161,7 @@ def write_entries(
     headers: npt.NDArray[np.uint8],
     options: WriteOptions,
 ) -> list[int]:
-    """Write files one after the other; see :func:`vua.native.saves.write_entries`.
+    """Write files one after the other; see :func:`vua.native.entries.write_entries`.
 
     What is to be durable is written by several threads: file systems sync for all who wait at once.
     """

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.native import fallback
-from vua.native.chosen import library
+from vua.native.bindings import library
 
 __all__ = ["list_chunks"]
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.native import fallback
-from vua.native.batches import crew
-from vua.native.chosen import library
+from vua.native.bindings import library
+from vua.native.entries import crew
 
 __all__ = ["ITEMS", "StridedCopy", "copy_strided"]
 

@@ -115,6 +115,7 @@ class CachedLoadTest(DirectoryTest):
         ranges = ((0, 192), (32, 192), (96, 144), (112, 144), (64, 176))
         for number, (layout, form) in enumerate(cases):
             self.root = self.root / f"{number}"
+            self.root.mkdir()
             store, keys, buffer = self.stored(layout)
             unit = form.block_size
             for start, stop in {(a // unit * unit, b // unit * unit) for a, b in ranges}:

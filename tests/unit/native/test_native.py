@@ -39,7 +39,7 @@ from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout, Shard
 from vua.io.plain import Directory
 from vua.io.posix import page_aligned
-from vua.native import batches, bindings, fallback, moves
+from vua.native import bindings, entries, fallback, moves
 from vua.storage.direct import FirstReads
 from vua.storage.local import LocalStorage
 from vua.store.store import Loaded, Store
@@ -103,10 +103,10 @@ class TestCrew(unittest.TestCase):
             most = max(min(2, cores), min(8, cores // 2))
             with (
                 self.subTest(cores=cores, processes=processes),
-                mock.patch.multiple(batches, THREADS=most, CORES=cores),
+                mock.patch.multiple(entries, THREADS=most, CORES=cores),
                 ExitStack() as stack,
             ):
-                crew = batches.Crew()
+                crew = entries.Crew()
                 crew.share(processes)
                 found = [stack.enter_context(crew.joined(large)) for _ in expected]
                 self.assertEqual(expected, found)
@@ -152,7 +152,7 @@ class TestLoad(DirectoryTest):
         plan = self.transfer.plan
         into = self.into = native.Headers(plan, len(paths))
         self.prepare()
-        with mock.patch.multiple(batches, THREADS=threads, CORES=threads):
+        with mock.patch.multiple(entries, THREADS=threads, CORES=threads):
             done = native.read_entries(
                 *(self.transfer, Directory(self.storage.fileno(), whose), paths, first, into),
                 direct=self.direct,
@@ -298,7 +298,7 @@ class TestSharedFiles(DirectoryTest):
     def load(self, threads: int) -> tuple[Loaded, Memory]:
         """Load all chunks anew, with so many threads."""
         memory = Memory(self.layout, self.layout.full, self.files_count)
-        with mock.patch.multiple(batches, THREADS=threads, CORES=2 * threads):
+        with mock.patch.multiple(entries, THREADS=threads, CORES=2 * threads):
             return self.store.load(self.keys, memory.map()), memory
 
     def test_bytes(self) -> None:
@@ -342,7 +342,7 @@ class TestSharedFiles(DirectoryTest):
         before, directory = descriptors(), Directory(self.storage.fileno())
         for threads in (1, 2, 8):
             into = native.Headers(transfer.plan, len(paths))
-            with mock.patch.multiple(batches, THREADS=threads, CORES=2 * threads):
+            with mock.patch.multiple(entries, THREADS=threads, CORES=2 * threads):
                 self.assertEqual(0, native.read_entries(transfer, directory, paths, 0, into))
             self.assertEqual(before, descriptors())
 
@@ -359,15 +359,15 @@ class TestChecksums(DirectoryTest):
                     memory = Memory(LAYOUT, shard, 3, block_tokens=block_tokens).fill(model)
                     transfer = store.transfer(shard, shard, shard, memory.map())
                     ways = native.gather_entry, fallback.gather_entry
-                    entries = np.zeros((2, 3, transfer.file_nbytes), np.uint8)
+                    whole = np.zeros((2, 3, transfer.file_nbytes), np.uint8)
                     sums = [
-                        [gather(transfer, place, entries[way, place].data) for place in range(3)]
+                        [gather(transfer, place, whole[way, place].data) for place in range(3)]
                         for way, gather in enumerate(ways)
                     ]
                     np.testing.assert_array_equal(sums[1], sums[0])
-                    np.testing.assert_array_equal(entries[1], entries[0])
+                    np.testing.assert_array_equal(whole[1], whole[0])
                     self.assertFalse((sums[0][0] == sums[0][1]).any())
-                    self.assertFalse(entries[0, :, : transfer.header_nbytes].any())
+                    self.assertFalse(whole[0, :, : transfer.header_nbytes].any())
 
 
 @pytest.mark.thorough
@@ -407,8 +407,8 @@ class TestDirectLoad(TestLoad):
         for nbytes, cold in ((272 << 10, CHUNKS), (64 << 10, 0)):
             self.setUpMemory()
             with (
-                mock.patch.object(batches, "_BOUNCE_NBYTES", nbytes),
-                mock.patch.object(batches, "spare_bounces", []),
+                mock.patch.object(entries, "_BOUNCE_NBYTES", nbytes),
+                mock.patch.object(entries, "spare_bounces", []),
             ):
                 self.assertEqual(CHUNKS, self.load())
             self.assertEqual(cold, sum(is_cold(path) for path in self.files()))
@@ -446,7 +446,7 @@ class TestChain(unittest.TestCase):
         """Where there is a library, it is not Python that hashes."""
         if not has_native() or bindings.sha256 is None:
             self.skipTest("no native code or no OpenSSL here")
-        with mock.patch("vua.native.prefixes.chain_in_python") as in_python:
+        with mock.patch("vua.native.hashes.chain_in_python") as in_python:
             self.assertEqual(64, len(native.hash_chain(b"", memoryview(bytes(512)), 256)))
         in_python.assert_not_called()
 

@@ -21,7 +21,7 @@ from vua.capacity.lru import mtime_ns_of
 from vua.errors import InputError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
-from vua.native import batches
+from vua.native import entries
 from vua.security.settings import Security
 from vua.storage.base import WRITTEN
 from vua.storage.local import SUFFIX, TEMPORARY, LocalStorage
@@ -306,7 +306,7 @@ class WriterTest(DirectoryTest):
     def test_one_thread(self) -> None:
         """Small runs are written by the caller's thread, in the same way."""
         store, memory = self.open(), self.memory()
-        with mock.patch.object(batches, "THREADS", 1):
+        with mock.patch.object(entries, "THREADS", 1):
             self.assertEqual(CHUNKS, EntryWriter(store, memory.map()).save_all(self.keys()))
         self.check_stamps(store, self.keys())
 

@@ -16,10 +16,22 @@ from vua.io.forks import watch
 from vua.io.plain import Directory
 from vua.io.posix import page_aligned
 from vua.native import fallback
-from vua.native.chosen import library
-from vua.native.transfer import Headers, Transfer
+from vua.native.bindings import library
+from vua.native.transfer import FAILED, PRESENT, WRITTEN, Headers, Transfer, WriteOptions
 
-__all__ = ["THREADS", "crew", "read_entries", "spare_bounces"]
+__all__ = [
+    "FAILED",
+    "PRESENT",
+    "THREADS",
+    "WRITTEN",
+    "WriteOptions",
+    "crew",
+    "fill_entry",
+    "gather_entry",
+    "read_entries",
+    "spare_bounces",
+    "write_entries",
+]
 
 _NOWAIT, _DIRECT = 1, 2
 _HELD_NBYTES: Final = 2 << 20
@@ -152,3 +164,86 @@ def _bounce() -> npt.NDArray[np.uint8]:
         return spare_bounces.pop()
     except IndexError:
         return page_aligned(_BOUNCES * _BOUNCE_NBYTES)
+
+
+def write_entries(
+    transfer: Transfer,
+    dir_fd: int,
+    paths: Sequence[str],
+    place: int,
+    headers: npt.NDArray[np.uint8],
+    options: WriteOptions,
+) -> list[int]:
+    """Write the files of chunks in memory unless they are there, by several threads if that pays.
+
+    Args:
+        transfer: how each chunk lies in memory; of a plan for whole files.
+        dir_fd: the directory that the paths start from; no symbolic link is followed.
+        paths: the chunks' directories, ``hh/name``, of equal length; made where they are missing.
+        place: the chunk place of the first one.
+        headers: ``[files, header_nbytes]``, rows without gaps. Where the options have a
+            ``check_offset`` the checksums and the check are filled in there.
+        options: how they are written.
+
+    Gives up the GIL once. Returns for each file PRESENT (one of that length is there), WRITTEN, or
+    a negative errno where that failed; 0 for those behind it that were not tried. A file appears
+    under its name complete or not at all.
+    """
+    bound = library()
+    if bound is None or options.durable:  # fsync takes longer than all that C could save
+        return fallback.write_entries(transfer, dir_fd, paths, place, headers, options)
+    statuses = np.zeros(len(paths), dtype=np.int32)
+    names = [path.encode() + b"\0" for path in paths]
+    nbytes = len(names) * transfer.file_nbytes
+    with crew.joined(nbytes if len(names) > 1 else 0) as threads:
+        bound.save(
+            *(ctypes.byref(transfer), ctypes.byref(options), dir_fd),
+            *(b"".join(names), len(names[0]), len(names), place, headers.ctypes.data),
+            threads,
+            statuses.ctypes.data,
+        )
+    found: list[int] = statuses.tolist()
+    return found
+
+
+def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[np.uint64]:
+    """Copy a chunk to where its K and V lie in an entry; return the xxh3-64 of each block.
+
+    Of a plan without a discard buffer. Gives up the GIL.
+
+    Args:
+        transfer: how an entry lies in memory.
+        place: the chunk place in memory.
+        to: the entry, ``[file_nbytes]``; its header is left alone.
+    """
+    digests = np.empty(transfer.plan.blocks, dtype=np.uint64)
+    target = np.frombuffer(to, dtype=np.uint8).ctypes.data
+    bound = library()
+    where = ctypes.byref(transfer), place, target, digests.ctypes.data
+    if bound is not None and bound.gather(*where):
+        return digests
+    return fallback.gather_entry(transfer, place, to)
+
+
+def fill_entry(
+    transfer: Transfer, place: int, into: Headers, file: int, data: memoryview, offset: int
+) -> None:
+    """Put bytes of an entry, which some storage has in memory, where they belong, and hash them.
+
+    Gives up the GIL.
+
+    Args:
+        transfer: how an entry lies in memory.
+        place: the chunk place in memory.
+        into: memory for the header and the digests.
+        file: the row of them.
+        data: the entry's bytes from ``offset`` on. Reads that lie within as a whole are taken.
+        offset: where in the entry they begin.
+    """
+    bound = library()
+    if bound is not None:
+        source = np.frombuffer(data, dtype=np.uint8)
+        where = (ctypes.byref(transfer), ctypes.byref(into), file, place)
+        if bound.fill(*where, source.ctypes.data, offset, len(data)):
+            return
+    fallback.fill_entry(transfer, place, into, file, data, offset)
