@@ -87,9 +87,9 @@ class Comparisons:
             verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
-    def close(self) -> None:
-        """Finish what is being compared, unless it hangs."""
-        self._threads.close()
+    def close(self, timeout_s: float) -> None:
+        """Finish what is being compared, for so long at most."""
+        self._threads.close(timeout_s=timeout_s)
 
     def _compare(self, attempt: Attempt[_Comparison]) -> None:
         number = attempt.what.number

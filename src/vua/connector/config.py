@@ -67,6 +67,10 @@ class Timeouts:
     """After this long without an answer from the storage a request counts as a miss."""
     io_s: float = 10.0
     """A load or save that makes no progress for so long is given up; its tokens are recomputed."""
+    drain_s: float = 20.0
+    """How long the end of an engine waits for chunks that are still to be stored; the log tells how
+    many are left then. Keep it below the time after which the engine is killed (Kubernetes: 30 s).
+    """
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type or out of range. Raises ConfigError."""

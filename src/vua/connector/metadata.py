@@ -62,6 +62,8 @@ class SaveOrder:
     request_id: str = ""
     start: int = 0
     """The request's first token that is not stored, or ordered to be: the order begins there."""
+    number: int = 0
+    """Of the order, one more each time; 0: nobody wants to know when it has ended."""
 
 
 @dataclass(slots=True)
@@ -133,6 +135,9 @@ class WorkerOutput:
     """Of the requests with such a token: those whose chunks there are buffers for by now."""
     opened: dict[str, int] = field(default_factory=dict)
     """How many workers have opened a namespace, by its name."""
+    ended: dict[int, int] = field(default_factory=dict)
+    """How many workers have ended a save order, by its number: all of it is written, or is not
+    going to be (then ``unsaved`` says so)."""
 
     def aggregate(self, other: object) -> WorkerOutput:
         """Return what both say together."""
@@ -153,4 +158,5 @@ class WorkerOutput:
             unsaved,
             self.retry | other.retry,
             Counter(self.opened) + Counter(other.opened),
+            Counter(self.ended) + Counter(other.ended),
         )

@@ -26,7 +26,7 @@ from vua.store.opening import create_namespace, locate
 from vua.store.place import look_at
 from vua.weights import Identification, Weights
 
-__all__ = ["Opened", "Opening", "open_namespace"]
+__all__ = ["Opened", "Opening", "close_within", "open_namespace"]
 
 log = logger("scheduler")
 
@@ -55,6 +55,16 @@ def open_namespace(config: ConnectorConfig, model: Model, identity: Identity) ->
         security=config.security,
         rules=config.worker,
     )
+
+
+def close_within(close: Callable[[], None], timeout_s: float) -> None:
+    """Close something that asks the storage, and wait no longer than that for it."""
+    try:
+        thread = threading.Thread(target=close, name="vua-close", daemon=True)
+        thread.start()
+    except RuntimeError:  # the system has no more threads: what is open ends with the process
+        return
+    thread.join(timeout_s)
 
 
 class Opening:

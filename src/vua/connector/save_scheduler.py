@@ -5,8 +5,12 @@ Likewise what is to be compared with what is stored already, see `vua.connector.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
@@ -15,14 +19,18 @@ from vua.connector.media import Media
 from vua.connector.metadata import ConnectorMetadata, SaveOrder
 from vua.connector.origins import MIXED, Origin, Origins
 from vua.connector.prefix_match import PrefixMatch
+from vua.connector.request import SaveHints
 from vua.connector.request_metrics import RequestMetrics
 from vua.connector.request_state import RequestState
 from vua.connector.selection import Step, to_save
 from vua.connector.step import ScheduledRequest, ScheduledStep, Tables
 from vua.connector.witness import Witness
-from vua.format.keys import token_ids
+from vua.format.keys import ChunkKey, KeyRun, token_ids
 
 __all__ = ["SaveScheduler", "stop_at_state"]
+
+_MAX_COPIES: Final = 1 << 16
+"""Chunks that were ordered and are remembered, some 300 bytes each; one beyond is ordered twice."""
 
 
 def stop_at_state(request: Any, found: PrefixMatch, computed: int) -> None:  # noqa: ANN401
@@ -35,6 +43,138 @@ def stop_at_state(request: Any, found: PrefixMatch, computed: int) -> None:  # n
     if getattr(request, "shared_prefix_boundary", computed + 1) <= computed:
         further = [at for at in found.states if at > computed]
         request.shared_prefix_boundary = min(further, default=0)
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """What one order has copied out for one group of layers."""
+
+    number: int
+    request_id: str
+    group: int
+    hints: SaveHints
+    names: list[bytes]
+    chunks: Sequence[int]
+    """The places of the names in their prompt."""
+    waiting: dict[str, int] = field(default_factory=dict)
+    """Requests that have the same chunks and did not order them: the first one of each."""
+    ended_s: float | None = None
+    """When all workers had ended it; None: it is under way."""
+
+
+class _Copies:
+    """The chunks that this engine has ordered to be stored, so that each is ordered once.
+
+    A lookup says what was stored when it was asked; what was ordered since, for another request
+    with the same prefix, it does not know. No Python work per chunk where nothing is shared.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, bytes], _Copy] = {}
+        self._orders: OrderedDict[int, list[_Copy]] = OrderedDict()
+        self._reports: dict[int, int] = {}
+        self._has_ended = False
+
+    def left(
+        self, group: int, keys: Sequence[ChunkKey], state: RequestState, size: int
+    ) -> Sequence[ChunkKey]:
+        """Return those of a request's chunks for a group that are to be ordered."""
+        names, chunks = _names(keys, size)
+        known = [self._of.get((group, name)) for name in names]
+        if not any(known):
+            return keys
+        left = []
+        for at, copy in enumerate(known):
+            if copy is None or not self._covers(copy, state):
+                left.append(keys[at])
+                continue
+            waits = copy.waiting.get(state.request.request_id, chunks[at])
+            copy.waiting[state.request.request_id] = min(waits, chunks[at])
+        return left
+
+    @staticmethod
+    def _covers(copy: _Copy, state: RequestState) -> bool:
+        """Whether a copy is, or was, under way since a request was looked up."""
+        since = copy.ended_s is None or copy.ended_s > state.lookup.asked_s
+        own = copy.request_id == state.request.request_id
+        return since and not own and state.options.hints in (SaveHints(), copy.hints)
+
+    def ordered(self, order: SaveOrder, size: int) -> None:
+        """Note what an order names."""
+        copies = []
+        for group, keys in order.parts:
+            names, chunks = _names(keys, size)
+            copy = _Copy(order.number, order.request_id, group, order.hints, names, chunks)
+            self._of.update(dict.fromkeys([(group, name) for name in names], copy))
+            copies.append(copy)
+        self._orders[order.number] = copies
+        while len(self._of) > _MAX_COPIES and self._orders:
+            self._drop(next(iter(self._orders)))
+
+    def failed(self, request_id: str, chunk: int) -> dict[str, int]:
+        """Forget a request's copies from a chunk on, which are not stored.
+
+        Return the other requests that relied on them, and from which chunk on each is to order.
+        """
+        waiting: dict[str, int] = {}
+        for copies in self._orders.values():
+            for copy in copies:
+                if copy.request_id != request_id or not copy.names or copy.chunks[-1] < chunk:
+                    continue
+                self._forget(copy, [at for at, one in enumerate(copy.chunks) if one >= chunk])
+                for other, first in copy.waiting.items():
+                    at = max(first, chunk)
+                    waiting[other] = min(at, waiting.get(other, at))
+        return waiting
+
+    def learn(self, ended: Mapping[int, int], workers: int, now_s: float) -> None:
+        """Note how many workers have ended orders."""
+        for number, count in ended.items():
+            if number not in self._orders:
+                continue
+            count += self._reports.pop(number, 0)  # noqa: PLW2901
+            if count < workers:
+                self._reports[number] = count
+                continue
+            self._has_ended = True
+            for copy in self._orders[number]:
+                copy.ended_s = now_s
+
+    def tidy(self, states: Iterable[RequestState]) -> None:
+        """Forget the copies that have ended before any request was looked up that is still here."""
+        if not self._has_ended:
+            return
+        first_s = min((state.lookup.asked_s for state in states), default=math.inf)
+        for number, copies in list(self._orders.items()):
+            if all(copy.ended_s is not None and copy.ended_s <= first_s for copy in copies):
+                self._drop(number)
+        self._has_ended = any(
+            copy.ended_s is not None for copies in self._orders.values() for copy in copies
+        )
+
+    def clear(self) -> None:
+        """Forget all, after a reset."""
+        self._of.clear()
+        self._orders.clear()
+        self._reports.clear()
+
+    def _drop(self, number: int) -> None:
+        for copy in self._orders.pop(number):
+            self._forget(copy, range(len(copy.names)))
+        self._reports.pop(number, None)
+
+    def _forget(self, copy: _Copy, places: Iterable[int]) -> None:
+        for at in places:
+            name = copy.group, copy.names[at]
+            if self._of.get(name) is copy:
+                del self._of[name]
+
+
+def _names(keys: Sequence[ChunkKey], size: int) -> tuple[list[bytes], Sequence[int]]:
+    """Return the prefix hashes of chunks, and their places in the prompt."""
+    if isinstance(keys, KeyRun):
+        return keys.prefix_hashes, range(keys.first_chunk, keys.first_chunk + len(keys))
+    return [key.prefix_hash for key in keys], [key.start // size for key in keys]
 
 
 class SaveScheduler:
@@ -50,6 +190,8 @@ class SaveScheduler:
         media: Media,
         metrics: RequestMetrics,
         events: KVEventPublisher | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without an order; :meth:`use` comes before everything else.
 
@@ -59,9 +201,11 @@ class SaveScheduler:
             media: tells whether a request's images still are what its keys name.
             metrics: counts what is ordered.
             events: announces what is stored; None: nobody wants to know.
+            clock: gives seconds, as that of the lookups.
         """
         self._config, self._media, self._metrics, self._events = config, media, metrics, events
         self._origins, self._resets = Origins(block_sizes), 0
+        self._copies, self._orders, self._clock = _Copies(), 0, clock
         self._ended: dict[str, tuple[int, int]] = {}
         """Per request that ended in this step: its prompt's whole chunks, and how many leading ones
         are stored or on their way."""
@@ -73,6 +217,7 @@ class SaveScheduler:
     def reset(self) -> None:
         """Note that what is computed from now on is of another epoch."""
         self._resets += 1
+        self._copies.clear()
 
     def begins(self, state: RequestState | None, tables: Tables, cached_tokens: int) -> bool:
         """Note a request's first blocks; whether all it begins with is of its own origin.
@@ -142,8 +287,9 @@ class SaveScheduler:
         states: Mapping[str, RequestState],
         unsaved: Mapping[str, int],
         retry: Collection[str],
+        ended: Mapping[int, int],
     ) -> None:
-        """Take what workers say of chunks that they could not store.
+        """Take what workers say of chunks that they could not store, and of orders that have ended.
 
         A chunk behind a missing one would never be found. So nothing more is ordered for these
         requests until there are buffers again (``retry``), and then from the missing chunk on. If
@@ -154,15 +300,27 @@ class SaveScheduler:
             chunk, state = token // size, states.get(request_id)
             if state is not None and state.next_save is not None:
                 state.unsaved = min(chunk, chunk if state.unsaved is None else state.unsaved)
-            elif request_id in self._ended:
-                chunks, stored = self._ended[request_id]
-                self._ended[request_id] = chunks, min(stored, chunk)
+            else:
+                self._stored_less(request_id, chunk)
+            for other, first in self._copies.failed(request_id, chunk).items():
+                state = states.get(other)
+                if state is not None and state.next_save is not None:
+                    state.next_save = min(state.next_save, first)
+                else:
+                    self._stored_less(other, first)
+        self._copies.learn(ended, self.model.workers, self._clock())
         for request_id in retry:
             state = states.get(request_id)
             if state is not None and state.unsaved is not None:
                 if state.next_save is not None:
                     state.next_save = min(state.next_save, state.unsaved)
                 state.unsaved = None
+
+    def _stored_less(self, request_id: str, chunk: int) -> None:
+        """Note that a request that ended in this step has a chunk that is not stored."""
+        if request_id in self._ended:
+            chunks, stored = self._ended[request_id]
+            self._ended[request_id] = chunks, min(stored, chunk)
 
     def ended(self, state: RequestState) -> None:
         """Note that a request is gone, to count how much of its prompt was stored."""
@@ -172,8 +330,9 @@ class SaveScheduler:
         stored = state.next_save if state.unsaved is None else state.unsaved
         self._ended[state.request.request_id] = found.prompt_chunks, stored
 
-    def step_ended(self) -> None:
+    def step_ended(self, states: Iterable[RequestState]) -> None:
         """Count the requests that ended in this step; the workers have told all about it."""
+        self._copies.tidy(states)
         for chunks, stored in self._ended.values():
             self._metrics.prompt_ended(chunks, min(stored, chunks), self.model.chunk_tokens)
         self._ended.clear()
@@ -221,24 +380,25 @@ class SaveScheduler:
         tables = self._tables(state, step)
         progress = Step(range(first, stop), computed, complete, tables, reused)
         every = self._config.window_every_tokens
-        parts = [
-            (number, keys)
-            for number in range(len(self.model.groups))
-            if (keys := to_save(self.model, number, found, progress, every))
-        ]
+        parts: list[tuple[int, Sequence[ChunkKey]]] = []
+        for number in range(len(self.model.groups)):
+            wanted = to_save(self.model, number, found, progress, every)
+            if wanted and (keys := self._copies.left(number, wanted, state, size)):
+                parts.append((number, keys))
         if not parts:
             return
-        blocks = [list(table) for table in tables]
-        orders.saves.append(
-            SaveOrder(
-                blocks,
-                parts,
-                state.options.hints,
-                state.adapter,
-                request.request_id,
-                (reused.start if reused else first) * size,
-            )
+        blocks, self._orders = [list(table) for table in tables], self._orders + 1
+        order = SaveOrder(
+            blocks,
+            parts,
+            state.options.hints,
+            state.adapter,
+            request.request_id,
+            (reused.start if reused else first) * size,
+            self._orders,
         )
+        orders.saves.append(order)
+        self._copies.ordered(order, size)
         self.witness.stored(request, found, range(first, stop))
         self._metrics.saves_ordered(request.request_id, sum(len(keys) for _, keys in parts))
         if self._events is not None:

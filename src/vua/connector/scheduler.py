@@ -23,7 +23,7 @@ from vua.connector.lookup import Lookup, Lookups, StepPatience, early, unasked
 from vua.connector.media import Media
 from vua.connector.metadata import ConnectorMetadata, LoadOrder, Verdict, WorkerOutput
 from vua.connector.metrics import Recorder, Series
-from vua.connector.opening import Opening
+from vua.connector.opening import Opening, close_within
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.request_metrics import RequestMetrics
@@ -40,6 +40,9 @@ __all__ = ["SchedulerSide"]
 
 _LOOK_AGAIN_S: Final = 0.02
 """How often chunks are looked up that another engine is still writing."""
+
+_END_S: Final = 1.0
+"""How long the end of this half waits: it stores nothing, the workers do."""
 
 log = logger("scheduler")
 
@@ -97,7 +100,7 @@ class SchedulerSide:
         self.policy = LoadPolicy(model, config, clock=clock)
         self.request_metrics = RequestMetrics(self.stats, self.policy, clock=clock)
         self._saves = SaveScheduler(
-            config, model.block_sizes, self._media, self.request_metrics, events
+            *(config, model.block_sizes, self._media, self.request_metrics, events), clock=clock
         )
         self._saves.use(model, self.witness)
         self._use_what_is_known()
@@ -170,7 +173,7 @@ class SchedulerSide:
         for number in self._adapters.learn(notes.adapters):
             for state in self.states.values():
                 state.outdated |= state.adapter is not None and state.adapter.number == number
-        self._saves.learn(self.states, notes.unsaved, notes.retry)
+        self._saves.learn(self.states, notes.unsaved, notes.retry, notes.ended)
         opening = self._opening.identity
         if opening is not None and (count := notes.opened.get(opening.namespace)):
             self._workers_open += count
@@ -185,7 +188,7 @@ class SchedulerSide:
         self._use_what_is_known()
         if self._open:
             self.lookups.close()
-            self.namespace.close()
+            close_within(self.namespace.close, min(_END_S, self._config.timeouts.drain_s))
 
     # -- per request --------------------------------------------------------------------------
 
@@ -375,7 +378,7 @@ class SchedulerSide:
     def take_stats(self) -> Series | None:
         """Return what was recorded since the last step; called once at the end of each."""
         self.request_metrics.step_ended()
-        self._saves.step_ended()
+        self._saves.step_ended(self.states.values())
         record_requests(self.stats)
         return self.stats.take()
 

@@ -30,7 +30,7 @@ from vua.connector.log import logger
 from vua.connector.memory import Memory
 from vua.connector.metadata import ConnectorMetadata, LoadOrder, WorkerOutput
 from vua.connector.metrics import Recorder, Series
-from vua.connector.opening import Opened, Opening
+from vua.connector.opening import Opened, Opening, close_within
 from vua.connector.write_queue import WriteQueue
 from vua.device.gds import Gds
 from vua.device.staging import Fence
@@ -46,6 +46,8 @@ log = logger("worker")
 
 _POLL_S: Final = 0.0005
 """How often a load looks whether the engine has done with its blocks, when it has read."""
+_IO_SHARE: Final = 0.9
+"""Of the time for the end: what loads and saves have; the rest is for eviction under way."""
 _IDLE_WAIT_S: Final = 0.005
 """How long a step without a forward pass waits for a load to end, see take_received()."""
 
@@ -205,18 +207,31 @@ class WorkerSide:
         self._registered = True
 
     def shutdown(self) -> None:
-        """Finish what was ordered: all loads, and the saves that are waiting; unless I/O hangs."""
+        """Finish what was ordered: all loads, and the saves that are waiting.
+
+        Ends within ``timeouts.drain_s``, and says how many chunks are not stored then.
+        """
+        drain_s = self._config.timeouts.drain_s
+        stop_s = time.monotonic() + drain_s
+
+        def left_s(share: float = 1.0) -> float:
+            return max(0.0, stop_s - time.monotonic() - (1 - share) * drain_s)
+
         self._opening.close()
-        self._loaders.close()
-        self._comparisons.close()
-        if not self.saves.close():
-            log.warning("VUA: the storage does not answer; some chunks are not stored")
+        self._loaders.close(timeout_s=left_s(_IO_SHARE))  # saves go on meanwhile
+        self._comparisons.close(left_s(_IO_SHARE))
+        if chunks := self.saves.close(left_s(_IO_SHARE)):
+            log.warning(
+                "VUA: the engine ends, and %d chunks are not stored: the storage did not take them "
+                "within %g s (timeouts.drain_s)",
+                *(chunks, drain_s),
+            )
         for group in self.groups:
             group.close()
         if self.gds is not None:
             self.gds.close()
-        if self._identity is not None:
-            self.groups[0].store.close()  # one capacity for all
+        if self._identity is not None:  # one capacity for all
+            close_within(self.groups[0].store.close, left_s())
         self._memory = Memory()  # the model may go
 
     # -- loads --------------------------------------------------------------------------------
@@ -345,13 +360,15 @@ class WorkerSide:
         adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
         is_open = self._identity is not None and self._identity == self._opening.identity
         unsaved, retry = self.saves.take_unsaved(self.groups, retries=is_open)
-        opened = self._take_opened()
-        news = self._load_s or seen or verdicts or adapters or unsaved or retry or opened
+        opened, ended = self._take_opened(), self.saves.take_ended()
+        news = self._load_s or seen or verdicts or adapters or unsaved or retry or opened or ended
         if not news and self._left is None:
             return None  # what just ends waits for the next step
         with self._lock:
             load_s, self._load_s = self._load_s, {}
-        return WorkerOutput(load_s, seen, verdicts, self._left, adapters, unsaved, retry, opened)
+        return WorkerOutput(
+            load_s, seen, verdicts, self._left, adapters, unsaved, retry, opened, ended
+        )
 
     def _take_opened(self) -> dict[str, int]:
         """Return the namespace that was opened since the last call."""
@@ -387,14 +404,17 @@ class WorkerSide:
                 self._comparisons.begin(asked, self.groups)
             else:
                 self._comparisons.cannot(asked)
-        if not self._registered or not orders.saves or not current:
+        if not orders.saves:
             return
-        if not is_open:
-            self.saves.refuse(orders.saves, self.groups)
+        if not self._registered or not current or not is_open:
+            opens = self._registered and current
+            self.saves.refuse(orders.saves, self.groups, again=opens)
             return
         self._memory.look()
-        holds = self._memory.holds  # an adapter may have been replaced
-        self.saves.copy_out([one for one in orders.saves if holds(one.adapter)], self.groups)
+        held = {id(one) for one in orders.saves if self._memory.holds(one.adapter)}
+        gone = [one for one in orders.saves if id(one) not in held]  # an adapter was replaced
+        self.saves.refuse(gone, self.groups, again=False)
+        self.saves.copy_out([one for one in orders.saves if id(one) in held], self.groups)
 
     def finished(self, request_ids: Collection[str]) -> None:
         """Forget what was to be stored of requests whose blocks are freed now."""

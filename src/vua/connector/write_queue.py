@@ -96,6 +96,9 @@ class WriteQueue:
         self._pending = 0
         self._holes: dict[str, _Hole] = {}
         self._unsaved: dict[str, int] = {}
+        self._open_orders: dict[int, int] = {}
+        """By their numbers: how many of their chunks are under way."""
+        self._ended: list[int] = []
         self._warned: set[str] = set()
 
     @property
@@ -103,16 +106,46 @@ class WriteQueue:
         """How many chunks are copied out and not yet written."""
         return self._pending
 
-    def close(self) -> bool:
-        """Write what is waiting; whether the storage let all of it end in time."""
-        return self._threads.close()
+    def close(self, timeout_s: float) -> int:
+        """Write what is waiting, for so long at most; return how many chunks are not stored."""
+        self._threads.close(timeout_s=timeout_s)
+        return self._pending
 
-    def refuse(self, orders: Sequence[SaveOrder], groups: Sequence[GroupTransfer]) -> None:
-        """Copy nothing of these orders: they are to be made again, see :meth:`take_unsaved`."""
+    def refuse(
+        self, orders: Sequence[SaveOrder], groups: Sequence[GroupTransfer], *, again: bool
+    ) -> None:
+        """Copy nothing of these orders; with ``again`` they are to be made again some time."""
         for order in orders:
             ordered = [len(keys) for number, keys in order.parts if groups[number].writes]
-            self._stats.add("vua_chunks_saved_total", sum(ordered), "dropped")
-            self._leave(order, order.start, max(ordered, default=0), again=True)
+            outcome = "dropped" if again else "reset"
+            self._stats.add("vua_chunks_saved_total", sum(ordered), outcome)
+            self._leave(order, order.start, max(ordered, default=0), again=again)
+            self._under_way(order, 0)
+
+    def _under_way(self, order: SaveOrder, chunks: int) -> None:
+        """Note how many of an order's chunks are copied."""
+        with self._lock:
+            if not chunks and order.number:
+                self._ended.append(order.number)
+            elif chunks and order.number:
+                self._open_orders[order.number] = chunks
+
+    def _came_to_an_end(self, order: SaveOrder) -> None:
+        """Note that one chunk of an order is not under way any more. For any thread."""
+        with self._lock:
+            left = self._open_orders.pop(order.number, 0) - 1
+            if left > 0:
+                self._open_orders[order.number] = left
+            elif left == 0:
+                self._ended.append(order.number)
+
+    def take_ended(self) -> dict[int, int]:
+        """Return the orders that have ended since the last call, see `WorkerOutput.ended`."""
+        if not self._ended:
+            return {}
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return dict.fromkeys(ended, 1)
 
     def copy_out(self, orders: Sequence[SaveOrder], groups: Sequence[GroupTransfer]) -> None:
         """Copy a step's chunks out of the cache, to be written after :meth:`hand_over`.
@@ -120,7 +153,11 @@ class WriteQueue:
         Those of a group all at once: on a GPU each call takes time of the engine's thread.
         """
         proven = self._memory.proof()
-        taken = [save for order in orders for save in self._take(order, groups, proven)]
+        taken: list[_Save] = []
+        for order in orders:
+            saves = self._take(order, groups, proven)
+            self._under_way(order, len(saves))
+            taken += saves
         self._count_pending(len(taken))
         try:
             for group in groups:
@@ -298,6 +335,7 @@ class WriteQueue:
         current = save.saver.store is save.group.store  # not of an epoch that was left
         if outcome not in ("written", "present", "dropped"):
             self._leave(save.order, save.key.start, 1, again=False)
+        self._came_to_an_end(save.order)
         if self._watch is not None and current and outcome in ("written", "present"):
             self._watch.stored(save.key, save.group.shard)
         if outcome == "written":

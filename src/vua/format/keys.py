@@ -177,6 +177,19 @@ class KeyRun(Sequence[ChunkKey]):
             return KeyRun(first, self._chunk_tokens, cut, parents, self._tenant)
         return self.key(range(len(self))[index])
 
+    @property
+    def prefix_hashes(self) -> list[bytes]:
+        """The prefix hashes of all keys, without a key for each."""
+        digests = self._digests
+        return [
+            bytes(digests[at : at + _HASH_NBYTES]) for at in range(0, len(digests), _HASH_NBYTES)
+        ]
+
+    @property
+    def first_chunk(self) -> int:
+        """Index of the first chunk in its prompt."""
+        return self._first
+
     def key(self, index: int) -> ChunkKey:
         """Return the key at ``index``, 0 <= index < len."""
         digests, place, chunk = self._digests, index * _HASH_NBYTES, self._first + index

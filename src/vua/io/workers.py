@@ -190,23 +190,30 @@ class Workers(Generic[T]):
             attempt._given_up = True
         return settled
 
-    def close(self, *, finish: bool = True) -> bool:
+    def close(self, *, finish: bool = True, timeout_s: float | None = None) -> bool:
         """Finish all work; returns False, with threads left behind, when it makes no progress.
 
         Work that is overdue then is given up as by :meth:`overdue`; with ``finish`` False all of it
-        is, at once. Nothing may be submitted any more. A second call waits for nothing that the
-        first one gave up.
+        is, at once, and after ``timeout_s`` what is left. Nothing may be submitted any more. A
+        second call waits for nothing that the first one gave up.
         """
+        stop_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             self._closed = True
-            if not finish:
-                self._queue.clear()
             self._changed.notify_all()
-            if not finish:
-                return not self._running
-        while True:
+        while finish:
             self.overdue()
             with self._changed:
                 if not self._queue and all(one._given_up for one in self._running):
                     return not self._running
-                self._changed.wait(self._timeout_s / 10)
+                left_s = self._timeout_s / 10
+                if stop_s is not None:
+                    left_s = min(left_s, stop_s - time.monotonic())
+                    if left_s <= 0:
+                        break
+                self._changed.wait(left_s)
+        with self._changed:
+            self._queue.clear()
+            for one in self._running:
+                one._given_up = True
+            return not self._running

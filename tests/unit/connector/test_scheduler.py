@@ -17,6 +17,7 @@ from helpers import keys_of, save_chunk, until
 from scheduling import LAYOUT, answer, bare_connector, request_of, step
 from vua.capacity.ttl import settle, ttl_s_of
 from vua.connector.config import ConnectorConfig, Timeouts
+from vua.connector.metadata import ConnectorMetadata, WorkerOutput
 from vua.connector.step import ScheduledRequest, ScheduledStep
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
@@ -72,8 +73,6 @@ class SchedulerTest(unittest.TestCase):
 
     def test_a_request_that_cannot_be_named_costs_no_other_one(self) -> None:
         """Whatever breaks while one prompt is named, it is a miss and other prompts are stored."""
-        from vua.connector.metadata import ConnectorMetadata
-
         side = self.side()
         broken, good = request_of("broken", cache_salt="\ud800"), request_of("good")
         with self.assertLogs("vllm.vua.scheduler", "ERROR"):
@@ -94,18 +93,72 @@ class SchedulerTest(unittest.TestCase):
         other = request_of("other", skip_reading_prefix_cache=False)
         self.assertEqual((48, True), answer(side, other))
 
+    def ordered(self, side: Any, computed: dict[str, int]) -> list[tuple[str, int]]:
+        """What a step orders to be stored: (request, number of chunks)."""
+        orders = ConnectorMetadata()
+        side.add_saves(orders, step(computed))
+        self.numbers = [order.number for order in orders.saves]
+        return [(order.request_id, len(order.parts[0][1])) for order in orders.saves]
+
+    def test_a_shared_prefix_is_ordered_once(self) -> None:
+        """Of requests that share a prefix one orders it, while its copy is under way.
+
+        One that was looked up before the copy had ended relies on it, too. One that is looked up
+        afterwards orders what it does not find: somebody may have deleted it.
+        """
+        side = self.side()
+        own = [*range(48), *range(900, 916)]
+        for name in ("a", "b", "late"):
+            answer(side, request_of(name))
+        answer(side, request_of("c", prompt_token_ids=own))
+        answer(side, asking("d", ttl_s=60))
+        self.assertEqual([("a", 4)], self.ordered(side, {"a": 0, "b": 0}))
+        ended = {self.numbers[0]: 1}
+        self.assertEqual([("c", 1), ("d", 4)], self.ordered(side, {"c": 0, "d": 0}))
+        others = dict.fromkeys(self.numbers, 1)
+        self.now_s += 1
+        side.learn(WorkerOutput(ended=ended))
+        side.take_stats()
+        self.assertEqual([], self.ordered(side, {"late": 0}))
+        for name in ("a", "b", "c", "d", "late"):
+            side.finished(side.states[name].request)
+        self.now_s += 1
+        side.learn(WorkerOutput(ended=others))
+        side.take_stats()
+        answer(side, request_of("e"))
+        self.assertEqual([("e", 4)], self.ordered(side, {"e": 0}))
+
+    def test_a_copy_that_fails_is_ordered_again(self) -> None:
+        """What a worker could not store is ordered again by the requests that relied on it."""
+        for ends in (False, True):
+            with self.subTest(ends=ends):
+                side = self.side()
+                for name in ("a", "b", "c"):
+                    answer(side, request_of(name))
+                self.assertEqual([("a", 4)], self.ordered(side, {"a": 0, "b": 0}))
+                if ends:
+                    side.finished(side.states["a"].request)
+                side.learn(WorkerOutput(unsaved={"a": 16}, ended=dict.fromkeys(self.numbers, 1)))
+                more = ScheduledRequest("b", 64, 1, [[]], begins=False)
+                orders = ConnectorMetadata()
+                side.add_saves(orders, ScheduledStep([more], lambda _: [[1, 2, 3, 4]]))
+
+                (order,) = orders.saves
+                self.assertEqual(
+                    ("b", 16, 3), (order.request_id, order.start, len(order.parts[0][1]))
+                )
+                self.assertEqual([("c", 1)], self.ordered(side, {"c": 0}))
+
     def test_steps_without_the_draft(self) -> None:
         """Where a request is too long for the draft nothing of its step is stored, or atop of it.
 
         Negative control: one token less, and all of it is.
         """
-        from vua.connector.metadata import ConnectorMetadata
-
         for limit, first, later in ((63, [], []), (64, ["a", "b"], ["c"])):
             side, found = self.side(draft_tokens=limit), []
             for name in ("a", "b"):
-                answer(side, request_of(name))
-            answer(side, request_of("c", num_tokens=48))
+                answer(side, request_of(name, prompt_token_ids=[ord(name)] * 64))
+            answer(side, request_of("c", num_tokens=48, prompt_token_ids=[ord("c")] * 64))
             side.states["c"].local_tokens = 16
             begins = ScheduledRequest("c", 16, 32, [[1, 5, 6]], begins=True)
             for now in (step({"a": 0, "b": 0}), ScheduledStep([begins], lambda _: [[1, 5, 6]])):
@@ -116,8 +169,6 @@ class SchedulerTest(unittest.TestCase):
 
     def test_tenants(self) -> None:
         """A salt with a key finds and stores what is its own; one without a key is not cached."""
-        from vua.connector.metadata import ConnectorMetadata
-
         keys = Path(self.enterContext(tempfile.TemporaryDirectory()))
         write_key(keys / f"{tenant_of(b'alice')}.key")
         side = self.side(security=Security(tenant_keys=str(keys)))
@@ -185,8 +236,6 @@ class SchedulerTest(unittest.TestCase):
 
     def test_hanging_storage(self) -> None:
         """Each lookup is a miss in time; after a few there are none, until storage answers."""
-        from vua.connector.metadata import ConnectorMetadata
-
         side, asked, go = self.side(timeouts=Timeouts(lookup_s=1.0)), [], threading.Event()
         self.addCleanup(go.set)
         look_up = side.namespace.stores[0].lookup
@@ -224,8 +273,6 @@ class SchedulerTest(unittest.TestCase):
 
     def test_engine_that_only_stores(self) -> None:
         """It computes a prompt in one step, so what to store is known before that."""
-        from vua.connector.metadata import ConnectorMetadata
-
         side = self.side(loads=False)
         store(side, 0, 1)
         self.assertEqual((0, False), answer(side, request_of("a")))

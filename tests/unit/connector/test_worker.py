@@ -144,6 +144,32 @@ class HangingTest(DirectoryTest):
         found: dict[str, Any] = {} if stats is None else stats.get(name, {})
         return found
 
+    def test_the_end_is_bounded(self) -> None:
+        """An engine ends within `timeouts.drain_s`, however much waits, and says what is left.
+
+        No call of the storage returns, and none is ever overdue.
+        """
+        for model in ("loads", "saves"):
+            with self.subTest(model):
+                self.side = self.worker(timeouts=Timeouts(io_s=3600.0, drain_s=0.2))
+                layer_of = {name: at for at, name in enumerate(self.layers)}
+                tables = dict.fromkeys(self.layers, 0)
+                self.side.register(self.layers, layer_of, tables, page_layout)
+                store = self.side.groups[0].store
+                store.storage = storage = Hanging(store.storage)  # type: ignore[assignment]
+                self.addCleanup(storage.go.set)
+                if model == "loads":
+                    self.load("hangs", [5, 6, 7])
+                    self.side.shutdown()
+                    continue
+                for first in range(10):
+                    self.save(keys_of(range(100 + first, 148 + first), 16))
+                with self.assertLogs("vllm.vua.worker", "WARNING") as logged:
+                    self.side.shutdown()
+                (line,) = logged.output
+                self.assertIn("30 chunks are not stored", line)
+                self.assertIn("within 0.2 s (timeouts.drain_s)", line)
+
     def test_unknown_memory(self) -> None:
         """Where nobody can tell what the engine computes with, nothing is stored or loaded."""
         side = self.worker(memory=Memory(unknown="nobody can tell"))
