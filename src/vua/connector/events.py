@@ -6,7 +6,8 @@ consumer sees one more place of blocks that it knows from the engine's events al
 Workers know what happened to files (:class:`FileEventLog`), the scheduler's half knows what they
 are (:class:`KVEventPublisher`); what workers say comes with each step's output. So events come with
 steps: what ends while the engine is idle is announced by the next step. All memory here is bounded;
-what does not fit is not announced, which costs a router's knowledge and nothing else.
+what does not fit is not announced, or is announced as removed when it is forgotten: that costs a
+router's knowledge, and it never believes in what is gone.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ __all__ = ["FileEventLog", "KVEventPublisher", "Seen", "StoredEvent"]
 log = logger("events")
 
 _GONE: Final = -1
+_LOST: Final = -2
+"""A worker could not remember which chunks are gone: none counts as stored any more."""
 MAX_SEEN: Final = 1 << 14
 """Files of one worker between two steps."""
 MAX_PENDING: Final = 1 << 12
 """Units ordered to be stored that no worker has confirmed: more than fit into save buffers."""
 _MAX_ANNOUNCED: Final = 1 << 16
-"""Chunks whose block hashes are remembered, some 300 bytes each; an older one is not announced as
-removed."""
+"""Chunks whose block hashes are remembered, some 300 bytes each; an older one is announced as
+removed, for nobody could tell later when it goes."""
 MAX_QUEUED: Final = 10_000
-"""Events that the engine has not taken; it takes them in every step."""
+"""Events that the engine has not taken; it takes them in every step. Removals may be more: one for
+each chunk that was announced."""
 
 
 class Seen(NamedTuple):
@@ -62,6 +66,7 @@ class FileEventLog:
         self._numbers = {shard: number for number, shard in enumerate(_files(model))}
         self._lock = threading.Lock()
         self._seen: deque[Seen] = deque(maxlen=MAX_SEEN)
+        self._lost = False
 
     def stored(self, key: ChunkKey, shard: Shard) -> None:
         """Note that a file is there."""
@@ -76,6 +81,8 @@ class FileEventLog:
 
     def _note(self, seen: Seen) -> None:
         with self._lock:
+            if len(self._seen) == MAX_SEEN:
+                self._lost |= self._seen[0].file == _GONE
             self._seen.append(seen)
 
     def take(self) -> list[Seen]:
@@ -84,7 +91,8 @@ class FileEventLog:
             return []
         with self._lock:
             seen, self._seen = self._seen, deque(maxlen=MAX_SEEN)
-        return list(seen)
+            lost, self._lost = self._lost, False
+        return [*([Seen(b"", _LOST)] if lost else []), *seen]
 
 
 class StoredEvent(Protocol):
@@ -199,6 +207,9 @@ class KVEventPublisher(ABC):
                 self._learn(one)
 
     def _learn(self, one: Seen) -> None:
+        if one.file == _LOST:
+            self._forget()
+            return
         if one.file == _GONE:
             self._remove(self._announced.pop(one.chunk, []))
             return
@@ -212,7 +223,12 @@ class KVEventPublisher(ABC):
             self._announce(unit.event, unit.chunks)
 
     def _announce(self, event: StoredEvent, names: Sequence[bytes]) -> None:
-        self._emit(event)
+        if len(self._queue) >= MAX_QUEUED - 1:
+            if not self._full:
+                self._full = True
+                log.warning("VUA: nobody takes KV cache events; some are not published")
+            return
+        self._queue.append(event)
         each = self._unit * self._chunk_tokens // self._block
         for at in range(0, len(names), self._unit):
             place = at // self._unit * each
@@ -221,27 +237,23 @@ class KVEventPublisher(ABC):
                 self._announced[name] = hashes
                 self._announced.move_to_end(name)
         while len(self._announced) > _MAX_ANNOUNCED:
-            self._announced.popitem(last=False)
+            self._remove(self._announced.popitem(last=False)[1])
 
     def _remove(self, hashes: list[Any]) -> None:
         if hashes:
-            self._emit(self.removed_event(hashes[:]))
+            self._queue.append(self.removed_event(hashes[:]))
             hashes.clear()  # a unit's other chunks share the list
-
-    def _emit(self, event: object) -> None:
-        if len(self._queue) < MAX_QUEUED:
-            self._queue.append(event)
-        elif not self._full:
-            self._full = True
-            log.warning("VUA: nobody takes KV cache events; some are not published")
 
     def forget(self) -> None:
         """After a reset of the cache: nothing that was announced can be loaded any more."""
         with self._lock:
-            hashes = [one for blocks in self._announced.values() for one in blocks]
-            self._announced.clear()
-            self._pending.clear()
-            self._remove(list(dict.fromkeys(hashes)))
+            self._forget()
+
+    def _forget(self) -> None:
+        hashes = [one for blocks in self._announced.values() for one in blocks]
+        self._announced.clear()
+        self._pending.clear()
+        self._remove(list(dict.fromkeys(hashes)))
 
     def take(self) -> list[Any]:
         """Return the events since the last call."""

@@ -347,7 +347,7 @@ class TestQuestion(ExplainTest):
                 self.assertIn(words, err)
 
     def test_namespace(self) -> None:
-        """One namespace can be picked, and one without a description is a miss."""
+        """One namespace can be picked; without a description headers say what it holds."""
         self.put(TOKENS)
         self.put(TOKENS, model="qwen")
         self.assertEqual(2, len(self.ask(TOKENS)[1]))
@@ -356,7 +356,7 @@ class TestQuestion(ExplainTest):
         self.assertEqual((name, 3), (one["namespace"], one["usable_chunks"]))
         (self.cache / name / "namespace.json").unlink()
         code, (one,) = self.ask(TOKENS, "--namespace", name)
-        self.assertEqual((0, 0, "missing"), (code, one["usable_chunks"], one["description"]))
+        self.assertEqual((0, 3, "missing"), (code, one["usable_chunks"], one["description"]))
 
     @unittest.skipUnless(find_spec("tokenizers"), "needs tokenizers")
     def test_prompt(self) -> None:

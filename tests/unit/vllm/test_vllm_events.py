@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import unittest
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -28,6 +30,7 @@ if find_spec("vllm"):
     import zmq
     from vllm.distributed.kv_events import (
         MEDIUM_STORAGE,
+        AllBlocksCleared,
         BlockRemoved,
         BlockStored,
         KVEventBatch,
@@ -188,9 +191,51 @@ class EventPublisherTest(unittest.TestCase):
         self.assertEqual([events.MAX_QUEUED, 1], [len(publisher.take()), len(logged.output)])
 
         for _ in range(events.MAX_SEEN + 10):
-            self.watches[0].gone(self.names[0])
+            self.watches[0].stored(self.keys[0], self.ranks[0])
         self.assertEqual(events.MAX_SEEN, len(self.watches[0].take()))
         self.assertEqual([], self.watches[0].take())
+
+    def chain(self, at: int) -> KeyChain:
+        """The chunk of another prompt."""
+        return KeyChain(token_ids([at, *IDS[1:CHUNK]]), CHUNK)
+
+    def test_forgotten(self) -> None:
+        """What is too old to be remembered is announced as removed: nobody would say it later."""
+        publisher = self.publisher(16)
+        with mock.patch.object(events, "_MAX_ANNOUNCED", 3):  # race: memory of 20 MB
+            for at in range(5):
+                self.request.block_hashes = [b"%d" % at]
+                publisher.found(self.request, self.chain(at), 1)
+        told = publisher.take()
+        gone = [one.block_hashes for one in told if isinstance(one, BlockRemoved)]
+        self.assertEqual([[b"0"], [b"1"]], gone)
+        self.assertEqual(5, sum(isinstance(one, BlockStored) for one in told))
+
+    def test_full_queue(self) -> None:
+        """Of events that nobody takes those of removals are kept, and no other block is told."""
+        publisher, believed = self.publisher(16), set()
+        with mock.patch.object(events, "MAX_QUEUED", 4), self.assertLogs("vllm.vua.events"):
+            for at in range(10):
+                self.request.block_hashes = [b"%d" % at]
+                publisher.found(self.request, self.chain(at), 1)
+            for at in range(10):
+                publisher.found(self.request, self.chain(at), 0)
+        for event in publisher.take():
+            hashes = set(event.block_hashes)
+            believed = believed - hashes if isinstance(event, BlockRemoved) else believed | hashes
+        self.assertEqual(set(), believed)
+
+    def test_lost_news(self) -> None:
+        """A worker that forgot which chunks went says so: nothing counts as stored any more."""
+        publisher = self.publisher(16)
+        publisher.found(self.request, self.keys, 2)
+        publisher.take()
+        self.watches[0].gone(self.names[0])
+        for _ in range(events.MAX_SEEN):
+            self.watches[0].stored(self.keys[3], self.ranks[0])
+        publisher.learn(WorkerOutput().aggregate(WorkerOutput(seen=self.watches[0].take())).seen)
+        gone = {one for event in publisher.take() for one in event.block_hashes}
+        self.assertEqual({b"0", b"1"}, gone)
 
     def test_switch(self) -> None:
         """Only vLLM's own switch turns events on."""
@@ -216,6 +261,7 @@ class DirectoryTest(SocketTest):
             subscriber = self.socket(zmq.SUB, self.out)
             subscriber.subscribe(b"")
             batch = decoder.decode(subscriber.recv_multipart()[2])
+            self.assertIsInstance(batch.events.pop(0), AllBlocksCleared)
             shutil.rmtree(self.entries()[0].parents[2])
             removed = decoder.decode(subscriber.recv_multipart()[2]).events[0]
             shutil.rmtree(self.root)
@@ -232,3 +278,40 @@ class DirectoryTest(SocketTest):
         self.assertIsInstance(removed, BlockRemoved)
         self.assertEqual(keys, chains[removed.ownership])
         self.assertIn(removed.block_hashes[0], keys)
+
+    def hear(self, router: Any, believed: set[tuple[str, bytes]]) -> None:
+        """Take one batch, as a router of vLLM's events does."""
+        for event in msgspec.msgpack.decode(router.recv_multipart()[2], type=KVEventBatch).events:
+            if isinstance(event, AllBlocksCleared):
+                believed.clear()
+                continue
+            blocks = {(event.ownership, one) for one in event.block_hashes}
+            if isinstance(event, BlockStored):
+                believed |= blocks
+            else:
+                believed -= blocks
+
+    def test_restarts(self) -> None:
+        """Routers believe in what is stored, also when chunks went while no publisher ran."""
+        routers = [self.socket(zmq.SUB, self.out) for _ in range(2)]
+        believed: list[set[tuple[str, bytes]]] = [set(), set()]
+        for router in routers:
+            router.subscribe(b"")
+        last = keys_of(TOKENS.tolist(), 4)[-1].name
+        words = ("events", str(self.root), "--follow", "--interval", "0.1", "--zmq", self.out)
+        for count in (4, 3):
+            files = list(self.root.glob("*/??/*/*.safetensors"))
+            there = {(path.parents[2].name, path.parent.name) for path in files}
+            self.assertEqual(count, len(there))
+            expected = {(name, bytes.fromhex(chunk)) for name, chunk in there}
+            process = subprocess.Popen([sys.executable, "-m", "vua.cli", *words])
+            try:
+                for router, held in zip(routers, believed, strict=True):
+                    while held != expected:
+                        self.hear(router, held)
+            finally:
+                process.kill()
+                process.wait()
+            for path in files:  # what goes while nothing is published
+                if path.parent.name == last:
+                    shutil.rmtree(path.parent)
