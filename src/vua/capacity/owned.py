@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from typing import Final
 
 from vua.capacity.scan import (
-    AFTER,
-    PIN,
-    SENT,
     TRASH,
     TTL_FOLDER,
     Space,
@@ -25,10 +22,9 @@ from vua.capacity.scan import (
     is_fan,
     listed,
 )
-from vua.format.layout import Shard
 from vua.storage.aside import QUARANTINE
 from vua.storage.description import DESCRIPTION, is_described, is_later, is_namespace_name
-from vua.storage.local import SUFFIX
+from vua.storage.names import QUARANTINED, chunk_file_kind, is_temporary
 
 __all__ = [
     "QUARANTINED",
@@ -43,18 +39,10 @@ __all__ = [
 ]
 
 _TRASH: Final = re.compile(rf"{TRASH}[0-9a-f]{{16}}")
-_WRITING: Final = re.compile(r"\.tmp-.+-[0-9a-f]{8}-\d+-\d+(?:-\d+)?")
-"""A chunk's file until it is whole: host, process, number."""
 _DESCRIBING: Final = re.compile(r"\.tmp-[0-9a-f]{16}")
 """A small JSON file until it is whole."""
 _JSON: Final = b'{\n "format": "vua.'
-QUARANTINED: Final = re.compile(r"[0-9a-f]{64}\.(.+)\.[0-9a-f]{6}")
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a chunk's file has such a name until it is whole."""
-    return _WRITING.fullmatch(name) is not None
 
 
 def is_trash(name: str) -> bool:
@@ -62,16 +50,9 @@ def is_trash(name: str) -> bool:
     return _TRASH.fullmatch(name) is not None
 
 
-def _is_entry(name: str) -> bool:
-    return name.endswith(SUFFIX) and Shard.parse(name.removesuffix(SUFFIX)) is not None
-
-
 def is_chunk_file(entry: os.DirEntry[str]) -> bool:
     """Whether what lies in a chunk's directory is of VUA: entries, marks, files being written."""
-    name = entry.name
-    mark = name.removeprefix(PIN).removeprefix(AFTER).removeprefix(SENT)
-    known = _is_entry(name) or is_temporary(name) or (mark != name and is_namespace_name(mark))
-    return known and entry.is_file(follow_symlinks=False)
+    return chunk_file_kind(entry.name) != "stray" and entry.is_file(follow_symlinks=False)
 
 
 def is_ours(space: Space) -> bool:
@@ -84,7 +65,8 @@ def is_ours(space: Space) -> bool:
     for fan in fans_of(space):
         for chunk, _ in chunks_of(space, fan):
             with listed(space.fd, f"{fan}/{chunk}") as entries:
-                if any(_is_entry(entry.name) and is_chunk_file(entry) for entry in entries):
+                ours = filter(is_chunk_file, entries)
+                if any(chunk_file_kind(one.name) == "entry" for one in ours):
                     return True
     return False
 

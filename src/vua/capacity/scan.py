@@ -22,6 +22,7 @@ import numpy.typing as npt
 from vua.io.posix import open_beneath
 from vua.native import LATEST_NS, list_chunks
 from vua.storage.local import SUFFIX, chunk_path
+from vua.storage.names import AFTER, PIN, SENT, TTL_FOLDER
 
 __all__ = [
     "AFTER",
@@ -69,19 +70,8 @@ def silent(*_: object, **__: object) -> None:
     """Show nothing."""
 
 
-PIN: Final = "pin-"
-"""Prefix of the name of an empty file that keeps the chunk in whose directory it lies."""
-AFTER: Final = "after-"
-"""Prefix of the name of an empty file that names the chunk before. Needed where extras changed the
-header's `parent`."""
-SENT: Final = "sent-"
-"""Prefix of the name of an empty file that notes that a file of this chunk has arrived in the
-places behind a tiered cache's directory; see :mod:`vua.store.travel`."""
 TRASH: Final = "trash-"
 """Prefix of the name of a directory that is being deleted."""
-
-TTL_FOLDER: Final = "ttl"
-"""The folder of chunks' own times to live, in a namespace; see :mod:`vua.capacity.ttl`."""
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _FAN: Final = re.compile(r"[0-9a-f]{2}")

@@ -18,8 +18,9 @@ from vua.cli.bucket_chunks import (
     BucketSpace,
     cost,
     find_key_ids,
-    listed_spaces,
+    listed,
     opened_bucket,
+    print_strays,
     resolve,
 )
 from vua.cli.keys import key_ids
@@ -29,9 +30,8 @@ from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import DOLLARS_PER_GB_MONTH, KINDS, cost_dollars
-from vua.storage.bucket_mark import bucket_descriptions, claim_bucket, is_marked_bucket
+from vua.storage.bucket_mark import adopted_bucket, claim_bucket
 from vua.storage.bucket_path import BucketPath
-from vua.storage.mark import MARK, mark_text
 
 __all__ = ["adopt_bucket", "du_bucket", "gc_bucket", "rm_bucket"]
 
@@ -75,7 +75,8 @@ def du_bucket(url: str, *, write: Write | None) -> int:
     """Show what a cache in a bucket occupies, by namespace, and what that and the look cost."""
     place = opened_bucket(url)
     with progress() as show:
-        rows = [_occupied(space) for space in listed_spaces(place, show)]
+        spaces, strays = listed(place, show)
+    rows = [_occupied(space) for space in spaces]
     nbytes, chunks = sum(one.nbytes for one in rows), sum(one.chunks for one in rows)
     bounds, monthly = read_bucket_bounds(place), nbytes / _GB * DOLLARS_PER_GB_MONTH
     counts = place.bucket.counts
@@ -84,6 +85,7 @@ def du_bucket(url: str, *, write: Write | None) -> int:
             "nbytes": nbytes,
             "chunks": chunks,
             "exact": True,
+            "strays": len(strays),
             "bounds": asdict(bounds),
             "requests": {kind: counts[kind] for kind in KINDS},
             "requests_dollars": cost_dollars(counts),
@@ -95,6 +97,7 @@ def du_bucket(url: str, *, write: Write | None) -> int:
         head = ["namespace", " chunks", " size", " pinned", "oldest", "newest"]
         table(head, [one.row() for one in rows])
     print(plain(f"{place}: {chunks} chunks, {size(nbytes)}; {cost(counts)}"))
+    print_strays(strays)
     if place.bucket.scheme in ("s3", "gs", "az"):
         print(f"storage: ${monthly:.2f} a month at S3's list price; others' prices differ")
     return SOUND
@@ -122,7 +125,7 @@ def gc_bucket(
         raise ConfigError(msg)
     limits = _limits(place, said)
     with progress() as show:
-        spaces = listed_spaces(place, show)
+        spaces, strays = listed(place, show)
         chunks = [one for space in spaces for one in space.chunks.values()]
         total = sum(one.nbytes for one in chunks)
         most = total if limits.max_bytes is None else nbytes_of(limits.max_bytes, 0)
@@ -138,7 +141,8 @@ def gc_bucket(
             confirm(f"Delete {len(doomed)} chunks, {size(nbytes)}, of {url}?", yes=yes)
             place.bucket.delete([key for one in doomed for key in one.keys])
         if not dry_run:
-            place.bucket.delete([key for space in spaces for key in space.leftovers])
+            left = [key for space in spaces for key in space.of_ours(space.leftovers)]
+            place.bucket.delete(left)
         if keep and not dry_run:
             _keep(place, said)
         if limits.ttl_s is not None and not dry_run:
@@ -146,12 +150,14 @@ def gc_bucket(
     within = total - nbytes <= most
     if write is not None:
         deleted = {"chunks": len(doomed), "nbytes": nbytes}
-        left = {"chunks": len(chunks) - len(doomed), "nbytes": total - nbytes}
-        write({"directory": url, "dry_run": dry_run, "within": within, "deleted": deleted, **left})
+        stay = {"chunks": len(chunks) - len(doomed), "nbytes": total - nbytes}
+        report = {"within": within, "deleted": deleted, **stay, "strays": len(strays)}
+        write({"directory": url, "dry_run": dry_run, **report})
     else:
         word = "would be deleted" if dry_run else "deleted"
         print(f"{len(doomed)} chunks, {size(nbytes)}, {word}; {cost(place.bucket.counts)}")
         print(plain(f"{place}: {len(chunks) - len(doomed)} chunks, {size(total - nbytes)} stay"))
+        print_strays(strays)
     return SOUND if within else DAMAGED
 
 
@@ -217,7 +223,10 @@ def rm_bucket(
     url: str, names: Sequence[str], *, everything: bool, force: bool, dry_run: bool, yes: bool,
     write: Write | None,
 ) -> int:  # fmt: skip
-    """Delete namespaces, or chunks with all that follows them; exit status 1 if pins kept some."""
+    """Delete namespaces, or chunks with all that follows them; exit status 1 if pins kept some.
+
+    What VUA has not written stays, with the description of the namespace that it lies in.
+    """
     place = opened_bucket(url)
     claim_bucket(place, tool=True)
     if everything == bool(names):
@@ -226,15 +235,14 @@ def rm_bucket(
     keys: dict[str, None] = {}
     kept: set[tuple[str, str]] = set()
     with progress() as show:
-        spaces = listed_spaces(place, show)
+        spaces, strays = listed(place, show)
         picked = [resolve(spaces, name) for name in names] or [(one, "") for one in spaces]
         for space, chunk in picked:
             doomed = space.descendants(chunk, show) if chunk else list(space.chunks)
             held = [] if force else [name for name in doomed if space.chunks[name].pins]
             if not chunk and not held:
-                every = [one.key for one in place.bucket.walk(space.place.key)]
-                keys.update(dict.fromkeys(sorted(every, key=lambda key: key.count("/"))))
-                continue  # namespace.json first
+                keys.update(dict.fromkeys(space.every_key()))
+                continue
             kept.update((space.name, name) for name in held)
             gone = [space.chunks[name] for name in doomed if name not in set(held)]
             keys.update(dict.fromkeys(key for one in gone for key in one.keys))
@@ -242,24 +250,20 @@ def rm_bucket(
         confirm(f"Delete {len(keys)} objects of {url}?", yes=yes)
         place.bucket.delete(list(keys))
     if write is not None:
-        write({"directory": url, "objects": len(keys), "kept": len(kept), "dry_run": dry_run})
+        done = {"objects": len(keys), "kept": len(kept), "strays": len(strays)}
+        write({"directory": url, **done, "dry_run": dry_run})
     else:
         print(plain(f"{place}: {len(keys)} objects {'would be ' * dry_run}removed"))
         if kept:
             print(f"{len(kept)} pinned chunks stay; --pinned removes these too")
+        print_strays(strays)
     return DAMAGED if kept else SOUND
 
 
 def adopt_bucket(url: str, *, write: Write | None) -> int:
     """Make a place with namespaces a cache whose objects VUA may delete."""
     place = opened_bucket(url)
-    mine = [one.name for one in bucket_descriptions(place)]
-    if not mine:
-        msg = f"{place} holds no namespace of VUA"
-        raise ConfigError(msg)
-    there = is_marked_bucket(place)
-    if not there:
-        place.bucket.put((place / MARK).key, mark_text())
+    there, mine = adopted_bucket(place)
     if write is not None:
         write({"directory": url, "was_marked": there, "namespaces": mine})
     else:

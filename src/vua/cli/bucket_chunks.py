@@ -15,7 +15,7 @@ from typing import Final
 
 from vua.capacity.scan import AFTER, Show
 from vua.cli.names import only, wanted_name
-from vua.cli.text import SHORT
+from vua.cli.text import SHORT, plain
 from vua.cli.walk import Found, walk_bucket
 from vua.errors import ConfigError, CorruptEntryError
 from vua.format.compressed import Compressed
@@ -23,10 +23,10 @@ from vua.format.header import MAX_HEADER_NBYTES
 from vua.format.parse import EntryInfo, parse_entry
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import KINDS, cost_dollars
-from vua.storage.bucket_mark import bucket_descriptions
+from vua.storage.bucket_mark import bucket_contents
 from vua.storage.bucket_path import BucketPath
-from vua.storage.description import Description
-from vua.storage.names import is_compressed
+from vua.storage.description import DESCRIPTION, Description
+from vua.storage.names import COMPRESSED_SUFFIX, is_compressed, is_renewing
 from vua.store.opening import locate
 
 __all__ = [
@@ -35,8 +35,10 @@ __all__ = [
     "cost",
     "find_key_ids",
     "header",
+    "listed",
     "listed_spaces",
     "opened_bucket",
+    "print_strays",
     "resolve",
 ]
 
@@ -45,6 +47,8 @@ _HEADER_NBYTES: Final = 32 << 10
 _AT_ONCE: Final = 256
 _LEFTOVER_S: Final = 3600.0
 _MARK: Final = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})/(after|pin)-([0-9a-f]{64})")
+_OURS: Final = b'{\n "format": "vua.'
+"""How a description begins."""
 
 
 @dataclass(slots=True)
@@ -70,6 +74,14 @@ class BucketChunk:
     needed_s: float = 0.0
     """The youngest of :attr:`written_s` of it and of all that follows it."""
 
+    def mark(self, path: str, kind: str, other: str) -> None:
+        """Note a mark: ``after`` or ``pin``, and the chunk that it names."""
+        self.marks.append(path)
+        if f"{kind}-" == AFTER:
+            self.before = other
+        else:
+            self.pins.append(other)
+
     @property
     def keys(self) -> list[str]:
         """The keys of all its objects, the entries first."""
@@ -86,25 +98,71 @@ class BucketSpace:
         self.chunks: dict[str, BucketChunk] = {}
         """By name: all that have an entry."""
         self.leftovers: list[str] = []
-        """Keys of what somebody who was renewing objects left behind when he was killed."""
+        """Paths of what somebody who was renewing objects left behind when he was killed, by their
+        names and times; see :meth:`of_ours`."""
+        self.beside: list[str] = []
+        """Paths of what else is of VUA, by their names: marks, times to live, what was copied."""
+        self.strays: list[str] = []
+        """Paths of what is not."""
         marked: dict[str, BucketChunk] = {}
         for number, one in enumerate(walk_bucket(description)):
             if one.kind == "entry":
                 self._add(one)
-            elif one.kind == "temporary" and one.modified_s < time.time() - _LEFTOVER_S:
-                self.leftovers.append((place / one.path).key)
+            elif one.kind == "stray":
+                self.strays.append(one.path)
             elif match := _MARK.fullmatch(one.path):
                 chunk = marked.setdefault(match[1], BucketChunk(place, match[1]))
-                chunk.marks.append(one.path)
-                if f"{match[2]}-" == AFTER:
-                    chunk.before = match[3]
-                else:
-                    chunk.pins.append(match[3])
+                chunk.mark(one.path, match[2], match[3])
+            else:
+                self._note(one)
             if number % 1000 == 0:
                 show(self.name[:SHORT], amount=len(self.chunks), unit="chunks")
-        for name, chunk in self.chunks.items():
-            if beside := marked.get(name):
-                chunk.marks, chunk.pins, chunk.before = beside.marks, beside.pins, beside.before
+        for name, beside in marked.items():
+            if chunk_here := self.chunks.get(name):
+                chunk_here.marks, chunk_here.pins = beside.marks, beside.pins
+                chunk_here.before = beside.before
+            else:
+                self.beside += beside.marks
+
+    def _note(self, one: Found) -> None:
+        """Note what is of VUA and neither a chunk's entry nor its mark."""
+        self.beside.append(one.path)
+        if one.kind == "temporary" and one.modified_s < time.time() - _LEFTOVER_S:
+            self.leftovers.append(one.path)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a namespace of VUA: it says so, or chunks are in it, as in a directory."""
+        return self.description.identity is not None or bool(self.chunks)
+
+    def of_ours(self, paths: Sequence[str]) -> list[str]:
+        """Return the keys of those of these paths that are of VUA, also by what is in them."""
+        keys = [(self.place / path).key for path in paths]
+        return [
+            key
+            for path, key in zip(paths, keys, strict=True)
+            if not is_renewing(path) or _holds_entry(self.place.bucket, key)
+        ]
+
+    def every_key(self) -> list[str]:
+        """Return the keys of all that is of VUA, the description last.
+
+        That stays with what is not of VUA, as in a directory.
+        """
+        beside = self.of_ours(self.beside)
+        keys = [key for one in self.chunks.values() for key in one.keys] + beside
+        if not self.strays and len(beside) == len(self.beside):
+            keys += self._description()
+        return keys
+
+    def _description(self) -> list[str]:
+        key = (self.place / DESCRIPTION).key
+        if self.description.identity is not None:
+            return [key]
+        with suppress(OSError):  # a damaged one of VUA begins as a sound one
+            if bytes(self.place.bucket.get(key, 0, len(_OURS))[1]) == _OURS:
+                return [key]
+        return []
 
     def _add(self, one: Found) -> None:
         chunk = self.chunks.setdefault(one.chunk, BucketChunk(self.place, one.chunk))
@@ -175,6 +233,17 @@ def header(chunk: BucketChunk, path: str) -> EntryInfo | None:
     return None
 
 
+def _holds_entry(bucket: Bucket, key: str) -> bool:
+    """Whether an object holds an entry, of either form, whatever it is called."""
+    with suppress(OSError):
+        data = bucket.get(key, 0, _HEADER_NBYTES)[1]
+        for name in ("", COMPRESSED_SUFFIX):
+            with suppress(CorruptEntryError):
+                _parsed(name, data)
+                return True
+    return False
+
+
 def _parsed(path: str, data: memoryview) -> EntryInfo:
     """Read the header of an object of either form. Raises CorruptEntryError."""
     return parse_entry(Compressed.parse(data).header if is_compressed(path) else bytes(data))
@@ -203,7 +272,28 @@ def opened_bucket(url: str) -> BucketPath:
 
 def listed_spaces(place: BucketPath, show: Show) -> list[BucketSpace]:
     """List all namespaces of a cache. Raises StorageError."""
-    return [BucketSpace(one, place / one.name, show) for one in bucket_descriptions(place)]
+    return listed(place, show)[0]
+
+
+def listed(place: BucketPath, show: Show) -> tuple[list[BucketSpace], list[str]]:
+    """List all namespaces of a cache, and name what is not of VUA: objects, and folders beside.
+
+    Raises StorageError.
+    """
+    found, strays = bucket_contents(place)
+    spaces = [BucketSpace(one, place / one.name, show) for one in found]
+    strays += [space.name for space in spaces if not space.is_ours]
+    ours = [space for space in spaces if space.is_ours]
+    strays += [f"{space.name}/{path}" for space in ours for path in space.strays]
+    return ours, strays
+
+
+def print_strays(strays: Sequence[str]) -> None:
+    """Print how many things in a place are not of VUA, and the first of them."""
+    if strays:
+        some = ", ".join(plain(repr(name)[1:-1])[:60] for name in strays[:3])
+        more = ", ..." if len(strays) > 3 else ""
+        print(f"{len(strays)} objects or folders are not of VUA and stay: {some}{more}")
 
 
 def resolve(found: Sequence[BucketSpace], text: str) -> tuple[BucketSpace, str]:

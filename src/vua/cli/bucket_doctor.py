@@ -19,7 +19,7 @@ from vua.cli.probes import Finding
 from vua.cli.text import DAMAGED, SOUND, Write, plain, size
 from vua.errors import ConfigError, StorageError
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_mark import is_marked_bucket
+from vua.storage.bucket_mark import bucket_descriptions, is_marked_bucket
 from vua.storage.bucket_path import BucketPath
 from vua.storage.mark import MARK
 
@@ -35,10 +35,14 @@ def doctor_bucket(url: str, *, write: Write | None) -> int:
     place = BucketPath(Bucket.at(url))
     findings = list(_tried(place))
     days, rule = _DAYS, None
-    if place.bucket.scheme in ("s3", "memory"):
+    if place.bucket.scheme in ("s3", "memory") and findings[0].level == "ok":
         with suppress(OSError, ConfigError):
             days = lifecycle.days_of(read_bucket_bounds(place).ttl_s) or _DAYS
-        rule = lifecycle.rule_for(place, days)
+            places = lifecycle.places_of(place)
+            rule = lifecycle.rules_for(places, days) if places else None
+            if places != [place]:
+                text = "what is not of VUA lies there: rules of the whole place would delete it"
+                findings.append(Finding("lifecycle", "note", text))
     if write is not None:
         write({"directory": url, "findings": [asdict(one) for one in findings], "lifecycle": rule})
     else:
@@ -47,8 +51,9 @@ def doctor_bucket(url: str, *, write: Write | None) -> int:
             print(plain(f"{one.level:<4}  {one.name:<{width}}  {one.text}"))
         if rule is not None:
             print(
-                f"\nA lifecycle rule that deletes what was not written or renewed for {days} days:"
+                f"\nA lifecycle rule that deletes what was not written or renewed for {days} days"
             )
+            print("below its prefix, whosever it is:")
             print(json.dumps(rule, indent=1))
     return DAMAGED if any(one.level == "bad" for one in findings) else SOUND
 
@@ -77,7 +82,11 @@ def _tried(place: BucketPath) -> Iterator[Finding]:
 def _lifecycle(place: BucketPath) -> Finding:
     try:
         ttl_s = read_bucket_bounds(place).ttl_s
-        return lifecycle.judged(lifecycle.rules_of(place.bucket), lifecycle.prefix_of(place), ttl_s)
+        rules = lifecycle.rules_of(place.bucket)
+        names = [one.name for one in bucket_descriptions(place)]
+        places = [place / name for name in names] or [place]
+        found = [lifecycle.judged(rules, lifecycle.prefix_of(one), ttl_s) for one in places]
+        return max(found, key=lambda one: ("ok", "note", "bad").index(one.level))
     except (OSError, ConfigError) as problem:
         return Finding("lifecycle", "note", f"not checked: {problem}")
 

@@ -23,6 +23,7 @@ from vua.cli.removal import print_pins
 from vua.cli.text import SOUND, Write, plain, progress
 from vua.errors import ConfigError
 from vua.storage.bucket_mark import bucket_descriptions, claim_bucket
+from vua.storage.names import kind_at
 
 __all__ = ["pins_bucket", "ttl_bucket"]
 
@@ -80,7 +81,8 @@ def ttl_bucket(url: str, seconds: float | None, *, off: bool, write: Write | Non
     own = sum(
         1
         for one in bucket_descriptions(place)
-        for _ in place.bucket.walk((place / one.name / TTL_FOLDER).key)
+        for each in place.bucket.walk((place / one.name / TTL_FOLDER).key)
+        if kind_at(each.key.removeprefix(f"{(place / one.name).key}/")) == "ttl"
     )
     if write is not None:
         write({"directory": url, "ttl_s": bounds.ttl_s, "chunks_with_their_own": own})

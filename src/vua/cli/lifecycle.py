@@ -12,12 +12,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from vua.capacity.scan import TTL_FOLDER, is_fan
 from vua.cli.probes import Finding
 from vua.errors import ConfigError, StorageError
+from vua.storage.aside import QUARANTINE
 from vua.storage.bucket import Bucket
+from vua.storage.bucket_mark import bucket_contents
 from vua.storage.bucket_path import BucketPath
+from vua.storage.description import Description
+from vua.storage.names import kind_at
 
-__all__ = ["days_of", "judged", "prefix_of", "rule_for", "rules_of"]
+__all__ = ["days_of", "judged", "places_of", "prefix_of", "rules_for", "rules_of"]
 
 _DESCRIPTION_NBYTES: Final = 16384
 """Descriptions and marks are smaller, and are to stay; entries are larger."""
@@ -35,24 +40,54 @@ def prefix_of(place: BucketPath) -> str:
     return f"{path}/" if path else ""
 
 
-def rule_for(place: BucketPath, days: int) -> dict[str, object]:
-    """Return a rule for `aws s3api put-bucket-lifecycle-configuration`.
+def places_of(place: BucketPath) -> list[BucketPath]:
+    """Return the places that rules may cover, for all in them is of VUA.
 
-    It leaves out the descriptions (``namespace.json``, ``vua.json``) by their size.
+    The cache's own one, or where something else lies in it the namespaces that hold nothing else.
+    It looks as far as the folders of chunks, by a request or two for each namespace. Raises
+    StorageError.
     """
-    rule = {
-        "ID": "vua-unused",
-        "Status": "Enabled",
-        "Filter": {
-            "And": {
-                "Prefix": prefix_of(place),
-                "ObjectSizeGreaterThan": _DESCRIPTION_NBYTES,
-            }
-        },
-        "Expiration": {"Days": days},
-        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
-    }
-    return {"Rules": [rule]}
+    found, others = bucket_contents(place)
+    clean = [place / one.name for one in found if one.identity is not None and _is_clean(one)]
+    return [place] if not others and len(clean) == len(found) else clean
+
+
+def _is_clean(namespace: Description) -> bool:
+    """Whether only VUA's folders and objects lie at the top of a namespace. Raises StorageError."""
+    place = namespace.path
+    if not isinstance(place, BucketPath):
+        return False
+    folders, objects = place.bucket.folders(place.key)
+    names = [one.removeprefix(f"{place.key}/") for one in folders]
+    known = (TTL_FOLDER, QUARANTINE)
+    return all(name in known or is_fan(name) for name in names) and not any(
+        kind_at(one.key.removeprefix(f"{place.key}/")) == "stray" for one in objects
+    )
+
+
+def rules_for(places: Sequence[BucketPath], days: int) -> dict[str, object]:
+    """Return rules for `aws s3api put-bucket-lifecycle-configuration`, one for each place.
+
+    They leave out the descriptions (``namespace.json``, ``vua.json``) by their size. Where a bucket
+    keeps versions, those of before go after a day.
+    """
+    rules = [
+        {
+            "ID": f"vua-unused-{number}" if number else "vua-unused",
+            "Status": "Enabled",
+            "Filter": {
+                "And": {
+                    "Prefix": prefix_of(place),
+                    "ObjectSizeGreaterThan": _DESCRIPTION_NBYTES,
+                }
+            },
+            "Expiration": {"Days": days},
+            "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
+            "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
+        }
+        for number, place in enumerate(places)
+    ]
+    return {"Rules": rules}
 
 
 def rules_of(bucket: Bucket) -> Sequence[Mapping[str, Any]]:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from vua.capacity.scan import Show, Space, fans_of
+from vua.cli.bucket_chunks import print_strays
 from vua.cli.spread import over_fans
 from vua.cli.text import (
     SHORT,
@@ -25,6 +26,7 @@ from vua.errors import ConfigError
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
 from vua.storage.mark import is_marked
+from vua.storage.urls import is_url
 
 __all__ = ["SORTS", "Content", "content_of", "ls"]
 
@@ -46,6 +48,8 @@ class Content:
     newest_s: float | None = None
     entries: list[Found] = field(default_factory=list)
     """Each file, where they are to be listed."""
+    strays: list[str] = field(default_factory=list)
+    """In a bucket: paths of what is not of VUA."""
 
     def add(
         self, chunks: int, files: int, nbytes: int, newest_s: float | None, entries: list[Found]
@@ -124,8 +128,9 @@ def content_of(namespace: Description, show: Show, *, long: bool = False) -> Con
     """Count what lies in a namespace, in a directory or a bucket. Raises OSError, StorageError."""
     content = Content(namespace)
     if isinstance(namespace.path, BucketPath):
-        files = [one for one in walk_bucket(namespace) if one.kind == "entry"]
-        content.add(*_counted(files, long=long))
+        every = list(walk_bucket(namespace))
+        content.strays = [one.path for one in every if one.kind == "stray"]
+        content.add(*_counted([one for one in every if one.kind == "entry"], long=long))
         return content
     fd = os.open(namespace.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -159,20 +164,25 @@ def ls(directory: str, *, long: bool, sort: str = "name", write: Write | None) -
     ``sort`` is one of SORTS. Raises ConfigError for a directory of something else.
     """
     found, others = open_root(directory)
-    if others and not found and not is_marked(directory):
+    if others and not found and not is_url(directory) and not is_marked(directory):
         msg = f"{directory}: no cache of VUA, {len(others)} other names; name a cache"
         raise ConfigError(msg)
     with progress() as show:
         contents = [content_of(namespace, show, long=long) for namespace in found]
+    strays = others + [
+        f"{content.namespace.name}/{path}" for content in contents for path in content.strays
+    ]
     if sort != "name":
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()
     if write is not None:
         namespaces = [content.describe(long=long) for content in contents]
-        write({"directory": directory, "namespaces": namespaces})
+        counted = {"strays": len(strays)} if is_url(directory) else {}
+        write({"directory": directory, "namespaces": namespaces, **counted})
         return SOUND
     if not contents:
         print(f"{directory}: no namespaces")
+        print_strays(strays if is_url(directory) else [])
         return SOUND
     if len(contents) > 1:
         chunks, nbytes = (
@@ -184,4 +194,5 @@ def ls(directory: str, *, long: bool, sort: str = "name", write: Write | None) -
     if long:
         for content in contents:
             content.show_chunks()
+    print_strays(strays if is_url(directory) else [])
     return SOUND

@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from vua.capacity.owned import is_trash
 from vua.capacity.scan import AFTER, PIN, SENT, Space, is_fan, listed
@@ -18,7 +18,7 @@ from vua.format.layout import Shard
 from vua.storage.aside import QUARANTINE
 from vua.storage.base import parse_name
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_mark import bucket_descriptions
+from vua.storage.bucket_mark import bucket_contents
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import (
     DESCRIPTION,
@@ -28,14 +28,15 @@ from vua.storage.description import (
 )
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP
-from vua.storage.names import entry_at
+from vua.storage.names import Kind as NamedKind
+from vua.storage.names import entry_at, kind_at
 from vua.storage.problems import explained
 from vua.storage.urls import is_url
 from vua.store.namespace import check_root
 
 __all__ = ["Found", "Kind", "described", "open_root", "walk", "walk_bucket", "walk_chunk"]
 
-Kind = Literal["entry", "temporary", "quarantined", "mark", "stray", "unreadable"]
+Kind: TypeAlias = NamedKind | Literal["unreadable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def open_root(directory: str) -> tuple[list[Description], list[str]]:
     Raises ConfigError or StorageError where there is no readable directory.
     """
     if is_url(directory):
-        return bucket_descriptions(BucketPath(Bucket.at(directory))), []
+        return bucket_contents(BucketPath(Bucket.at(directory)))
     root = check_root(directory, create=False)
     try:
         found = list(descriptions(root))
@@ -120,21 +121,11 @@ def walk_bucket(namespace: Description) -> Iterator[Found]:
         return
     for meta in place.bucket.walk(place.key):
         path = meta.key.removeprefix(f"{place.key}/")
-        entry, kind, chunk, shard = entry_at(path), _kind(path), "", None
+        entry, kind, chunk, shard = entry_at(path), kind_at(path), "", None
         if entry:
-            kind, (chunk, shard) = "entry", parse_name(entry)
-        if path != DESCRIPTION:
+            chunk, shard = parse_name(entry)
+        if kind != "description":
             yield Found(path, kind, meta.nbytes, meta.modified_s, chunk=chunk, shard=shard)
-
-
-def _kind(path: str) -> Kind:
-    """What an object that is no entry is, by its name."""
-    name = path.rpartition("/")[2]
-    if name.startswith(TEMPORARY):
-        return "temporary"
-    if path.startswith(f"{QUARANTINE}/"):
-        return "quarantined"
-    return "mark" if name.startswith((PIN, AFTER, SENT)) else "stray"
 
 
 def _all(space: Space, below: str, kind: Kind, chunk: str = "") -> Iterator[Found]:

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import errno
 import functools
-import importlib
 import os
 import secrets
+import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime, timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
 
 from vua.errors import ConfigError, NotWritableError, StorageError
@@ -31,9 +31,11 @@ from vua.io.byte_gate import ByteGate
 from vua.io.forks import watch
 from vua.io.map_on import map_on
 from vua.io.threads import Threads
+from vua.storage.bucket_client import allows_http, bundle, is_panic, library, make_client
 from vua.storage.bucket_counts import REQUESTS_AT_ONCE, requests
-from vua.storage.bucket_problems import explained, told
+from vua.storage.bucket_problems import explained, is_denied, is_unsupported, wants_checksum
 from vua.storage.signed_reads import Meta, SignedReads
+from vua.storage.signed_requests import RefusedError, SignedRequests
 
 __all__ = ["SCHEMES", "Bucket", "Meta"]
 
@@ -52,37 +54,13 @@ _SMALL_NBYTES: Final = 16 << 20
 by the allocator."""
 _PIECE_NBYTES: Final = 256 << 10
 """Of a body, at least: what came is copied so often, and stays in the processor's cache."""
-_RETRY: Final = {
-    "max_retries": 5,
-    "retry_timeout": timedelta(seconds=4),
-    "backoff": {
-        "init_backoff": timedelta(milliseconds=50),
-        "max_backoff": timedelta(seconds=1),
-        "base": 2,
-    },
-}
-"""A request is begun anew (jittered) for 4 s at most: engines give storage up after 10 s."""
-_READ_TIMEOUTS: Final = {"connect_timeout": "2s", "read_timeout": "3s", "timeout": "60s"}
-"""Of requests that answer with bytes: a connection on which nothing comes for 3 s is dead."""
-_WRITE_TIMEOUTS: Final = {"connect_timeout": "2s", "timeout": "30s"}
-"""Of those that send: nothing comes back for as long as a body is on its way."""
+_TRIED: Final = 16
+"""Deletions one by one that may all be refused before the others are not tried."""
 _ASIDE: Final = ".tmp-"
 """Name of an object that is being renewed, as of files that are being written."""
 
 T = TypeVar("T")
 A = TypeVar("A")
-
-
-@functools.cache
-def _library() -> Any:  # noqa: ANN401 - imported late, since most caches are directories
-    """Return the package `obstore`. Raises ConfigError where it is not installed."""
-    try:
-        for part in ("exceptions", "store"):
-            importlib.import_module(f"obstore.{part}")
-        return importlib.import_module("obstore")
-    except ImportError as problem:
-        msg = "a cache in a bucket needs the package obstore: pip install obstore"
-        raise ConfigError(msg) from problem
 
 
 class Bucket:
@@ -105,26 +83,21 @@ class Bucket:
         ``read_nbytes`` and ``written_nbytes``."""
         self.marked: set[str] = set()
         """Places in it that had VUA's mark when this process looked, see `bucket_mark`."""
+        self.stuck: set[str] = set()
+        """Keys of damaged objects that may not be deleted (an object lock): to be written over."""
         self.breaker = Breaker()
-        self._library = library = _library()
-        from_url = library.store.from_url
-        try:
-            if self.scheme in ("file", "memory"):
-                more = {"mkdir": True} if self.scheme == "file" else {}
-                self._reads = self._writes = from_url(url, **more)
-            else:
-                signing = _signing(self.scheme)
-                self._reads, self._writes = (
-                    from_url(url, client_options=_client(one), retry_config=_RETRY, **signing)
-                    for one in (_READ_TIMEOUTS, _WRITE_TIMEOUTS)
-                )
-        except (library.exceptions.BaseError, OSError, ValueError) as problem:
-            msg = f"{url} cannot be used: {told(problem)}"
-            raise ConfigError(msg) from None
+        self._library = library()
+        self._client = client = make_client(url)
+        self._reads, self._writes = client.reads, client.writes
+        self._last = ""
+        """What the last request that failed says."""
+        self._refused: set[str] = set()
+        """What this server does not take: "condition" (of a PUT), "bulk" (deletion), "bare" (PUTs
+        without a checksum in a header)."""
         self._signed: SignedReads | None = None
         if self.scheme == "s3":  # others ask their server for each signature
-            sign = functools.partial(library.sign, self._reads, "GET")
-            self._signed = SignedReads(sign, self.memory, _bundle(), allow_http=_allows_http())
+            sign = functools.partial(self._library.sign, self._reads, "GET")
+            self._signed = SignedReads(sign, self.memory, bundle(), allow_http=allows_http())
 
     @classmethod
     def at(cls, url: str) -> Bucket:
@@ -133,7 +106,11 @@ class Bucket:
         Raises ConfigError for a URL that is none of a bucket, or that holds a secret; and without
         the package that speaks to servers.
         """
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as problem:
+            msg = f"{url}: no URL of a cache ({problem})"
+            raise ConfigError(msg) from None
         if parts.username or parts.password or parts.query or parts.fragment:
             msg = (
                 f"{parts.scheme}://{parts.hostname or ''}...: a cache's URL is a bucket and a "
@@ -198,26 +175,148 @@ class Bucket:
         With ``create`` only where there is none. Raises FileExistsError (a server may ignore the
         condition, and overwrite), StorageError.
         """
-        mode: Any = "create" if create else "overwrite"
         with self._request("put", key):
-            self._library.put(self._writes, key, data, mode=mode, use_multipart=False)
+            while True:
+                try:
+                    self._put(key, data, create=create)
+                    break
+                except (self._library.exceptions.BaseError, RefusedError) as problem:
+                    if not self._goes_round(problem, create=create):
+                        self._refused.discard("condition")
+                        raise
+                    self._count("put")
         self._count("written_nbytes", len(data))
 
+    def _put(self, key: str, data: bytes | memoryview, *, create: bool) -> None:
+        """Write an object in the way that this server takes. Raises what the clients raise."""
+        if create and "condition" in self._refused:
+            with suppress(FileNotFoundError):
+                self._count("head")
+                self._library.head(self._reads, key)
+                raise FileExistsError(key)
+            create = False
+        if "bare" in self._refused:
+            self._requests().put(key, data, create=create)
+            return
+        mode: Any = "create" if create else "overwrite"
+        self._library.put(self._writes, key, data, mode=mode, use_multipart=False)
+
+    def _goes_round(self, problem: Exception, *, create: bool) -> bool:
+        """Whether a refused PUT may be taken in another way, which is tried from now on."""
+        text = str(problem)
+        if self.scheme == "s3" and wants_checksum(text) and "bare" not in self._refused:
+            self._refused.add("bare")
+        elif create and is_unsupported(problem) and "condition" not in self._refused:
+            self._refused.add("condition")
+        else:
+            return False
+        return True
+
     def walk(self, prefix: str = "") -> Iterator[Meta]:
-        """Yield all objects whose key begins with the folder ``prefix``. Raises StorageError."""
-        batches = iter(self._library.list(self._reads, prefix or None, chunk_size=1000))
+        """Yield all objects whose key begins with the folder ``prefix``. Raises StorageError.
+
+        Others may have put keys there that are no paths, as ``a//b``. They are told as they are,
+        and cannot be asked for.
+        """
+        if self.scheme == "file":
+            yield from self._walk_files(prefix)
+            return
+        batches: Iterator[Any] | None = None
+        last = ""
         while True:
+            odd = None
             with self._request("list", prefix):
-                batch = next(batches, None)
+                try:
+                    if batches is None:
+                        batches = iter(
+                            self._library.list(self._reads, prefix or None, chunk_size=1000)
+                        )
+                    batch = next(batches, None)
+                except self._library.exceptions.InvalidPathError as problem:
+                    odd = self._odd(problem)
+            if odd:
+                yield from self._walk_odd(prefix, last)
+                return
             if not batch:
                 return
+            last = batch[-1]["path"]
             yield from map(_meta, batch)
 
+    def _odd(self, problem: Exception) -> bool:
+        """Whether to list otherwise, after a listing with an odd key. Raises ``problem``."""
+        if self.scheme != "s3":  # which alone can be asked otherwise
+            raise problem
+        return True
+
+    def _walk_odd(self, prefix: str, after: str) -> Iterator[Meta]:
+        """Yield what follows the key ``after``, whatever it is called. Raises StorageError."""
+        pages, counted = self._requests().pages(prefix, after), True
+        while True:
+            with self._request("list", prefix, counted=counted):  # pages count what they send
+                page = next(pages, None)
+            if page is None:
+                return
+            counted = False
+            yield from (one for one in page[1] if one.key.rstrip("/") != after or not after)
+
+    def _walk_files(self, prefix: str) -> Iterator[Meta]:
+        """Yield the files below a folder, whatever they are called."""
+        root = urlsplit(self.url).path
+        for folder, _, names in os.walk(os.path.join(root, prefix)):
+            for name in names:
+                path = os.path.join(folder, name)
+                with suppress(OSError):
+                    status = os.lstat(path)
+                    if stat.S_ISREG(status.st_mode):
+                        key = shown(os.path.relpath(path, root))
+                        yield Meta(key, status.st_size, status.st_mtime, b"")
+
     def folders(self, prefix: str = "") -> tuple[Sequence[str], Sequence[Meta]]:
-        """Return the folders right below a folder, and the objects. Raises StorageError."""
+        """Return the folders right below a folder, and the objects. Raises StorageError.
+
+        Odd keys are told as :meth:`walk` does it.
+        """
+        if self.scheme == "file":
+            return self._folders_of_files(prefix)
         with self._request("list", prefix):
-            found = self._library.list_with_delimiter(self._reads, prefix or None)
-        return list(found["common_prefixes"]), [_meta(one) for one in found["objects"]]
+            try:
+                found = self._library.list_with_delimiter(self._reads, prefix or None)
+                return list(found["common_prefixes"]), [_meta(one) for one in found["objects"]]
+            except self._library.exceptions.InvalidPathError as problem:
+                self._odd(problem)
+            folders: list[str] = []
+            metas: list[Meta] = []
+            self._count("list")
+            for some, others in self._requests().pages(prefix, delimiter="/"):
+                folders += [one[:-1] for one in some]
+                metas += others
+            return folders, metas
+
+    def _folders_of_files(self, prefix: str) -> tuple[Sequence[str], Sequence[Meta]]:
+        root = urlsplit(self.url).path
+        folders: list[str] = []
+        metas: list[Meta] = []
+        with self._request("list", prefix), suppress(FileNotFoundError, NotADirectoryError):
+            for one in os.scandir(os.path.join(root, prefix)):
+                key = shown(os.path.relpath(one.path, root))
+                if one.is_dir(follow_symlinks=False):
+                    folders.append(key)
+                elif one.is_file(follow_symlinks=False):
+                    status = one.stat(follow_symlinks=False)
+                    metas.append(Meta(key, status.st_size, status.st_mtime, b""))
+        return sorted(folders), sorted(metas)
+
+    def _requests(self) -> SignedRequests:
+        """Return the way to send what obstore does not."""
+
+        def sign_at(endpoint: str, method: str, valid: timedelta) -> str:
+            store = self._client.remade(at=endpoint)
+            signed: str = self._library.sign(store, method, "x", valid)
+            return signed
+
+        sign = functools.partial(self._library.sign, self._reads)
+        prefix = urlsplit(self.url).path.strip("/")
+        return SignedRequests(sign, sign_at, prefix, bundle(), lambda: self._count("list"))
 
     def renew(self, key: str) -> None:
         """Give an object the time of now: it is copied aside and back, at the server.
@@ -244,55 +343,112 @@ class Bucket:
         return False
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, where they are there. Raises StorageError."""
+        """Delete objects, where they are there.
+
+        Raises StorageError where some stay, after all were tried.
+        """
+        problems: list[tuple[str, Exception]] = []
         for first in range(0, len(keys), 1000):
             some = list(keys[first : first + 1000])
             with self._request("delete", some[0]):
-                try:
-                    self._library.delete(self._writes, some)
-                except FileNotFoundError:
-                    if len(some) > 1:  # some stores stop there
-                        for key in some:
-                            self._delete_one(key)
+                problems += self._delete(some)
+        if problems:
+            key, problem = problems[0]
+            error = self._error(problem, "delete", f"{self.url}/{key}")
+            if len(keys) > 1:
+                error = type(error)(error.errno, f"{error.strerror}; {len(problems)} objects stay")
+            raise error
 
-    def _delete_one(self, key: str) -> None:
-        try:
-            self._library.delete(self._writes, key)
-        except FileNotFoundError:
-            return
+    def _delete(self, keys: list[str]) -> list[tuple[str, Exception]]:
+        """Delete objects by one request where that works; return which stay, and why."""
+        if "bulk" not in self._refused:
+            try:
+                self._library.delete(self._writes, keys)
+            except FileNotFoundError:  # some stores stop there
+                if len(keys) == 1:
+                    return []
+            except self._library.exceptions.BaseError as problem:
+                if not (is_unsupported(problem) or is_denied(problem)):
+                    raise
+                left = self._delete_singly(keys)
+                if not left and is_unsupported(problem):
+                    self._refused.add("bulk")
+                return left
+            else:
+                return []
+        return self._delete_singly(keys)
+
+    def _delete_singly(self, keys: list[str]) -> list[tuple[str, Exception]]:
+        """Delete objects by a request for each; return which stay, and why.
+
+        Raises what the client raises where none of the first can be deleted.
+        """
+        more = {"disable_bulk_delete": True} if self.scheme == "s3" else {}
+        store = self._client.remade(**more)
+
+        def delete(key: str) -> Exception | None:
+            self._count("delete")
+            try:
+                self._library.delete(store, key)
+            except FileNotFoundError:
+                return None
+            except self._library.exceptions.BaseError as problem:
+                return cast("Exception", problem)
+            return None
+
+        found = [delete(key) for key in keys[:_TRIED]]
+        for problem in found[:1]:
+            if problem is not None and all(found):
+                raise problem
+        found += self.each(delete, keys[_TRIED:], small=True)
+        return [(key, problem) for key, problem in zip(keys, found, strict=True) if problem]
 
     @contextmanager
-    def _request(self, kind: str, key: str) -> Iterator[None]:
-        """Count a request, and make an OSError of what it raises."""
+    def _request(self, kind: str, key: str, *, counted: bool = True) -> Iterator[None]:
+        """Count a request, and make an OSError of whatever it raises."""
         where = f"{self.url}/{key}".rstrip("/")
         if _runtime.is_forked:
             msg = f"{where}: this process was forked from one that had used a bucket; start it anew"
             raise StorageError(errno.ECHILD, msg)
         if not self.breaker.allows():
-            msg = f"{self.url} did not answer, and is left alone for a while"
+            last = f" ({self._last})" if self._last else ""
+            msg = f"{self.url} did not answer, and is left alone for a while{last}"
             raise StorageError(errno.EHOSTDOWN, msg)
         _runtime.is_used = True
         errors = self._library.exceptions
-        self._count(kind)
+        if counted:
+            self._count(kind)
         try:
             yield
         except FileNotFoundError:
             self.breaker.succeeded()
             if kind == "put":
-                raise StorageError(errno.ENOENT, f"{where}: no such bucket") from None
+                raise self._error(RefusedError("NoSuchBucket"), kind, where) from None
             raise FileNotFoundError(errno.ENOENT, "no such object", where) from None
-        except (errors.AlreadyExistsError, errors.PreconditionError):
+        except (FileExistsError, errors.AlreadyExistsError, errors.PreconditionError):
             self.breaker.succeeded()
             raise FileExistsError(errno.EEXIST, "object exists", where) from None
-        except (errors.BaseError, OSError) as problem:
-            self._count("failed")
-            error = explained(problem, kind, where)
-            if isinstance(error, NotWritableError):
-                self.breaker.succeeded()  # it answers: who may only read goes on reading
-            else:
-                self.breaker.failed()
+        except BaseException as problem:
+            is_ours = isinstance(problem, ConfigError)
+            if is_ours or not (isinstance(problem, Exception) or is_panic(problem)):
+                raise
+            error = self._failed(problem, kind, where)
             raise error from None
         self.breaker.succeeded()
+
+    def _failed(self, problem: BaseException, kind: str, where: str) -> StorageError:
+        """Count a failure, tell the breaker, and return what it means."""
+        self._count("failed")
+        error = self._error(problem, kind, where)
+        self._last = str(error.strerror)
+        if isinstance(error, NotWritableError):
+            self.breaker.succeeded()  # it answers: who may only read goes on reading
+        else:
+            self.breaker.failed()
+        return error
+
+    def _error(self, problem: BaseException, kind: str, where: str) -> StorageError:
+        return explained(problem, kind, where, self._client.endpoint, self._client.identity)
 
     def _count(self, what: str, by: int = 1) -> None:
         self.counts[what] += by
@@ -341,34 +497,11 @@ class _Runtime:
 _runtime: Final = _Runtime()
 
 
-def _allows_http() -> bool:
-    return os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
-
-
-def _signing(scheme: str) -> dict[str, object]:
-    """Leave bodies out of S3's signatures: to hash them takes half of a save's processor time.
-
-    Readers verify them. ``AWS_UNSIGNED_PAYLOAD`` decides where it is set.
-    """
-    if scheme != "s3" or "AWS_UNSIGNED_PAYLOAD" in os.environ:
-        return {}
-    return {"unsigned_payload": True}
-
-
-def _bundle() -> str | None:
-    """Return the file of certificates to trust that the environment names, where there is one."""
-    bundle = os.environ.get("AWS_CA_BUNDLE")
-    return bundle if bundle and os.path.isfile(bundle) else None
-
-
-def _client(timeouts: Mapping[str, str]) -> dict[str, object]:
-    options: dict[str, object] = {**timeouts, "allow_http": _allows_http()}
-    if bundle := _bundle():
-        with open(bundle, "rb") as stream:
-            options["root_certificate"] = stream.read()
-    return options
-
-
 def _meta(found: Mapping[str, Any]) -> Meta:
     modified: datetime = found["last_modified"]
     return Meta(found["path"], found["size"], modified.timestamp(), (found["e_tag"] or "").encode())
+
+
+def shown(path: str) -> str:
+    """Return the key of a file, whose name may be any bytes."""
+    return os.fsencode(path).decode(errors="backslashreplace")

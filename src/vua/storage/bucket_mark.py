@@ -8,9 +8,11 @@ See :mod:`vua.storage.mark`.
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import itertools
+import re
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from vua.errors import ConfigError, StorageError
 from vua.storage.bucket import Meta
@@ -23,15 +25,32 @@ from vua.storage.description import (
     judged,
     parse_description,
 )
-from vua.storage.mark import LIMITS_FILE, MARK, MAX_MARK_NBYTES, judge_mark, mark_text
+from vua.storage.mark import (
+    LIMITS_FILE,
+    MARK,
+    MAX_MARK_NBYTES,
+    UPKEEP,
+    judge_mark,
+    mark_text,
+)
+from vua.storage.names import kind_at
 
 __all__ = [
+    "adopted_bucket",
+    "bucket_contents",
     "bucket_descriptions",
     "claim_bucket",
     "describe_in_bucket",
     "is_marked_bucket",
     "read_bucket_description",
 ]
+
+_PASSING: Final = re.compile(r"\.tmp-[0-9a-f]{16}|\.(?:doctor|bench)-[0-9a-f]{12}")
+"""What VUA tries a place out with."""
+_ASKED: Final = 64
+"""Namespaces of a place without the mark that are asked what they are."""
+_LOOKED: Final = 1000
+"""Objects of one without a description that are looked at: one request."""
 
 
 def is_marked_bucket(place: BucketPath) -> bool:
@@ -70,16 +89,14 @@ def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
     except StorageError as problem:
         if tool or problem.errno != errno.ENOENT:
             raise
-    names = [path.rpartition("/")[2] for path in folders]
-    others = [name for name in names if not is_namespace_name(name)]
-    others += [one.key.rpartition("/")[2] for one in objects]
-    others = [name for name in others if name not in ("", LIMITS_FILE)]
+    names, others = _sorted(folders, objects)
     was_marked = place.key in place.bucket.marked and not tool
     if not others and (was_marked or not names):
-        with contextlib.suppress(FileExistsError):
-            place.bucket.put((place / MARK).key, mark_text(), create=True)
+        _make_mark(place)
         place.bucket.marked.add(place.key)
         return True
+    if not others:  # a folder of such a name may be anybody's, as Docker's
+        others = [name for name in names[:_ASKED] if not _is_namespace(place / name)]
     if others:
         shown = ", ".join(repr(name)[:60] for name in sorted(others)[:3])
         msg = (
@@ -96,11 +113,77 @@ def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
     return False
 
 
+def _is_namespace(place: BucketPath) -> bool:
+    """Whether a folder is a namespace of VUA: it says so, or chunks are in it, as in a directory.
+
+    Raises StorageError.
+    """
+    if read_bucket_description(place).identity is not None:
+        return True
+    some = itertools.islice(place.bucket.walk(place.key), _LOOKED)
+    return any(kind_at(one.key.removeprefix(f"{place.key}/")) == "entry" for one in some)
+
+
+def _make_mark(place: BucketPath) -> None:
+    """Write the mark where there is none. Raises StorageError."""
+    key = (place / MARK).key
+    try:
+        place.bucket.put(key, mark_text(), create=True)
+    except FileExistsError:
+        try:
+            place.bucket.head(key)  # somebody was faster; or this server refuses all conditions
+        except FileNotFoundError:
+            place.bucket.put(key, mark_text())
+
+
+def _sorted(folders: Sequence[str], objects: Sequence[Meta]) -> tuple[list[str], list[str]]:
+    """Return which folders have names of namespaces, and what else VUA does not put there."""
+    names = [path.rpartition("/")[2] for path in folders]
+    others = [path for path, name in zip(folders, names, strict=True) if not _is_known(name)]
+    others += [one.key for one in objects if not _is_known(one.key.rpartition("/")[2])]
+    return sorted(filter(is_namespace_name, names)), sorted(others)
+
+
+def _is_known(name: str) -> bool:
+    """Whether VUA gives such a name beside namespaces, or to them; "": the folder's own marker."""
+    furniture = name in ("", LIMITS_FILE, UPKEEP) or _PASSING.fullmatch(name) is not None
+    return furniture or is_namespace_name(name)
+
+
+def adopted_bucket(root: BucketPath) -> tuple[bool, list[str]]:
+    """Give a place with namespaces of VUA the mark; return whether it had it, and their names.
+
+    Raises StorageError; ConfigError where there is none, and for another object called as the mark.
+    """
+    names, others = _sorted(*root.bucket.folders(root.key))
+    mine = [name for name in names if _is_namespace(root / name)]
+    if not mine:
+        msg = f"{root} holds no namespace of VUA"
+        raise ConfigError(msg)
+    there = is_marked_bucket(root)
+    if not there and (root / MARK).key in others:
+        msg = f"{root / MARK} is there and no mark of VUA: it stays; move it, or take another place"
+        raise ConfigError(msg)
+    if not there:
+        _make_mark(root)
+    return there, mine
+
+
+def bucket_contents(root: BucketPath) -> tuple[list[Description], list[str]]:
+    """Return what each namespace of a cache says about itself, and what lies there beside them.
+
+    A folder with the name of a namespace is described as one, whosever it is. Raises StorageError.
+    """
+    names, others = _sorted(*root.bucket.folders(root.key))
+    mark = (root / MARK).key
+    return [read_bucket_description(root / name) for name in names], [
+        one for one in others if one != mark
+    ]
+
+
 def bucket_descriptions(root: BucketPath) -> list[Description]:
     """Return what each namespace of a cache says about itself. Raises StorageError."""
-    folders, _ = root.bucket.folders(root.key)
-    names = sorted(path.rpartition("/")[2] for path in folders)
-    return [read_bucket_description(root / name) for name in names if is_namespace_name(name)]
+    return bucket_contents(root)[0]
 
 
 def read_bucket_description(place: BucketPath) -> Description:

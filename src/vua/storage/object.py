@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
-from vua.errors import CorruptEntryError, StorageError
+from vua.errors import CorruptEntryError, NotWritableError, StorageError
 from vua.format.codecs import OFF
 from vua.format.compressed import Compressed, is_available
 from vua.format.header import MAX_HEADER_NBYTES
@@ -44,6 +44,7 @@ _GAP_NBYTES: Final = 512 << 10
 """Ranges of an object that lie closer together are asked for by one request: it costs more time
 than these bytes."""
 _RENEW_S: Final = 60.0
+_MAX_STUCK: Final = 4096
 _PROBES: Final = 16
 """Entries that are asked for at the same time."""
 _BATCH_NBYTES: Final = 256 << 20
@@ -223,6 +224,8 @@ class ObjectStorage:
 
         def head(key: str) -> int | None:
             with suppress(OSError):
+                if key in self._bucket.stuck:
+                    return None
                 return self._bucket.head(key).nbytes
             return None
 
@@ -318,7 +321,8 @@ class ObjectStorage:
                     data, key = packed, self._key(name, COMPRESSED_SUFFIX)
             began_s = time.monotonic()
             try:
-                self._bucket.put(key, data, create=True)
+                self._bucket.put(key, data, create=key not in self._bucket.stuck)
+                self._bucket.stuck.discard(key)
             except FileExistsError:
                 with suppress(FileNotFoundError):  # deleted between the two requests
                     found = self._bucket.head(key).nbytes
@@ -354,6 +358,10 @@ class ObjectStorage:
             self._bucket.delete([key])
         except FileNotFoundError:
             return True
+        except NotWritableError:
+            if len(self._bucket.stuck) < _MAX_STUCK:
+                self._bucket.stuck.add(key)
+            return False
         except OSError:
             return False
         return True

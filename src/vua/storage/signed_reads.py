@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-__all__ = ["Meta", "SignedReads"]
+__all__ = ["Meta", "SignedReads", "trust"]
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class SignedReads:
         stream = socket.create_connection((str(to.hostname), port), _CONNECT_S)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if to.scheme == "https":
-            stream = _trust(self._bundle).wrap_socket(stream, server_hostname=to.hostname)
+            stream = trust(self._bundle).wrap_socket(stream, server_hostname=to.hostname)
         stream.settimeout(None)
         # Limits of the system, not of Python: a body is then received by one call.
         limit = struct.pack("ll", *divmod(int(_READ_S * 1e6), 10**6))
@@ -228,7 +228,7 @@ def _has_proxy(scheme: str, host: str) -> bool:
 
 
 @functools.cache
-def _trust(bundle: str | None) -> ssl.SSLContext:
+def trust(bundle: str | None) -> ssl.SSLContext:
     """Return whose certificates are believed: the system's, and those of a file."""
     context = ssl.create_default_context()
     if bundle is not None:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from vua.testing.throttle import Link
 
-__all__ = ["FLIPPED_UPLOAD", "HARMS", "REFUSALS", "FaultyProxy"]
+__all__ = ["FLIPPED_UPLOAD", "HARMS", "QUIRKS", "REFUSALS", "FaultyProxy"]
 
 HARMS: Final = ("slow", "stalled", "503", "429", "reset", "truncated", "flipped")
 """What may become of an answer now and then."""
@@ -31,6 +31,16 @@ REFUSALS: Final = {
 }
 """What S3 answers instead, as status and code: each is a harm, too."""
 
+QUIRKS: Final = {
+    "no conditions": (501, "NotImplemented"),
+    "bad conditions": (400, "InvalidArgument"),
+    "failing conditions": (412, "PreconditionFailed"),
+    "no bulk": (405, "MethodNotAllowed"),
+    "locked": (403, "AccessDenied"),
+}
+"""What some servers answer to some requests alone, as status and code: to PUTs with a condition,
+to deletions of many, to all deletions. What else comes is passed on."""
+
 FLIPPED_UPLOAD: Final = "flipped upload"
 """A harm to a request instead: a bit of its body is another one when the store receives it."""
 
@@ -44,7 +54,8 @@ class FaultyProxy:
     """Passes HTTP requests on, and harms some of the answers. Safe for threads; one server each.
 
     ``plan`` is asked before each request, with its number from 0 on, its method and its path, and
-    returns one of :data:`HARMS` or :data:`REFUSALS`, :data:`FLIPPED_UPLOAD`, or "" for none.
+    returns one of :data:`HARMS`, :data:`REFUSALS` or :data:`QUIRKS`, :data:`FLIPPED_UPLOAD`, or ""
+    for none.
     """
 
     def __init__(
@@ -127,8 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
             proxy.closed.wait(_STALL_S)
         elif harm == "slow":
             proxy.closed.wait(proxy.delay_s)
-        if harm in REFUSALS:
-            status, code = REFUSALS[harm]
+        if harm in REFUSALS or self._has_quirk(harm):
+            status, code = {**REFUSALS, **QUIRKS}[harm]
             text = f"<Error><Code>{code}</Code></Error>".encode()
             self._answer(status, [("Content-Length", str(len(text)))], text)
             return
@@ -145,6 +156,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._cut()
         else:
             self._answer(status, headers, data)
+
+    def _has_quirk(self, harm: str) -> bool:
+        """Whether a server with a quirk refuses this request for it."""
+        if harm.endswith("conditions"):
+            return "If-None-Match" in self.headers
+        bulk = self.command == "POST" and "?delete" in self.path
+        return (harm == "no bulk" and bulk) or (
+            harm == "locked" and (bulk or self.command == "DELETE")
+        )
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on  # noqa: N815
 

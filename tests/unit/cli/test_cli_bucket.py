@@ -342,7 +342,7 @@ class LifecycleTest(unittest.TestCase):
         old_form = {"Status": "Enabled", "Prefix": "p/cache/", "Expiration": {"Days": 1}}
         self.assertEqual("bad", level(old_form))
         place = BucketPath(Bucket.at(memory_url()))
-        self.assertIn(lifecycle.prefix_of(place), json.dumps(lifecycle.rule_for(place, 7)))
+        self.assertIn(lifecycle.prefix_of(place), json.dumps(lifecycle.rules_for([place], 7)))
 
     def test_without_boto3(self) -> None:
         """It is said that the rules are not checked, and why."""

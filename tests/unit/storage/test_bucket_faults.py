@@ -21,7 +21,9 @@ pytest.importorskip("obstore")
 pytestmark = pytest.mark.thorough
 
 SAID = {
-    **dict.fromkeys(("wrong region", "redirected", "expired", "clock"), "check the cred.*region"),
+    **dict.fromkeys(("wrong region", "redirected"), "AWS_REGION"),
+    "expired": "AWS_SESSION_TOKEN",
+    "clock": "the clock of this machine",
     "no bucket": "no such bucket",
 }
 """What an operator reads."""

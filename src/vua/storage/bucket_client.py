@@ -1,0 +1,408 @@
+"""The clients that speak to an object store, and what they are made with.
+
+Endpoint, region, credentials and certificates come from where the providers' own tools look. They
+are judged before a client is made: the package `obstore` takes some of them without a word and then
+fails at each request, or panics. Nothing here repeats a secret.
+
+obstore reads AWS's variables, web identity, containers and instance roles by itself. Profiles, SSO,
+roles to assume and `credential_process` are read by botocore, where that is installed.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from vua.errors import ConfigError, StorageError
+from vua.storage.bucket_problems import told
+
+__all__ = ["Client", "allows_http", "bundle", "is_panic", "library", "make_client"]
+
+_RETRY: Final = {
+    "max_retries": 5,
+    "retry_timeout": timedelta(seconds=4),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=50),
+        "max_backoff": timedelta(seconds=1),
+        "base": 2,
+    },
+}
+"""A request is begun anew (jittered) for 4 s at most: engines give storage up after 10 s."""
+_READ_TIMEOUTS: Final = {"connect_timeout": "2s", "read_timeout": "3s", "timeout": "60s"}
+"""Of requests that answer with bytes: a connection on which nothing comes for 3 s is dead."""
+_WRITE_TIMEOUTS: Final = {"connect_timeout": "2s", "timeout": "30s"}
+"""Of those that send: nothing comes back for as long as a body is on its way."""
+
+_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_REGIONS: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_SECRETS: Final = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_TOKEN",
+    "AZURE_STORAGE_ACCOUNT_NAME",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_SAS_TOKEN",
+)
+_PROFILES: Final = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+_FILES: Final = (
+    ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+    ("AWS_CONFIG_FILE", "~/.aws/config"),
+)
+_LENT: Final = timedelta(minutes=10)
+"""How long credentials of botocore are taken for good: it renews them that long before they end.
+obstore asks again when half of it has passed."""
+_GCS_KINDS: Final = ("service_account", "authorized_user")
+_SEGMENT: Final = re.compile(r"[^\x00-\x1f\x7f]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """How one place in a bucket is spoken to."""
+
+    reads: Any
+    """A store of obstore for requests that answer with bytes."""
+    writes: Any
+    """One for those that send."""
+    remade: Callable[..., Any]
+    """Makes another one like :attr:`writes`, with further settings of obstore's; of S3 with
+    ``at``, an address, for what lies there and not for the place."""
+    endpoint: str
+    """Where the server is, for errors."""
+    identity: str
+    """Where its credentials come from, for errors."""
+
+
+@functools.cache
+def library() -> Any:  # noqa: ANN401 - imported late, since most caches are directories
+    """Return the package `obstore`. Raises ConfigError where it is not installed."""
+    try:
+        for part in ("exceptions", "store"):
+            importlib.import_module(f"obstore.{part}")
+        return importlib.import_module("obstore")
+    except ImportError as problem:
+        msg = "a cache in a bucket needs the package obstore: pip install obstore"
+        raise ConfigError(msg) from problem
+
+
+def make_client(url: str) -> Client:
+    """Return the clients for a place, and send nothing.
+
+    Raises ConfigError where a setting is unusable; it names the setting and not its value.
+    """
+    parts = urlsplit(url)
+    from_url = library().store.from_url
+    if parts.scheme in ("file", "memory"):
+        more: dict[str, Any] = {"mkdir": True} if parts.scheme == "file" else {}
+        try:
+            store = from_url(url, **more)
+        except (library().exceptions.BaseError, OSError, ValueError) as problem:
+            msg = f"{url} cannot be used: {told(problem)}"
+            raise ConfigError(msg) from None
+        return Client(store, store, lambda **_: store, "", "")
+    _judge_url(url, parts.netloc, parts.path)
+    for name in _SECRETS:
+        _judge_secret(url, name)
+    found = {"s3": _s3, "gs": _gs, "az": _az}[parts.scheme](url)
+    more = {"retry_config": _RETRY, **_signing(parts.scheme), **found.options}
+
+    def make(timeouts: Mapping[str, str], at: str = "", **options: Any) -> Any:  # noqa: ANN401
+        said = {"client_options": _client(timeouts), **more, **options}
+        try:
+            if not at:
+                return from_url(url, **said)
+            if (host := at.partition("?")[0]).endswith(f"/{parts.netloc}"):
+                # obstore puts a bucket behind whichever endpoint it has chosen
+                return library().store.S3Store(at[len(host) - len(parts.netloc) :], **said)
+            said |= {"endpoint": at, "virtual_hosted_style_request": True}
+            return library().store.S3Store(parts.netloc, **said)
+        except BaseException as problem:
+            if not isinstance(problem, Exception) and not is_panic(problem):
+                raise
+            msg = f"{url} cannot be used: {told(problem)}; {found.advice}"
+            raise ConfigError(msg) from None
+
+    reads, writes = make(_READ_TIMEOUTS), make(_WRITE_TIMEOUTS)
+    remade = functools.partial(make, _WRITE_TIMEOUTS)
+    return Client(reads, writes, remade, found.endpoint, found.identity)
+
+
+def is_panic(problem: BaseException) -> bool:
+    """Whether obstore broke off: such an exception is none of Exception's."""
+    return type(problem).__name__ == "PanicException"
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What obstore is given beside the environment, and what errors say."""
+
+    options: Mapping[str, Any]
+    endpoint: str
+    identity: str
+    advice: str
+
+
+def _named(names: tuple[str, ...]) -> tuple[str, str] | None:
+    """Return the first variable that is set, and its value."""
+    return next(((name, os.environ[name]) for name in names if name in os.environ), None)
+
+
+def _judge_url(url: str, bucket: str, path: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9$][A-Za-z0-9._$-]{1,254}", bucket):
+        msg = f"{url}: {bucket!r} cannot be a bucket's name; give s3://BUCKET/PREFIX"
+        raise ConfigError(msg)
+    for segment in path.strip("/").split("/") if path.strip("/") else ():
+        if segment in (".", "..") or not _SEGMENT.fullmatch(segment):
+            msg = (
+                f"{url}: a prefix cannot have the part {segment!r}; take one of letters, digits, "
+                "dots and dashes between single slashes"
+            )
+            raise ConfigError(msg)
+
+
+def _judge_secret(url: str, name: str) -> None:
+    value = os.environ.get(name)
+    if value is None:
+        return
+    if not value:
+        msg = f"{url}: {name} is empty; set it, or unset it"
+        raise ConfigError(msg)
+    if not re.fullmatch(r"[\x21-\x7e]+", value):
+        msg = (
+            f"{url}: {name} holds a space, a line break or a character that no header may have; "
+            "set it to the value alone (a file read by $(cat FILE) loses its last line break)"
+        )
+        raise ConfigError(msg)
+
+
+# -- S3 -----------------------------------------------------------------------------------------
+
+
+def _s3(url: str) -> _Settings:
+    """Return the settings of S3 and what speaks like it. Raises ConfigError."""
+    keys = [name for name in _SECRETS[:2] if name in os.environ]
+    if len(keys) == 1:
+        (missing,) = set(_SECRETS[:2]) - set(keys)
+        msg = f"{url}: {keys[0]} is set and {missing} is not; set both"
+        raise ConfigError(msg)
+    if region := _named(_REGIONS):
+        _judge_region(url, *region)
+    options: dict[str, Any] = {}
+    identity = _own_identity()
+    session = None if keys or _is_unsigned() else _session(url)
+    if session is not None:
+        identity, options = _from_session(url, session, identity)
+        if "region" in options and not region:
+            _judge_region(url, "the profile's region", options["region"])
+    endpoint = _named(_ENDPOINTS) or ("the profile's endpoint_url", options.get("endpoint"))
+    if endpoint[1] is not None:
+        _judge_endpoint(url, endpoint[0], endpoint[1])
+        options["endpoint"] = endpoint[1]  # obstore does not know all of these variables
+    where = endpoint[1] or f"AWS S3 in {(region or ('', options.get('region') or 'us-east-1'))[1]}"
+    advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL"
+    return _Settings(options, where, identity, f"{advice} for a server of your own")
+
+
+def _is_unsigned() -> bool:
+    return os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
+
+
+def _own_identity() -> str:
+    """Say which credentials obstore finds by itself."""
+    if _is_unsigned():
+        return "no credentials (AWS_SKIP_SIGNATURE)"
+    for name, text in (
+        ("AWS_ACCESS_KEY_ID", "the access key in AWS_ACCESS_KEY_ID"),
+        ("AWS_WEB_IDENTITY_TOKEN_FILE", "the web identity in AWS_WEB_IDENTITY_TOKEN_FILE"),
+        ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "the container's role"),
+        ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "the container's role"),
+    ):
+        if name in os.environ:
+            return text
+    return "the instance's role"
+
+
+def _judge_region(url: str, name: str, region: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", region):
+        msg = f"{url}: {name} is {region!r}, which is no region; take one like us-east-1"
+        raise ConfigError(msg)
+
+
+def _judge_endpoint(url: str, name: str, endpoint: str) -> None:
+    """Refuse what is no address of a server. Raises ConfigError."""
+    wanted = "expected http://HOST:PORT or https://HOST"
+    if re.search(r"[\s\x00-\x1f\x7f]", endpoint):
+        msg = f"{url}: {name} holds a space or a line break; {wanted}"
+        raise ConfigError(msg)
+    try:
+        parts = urlsplit(endpoint)
+        host, port = parts.hostname, parts.port
+    except ValueError as problem:
+        msg = f"{url}: {name} has a wrong host or port ({problem}); {wanted}"
+        raise ConfigError(msg) from None
+    if parts.username or parts.password or parts.query or parts.fragment:
+        msg = f"{url}: {name} holds more than an address; {wanted}"
+        raise ConfigError(msg)
+    if parts.scheme not in ("http", "https") or not host or port == 0:
+        msg = f"{url}: {name} is {endpoint!r}; {wanted}"
+        raise ConfigError(msg)
+
+
+def _session(url: str) -> Any | None:  # noqa: ANN401 - of a package that may not be there
+    """Return botocore's session where there is a profile or a file of AWS's tools.
+
+    None where obstore knows all there is. Raises ConfigError for a profile without botocore.
+    """
+    profile = _named(_PROFILES)
+    files = [Path(os.environ.get(name, path)).expanduser() for name, path in _FILES]
+    if profile is None and not any(file.is_file() for file in files):
+        return None
+    try:
+        return importlib.import_module("botocore.session").Session()
+    except ImportError:
+        if profile is None:
+            return None
+    msg = (
+        f"{url}: {profile[0]} names a profile, and profiles are read by the package boto3, which "
+        "is not installed: install it, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    )
+    raise ConfigError(msg)
+
+
+def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str, Any]]:  # noqa: ANN401
+    """Return where credentials come from, and what obstore is given. Raises ConfigError."""
+    errors = importlib.import_module("botocore.exceptions")
+    providers = importlib.import_module("botocore.configprovider")
+    options: dict[str, Any] = {}
+    profile = _named(_PROFILES)
+    where = f"the profile {profile[1]!r}" if profile else "the files of ~/.aws"
+    try:
+        credentials = session.get_credentials()
+        if not _named(_REGIONS) and (region := session.get_config_variable("region")):
+            options["region"] = region
+        if not _named(_ENDPOINTS):
+            found = providers.ConfiguredEndpointProvider(
+                full_config=session.full_config,
+                scoped_config=session.get_scoped_config(),
+                client_name="s3",
+            ).provide()
+            if found:
+                options["endpoint"] = found
+    except (errors.BotoCoreError, errors.ClientError, OSError, ValueError) as problem:
+        msg = f"{url}: {where} cannot be used: {problem}"
+        raise ConfigError(msg) from None
+    if credentials is None:
+        if profile:
+            msg = f"{url}: {where} has no credentials; run `aws configure` or `aws sso login`"
+            raise ConfigError(msg)
+        return identity, options
+    options["credential_provider"] = functools.partial(_lend, credentials, url, where)
+    return f"{where} ({credentials.method})", options
+
+
+def _lend(credentials: Any, url: str, where: str) -> dict[str, Any]:  # noqa: ANN401
+    """Return credentials as obstore takes them. Raises StorageError, which obstore passes on."""
+    try:
+        frozen = credentials.get_frozen_credentials()
+    except Exception as problem:  # noqa: BLE001 - of many packages, as an SSO that has ended
+        msg = f"{url}: {where} gives no credentials: {problem}"
+        raise StorageError(errno.EACCES, msg) from None
+    for name in ("access_key", "secret_key", "token"):
+        value = getattr(frozen, name)
+        if value is None and name == "token":
+            continue
+        if not value or not re.fullmatch(r"[\x21-\x7e]+", value):
+            msg = f"{url}: {where} holds an unusable {name} (empty, or with a space or line break)"
+            raise StorageError(errno.EACCES, msg)
+    return {
+        "access_key_id": frozen.access_key,
+        "secret_access_key": frozen.secret_key,
+        "token": frozen.token,
+        "expires_at": datetime.now(timezone.utc) + _LENT,
+    }
+
+
+# -- GCS, Azure ---------------------------------------------------------------------------------
+
+
+def _gs(url: str) -> _Settings:
+    """Return the settings of GCS. Raises ConfigError for credentials that obstore cannot read."""
+    names = (
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "GOOGLE_SERVICE_ACCOUNT",
+        "GOOGLE_SERVICE_ACCOUNT_PATH",
+    )
+    found = _named(names)
+    identity = f"{found[0]}" if found else "the machine's service account, or gcloud's login"
+    if found:
+        try:
+            kind = json.loads(Path(found[1]).read_text()).get("type")
+        except (OSError, ValueError, AttributeError) as problem:
+            msg = f"{url}: {found[0]} names no file of credentials: {type(problem).__name__}"
+            raise ConfigError(msg) from None
+        if kind not in _GCS_KINDS:
+            msg = (
+                f"{url}: {found[0]} holds credentials of type {str(kind)[:40]!r}; VUA reads "
+                f"{' and '.join(_GCS_KINDS)}: use a key file, or the machine's service account"
+            )
+            raise ConfigError(msg)
+    advice = "set GOOGLE_APPLICATION_CREDENTIALS to a service account's key file"
+    return _Settings({}, "Google Cloud Storage", identity, advice)
+
+
+def _az(url: str) -> _Settings:
+    """Return the settings of Azure. Raises ConfigError."""
+    endpoint = _named(("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"))
+    if endpoint:
+        _judge_endpoint(url, *endpoint)
+    account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+    where = endpoint[1] if endpoint else f"Azure Storage, account {account!r}"
+    keys = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_CLIENT_SECRET",
+            "AZURE_FEDERATED_TOKEN_FILE")  # fmt: skip
+    found = _named(keys)
+    identity = found[0] if found else "the machine's managed identity"
+    advice = "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or an identity"
+    return _Settings({}, where, identity, advice)
+
+
+# -- all ----------------------------------------------------------------------------------------
+
+
+def allows_http() -> bool:
+    """Whether plain http may be spoken."""
+    return os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+
+
+def _signing(scheme: str) -> dict[str, object]:
+    """Leave bodies out of S3's signatures: to hash them takes half of a save's processor time.
+
+    Readers verify them. ``AWS_UNSIGNED_PAYLOAD`` decides where it is set.
+    """
+    if scheme != "s3" or "AWS_UNSIGNED_PAYLOAD" in os.environ:
+        return {}
+    return {"unsigned_payload": True}
+
+
+def bundle() -> str | None:
+    """Return the file of certificates to trust that the environment names, where there is one."""
+    named = os.environ.get("AWS_CA_BUNDLE")
+    return named if named and os.path.isfile(named) else None
+
+
+def _client(timeouts: Mapping[str, str]) -> dict[str, object]:
+    options: dict[str, object] = {**timeouts, "allow_http": allows_http()}
+    if file := bundle():
+        with suppress(OSError), open(file, "rb") as stream:
+            options["root_certificate"] = stream.read()
+    return options

@@ -1,0 +1,274 @@
+"""Mirrors `vua.storage.names` in a bucket: nothing of others is changed, no key ends a command."""
+
+from __future__ import annotations
+
+import os
+import time
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import foreign
+from buckets import memory_url, moto, seaweedfs, speaking_to
+from commands import run, run_json
+from helpers import DirectoryTest, caches_of
+from vua.core import VUA, VUAConfig
+from vua.storage.bucket import Bucket
+from vua.storage.names import kind_at
+
+pytest.importorskip("obstore")
+
+CONFIG = VUAConfig(split_factor=4, model="tiny")
+TOKENS = torch.arange(12)
+KV = caches_of(layers=1, heads=1, tokens=12, dim=8)
+COMMANDS = (
+    ("ls",),
+    ("du",),
+    ("verify", "--repair"),
+    ("ttl", "1"),
+    ("gc", "--ttl", "0.001", "--yes"),
+    ("gc", "--max-bytes", "0", "--yes"),
+    ("pin", foreign.HEX64),
+    ("rm", foreign.HEX64, "--yes"),
+    ("adopt",),
+    ("doctor",),
+    ("rm", "--all", "--pinned", "--yes"),
+)
+
+
+def objects(kind: str, root: Path) -> dict[str, bytes]:
+    """Return such a directory's files as a tool copies them into a bucket."""
+    foreign.make(kind, root)
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+def put(url: str) -> None:
+    """Store three chunks."""
+    with VUA(CONFIG, url) as vua:
+        vua.put(TOKENS, KV)
+
+
+class ForeignTest(DirectoryTest):
+    """What others have put into a bucket, beside a cache and in it."""
+
+    KINDS: tuple[str, ...] = ("docker overlay2", "a model", "names like ours", "only hex names",
+                              "a database", "logs")  # fmt: skip
+    """The quick tests take those whose names are nearest to ours."""
+
+    def place(self) -> str:
+        """Return the URL of an empty place."""
+        return memory_url()
+
+    def check(self, url: str, keys: dict[str, bytes]) -> None:
+        """No command changes what lies there by these keys."""
+        bucket = Bucket.at(url)
+        for key, data in keys.items():
+            bucket.put(key, data)
+        before = {one.key: one for one in bucket.walk() if one.key in keys}
+        self.assertEqual(set(keys), set(before))
+        later = mock.patch("time.time", return_value=time.time() + 1e6)
+        for words in COMMANDS:
+            with later:
+                run(words[0], url, *words[1:])
+            after = {one.key: one for one in bucket.walk() if one.key in keys}
+            self.assertEqual(before, after, words)
+
+    def test_alone(self) -> None:
+        """In a place that is no cache of VUA; an engine refuses it."""
+        for kind in self.KINDS:
+            if keys := objects(kind, self.root / kind):
+                url = self.place()
+                self.check(url, keys)
+                names = {one.key for one in Bucket.at(url).walk()} - set(keys)
+                self.assertEqual(set(), names, kind)
+
+    def test_in_a_cache(self) -> None:
+        """Beside namespaces, in a namespace and in a chunk's folder; what is of VUA goes."""
+        for kind in self.KINDS:
+            keys = objects(kind, self.root / kind)
+            keys.pop("vua.json", None)
+            keys.pop("bounds.json", None)
+            if not keys:
+                continue
+            url = self.place()
+            put(url)
+            entries = [one.key for one in Bucket.at(url).walk() if kind_at(one.key[65:]) == "entry"]
+            space, chunk = entries[0][:64], entries[0].rpartition("/")[0]
+            everywhere = dict(keys)
+            everywhere |= {f"{space}/{key}": data for key, data in keys.items()}
+            everywhere |= {
+                f"{chunk}/{key}": data
+                for key, data in keys.items()
+                if kind_at(f"{chunk}/{key}"[65:]) in ("stray", "temporary")
+            }
+            self.check(url, everywhere)
+            left = {one.key for one in Bucket.at(url).walk()} - set(everywhere)
+            ours = {"vua.json", "bounds.json", f"{space}/namespace.json"}
+            self.assertEqual(set(), left - ours, kind)
+
+    def test_names_are_counted(self) -> None:
+        """`ls`, `du`, `gc` and `rm` say how many there are, `verify` which."""
+        url = self.place()
+        put(url)
+        bucket = Bucket.at(url)
+        space = next(one.key[:64] for one in bucket.walk() if one.key[64:65] == "/")
+        for key in ("photos/a.jpg", f"{space}/notes.txt", f"{'a' * 64}/b.jpg"):
+            bucket.put(key, b"precious")
+        for words in (["du"], ["gc", "--max-bytes", "1G"], ["rm", "--all", "--dry-run"]):
+            code, report = run_json(words[0], url, *words[1:])
+            self.assertEqual((0, 3), (code, report["strays"]), words)
+            self.assertIn("not of VUA and stay", run(words[0], url, *words[1:])[1])
+        code, report = run_json("verify", url)
+        self.assertEqual((0, ["photos"]), (code, report["stray"]))
+        self.assertEqual(0, run("rm", url, space, "--yes")[0])
+        names = [f"{space}/namespace.json", f"{space}/notes.txt"]
+        self.assertEqual(names, sorted(one.key for one in bucket.walk(space)))
+
+    def test_a_lifecycle_rule(self) -> None:
+        """The one that is printed covers no object of others."""
+        url = self.place()
+        put(url)
+        bucket = Bucket.at(url)
+        (rule,) = run_json("doctor", url)[1]["lifecycle"]["Rules"]
+        whole = rule["Filter"]["And"]["Prefix"]
+        bucket.put("photos/a.jpg", b"precious")
+        (rule,) = run_json("doctor", url)[1]["lifecycle"]["Rules"]
+        prefix = rule["Filter"]["And"]["Prefix"]
+        self.assertRegex(prefix.removeprefix(whole), "^[0-9a-f]{64}/$")
+        bucket.put(f"{prefix.removeprefix(whole)}photos/a.jpg", b"precious")
+        self.assertIsNone(run_json("doctor", url)[1]["lifecycle"])
+
+
+@pytest.mark.thorough
+class MotoForeignTest(ForeignTest):
+    """The same on a server."""
+
+    KINDS = tuple(foreign.FOREIGN)
+
+    def place(self) -> str:
+        """Return the URL of an empty place in its bucket."""
+        self.enterContext(speaking_to(moto()))
+        return f"s3://vua/{memory_url().rpartition('/')[2]}"
+
+
+@pytest.mark.thorough
+class SeaweedFSForeignTest(ForeignTest):
+    """The same on a real server."""
+
+    KINDS = tuple(foreign.FOREIGN)
+
+    def place(self) -> str:
+        """Return the URL of an empty place in its bucket."""
+        self.enterContext(speaking_to(seaweedfs().endpoint))
+        return seaweedfs().place()
+
+
+class OddKeysTest(DirectoryTest):
+    """Keys that are no paths, of any tool."""
+
+    SUFFIXES = ("/x", "../kv2/evil", "..", ".", "./x", "a\x01b", "ab\nc", "", "%2F", "ä\u202e",
+                " /x", "n" * 700, "a\\b", "a+b c", "\x7f")  # fmt: skip
+
+    def setUp(self) -> None:
+        """Store three chunks."""
+        super().setUp()
+        self.serve()
+        put(self.url)
+        self.prefix = self.url.removeprefix("s3://vua/")
+
+    def serve(self) -> None:
+        """Take a place of a server."""
+        self.endpoint = moto()
+        self.enterContext(speaking_to(self.endpoint))
+        self.url = f"s3://vua/{self.root.name}"
+
+    def put_odd(self, folder: str) -> int:
+        """Put objects with odd keys into a folder, as far as the server takes them."""
+        boto3 = pytest.importorskip("boto3")
+        s3, count = boto3.client("s3", endpoint_url=self.endpoint), 0
+        for suffix in self.SUFFIXES:
+            try:
+                s3.put_object(Bucket="vua", Key=f"{self.prefix}/{folder}{suffix}", Body=b"1")
+                count += 1
+            except s3.exceptions.ClientError:
+                continue  # no key here
+        return count
+
+    def listed(self) -> set[str]:
+        """Every key below the prefix, as another client lists it."""
+        boto3 = pytest.importorskip("boto3")
+        s3 = boto3.client("s3", endpoint_url=self.endpoint)
+        pages = s3.get_paginator("list_objects_v2").paginate(Bucket="vua", Prefix=self.prefix)
+        return {one["Key"] for page in pages for one in page["Contents"]}
+
+    def test_no_command_ends(self) -> None:
+        """Beside namespaces, in one and in a chunk's folder; they stay, and are counted."""
+        key = next(one.key for one in Bucket.at(self.url).walk() if one.key.endswith("tensors"))
+        ours = self.listed()
+        for folder in ("", f"{key[:64]}/", f"{key.rpartition('/')[0]}/"):
+            self.assertGreater(self.put_odd(folder), 5)
+        odd = self.listed() - ours
+        code, report = run_json("du", self.url)
+        self.assertEqual((0, 3), (code, report["chunks"]))
+        self.assertGreaterEqual(report["strays"], len(odd) // 2)  # some share a folder beside
+        for words in (["ls"], ["verify"], ["gc", "--max-bytes", "1G"], ["ttl"], ["pin"],
+                      ["doctor"], ["top", "--once", "--interval", "0.01"],
+                      ["export", str(self.root / "all.tar"), "--all"], ["adopt"]):  # fmt: skip
+            code, _, err = run(words[0], self.url, *words[1:])
+            self.assertEqual((0, ""), (code, err), words)
+        with VUA(CONFIG, self.url) as vua:
+            self.assertEqual(0, vua.put(TOKENS, KV))
+            self.assertEqual(12, vua.get_closest(TOKENS).num_tokens)
+        self.assertEqual(0, run("rm", self.url, "--all", "--yes")[0])
+        left = self.listed()
+        self.assertEqual(odd, left - ours)
+        self.assertFalse([one for one in left if one.endswith(".safetensors")])
+
+    @pytest.mark.thorough
+    def test_many_pages(self) -> None:
+        """A key that is no path among thousands hides none of them, and none comes twice."""
+        bucket = Bucket.at(self.url)
+        wanted = {f"x/{number:04}" for number in range(1500)}
+        Bucket.each(lambda key: bucket.put(key, b""), sorted(wanted), small=True)
+        self.put_odd("x/0500/")
+        self.put_odd("x/1200/")
+        found = [one.key for one in bucket.walk("x")]
+        self.assertEqual(len(set(found)), len(found))
+        self.assertEqual(wanted, wanted & set(found))
+        self.assertEqual(len([one for one in self.listed() if "/x/" in one]), len(found))
+
+
+@pytest.mark.thorough
+class SeaweedFSOddKeysTest(OddKeysTest):
+    """The same on a real server, which takes fewer of them."""
+
+    def serve(self) -> None:
+        """Take a place of it."""
+        self.endpoint = seaweedfs().endpoint
+        self.enterContext(speaking_to(self.endpoint))
+        self.url = seaweedfs().place()
+
+
+class OddFilesTest(DirectoryTest):
+    """Files with odd names in a place that is a directory."""
+
+    def test_listed(self) -> None:
+        """Any bytes are a name there."""
+        url = f"file://{self.root}/kv"
+        put(url)
+        for name in (b"a\x01b", b"a\nb", b"\xff\xfe", b"a\\b", b"%2F"):
+            Path(os.fsdecode(os.fsencode(self.root / "kv") + b"/" + name)).write_bytes(b"1")
+        for words in (["ls"], ["du"], ["verify"], ["gc", "--max-bytes", "1G"]):
+            self.assertEqual(0, run(words[0], url, *words[1:])[0], words)
+        self.assertEqual(5, run_json("du", url)[1]["strays"])
+
+
+if __name__ == "__main__":
+    unittest.main()

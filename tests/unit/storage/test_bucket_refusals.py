@@ -1,0 +1,147 @@
+"""Mirrors `vua.storage.bucket`: what some servers refuse has a way round.
+
+moto is the server, a proxy in front of it refuses; a bucket with object lock is moto's own.
+"""
+
+from __future__ import annotations
+
+import unittest
+from collections import Counter
+
+import pytest
+import torch
+
+from buckets import moto, speaking_to
+from commands import run, run_json
+from helpers import DirectoryTest, caches_of, kv_bits
+from vua.core import VUA, VUAConfig
+from vua.errors import StorageError
+from vua.storage.bucket import Bucket
+from vua.storage.bucket_mark import is_marked_bucket
+from vua.storage.bucket_path import BucketPath
+from vua.testing.proxy import FaultyProxy
+
+pytest.importorskip("obstore")
+
+CONFIG = VUAConfig(split_factor=4, model="tiny")
+TOKENS = torch.arange(12)
+KV = caches_of(layers=1, heads=1, tokens=12, dim=8)
+
+
+class RefusalTest(DirectoryTest):
+    """A place behind a proxy."""
+
+    def setUp(self) -> None:
+        """Start the proxy, which passes everything on at first."""
+        super().setUp()
+        self.proxy = FaultyProxy(moto())
+        self.addCleanup(self.proxy.close)
+        self.enterContext(speaking_to(self.proxy.endpoint))
+        self.url = f"s3://vua/{self.root.name}"
+        self.bucket = Bucket.at(self.url)
+
+    def sent(self) -> Counter[str]:
+        """The requests of this process to the bucket, but for bytes and failures."""
+        kinds = ("get", "head", "put", "list", "copy", "delete")
+        return Counter({kind: self.bucket.counts[kind] for kind in kinds})
+
+    def check(self) -> None:
+        """Store, load, and store again, which sends nothing twice."""
+        with VUA(CONFIG, self.url) as vua:
+            self.assertEqual(3, vua.put(TOKENS, KV))
+            found = vua.get_closest(TOKENS)
+            self.assertEqual((12, kv_bits(KV)), (found.num_tokens, kv_bits(found.data)))
+            self.assertEqual(0, vua.put(TOKENS, KV))
+        self.assertTrue(is_marked_bucket(BucketPath(self.bucket)))
+
+    def test_bad_conditions(self) -> None:
+        """A server that takes no `If-None-Match` is asked first, and then written to."""
+        self.proxy.plan = lambda *_: "bad conditions"
+        self.check()
+        with self.assertRaises(FileExistsError):
+            self.bucket.put("vua.json", b"other", create=True)
+
+    def test_failing_conditions(self) -> None:
+        """So is one for which each object is there already."""
+        self.proxy.plan = lambda *_: "failing conditions"
+        self.check()
+
+    @pytest.mark.thorough
+    def test_no_conditions(self) -> None:
+        """The client begins such an answer anew for some seconds; VUA asks once."""
+        self.proxy.plan = lambda *_: "no conditions"
+        self.check()
+
+    def test_no_bulk(self) -> None:
+        """Without deletion of many objects are deleted one by one, from then on at once."""
+        self.check()
+        self.proxy.plan = lambda *_: "no bulk"
+        self.assertEqual(0, run("gc", self.url, "--max-bytes", "0", "--yes")[0])
+        self.check()
+        before = self.sent()
+        code, report = run_json("rm", self.url, "--all", "--yes")
+        self.assertEqual((0, 4), (code, report["objects"]))
+        self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
+        self.assertEqual(4, (self.sent() - before)["delete"] - 1)
+
+    def test_locked(self) -> None:
+        """Deletions that an object lock refuses are tried, counted and said; nothing else ends."""
+        self.check()
+        self.proxy.plan = lambda *_: "locked"
+        code, _, err = run("rm", self.url, "--all", "--yes")
+        self.assertEqual(2, code)
+        self.assertRegex(err, "object lock")
+        self.assertEqual(0, run("verify", self.url)[0])
+
+    def test_damaged_and_locked(self) -> None:
+        """What is damaged and cannot be deleted is written over, and is found again."""
+        self.check()
+        key = min(one.key for one in self.bucket.walk() if one.key.endswith(".safetensors"))
+        data = bytearray(self.bucket.get(key)[1])
+        data[-1] ^= 1
+        self.bucket.put(key, bytes(data))
+        self.proxy.plan = lambda *_: "locked"
+        with VUA(CONFIG, self.url) as vua:
+            self.assertLess(vua.get_closest(TOKENS).num_tokens, 12)
+            self.assertGreaterEqual(vua.put(TOKENS, KV), 1)
+            self.assertEqual(12, vua.get_closest(TOKENS).num_tokens)
+
+    def test_object_lock(self) -> None:
+        """A bucket with a retention wants a checksum with each write, and gets it."""
+        boto3 = pytest.importorskip("boto3")
+        s3, name = boto3.client("s3", endpoint_url=moto()), f"lock-{self.root.name}".lower()
+        s3.create_bucket(Bucket=name.replace("_", "-"), ObjectLockEnabledForBucket=True)
+        retention = {"Mode": "COMPLIANCE", "Days": 1}
+        rule = {"ObjectLockEnabled": "Enabled", "Rule": {"DefaultRetention": retention}}
+        name = name.replace("_", "-")
+        s3.put_object_lock_configuration(Bucket=name, ObjectLockConfiguration=rule)
+        self.url = f"s3://{name}/kv"
+        self.bucket = Bucket.at(self.url)
+        self.check()
+        self.assertEqual(0, run("rm", self.url, "--all", "--yes")[0])  # versions stay
+        self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
+        self.check()
+
+    def test_requests(self) -> None:
+        """A usual server sees as many requests as before there was a way round."""
+        with VUA(CONFIG, self.url) as vua:
+            vua.put(TOKENS, KV)
+        sent = {kind: count for kind, count in self.sent().items() if kind != "get"}
+        self.assertEqual(sent, sent | {"put": 6, "head": 4, "list": 2, "delete": 0})
+        before = self.sent()
+        self.assertEqual(0, run("rm", self.url, "--all", "--yes")[0])
+        sent = dict(self.sent() - before)
+        self.assertEqual({"get": 2, "list": 2, "delete": 1}, sent)
+
+    def test_refused(self) -> None:
+        """A refusal that no way leads round is an error after a few requests."""
+        self.check()
+        self.proxy.plan = lambda _, method, path: "locked" if method != "GET" else ""
+        before = self.sent()
+        with self.assertRaisesRegex(StorageError, "delete refused"):
+            self.bucket.delete([f"none/{number}" for number in range(500)])
+        self.assertLessEqual((self.sent() - before)["delete"], 17)
+
+
+if __name__ == "__main__":
+    unittest.main()
