@@ -131,7 +131,7 @@ class RefusalTest(DirectoryTest):
         before = self.sent()
         self.assertEqual(0, run("rm", self.url, "--all", "--yes")[0])
         sent = dict(self.sent() - before)
-        self.assertEqual({"get": 2, "list": 2, "delete": 1}, sent)
+        self.assertEqual({"get": 3, "list": 3, "delete": 1}, sent)
 
     def test_refused(self) -> None:
         """A refusal that no way leads round is an error after a few requests."""
