@@ -126,6 +126,7 @@ def gc_bucket(
     limits = _limits(place, said)
     with progress() as show:
         spaces, strays = listed(place, show)
+        spaces = [space for space in spaces if not space.description.later]  # of a later VUA
         chunks = [one for space in spaces for one in space.chunks.values()]
         total = sum(one.nbytes for one in chunks)
         most = total if limits.max_bytes is None else nbytes_of(limits.max_bytes, 0)

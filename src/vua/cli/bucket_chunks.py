@@ -133,7 +133,8 @@ class BucketSpace:
     @property
     def is_ours(self) -> bool:
         """Whether it is a namespace of VUA: it says so, or chunks are in it, as in a directory."""
-        return self.description.identity is not None or bool(self.chunks)
+        said = self.description
+        return said.identity is not None or bool(said.later) or bool(self.chunks)
 
     def of_ours(self, paths: Sequence[str]) -> list[str]:
         """Return the keys of those of these paths that are of VUA, also by what is in them."""
