@@ -559,7 +559,7 @@ def identity_campaign(*arguments: str) -> int:
 
 
 def sglang_campaign(*arguments: str) -> int:
-    """Compares random SGLang servers, each by its own K and V (--setups 16: 120 pairs)."""
+    """Compares random SGLang servers, each by its own K and V (--setups 15: 105 pairs)."""
     if not install_sglang():
         sys.exit("dev.py: SGLang could not be installed")
     os.environ["VUA_SGLANG_PYTHON"] = str(SGLANG / "bin" / "python")

@@ -8,7 +8,7 @@ import pytest
 
 from e2e.adapters import ENGINE, strong_adapter
 from e2e.damage import stored
-from e2e.harness import PROMPT, RESET, Batch, Change, EngineTest, Exchange, Served
+from e2e.harness import PROMPT, RESET, Batch, Change, EngineTest, Exchange, Served, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
@@ -45,6 +45,31 @@ class LoraTest(EngineTest):
 
         plain = self.serve(Batch([PROMPT]))  # an engine that knows no adapters
         self.assertEqual([expected[2:], [640]], [plain.tokens, plain.cached])
+
+    def test_beside_an_adapter(self) -> None:
+        """What vLLM's CPU build computes of a prompt beside another one's adapter is not stored.
+
+        It applies the adapter in the last slot to both. A prompt with an adapter is computed as it
+        is without others, and stored.
+        """
+        one, short = self.paths[0], tokens(20, seed=2)
+        engine = {**ENGINE, "max_loras": 1, "enable_prefix_caching": True}
+        engine["long_prefill_token_threshold"] = 96  # the short one comes in meanwhile
+        known, plain, adapted = Batch([short], loras=[one]), Batch([PROMPT]), self.ask(one)
+        beside = Batch([PROMPT, tokens(30, seed=3)], loras=[None, one], max_tokens=40)
+        reverse = Batch([PROMPT, tokens(30, seed=4)], loras=[one, None], max_tokens=40)
+        expected, alone = self.baseline(plain), self.baseline(adapted, engine=engine)
+
+        # the last one begins with blocks of the one before
+        mixed = self.serve(known, beside, plain, engine=engine)
+
+        self.assertNotEqual(expected, [mixed.tokens[1][:16]])
+        found = self.serve(plain)
+        self.assertEqual(expected, found.tokens)
+        self.assertGreater(640, found.cached[0])
+        self.serve(known, reverse, engine=engine)
+        found = self.serve(adapted, engine=engine)
+        self.assertEqual([alone, [640]], [found.tokens, found.cached])
 
     def test_by_content(self) -> None:
         """The same adapter elsewhere finds its chunks; other weights at the same path do not."""

@@ -100,6 +100,8 @@ class Model:
     draft_tokens: int | None = None
     """Where a draft model has layers here: beyond so many tokens the engine does not run it, for
     none of the requests of a step."""
+    adapters_spill: bool = False
+    """Whether the engine computes requests without adapter wrongly in a step beside one with."""
     identified: bool = True
     """Whether the identity is complete: the weights' fingerprint takes longer than the rest."""
 

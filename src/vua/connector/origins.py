@@ -58,6 +58,11 @@ class Origins:
             self.computes(table[cached_tokens // size :], origin if pure else MIXED)
         return pure
 
+    def spoils(self, tables: Sequence[Sequence[int]], first_token: int) -> None:
+        """Note that nothing from a token on, in these block tables, is what it should be."""
+        for table, size in zip(tables, self._block_sizes, strict=False):  # empty: it begins now
+            self.computes(table[first_token // size :], MIXED)
+
     def computes(self, blocks: Iterable[int], origin: Origin) -> None:
         """Note blocks that are written now."""
         if origin != _FIRST:

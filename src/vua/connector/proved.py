@@ -27,7 +27,7 @@ _KEPT_S: Final = 90 * 86400.0
 
 
 def files_below(root: Path) -> Iterator[list[object]]:
-    """Yield name, size and time of change of each file below a directory."""
+    """Yield of each file below a directory its name and what changes when it is exchanged."""
     for folder, folders, names in os.walk(root, followlinks=False):
         folders.sort()
         for name in sorted(names):
@@ -36,7 +36,8 @@ def files_below(root: Path) -> Iterator[list[object]]:
                 continue
             with suppress(OSError):
                 status = path.stat()
-                yield [str(path.relative_to(root)), status.st_size, status.st_mtime_ns]
+                times = [status.st_mtime_ns, status.st_ctime_ns]
+                yield [str(path.relative_to(root)), status.st_size, status.st_ino, *times]
 
 
 class Remembered:

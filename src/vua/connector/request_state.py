@@ -34,7 +34,7 @@ class RequestState:
     """A load for it failed: it is computed, not looked up again."""
     outdated: bool = False
     """It began before a reset, its adapter was replaced since, nobody knows its adapter, or the
-    engine did not run its draft for it."""
+    engine did not run its draft for it, or applied another request's adapter to it."""
     loading: list[int] = field(default_factory=list)
     """Blocks that a running load fills; empty where a load fails as a whole."""
     block_ids: list[list[int]] = field(default_factory=list)

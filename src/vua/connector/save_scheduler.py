@@ -242,6 +242,7 @@ class SaveScheduler:
     ) -> None:
         """Add what is complete after a step's forward pass; without ``saves`` only comparisons."""
         self._note_lack_of_drafts(states, step)
+        self._note_spilled_adapters(states, step)
         for scheduled in step.requests:
             state = states.get(scheduled.request_id)
             if not scheduled.begins:
@@ -281,6 +282,22 @@ class SaveScheduler:
                 state.outdated = True
                 for table in state.block_ids:
                     self._origins.computes(table, MIXED)
+
+    def _note_spilled_adapters(
+        self, states: Mapping[str, RequestState], step: ScheduledStep
+    ) -> None:
+        """Store nothing more of requests without adapter that compute beside one with.
+
+        What an earlier step computed of them is right, and so is what has an adapter.
+        """
+        known = [(each, states.get(each.request_id)) for each in step.requests]
+        adapted = [state is None or state.request.lora_request is not None for _, state in known]
+        if not (self.model.adapters_spill and any(adapted)):
+            return
+        for scheduled, state in known:
+            if state is not None and state.request.lora_request is None:
+                state.outdated = True
+                self._origins.spoils(state.block_ids, scheduled.computed)
 
     def learn(
         self,

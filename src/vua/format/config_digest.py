@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 from vua.errors import ConfigError
 
-__all__ = ["config_digest"]
+__all__ = ["IGNORED_CONFIG_KEYS", "config_digest"]
 
 # Top-level config keys that cannot change K or V. Everything else counts: an unknown key costs
 # hits, never a wrong one. `architectures` counts, because it chooses the code that runs.
-_IGNORED_CONFIG_KEYS = frozenset(
+IGNORED_CONFIG_KEYS = frozenset(
     # The KV dtype is a field of its own; loaders set these to what they were asked for.
     "dtype torch_dtype transformers_version name_or_path _name_or_path "  # noqa: SIM905 - words
     "_commit_hash _auto_class _is_quantized "
@@ -40,7 +40,7 @@ def config_digest(config: Mapping[str, object]) -> str:
     Raises:
         ConfigError: a value is nothing that JSON knows, so it has no digest that lasts.
     """
-    counting = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
+    counting = {key: value for key, value in config.items() if key not in IGNORED_CONFIG_KEYS}
     if counting.get("sliding_window") == 0:  # some write 0 for no window, and vLLM makes it None
         counting["sliding_window"] = None
     text = json.dumps(_canonical(counting, "config"), sort_keys=True, separators=(",", ":"))

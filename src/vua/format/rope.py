@@ -2,7 +2,8 @@
 
 K is stored after rotation, so two engines that pair elements differently store different bytes for
 the same tokens. Promises that every engine VUA knows stores K of a listed model type in the order
-listed. Of any other type nothing is known; caches of such a model must not cross engines.
+listed. Of any other type nothing is known; caches of such a model must not cross engines. Those of
+a listed type may, as far as `vua.format.shared_config` knows the rest of its config.
 """
 
 from __future__ import annotations

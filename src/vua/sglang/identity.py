@@ -24,6 +24,7 @@ from vua.format.config_digest import config_digest
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.format.rope import rope_order, varies_with_length
+from vua.format.shared_config import unshared
 from vua.serdes import DTYPES
 from vua.sglang.computation import (
     attention_that_counts,
@@ -107,12 +108,12 @@ def described(
     if models.quantization is not None:
         config["vua.sglang_quantization"] = str(models.quantization)
     rope = rope_order(text.model_type)
-    if not rope:  # others may order K's elements otherwise
-        config["vua.engine"] = ["sglang", *(whole.architectures or [])]
     if varies_with_length(config):  # SGLang chooses the frequencies once, by this length
         config["vua.sglang_context_length"] = models.context_len
     if arguments.trust_remote_code and (code := _code(text, directory)):
         config["vua.code"] = code
+    if unshared(config):  # others may compute something else
+        config["vua.engine"] = ["sglang", *(whole.architectures or [])]
     groups = _groups(runner, pools, dtype, latent=latent)
     config |= division(list(groups.values()))
     identity = Identity(

@@ -141,7 +141,7 @@ class VUAHiCacheStorage(PagesInPlace):
         def identify(stop: threading.Event) -> Weights:
             files = checkpoint_files(local_directory(name, revision, download_dir))
             weights = identify_weights(files, stop=stop)
-            if weights.changed_s > loaded_s:
+            if weights.changed_since(loaded_s, stop=stop):
                 msg = (
                     "files of the weights were changed after the engine began to load them, so "
                     "nobody can tell which ones it has; start it again"

@@ -23,6 +23,7 @@ from vua.format.config_digest import config_digest
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.format.rope import rope_order, varies_with_length
+from vua.format.shared_config import unshared
 from vua.serdes import DTYPES
 from vua.store.identified import Described
 from vua.transformers.layers import groups_of
@@ -82,10 +83,10 @@ def described_model(model: Any, *, chunk_tokens: int, epoch: str) -> Described: 
     if not getattr(model.config, "quantization_config", None):
         _check_weights(model, folder)
     rope = rope_order(text.model_type)
-    if not rope:  # another engine may order K otherwise: keep apart
-        described["vua_stored_by"] = "transformers"
     if code := _code(model, folder):
         described["vua.code"] = code
+    if unshared(described):  # another engine may compute something else: keep apart
+        described["vua_stored_by"] = "transformers"
     layout = layout_of(model, chunk_tokens=chunk_tokens)
     described |= division(groups_of(layout, windows_of(model)))
     others = Identity(

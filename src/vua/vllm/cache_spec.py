@@ -31,7 +31,14 @@ from vua.format.layout import KVLayout, Shard
 from vua.format.rope import rope_order
 from vua.format.states import state_layout
 from vua.vllm.engine_identity import engine_identity
-from vua.vllm.support import DRAFTS, check_engine, check_groups, check_latent, check_states
+from vua.vllm.support import (
+    DRAFTS,
+    adapters_spill,
+    check_engine,
+    check_groups,
+    check_latent,
+    check_states,
+)
 
 __all__ = ["describe", "how_stored", "kind_of", "stored_as", "worker_shards"]
 
@@ -91,6 +98,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
         blocks=getattr(kv_cache_config, "num_blocks", 0),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         draft_tokens=_draft_tokens(vllm_config, groups),
+        adapters_spill=adapters_spill(vllm_config),
     )
 
 

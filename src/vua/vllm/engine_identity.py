@@ -16,7 +16,9 @@ import torch
 from vua.connector.cache_spec import EngineIdentity, UncachedError
 from vua.errors import ConfigError
 from vua.format.config_digest import config_digest
-from vua.format.rope import rope_order, varies_with_length
+from vua.format.rope import varies_with_length
+from vua.format.shared_config import unshared
+from vua.vllm.environment import environment_that_counts
 from vua.vllm.settings import Settings, settings_of
 from vua.vllm.support import DRAFTS
 from vua.weights.model_files import code_digest, processor_digest, quantization_digest
@@ -30,7 +32,11 @@ Folder = Callable[[str, str | None], Path]
 """Where the files of a model of a revision lie. Raises UncachedError, OSError."""
 
 
-def engine_identity(vllm_config: Any, kv_dtype: torch.dtype, folder: Folder) -> EngineIdentity:  # noqa: ANN401
+def engine_identity(
+    vllm_config: Any,  # noqa: ANN401
+    kv_dtype: torch.dtype,
+    folder: Folder,
+) -> EngineIdentity:
     """Return what counts of an engine whose KV cache has elements of ``kv_dtype``.
 
     Raises UncachedError, ConfigError: something cannot be told; OSError.
@@ -42,8 +48,7 @@ def engine_identity(vllm_config: Any, kv_dtype: torch.dtype, folder: Folder) -> 
         config["vua.vllm"] = settings.always
     if model.hf_config is not model.hf_text_config:
         config["vua.whole"] = _whole(model)
-    if not rope_order(model.hf_text_config.model_type):  # others may order K's elements otherwise
-        config["vua.engine"] = ["vllm", model.architecture]
+    config |= environment_that_counts(vllm_config)
     if varies_with_length(config):  # vLLM chooses the frequencies once, by this length
         config["vua.vllm_max_model_len"] = model.max_model_len
     if (foreign := _foreign_class(model)) is not None:
@@ -56,6 +61,8 @@ def engine_identity(vllm_config: Any, kv_dtype: torch.dtype, folder: Folder) -> 
         config["vua.draft"] = draft
     if model.quantization is not None:
         config["vua.quantization"] = quantization_digest(folder(model.model, model.revision))
+    if unshared(config):  # transformers may compute something else
+        config["vua.engine"] = ["vllm", model.architecture]
     media, refused = _media(vllm_config, settings, folder)
     adapters = config_digest(settings.adapters) if settings.adapters else ""
     return EngineIdentity(config, adapters, media, refused)

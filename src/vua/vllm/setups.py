@@ -1,8 +1,8 @@
 """A vLLM engine's setup: one that was proved before is not asked anew (`vua.connector.proved`).
 
 A *setup* is everything that can be seen of an engine: all of its configuration, the versions of
-what computes, the devices, the environment, and name, size and time of change of each of the
-model's files. It is much more than the identity, on purpose: nothing is left out for being known to
+what computes, the devices, the environment, and name, size, inode and times of each of the model's
+files. It is much more than the identity, on purpose: nothing is left out for being known to
 be harmless, since the witness is there for what is wrongly believed to be. Any difference, and the
 engine is asked again.
 """

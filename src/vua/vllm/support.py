@@ -8,7 +8,15 @@ from vua.connector.cache_spec import UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.vllm.versions import can_fail_requests, knows_current_blocks
 
-__all__ = ["DRAFTS", "check_drafts", "check_engine", "check_groups", "check_latent", "check_states"]
+__all__ = [
+    "DRAFTS",
+    "adapters_spill",
+    "check_drafts",
+    "check_engine",
+    "check_groups",
+    "check_latent",
+    "check_states",
+]
 
 DRAFTS: Final = ("eagle", "eagle3", "mtp")
 """Ways of speculative decoding whose layers go on from the model's own hidden states."""
@@ -49,6 +57,17 @@ def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: AN
     if vllm_config.model_config.runner_type != "generate":
         msg = f"a {vllm_config.model_config.runner_type} model has no prompts to continue"
         raise UncachedError(msg)
+
+
+def adapters_spill(vllm_config: Any) -> bool:  # noqa: ANN401
+    """Whether vLLM applies adapters to requests without one in the same step.
+
+    Its CPU backend takes -1, which stands for no adapter, as the index of the last slot: wrong as
+    soon as that holds an adapter, also one that no request of the step asks for.
+    """
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() and vllm_config.lora_config is not None
 
 
 def check_drafts(vllm_config: Any) -> None:  # noqa: ANN401

@@ -43,13 +43,14 @@ def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:  # noqa: A
         if speculative is not None and speculative.method in DRAFTS:
             files = _engine_files(speculative.draft_model_config, load)
             weights = weights.joined(identify_weights(files, stop=stop))
+        # vLLM's process of that name was started for this engine, so before it loaded. A process
+        # that makes engines in itself may have written the model, too: times tell nothing there.
+        own = multiprocessing.current_process().name.startswith("EngineCore")
+        changed = own and weights.changed_since(process_began_s(), stop=stop)
     except (ConfigError, OSError) as problem:
         msg = f"the weights cannot be identified: {problem}"
         raise UncachedError(msg) from problem
-    # vLLM's process of that name was started for this engine, so before it loaded. A process that
-    # makes engines in itself may have written the model, too: nothing can be told from the time.
-    own = multiprocessing.current_process().name.startswith("EngineCore")
-    if own and weights.changed_s > process_began_s():
+    if changed:
         msg = (
             "files of the weights were changed after the engine's start, so nobody can tell which "
             "ones it loaded; start it again"

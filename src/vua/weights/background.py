@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, TimeoutError  # noqa: A004 - 3.10's is its own
 from pathlib import Path
-from typing import Final
 
-from vua.weights.fingerprint import Weights, prove_blob_names
+from vua.weights.fingerprint import Weights
 
 __all__ = ["Identification", "process_began_s"]
-
-log = logging.getLogger(__name__)
-
-_NICENESS: Final = 10
 
 
 class Identification:
     """One search for a model's weights; it begins at once and keeps nobody from ending.
 
-    The thread ends with the process. It goes on a while after the answer, at a low priority, see
-    `vua.weights.fingerprint.prove_blob_names`.
+    The thread ends with the process.
     """
 
     def __init__(self, find: Callable[[threading.Event], Weights]) -> None:
@@ -52,14 +45,6 @@ class Identification:
             self.answer.set_exception(problem)
             return
         self.answer.set_result(weights)
-        with contextlib.suppress(OSError):  # Linux knows a niceness of each thread
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        try:
-            prove_blob_names(weights.files, stop=self._stop)
-        except CancelledError:
-            pass
-        except Exception as problem:  # noqa: BLE001 - it only saves time later
-            log.debug("names of the hub's blobs were not looked at: %s", problem)
 
 
 def process_began_s() -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import threading
 import time
@@ -22,14 +21,11 @@ from vua.weights.content import Content, State, Work, framed, read_content, read
 from vua.weights.files import blob_of, checkpoint_files, link_changed_s
 from vua.weights.memo import locked, recall, remember
 
-__all__ = ["Weights", "identify_weights", "prove_blob_names", "weights_fingerprint"]
-
-log = logging.getLogger(__name__)
+__all__ = ["Weights", "identify_weights", "weights_fingerprint"]
 
 _VERSION: Final = "vua.weights.v2"
 _SETTLED_S: Final = 2.0
 """File systems' clocks tick coarsely: only so long after a change the next one is sure to show."""
-_MAX_COPIES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,24 @@ class Weights:
     """How long it took, with any wait for another process that read the same files."""
     changed_s: float
     """When one of the files, or a link to it, was changed last (seconds since the epoch; renaming
-    and `chmod` count). Blobs of the hub's cache, which are named by their content, do not."""
+    and `chmod` count)."""
+
+    def changed_since(self, when_s: float, *, stop: threading.Event | None = None) -> bool:
+        """Return whether a file may hold something else than at a time, by its or a link's change.
+
+        A blob that the hub's cache has fetched since does not count: it is read as a whole, and has
+        the SHA-256 that is its name.
+
+        Raises:
+            ConfigError, OSError, CancelledError: as `identify_weights`.
+        """
+        if self.changed_s <= when_s:
+            return False
+        for file in self.files:
+            known = KnownFile.at(file)
+            if known.changed_s > when_s and not known.is_named_by_content(Work(stop)):
+                return True
+        return False
 
     def joined(self, other: Weights) -> Weights:
         """Return what stands for both, of two models that compute together."""
@@ -90,11 +103,10 @@ def identify_weights(
     other files. Where two files hold different tensors of one name, their names count too, for then
     the order of loading does. Neither place nor times nor sharding count.
 
-    Remembered is what a file holds by device, inode, size, mtime and ctime; of a blob in the hub's
-    cache, by its name, too (`prove_blob_names`), so that a new copy is not read. A file that was
-    changed within the last 2 s is not remembered. Safe for concurrent threads and processes: those
-    of one user read the same files once, the others wait. A crash leaves no half-written memo; the
-    files that had been read are remembered.
+    Remembered is what a file holds by device, inode, size, mtime and ctime; a new copy of a file is
+    read, whatever its name. A file that was changed within the last 2 s is not remembered. Safe for
+    concurrent threads and processes: those of one user read the same files once, the others wait.
+    A crash leaves no half-written memo; the files that had been read are remembered.
 
     Args:
         files: all of them, in any order.
@@ -133,70 +145,28 @@ def identify_weights(
     )
 
 
-def prove_blob_names(files: Sequence[Path], *, stop: threading.Event | None = None) -> None:
-    """Read the hub's blobs among ``files`` once more, and remember by name those that keep theirs.
-
-    For a process's idle time, after `identify_weights`: a blob's name is the SHA-256 of the file as
-    a whole, which one thread alone can compute. Only what was found right here is ever believed of
-    another copy with that name.
-
-    Raises:
-        ConfigError, OSError, CancelledError: as `identify_weights`.
-    """
-    known = [KnownFile.at(file) for file in sorted(files)]
-    blobs = [one for one in known if one.blob is not None]
-    if not blobs:
-        return
-    with locked(json.dumps([asdict(one.state) for one in known]), stop):
-        for one in blobs:
-            one.prove_name(Work(stop))
-
-
 @dataclass(frozen=True, slots=True)
 class KnownFile:
     """A file, as it was when it was first looked at."""
 
     path: Path
     state: State
-    blob: str | None
 
     @classmethod
     def at(cls, path: Path) -> KnownFile:
-        return cls(path, State.of(path), blob_of(path))
+        return cls(path, State.of(path))
 
     @property
     def changed_s(self) -> float:
-        return 0.0 if self.blob else max(self.state.changed_s, link_changed_s(self.path))
+        return max(self.state.changed_s, link_changed_s(self.path))
 
     @property
     def _key(self) -> str:
         # what a file holds depends on its suffix, too
         return json.dumps(["file", self.path.suffix, *asdict(self.state).values()])
 
-    @property
-    def _blob_key(self) -> str:
-        return json.dumps(["blob", self.path.suffix, self.blob, self.state.nbytes])
-
-    @property
-    def _inode(self) -> str:
-        return f"{self.state.device}:{self.state.inode}"
-
-    @property
-    def _times(self) -> list[int]:
-        return [self.state.mtime_ns, self.state.ctime_ns]
-
     def recall(self) -> Content | None:
-        if (content := _content(recall(self._key))) is not None or self.blob is None:
-            return content
-        remembered = recall(self._blob_key)
-        if (content := _content(remembered)) is None or remembered is None:
-            return None
-        seen = remembered["seen"]
-        if self._inode not in seen:  # a new copy
-            self._remember_blob(content, seen)
-        elif seen[self._inode] != self._times:  # written to since
-            return None
-        return content
+        return _content(recall(self._key))
 
     def read(self, work: Work, *, cache: bool) -> Content:
         settled = time.time() - self.state.changed_s > _SETTLED_S
@@ -205,19 +175,10 @@ class KnownFile:
             remember(self._key, asdict(content))
         return content
 
-    def prove_name(self, work: Work) -> None:
-        """Remember by its name what a blob holds, if it is what the name says."""
-        content = _content(recall(self._key))
-        if content is None or self.blob is None or recall(self._blob_key) is not None:
-            return
-        if read_digest(self.path, self.state, work) == self.blob:
-            self._remember_blob(content, {})
-        else:
-            log.warning("%s was changed: its content is not what its name says", self.path)
-
-    def _remember_blob(self, content: Content, seen: Mapping[str, list[int]]) -> None:
-        latest = dict([*seen.items(), (self._inode, self._times)][-_MAX_COPIES:])
-        remember(self._blob_key, asdict(content) | {"seen": latest})
+    def is_named_by_content(self, work: Work) -> bool:
+        """Whether it is a blob of the hub's cache that holds what its name says; reads it."""
+        blob = blob_of(self.path)
+        return blob is not None and read_digest(self.path, self.state, work) == blob
 
 
 def _content(remembered: Mapping[str, Any] | None) -> Content | None:

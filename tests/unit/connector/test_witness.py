@@ -269,6 +269,11 @@ class WitnessTest(unittest.TestCase):
         self.assertTrue(remembered.holds(kind))
         os.utime(file, (1, 1))
         self.assertFalse(remembered.holds(kind))
+        remembered.add(kind)
+        (adapter.with_name("new")).write_bytes(b"two")
+        os.utime(adapter.with_name("new"), (1, 1))
+        adapter.with_name("new").replace(file)  # as large, and as old
+        self.assertFalse(remembered.holds(kind))
         remembered.add(("nowhere",))
         self.assertFalse(remembered.holds(("nowhere",)))
 

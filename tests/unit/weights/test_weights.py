@@ -37,7 +37,6 @@ from vua.weights import (
 )
 from vua.weights import content as content_module
 from vua.weights import fingerprint as fingerprint_module
-from vua.weights.fingerprint import prove_blob_names
 from vua.weights.memo import recall, remember
 
 Tensors = Mapping[str, np.ndarray]
@@ -543,71 +542,59 @@ class TestBlobs(WeightsCase):
         link.symlink_to(os.path.relpath(blob, link.parent))
         return link
 
-    def known(self, link: Path) -> None:
-        """Read a snapshot, and prove its blob's name."""
-        self.assertTrue(self.read(link.parent))
-        with self.later():
-            prove_blob_names([link])
-
-    def test_a_copy_is_not_read(self) -> None:
-        """The same blob at another inode, with another mtime, has the same weights, unread."""
-        first = self.hub("a", self.content)
-        self.known(first)
-        copy = self.hub("b", self.content)
-        self.assertEqual(0, self.read(copy.parent))
-        self.assertEqual(unread(first.parent), weights_fingerprint(copy.parent))
-        self.assertEqual(unread(self.model), weights_fingerprint(copy.parent))
-
-    def test_a_name_alone_is_nothing(self) -> None:
-        """Without a copy that was read and found right, a blob is read."""
-        self.assertTrue(self.read(self.hub("a", self.content).parent))
-        self.assertTrue(self.read(self.hub("b", self.content).parent))
-
-    def test_other_layouts_are_read(self) -> None:
-        """Names by git's SHA-1, other directories, files merely called so."""
-        name = sha256(self.content).hexdigest()
-        self.known(self.hub("a", self.content))
-        for other in (
-            self.hub("b", self.content, name[:40]),
-            self.hub("c", self.content, kind="datasets"),
-            self.hub("d", self.content, "x" + name[1:]),
-        ):
-            with self.subTest(other):
-                self.assertTrue(self.read(other.parent))
-
-    def test_a_blob_edited_in_place(self) -> None:
-        """Saved through its link, with its old mtime: other weights; also the copy's copy."""
-        first = self.hub("a", self.content)
-        self.known(first)
-        copy = self.hub("b", self.content)
-        self.assertEqual(0, self.read(copy.parent))
+    def other(self) -> bytes:
+        """Other weights, in as many bytes."""
         changed = bytearray(self.content)
         changed[-1] ^= 1
-        for link in (first, copy):
-            with self.subTest(link):
-                before = link.stat().st_mtime_ns
-                with link.open("r+b") as stream:
-                    stream.write(changed)
-                os.utime(link, ns=(before, before))
-                self.assertTrue(self.read(link.parent))
-                self.assertEqual(unread(link.parent), weights_fingerprint(link.parent))
+        return bytes(changed)
+
+    def test_unchanged_blobs_are_read_once(self) -> None:
+        """As any other file: the second time nothing is read."""
+        link = self.hub("a", self.content)
+        self.assertEqual([len(self.content), 0], [self.read(link.parent) for _ in range(2)])
+        self.assertEqual(unread(self.model), weights_fingerprint(link.parent))
+
+    def test_what_replaces_a_blob_is_read(self) -> None:
+        """Other weights under a blob's name, with its size and mtime, however they came there."""
+        link = self.hub("a", self.content)
+        blob = link.resolve()
+        mtime_ns = blob.stat().st_mtime_ns
+
+        def renamed() -> None:
+            beside = blob.with_name("beside")
+            beside.write_bytes(self.other())
+            os.utime(beside, ns=(mtime_ns, mtime_ns))
+            beside.replace(blob)
+
+        def written() -> None:
+            blob.write_bytes(self.other())
+            os.utime(blob, ns=(mtime_ns, mtime_ns))
+
+        def turned() -> None:
+            elsewhere = self.hub("b", self.other()).resolve()
+            os.utime(elsewhere, ns=(mtime_ns, mtime_ns))
+            link.unlink()
+            link.symlink_to(elsewhere)
+
+        def copied() -> None:
+            nonlocal link
+            link = self.hub("c", self.other())
+            os.utime(link.resolve(), ns=(mtime_ns, mtime_ns))
+
+        for change in (renamed, written, turned, copied):
+            with self.subTest(change.__name__):
+                blob.write_bytes(self.content)
+                os.utime(blob, ns=(mtime_ns, mtime_ns))
+                for _ in range(2):  # as often as it takes to be believed
+                    with self.later():
+                        Identification(lambda _: identify_weights([link])).wait(30)
+                change()
+                with self.later():
+                    self.assertEqual(unread(link.parent), weights_fingerprint(link.parent))
                 self.assertNotEqual(unread(self.model), weights_fingerprint(link.parent))
-        self.assertEqual(0, self.read(self.hub("c", self.content).parent))
-
-    def test_a_blob_that_was_edited_before(self) -> None:
-        """What its first copy held does not stand for its name: a right one is read."""
-        changed = bytearray(self.content)
-        changed[-1] ^= 1
-        with self.assertLogs("vua.weights", "WARNING"):
-            self.known(self.hub("a", bytes(changed)))
-        right = self.hub("b", self.content)
-        self.assertTrue(self.read(right.parent))
-        self.assertEqual(unread(self.model), weights_fingerprint(right.parent))
 
     def test_when_files_changed(self) -> None:
-        """Blobs never change; of other files and of links the latest change counts."""
-        link = self.hub("a", self.content)
-        self.assertEqual(0.0, identify_weights([link]).changed_s)
+        """Of files, and of links on the way to them, the latest change counts."""
         plain = self.model / "model.safetensors"
         os.utime(plain, (1, 1))
         self.assertAlmostEqual(plain.stat().st_ctime, identify_weights([plain]).changed_s, 3)
@@ -616,6 +603,18 @@ class TestBlobs(WeightsCase):
         alias.symlink_to(self.model)
         changed_s = identify_weights([alias / plain.name]).changed_s
         self.assertAlmostEqual(alias.lstat().st_ctime, changed_s, 3)
+
+    def test_what_changed_since(self) -> None:
+        """A file changed after a time counts, unless it is a blob that holds what its name says."""
+        plain = self.model / "model.safetensors"
+        fetched, replaced = self.hub("a", self.content), self.hub("b", self.other())
+        for file, expected in ((plain, True), (replaced, True), (fetched, False)):
+            with self.subTest(file):
+                weights = identify_weights([file])
+                self.assertEqual(expected, weights.changed_since(weights.changed_s - 1))
+                self.assertFalse(weights.changed_since(weights.changed_s))
+        both = identify_weights([fetched]).joined(identify_weights([replaced]))
+        self.assertTrue(both.changed_since(0.0))
 
 
 class TestIdentification(unittest.TestCase):
