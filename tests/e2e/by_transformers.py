@@ -16,6 +16,8 @@ def model_of(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if model.config.model_type == "gemma2":  # sdpa drops its soft cap
+        model.set_attn_implementation("eager")
     model.generation_config.eos_token_id = None
     return model
 

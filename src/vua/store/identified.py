@@ -30,6 +30,15 @@ class Described:
     """Those that hold the weights."""
     others: Identity
     """The other fields."""
+    check: Callable[[Weights | None, threading.Event], Weights] | None = None
+    """Says what the weights are, given those of the files (None: there are none); the event tells
+    it to stop."""
+
+    def find(self, stop: threading.Event) -> Weights:
+        """Find out which weights they are. Raises as `identify_weights` and ``check``."""
+        if self.check is None:
+            return identify_weights(self.files, stop=stop)
+        return self.check(identify_weights(self.files, stop=stop) if self.files else None, stop)
 
     def identity(self, weights: Weights) -> Identity:
         """Return the whole."""
@@ -66,8 +75,7 @@ class Identified(Generic[_T]):
         """Begin with a free lock, and to identify the model unless it is; see `vua.io.forks`."""
         self._lock = threading.Lock()
         if self._opened is None:
-            files = self._described.files
-            self._identification = Identification(lambda stop: identify_weights(files, stop=stop))
+            self._identification = Identification(self._described.find)
 
     @property
     def identity(self) -> Identity:

@@ -1,15 +1,17 @@
 """Prefixes of prompts for `generate`: load what is stored, save what was computed.
 
 Promises that a loaded cache holds exactly what was saved for the same tokens and the same model,
-or nothing. May be used by several threads and processes at once; each cache it returns is for one
-call of `generate`, which changes it.
+or nothing; the model is looked at before each load and each save. May be used by several threads
+and processes at once; each cache it returns is for one call of `generate`, which changes it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -25,13 +27,23 @@ from vua.store.identified import Identified
 from vua.store.opening import locate
 from vua.transformers.batch import Row, rows_of
 from vua.transformers.layers import LayerCache, StoredLayers, groups_of
-from vua.transformers.model import DTYPE_NAMES, LAYERS, described_model, layout_of, windows_of
+from vua.transformers.model import (
+    DTYPE_NAMES,
+    LAYERS,
+    NoIdentityError,
+    described_model,
+    layout_of,
+    windows_of,
+)
+from vua.transformers.watch import ModelWatch
 
 __all__ = ["Prefix", "PrefixCache"]
 
 log = logging.getLogger(__name__)
 
 _START_WAIT_S: Final = 1.0
+_ROUNDING: Final = {"F64": 1e-3, "F32": 1e-3, "F16": 0.05, "BF16": 0.1}
+"""Of K in a dtype, beside its length: between two orders of sums; another token's is some 1."""
 _TRIES: Final = 8
 """Looks per load: what is missing or damaged leaves a shorter prefix for the next one."""
 
@@ -44,6 +56,73 @@ class Prefix:
     """To be passed as `past_key_values`; empty where nothing is stored."""
     num_tokens: int
     """Tokens that the cache holds; of a batch with padding: columns."""
+
+
+class _Note:
+    """What is known of a cache that `PrefixCache.load` gave out; copies of the cache share it."""
+
+    def __init__(self, watch: ModelWatch, ids: torch.Tensor, dtype: torch.dtype) -> None:
+        self.watch, self.ids, self._dtype = watch, ids, dtype
+        self.versions = watch.versions_now()
+        self.problem = ""
+        """What was seen while the cache was filled, that forbids storing it."""
+        self.reordered = False
+        """Whether beams have changed places in it."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Note:
+        """Return itself: the model behind it is not to be copied."""
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Leave nothing in a pickle."""
+        return type(None), ()
+
+    def look(self, k: torch.Tensor) -> None:
+        """Look at the model that computes ``k`` now: closely where it computes several tokens."""
+        if self.problem:
+            return
+        if k.dtype != self._dtype:
+            self.problem = f"K was computed as {k.dtype}, expected {self._dtype}"
+        elif k.shape[2] > 1:
+            self.problem = self.watch.change()
+        else:
+            self.problem = self.watch.change_of_modes()
+
+
+class _NotedCache(DynamicCache):
+    """A `DynamicCache` that looks at the model whenever its first layer gets K and V."""
+
+    vua_note: _Note | None = None
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.vua_note is not None and layer_idx == 0:
+            self.vua_note.look(key_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        if self.vua_note is not None:
+            self.vua_note.reordered = True
+        super().reorder_cache(beam_idx)
+
+
+class _FirstLayer(DynamicCache):
+    """Takes K of the first layer and ends the forward pass."""
+
+    class Taken(Exception):  # noqa: N818 - no error
+        """K is there."""
+
+    k: torch.Tensor
+
+    def update(self, key_states: torch.Tensor, *_: object, **__: object) -> Any:  # noqa: ANN401
+        self.k = key_states
+        raise self.Taken
 
 
 class PrefixCache:
@@ -66,13 +145,16 @@ class PrefixCache:
     ) -> None:
         """Use the directory ``path``, which is created (mode 0700) when missing.
 
-        Computes one token, to see what caches the model makes. Which weights it has is found out
-        from every byte of its files, once, on threads beside this one, and then remembered
-        (`vua.weights`). The constructor waits for it up to a second; until it is known nothing is
-        loaded or saved, see `ready`.
+        Computes one token, to see what caches the model makes, and compares the model with what
+        its configuration makes. Which weights it has is found out on threads beside this one: from
+        every byte of its files, which is remembered (`vua.weights`), and by comparing the model in
+        memory with them. The constructor waits for it up to a second; until it is known nothing is
+        loaded or saved, see `ready`. A model that is not what its files say has caches of its own;
+        one of which no digest can be taken (hooks, code that is not transformers') has none, and
+        the log says why.
 
         Args:
-            model: a causal language model that `from_pretrained` made.
+            model: a causal language model of transformers, in evaluation mode.
             path: the directory, the URL of a place in a bucket (``s3://bucket/prefix``), or a list:
                 a directory and the places behind it. Other models and engines may use it too.
             chunk_tokens: tokens per chunk, the granularity of reuse.
@@ -80,21 +162,24 @@ class PrefixCache:
             durable: fsync each file. Without it a power cut may cost recent chunks.
 
         Raises:
-            ConfigError: the model's caches cannot be stored or identified, or ``path`` is a file.
+            ConfigError: the model's caches cannot be stored, or ``path`` is a file.
             StorageError: the directory cannot be created.
         """
         VUAConfig(split_factor=chunk_tokens, epoch=epoch, durable=durable)  # checks them
         self.layout = _tried(model, layout_of(model, chunk_tokens=chunk_tokens))
         self._groups = groups_of(self.layout, windows_of(model))
-        self._described = described_model(model, chunk_tokens=chunk_tokens, epoch=epoch)
-        self._model = model
+        self._watch = ModelWatch(model)
+        described = described_model(model, self._watch, chunk_tokens=chunk_tokens, epoch=epoch)
+        self._model, self._said = model, set[str]()
         place, groups = locate(path), self._groups
+        self._notes = weakref.WeakKeyDictionary[DynamicCache, _Note]()
         self._stored = Identified(
-            self._described,
+            described,
             lambda identity: StoredLayers(place, identity, groups, durable=durable),
             log,
         )
-        self._stored.ready(_START_WAIT_S)
+        if self.ready(_START_WAIT_S):
+            self._stored.usable()  # says why nothing is loaded or saved, where that is known
 
     def __enter__(self) -> PrefixCache:  # noqa: PYI034 - Python 3.10 has no Self
         """Return the object itself."""
@@ -109,16 +194,30 @@ class PrefixCache:
         self._stored.close()
 
     def ready(self, timeout_s: float | None = None) -> bool:
-        """Wait until the model is identified; return whether it is. None: for as long as it takes.
+        """Wait until it is known as what the model is cached, if at all; return whether it is.
+
+        A model that cannot be identified is known, too: nothing is ever loaded or saved, the log
+        says why, and `identity` raises it.
+
+        Args:
+            timeout_s: None: for as long as it takes.
 
         Raises:
-            ConfigError, StorageError, OSError: it cannot be, so nothing is ever loaded or saved.
+            ConfigError, StorageError, OSError: its files cannot be read, or the place not be used,
+                so nothing is ever loaded or saved.
         """
-        return self._stored.ready(timeout_s)
+        try:
+            return self._stored.ready(timeout_s)
+        except NoIdentityError:
+            return True
 
     @property
     def identity(self) -> Identity:
-        """Whose caches these are; waits and raises as `ready` without a limit."""
+        """Whose caches these are; waits without a limit.
+
+        Raises:
+            ConfigError, OSError: the model cannot be identified.
+        """
         return self._stored.identity
 
     def load(
@@ -136,9 +235,10 @@ class PrefixCache:
 
         Args:
             input_ids: one sequence, (T,), or a batch, (B, T), padded on the left.
-            cache: an empty cache to fill. By default `DynamicCache()`, which keeps every token, so
-                that it can be saved again. `DynamicCache(config=model.config)` holds less where
-                the model has sliding windows, but then only the first chunks can be saved.
+            cache: an empty cache to fill. By default a `DynamicCache()`, which keeps every token,
+                so that it can be saved again, and looks at the model each time it is filled.
+                `DynamicCache(config=model.config)` holds less where the model has sliding windows,
+                but then only the first chunks can be saved.
             attention_mask: of the shape of ``input_ids``, 0 where there is padding. Without it
                 there is none.
 
@@ -148,20 +248,41 @@ class PrefixCache:
                 prefix.
         """
         rows = rows_of(input_ids, attention_mask)
-        filled = DynamicCache() if cache is None else cache
+        filled = _NotedCache() if cache is None else cache
         if not isinstance(filled, DynamicCache) or filled.get_seq_length():
             raise InputError(
                 f"{type(filled).__name__} given to fill; expected an empty DynamicCache"
             )
-        if (stored := self._stored.usable()) is None:
-            return Prefix(filled, 0)
+        note = _Note(self._watch, torch.as_tensor(input_ids), DTYPES[self.layout.dtype])
+        columns = self._fill(filled, rows)
+        if isinstance(filled, _NotedCache):
+            filled.vua_note = note
+        else:
+            self._notes[filled] = note
+        return Prefix(filled, columns)
+
+    def _fill(self, filled: DynamicCache, rows: Sequence[Row]) -> int:
+        """Load what is stored, if it is this model's, and return how many columns."""
+        if (stored := self._stored.usable()) is None or self._is_changed():
+            return 0
         found, columns = self._read(stored, rows)
-        if not columns:
-            return Prefix(filled, 0)
+        # What versions and modes do not show (`.data`) the sums do: of all bytes, before any is
+        # used. It takes as long as one pass over the weights, and saves a whole prefill.
+        if not columns or self._is_changed(self._watch.change_of_bytes()):
+            return 0
         for number in range(self.layout.layers):
             mine = [layers[number] if layers else None for layers in found]
             filled.update(*self._joined(rows, mine, columns), number)
-        return Prefix(filled, columns)
+        return columns
+
+    def _is_changed(self, change: str | None = None) -> bool:
+        """Whether the model is not what was identified, now or as said; the log says it once."""
+        if change := self._watch.change() if change is None else change:
+            if change not in self._said:
+                self._said.add(change)
+                log.warning("%s; nothing is loaded or stored while that is so", change)
+            return True
+        return False
 
     def _read(
         self, stored: StoredLayers, rows: Sequence[Row]
@@ -191,7 +312,7 @@ class PrefixCache:
         self, rows: Sequence[Row], layers: Sequence[LayerCache | None], columns: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of one layer, [rows, heads, columns, dim]; zeros for padding."""
-        if len(rows) == 1 and layers[0]:
+        if len(rows) == 1 and layers[0] and not rows[0].padding:
             return layers[0].k[None], layers[0].v[None]
         layout = self.layout
         shape = (len(rows), layout.kv_heads, columns, layout.k_dim)
@@ -215,7 +336,9 @@ class PrefixCache:
             input_ids: what the cache was computed for: one sequence, (T,), or a batch, (B, T),
                 padded on the left; the prompt, or all of what `generate` returned. The shorter of
                 ids and cache counts.
-            cache: what was passed to `generate` as `past_key_values`, or came back from it.
+            cache: what was passed to `generate` as `past_key_values`, or came back from it. Each
+                of its rows is the row of ``input_ids`` at that place. That is so with the prompts
+                of beams, and not with what beams made of them.
             attention_mask: 0 where there is padding, (B, T) or shorter, as it was passed to
                 `generate`. Without it there is none.
 
@@ -224,8 +347,8 @@ class PrefixCache:
             does not wait for its cache. Call `ready` first where that matters.
 
         Raises:
-            InputError: other shapes, padding that is not on the left, or a cache that does not
-                hold every token.
+            InputError: other shapes, padding that is not on the left, a cache that does not hold
+                every token, or one of other tokens (those of beams).
             LayoutError: the directory holds other shapes for this model.
             NotWritableError, StorageFullError, StorageError: the directory refuses.
         """
@@ -233,6 +356,14 @@ class PrefixCache:
         layers = self._layers(cache, len(rows))
         if not layers or (stored := self._stored.usable()) is None:
             return 0
+        note = cache.vua_note if isinstance(cache, _NotedCache) else self._notes.get(cache)
+        if note is not None and note.reordered:
+            _check_reordered(rows, note.ids)
+        elif len(rows) > 1 and not isinstance(cache, _NotedCache):
+            self._check_rows(rows, layers[0])
+        if self._is_changed() or self._is_changed(self._change_since(note)):
+            return 0
+        may = _Once(lambda: not self._is_changed(self._watch.change_of_bytes()))
         written, held = 0, min(layer.start + layer.k.shape[2] for layer in layers)
         for number, row in enumerate(rows):
             length = min(len(row.ids), held - row.padding)
@@ -244,8 +375,45 @@ class PrefixCache:
                 first = max(layer.start, row.padding)
                 k, v = (array[number, :, first - layer.start :] for array in (layer.k, layer.v))
                 mine.append(LayerCache(k, v, first - row.padding))
-            written += stored.save(row.ids[:length], mine)
+            written += stored.save(row.ids[:length], mine, may)
         return written
+
+    def _change_since(self, note: _Note | None) -> str:
+        """Return what happened to the model while a cache was filled; "" if nothing did."""
+        versions = self._watch.versions if note is None else note.versions
+        seen = "" if note is None else note.problem
+        return seen or self._watch.change_of_versions(versions)
+
+    def _check_rows(self, rows: Sequence[Row], first: LayerCache) -> None:
+        """Refuse a cache whose first layer has K of other tokens; what beams return is such."""
+        width = max(row.padding + len(row.ids) for row in rows)
+        ids = torch.zeros((len(rows), width), dtype=torch.long, device=self._model.device)
+        mask = torch.zeros_like(ids)
+        for number, row in enumerate(rows):
+            ids[number, row.padding :] = row.ids.to(ids.device)
+            mask[number, row.padding :] = 1
+        cache = _FirstLayer()
+        with torch.no_grad(), suppress(_FirstLayer.Taken):
+            self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        held = min(width, first.start + first.k.shape[2])
+        expected = cache.k[:, :, first.start : held].float()
+        found = first.k[:, :, : held - first.start].float()
+        apart = (found - expected).norm(dim=-1) > _ROUNDING[self.layout.dtype] * (
+            expected.norm(dim=-1) + 1e-6
+        )
+        apart &= mask[:, None, first.start : held].bool()
+        if bool(apart.any()):
+            number = int(apart.any(dim=2).any(dim=1).int().argmax())
+            raise InputError(
+                f"row {number} of the cache holds K of other tokens than row {number} of "
+                "input_ids; what beams return is such: save the prompts, repeated for each beam"
+            )
 
     def _layers(self, cache: DynamicCache, rows: int) -> list[LayerCache]:
         """Return K and V of every layer, [rows, heads, columns, dim], and its first column."""
@@ -276,6 +444,36 @@ class PrefixCache:
                     raise InputError(f"{array} of layer {number} is {found}, expected {expected}")
             layers.append(LayerCache(layer.keys, layer.values, length - kept))
         return layers
+
+
+class _Once:
+    """A question that is asked when it is needed first."""
+
+    def __init__(self, ask: Callable[[], bool]) -> None:
+        self._ask = ask
+        self._answer: bool | None = None
+
+    def __call__(self) -> bool:
+        if self._answer is None:
+            self._answer = self._ask()
+        return self._answer
+
+
+def _check_reordered(rows: Sequence[Row], prompts: torch.Tensor) -> None:
+    """Refuse what beams made: only the prompts lie in the rows that they lay in."""
+    prompts = prompts[None] if prompts.ndim == 1 else prompts
+    repeats = max(1, len(rows) // len(prompts))
+    for number, row in enumerate(rows):
+        columns = row.padding + len(row.ids)
+        prompt = prompts[min(number // repeats, len(prompts) - 1)]
+        same = columns <= len(prompt) and torch.equal(
+            prompt[row.padding : columns].to(row.ids.device), row.ids
+        )
+        if not same:
+            raise InputError(
+                "beams have changed places in the cache, so its rows are not those of input_ids; "
+                "save the prompts, repeated for each beam"
+            )
 
 
 def _tried(model: Any, layout: KVLayout) -> KVLayout:  # noqa: ANN401

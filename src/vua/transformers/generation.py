@@ -1,18 +1,21 @@
 """`model.generate` with stored prefixes, for whoever does not want to change a call of it.
 
 Promises that each call returns what it would return without VUA, up to the order of sums in
-floating point. Where that cannot be promised, and whenever the storage fails, the call goes on
-without a stored prefix, and the log says why.
+floating point. Where that cannot be promised, and whenever something fails, the call goes on
+without a stored prefix, and the log says why. Settings, the padding token and the mask are what
+transformers' own functions make of a call.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import os
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from transformers import DynamicCache
@@ -54,8 +57,9 @@ def reuse_prefixes(
     not ids, and outputs of the prompt's own attentions or hidden states.
 
     Args:
-        model: a causal language model that `from_pretrained` made. All threads that call its
-            `generate` meanwhile use the directory.
+        model: a causal language model of transformers, in evaluation mode. All threads that call
+            its `generate` meanwhile use the directory. It may be copied and pickled meanwhile;
+            the copy knows nothing of the directory.
         path: the directory; see `PrefixCache`.
         settings: the other arguments of `PrefixCache`.
 
@@ -67,13 +71,14 @@ def reuse_prefixes(
     """
     with PrefixCache(model, path, **settings) as prefixes:
         outer = model.__dict__.get("generate")
-        model.generate = _Generate(prefixes, model)
+        ours = model.generate = _Generate(prefixes, model)
         try:
             yield prefixes
         finally:
-            del model.generate
-            if outer is not None:
-                model.generate = outer
+            if model.__dict__.get("generate") is ours:  # else somebody has set another one since
+                del model.generate
+                if outer is not None:
+                    model.generate = outer
 
 
 class _Generate:
@@ -91,29 +96,32 @@ class _Generate:
         **kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         """Generate, beginning with what is stored."""
-        ids: Any = kwargs.get("input_ids") if inputs is None else inputs
-        config = copy.deepcopy(generation_config or self._model.generation_config)
-        others = config.update(**kwargs)
-        repeats = max(config.num_beams or 1, config.num_return_sequences or 1)
         try:
-            obstacles = list(_obstacles(ids, config, others))
-            if args:
-                obstacles = ["it is given more than two positional arguments"]
-            if obstacles:
-                raise InputError(obstacles[0])
-            mask = kwargs.get("attention_mask")
-            cache = self._prefixes.load(ids, attention_mask=mask).cache
+            call = _resolved(self._model, inputs, generation_config, args, kwargs)
+            cache = self._prefixes.load(call.ids, attention_mask=call.mask).cache
+            repeats = max(call.config.num_beams or 1, call.config.num_return_sequences or 1)
             if cache.get_seq_length() and repeats > 1:
                 cache.batch_repeat_interleave(repeats)
-        except VUAError as problem:
-            self._say(f"nothing is loaded or stored: {problem}")
+        except Exception as problem:  # noqa: BLE001 - a cache costs hits, never a call
+            self._say(f"nothing is loaded or stored: {_told(problem)}")
             return self._generate(inputs, generation_config, *args, **kwargs)
+        if call.config.cache_implementation is not None:  # the one that it is given
+            kwargs["cache_implementation"] = None
         output = self._generate(inputs, generation_config, past_key_values=cache, **kwargs)
         try:
-            self._save(ids, mask, cache, config, output)
-        except VUAError as problem:
-            self._say(f"nothing is stored: {problem}")
+            self._save(call, cache, output)
+        except Exception as problem:  # noqa: BLE001 - likewise
+            self._say(f"nothing is stored: {_told(problem)}")
         return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: ANN401
+        """Return what a copy of the model has instead: its own plain `generate`."""
+        copied = memo.get(id(self._model))
+        return self if copied is None else _plain_generate(copied)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        """Pickle as the model's own plain `generate`."""
+        return _plain_generate, (self._model,)
 
     def _say(self, sentence: str) -> None:
         """Log it, the first time."""
@@ -121,15 +129,9 @@ class _Generate:
             self._said.add(sentence)
             log.warning("generate(): %s", sentence)
 
-    def _save(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: DynamicCache,
-        config: Any,  # noqa: ANN401
-        output: Any,  # noqa: ANN401
-    ) -> None:
+    def _save(self, call: _Call, cache: DynamicCache, output: Any) -> None:  # noqa: ANN401
         """Store the prompts, and of what was generated what all sequences have."""
+        ids, mask, config = call.ids, call.mask, call.config
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         if config.get_generation_mode() in _BEAMS:  # rows of the cache are not rows of the output
             sequences = ids.repeat_interleave(max(config.num_beams, 1), dim=0)
@@ -138,6 +140,55 @@ class _Generate:
         if mask is not None:
             mask = mask.repeat_interleave(len(sequences) // len(mask), dim=0)
         self._prefixes.save(sequences, cache, attention_mask=mask)
+
+
+class _Call(NamedTuple):
+    """A call of `generate`, as transformers understands it."""
+
+    ids: torch.Tensor
+    """(B, T)."""
+    mask: torch.Tensor | None
+    """(B, T); None: nothing is hidden."""
+    config: Any
+    """The settings in effect, a `GenerationConfig`."""
+
+
+def _resolved(
+    model: Any,  # noqa: ANN401
+    inputs: Any,  # noqa: ANN401
+    generation_config: Any,  # noqa: ANN401
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> _Call:
+    """Ask transformers what a call means. Raises InputError where a prefix cannot be used for it.
+
+    Its own functions do the work, private as they are: where one is missing or answers otherwise,
+    that is an error, and the call is computed as ever.
+    """
+    if args:
+        raise InputError("it is given more than two positional arguments")
+    config, others = model._prepare_generation_config(generation_config, **kwargs)  # noqa: SLF001
+    ids = others.get("input_ids") if inputs is None else inputs
+    for obstacle in _obstacles(ids, config, others):
+        raise InputError(obstacle)
+    if "attention_mask" not in inspect.signature(model.forward).parameters:
+        return _Call(ids, None, config)
+    mask = others.get("attention_mask")
+    if mask is None:
+        tokens = copy.deepcopy(config)
+        model._prepare_special_tokens(tokens, None, device=ids.device, batch_size=len(ids))  # noqa: SLF001
+        mask = model._prepare_attention_mask_for_generation(ids, tokens, others)  # noqa: SLF001
+        if any(bool(row[: int((row == 0).sum())].any()) for row in mask):
+            raise InputError("the prompt contains the padding token; pass attention_mask")
+    return _Call(ids, None if bool((mask == 1).all()) else mask, config)
+
+
+def _plain_generate(model: Any) -> Any:  # noqa: ANN401
+    return types.MethodType(type(model).generate, model)
+
+
+def _told(problem: Exception) -> str:
+    return str(problem) if isinstance(problem, VUAError) else f"{type(problem).__name__}: {problem}"
 
 
 def _obstacles(ids: Any, config: Any, others: dict[str, Any]) -> Iterator[str]:  # noqa: ANN401
@@ -163,9 +214,6 @@ def _obstacles(ids: Any, config: Any, others: dict[str, Any]) -> Iterator[str]: 
             yield f"{name} needs the whole prompt computed"
     if getattr(config, "token_healing", None):
         yield "token_healing changes the prompt"
-    pad, masked = config.pad_token_id, others.get("attention_mask") is not None
-    if not masked and pad not in {None, *_ends(config.eos_token_id)} and bool((ids == pad).any()):
-        yield "the prompt contains the padding token; pass attention_mask"
 
 
 def _ends(eos_token_id: int | list[int] | None) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -167,7 +167,7 @@ class StoredLayers:
 
     # -- save ---------------------------------------------------------------------------------
 
-    def save(self, ids: torch.Tensor, layers: Sequence[LayerCache]) -> int:
+    def save(self, ids: torch.Tensor, layers: Sequence[LayerCache], may: Callable[[], bool]) -> int:
         """Store the whole chunks that are not stored yet; return of how many something was.
 
         Args:
@@ -175,6 +175,7 @@ class StoredLayers:
             layers: K and V of every layer, up to token T at least. Those of a sliding window may
                 begin later, or with zeros, as :meth:`read` returns them; what lies before is left
                 as it is stored, or not.
+            may: asked before something is written; False: nothing is.
 
         Raises:
             InputError: a layer begins so late that what it holds would be of no use.
@@ -196,6 +197,8 @@ class StoredLayers:
         # Before eviction makes room for the rest.
         namespace.stores[0].used(keys, stored, wait=stored < len(keys), storing=True)
         firsts = [self._first_to_store(group, layers, len(ids), stored) for group in groups]
+        if min(firsts) >= len(keys) or not may():
+            return 0
         for group, store, first in zip(groups, namespace.stores, firsts, strict=True):
             if first >= len(keys):
                 continue

@@ -1,20 +1,21 @@
 """What a loaded model is, in VUA's terms: whose caches it may use, and their layout.
 
 Promises that two models get one identity only if their K and V mean the same, and refuses a model
-of which that cannot be told. Weights are identified by every byte of their files; what is in memory
-is compared with these only in samples, and what changes there afterwards goes unseen.
+of which that cannot be told. A model that is what its files and its configuration say is identified
+by every byte of the files, as in every engine; any other one by every byte of its tensors and all
+that computes with them, or not at all.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import logging
+import threading
+import time
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import safe_open
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from vua.connector.cache_spec import division
@@ -26,24 +27,36 @@ from vua.format.rope import rope_order, varies_with_length
 from vua.format.shared_config import unshared
 from vua.serdes import DTYPES
 from vua.store.identified import Described
+from vua.transformers.attention import attention_of, is_compared
+from vua.transformers.checkpoint import difference_from_files
 from vua.transformers.layers import groups_of
-from vua.weights import checkpoint_files, identify_weights
+from vua.transformers.watch import ModelWatch
+from vua.weights import Weights, checkpoint_files
+from vua.weights.content import State
 from vua.weights.model_files import code_digest
 
 __all__ = [
     "DTYPE_NAMES",
     "LAYERS",
+    "NoIdentityError",
     "described_model",
     "identity_of",
     "layout_of",
     "windows_of",
 ]
 
+log = logging.getLogger(__name__)
+
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 LAYERS: Final = (DynamicLayer, DynamicSlidingWindowLayer)
 """The cache layers that hold K and V of single tokens, and nothing else."""
 
+_AS_EVER: Final = "it computes as ever, and nothing is loaded or stored"
 _REMEDY: Final = "load the model with from_pretrained() from a local directory or the hub's cache"
+
+
+class NoIdentityError(ConfigError):
+    """What a model computes has no name that lasts: nothing of it is loaded or stored."""
 
 
 def identity_of(
@@ -54,39 +67,49 @@ def identity_of(
 ) -> Identity:
     """Return the identity of the caches that ``model`` computes; vLLM's of that model is the same.
 
-    Reads the weights' files, unless it is remembered what they hold (`vua.weights`).
+    Reads the weights' files, unless it is remembered what they hold (`vua.weights`), and compares
+    the model in memory with them. A model that differs has an identity of its own, by all that it
+    is in memory.
 
     Args:
-        model: a model that `from_pretrained` made.
+        model: a causal language model of transformers, in evaluation mode.
         chunk_tokens: tokens per chunk.
         epoch: change it to leave everything stored so far unused.
 
     Raises:
-        ConfigError: the model's weights cannot be identified, or are not those of its files.
+        ConfigError: the model has hooks, foreign code or something else of which no digest can be
+            taken, or changes meanwhile.
         OSError: a file cannot be read.
     """
-    described = described_model(model, chunk_tokens=chunk_tokens, epoch=epoch)
-    return described.identity(identify_weights(described.files))
+    described = described_model(model, ModelWatch(model), chunk_tokens=chunk_tokens, epoch=epoch)
+    return described.identity(described.find(threading.Event()))
 
 
-def described_model(model: Any, *, chunk_tokens: int, epoch: str) -> Described:  # noqa: ANN401
-    """Return what `identity_of` returns but for the weights; raises the same."""
+def described_model(
+    model: Any,  # noqa: ANN401
+    watch: ModelWatch,
+    *,
+    chunk_tokens: int,
+    epoch: str,
+) -> Described:
+    """Return what `identity_of` returns but for the weights; raises ConfigError.
+
+    Whether the weights are the files' is found by comparing the model in memory with them.
+    """
     text = model.config.get_text_config()
     described = text.to_dict()
-    if getattr(model, "peft_config", None):
-        raise ConfigError(
-            "the model has an adapter (PEFT), which its files do not show; store the merged model "
-            "with save_pretrained() and load that"
-        )
-    _check_rope(model)
-    folder = _weights_folder(model)
-    if not getattr(model.config, "quantization_config", None):
-        _check_weights(model, folder)
+    folder, files, apart = _checkpoint(model)
     rope = rope_order(text.model_type)
-    if code := _code(model, folder):
-        described["vua.code"] = code
+    obstacle = watch.obstacle
+    try:
+        if code := _code(model, folder):
+            described["vua.code"] = code
+    except ConfigError as problem:
+        obstacle = obstacle or str(problem)
     if unshared(described):  # another engine may compute something else: keep apart
         described["vua_stored_by"] = "transformers"
+    if not is_compared(model):
+        described["vua.attention"] = [*attention_of(model)]
     layout = layout_of(model, chunk_tokens=chunk_tokens)
     described |= division(groups_of(layout, windows_of(model)))
     others = Identity(
@@ -97,7 +120,50 @@ def described_model(model: Any, *, chunk_tokens: int, epoch: str) -> Described: 
         chunk_tokens=chunk_tokens,
         name=_name(model, folder),
     )
-    return Described(_weight_files(folder), others)
+
+    difference = apart or watch.difference
+    if obstacle or difference:
+        files = []
+    states = [State.of(file) for file in files]
+
+    def check(weights: Weights | None, stop: threading.Event) -> Weights:
+        if obstacle:
+            raise NoIdentityError(f"{obstacle}; {_AS_EVER}")
+        sums = watch.take_sums()
+        unlike = difference or difference_from_files(model, files, stop)
+        if states != [State.of(file) for file in files]:
+            raise NoIdentityError(f"a file of the model changed since it was loaded; {_AS_EVER}")
+        if unlike or weights is None:
+            weights = _own_weights(watch, unlike, stop)
+        return _still(watch, sums, weights)
+
+    return Described(files, others, check)
+
+
+def _own_weights(watch: ModelWatch, difference: str, stop: threading.Event) -> Weights:
+    """Return what stands for a model that is not its files. Raises CancelledError."""
+    began = time.monotonic()
+    log.info(
+        "%s: its caches are its own and no other engine's, because %s",
+        watch.model.config.name_or_path or type(watch.model).__name__,
+        difference,
+    )
+    nbytes = sum(tensor.nbytes for tensor in watch.model.parameters())
+    digest = watch.digest(stop)
+    return Weights(digest, (), nbytes, nbytes, time.monotonic() - began, time.time())
+
+
+def _still(watch: ModelWatch, sums: bytes, weights: Weights) -> Weights:
+    """Return the weights, if the model is what it was when it was first looked at.
+
+    Raises NoIdentityError.
+    """
+    if change := watch.change() or watch.change_of_versions(watch.versions):
+        raise NoIdentityError(f"while the model was identified {change}; {_AS_EVER}")
+    if watch.take_sums() != sums:
+        raise NoIdentityError(f"the model's tensors changed while it was identified; {_AS_EVER}")
+    watch.sums = sums
+    return weights
 
 
 def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:  # noqa: ANN401
@@ -162,14 +228,21 @@ def _dtype_name(model: Any) -> str:  # noqa: ANN401
     return name
 
 
-def _check_rope(model: Any) -> None:  # noqa: ANN401
-    """Refuse rounded frequencies: K then differs by far more than its own rounding."""
-    for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq") and buffer.dtype != torch.float32:
-            raise ConfigError(
-                f"{name} is {buffer.dtype}: the model was cast after it was loaded, which changes "
-                "K; give from_pretrained() the dtype instead of calling .to(dtype) or .half()"
-            )
+def _checkpoint(model: Any) -> tuple[Path | None, list[Path], str]:  # noqa: ANN401
+    """Return the model's directory and weight files; and why it has none, if it has none."""
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"the model is a {type(model).__module__}.{type(model).__qualname__}, expected one of "
+            "transformers; store an adapter's merged model with save_pretrained() and load that"
+        )
+    try:
+        folder = _weights_folder(model)
+    except ConfigError as problem:
+        return None, [], str(problem)
+    try:
+        return folder, _weight_files(folder), ""
+    except ConfigError as problem:
+        return folder, [], str(problem)
 
 
 def _weights_folder(model: Any) -> Path:  # noqa: ANN401
@@ -192,7 +265,7 @@ def _weights_folder(model: Any) -> Path:  # noqa: ANN401
     return Path(found).parent
 
 
-def _code(model: Any, folder: Path) -> list[str]:  # noqa: ANN401
+def _code(model: Any, folder: Path | None) -> list[str]:  # noqa: ANN401
     """Return digests of the Python code that runs and came with the model's files."""
     classes = {type(model).__module__, type(model.config).__module__}
     if not any(name.startswith("transformers_modules.") for name in classes):
@@ -204,6 +277,8 @@ def _code(model: Any, folder: Path) -> list[str]:  # noqa: ANN401
             f"the model runs code of another repository ({elsewhere[0]}), of which its files do "
             "not tell the revision; copy the code beside the weights"
         )
+    if folder is None:
+        raise ConfigError("the model runs code of its checkpoint, which is not found")
     return [code_digest(folder)]
 
 
@@ -213,31 +288,8 @@ def _weight_files(folder: Path) -> list[Path]:
     return [whole] if whole.is_file() else checkpoint_files(folder)
 
 
-def _name(model: Any, folder: Path) -> str:  # noqa: ANN401
-    name = str(model.config.name_or_path)
+def _name(model: Any, folder: Path | None) -> str:  # noqa: ANN401
+    name = str(model.config.name_or_path or type(model).__name__)
+    if folder is None:
+        return name
     return folder.resolve().name if Path(name).is_dir() else name
-
-
-def _check_weights(model: Any, folder: Path) -> None:  # noqa: ANN401
-    """Refuse a model whose parameters are not those of the files, seen by their first rows.
-
-    A parameter that the files hold under another name or in another shape is passed over.
-    """
-    with ExitStack() as stack:
-        files = [
-            stack.enter_context(safe_open(path, framework="pt"))
-            for path in sorted(folder.glob("*.safetensors"))
-        ]
-        where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
-        for name, parameter in model.named_parameters():
-            if name not in where or parameter.is_meta or not parameter.ndim:
-                continue
-            stored = where[name].get_slice(name)
-            if list(stored.get_shape()) != list(parameter.shape):
-                continue
-            row = parameter[:1].detach().cpu()
-            if not torch.equal(stored[:1].to(row.dtype), row):
-                raise ConfigError(
-                    f"{name} differs from {folder}: the model was changed after it was loaded, or "
-                    "never loaded; store it with save_pretrained() and load that"
-                )

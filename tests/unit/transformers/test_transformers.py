@@ -634,10 +634,7 @@ print(one.namespace == other.namespace, one.name)
         """A model whose caches cannot be identified or shared is refused, with the remedy."""
         import transformers
 
-        path = self.model_path()
-        trained, never_loaded = load(path), transformers.AutoModelForCausalLM.from_config
-        with torch.no_grad():
-            trained.model.layers[1].self_attn.k_proj.weight += 0.01
+        never_loaded = transformers.AutoModelForCausalLM.from_config
         sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
         longrope = {
             "rope_type": "longrope",
@@ -647,10 +644,6 @@ print(one.namespace == other.namespace, one.name)
             "original_max_position_embeddings": 64,
         }
         refused = {
-            "cast after it was loaded": load(path).to(torch.bfloat16),
-            "changed after it was loaded": trained,
-            "never loaded": never_loaded(transformers.AutoConfig.from_pretrained(path)),
-            "names no files": never_loaded(transformers.LlamaConfig(**sizes)),
             "MLA": never_loaded(transformers.DeepseekV3Config(**sizes, n_routed_experts=8)),
             "without K and V per token": never_loaded(transformers.MambaConfig(**sizes)),
             "prompt's length": load(

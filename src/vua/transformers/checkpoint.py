@@ -1,0 +1,172 @@
+"""Whether a model in memory holds what the files of its checkpoint hold, element by element.
+
+Promises to name the first tensor that differs. A tensor of another dtype than its file's is
+compared with what `from_pretrained` makes of the file: the same values, cast.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.core_model_loading import revert_weight_conversion
+
+from vua.transformers.tensors import PIECE_NBYTES, same_bytes
+
+__all__ = ["difference_from_files"]
+
+_TORCH: Final = (".bin", ".pt", ".pth")
+
+
+def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Event) -> str:  # noqa: ANN401
+    """Return which parameter or persistent buffer differs from the files; "" where none does.
+
+    Reads every byte of the files' tensors that the model has. Memory: 64 MiB, and one tensor where
+    transformers keeps several of the file as one.
+
+    Args:
+        model: a model that is in memory.
+        files: the checkpoint's weight files.
+        stop: once set, the call ends with CancelledError.
+
+    Raises:
+        OSError: a file cannot be read.
+        CancelledError: ``stop`` was set.
+    """
+    with ExitStack() as stack:
+        try:
+            stored = _Stored(files, stack)
+        except (ValueError, RuntimeError, TypeError, LookupError, SafetensorError) as error:
+            return f"the files cannot be read as tensors ({error})"
+        names: dict[tuple[object, ...], list[str]] = {}
+        tensors = dict(_persistent(model))
+        for name, tensor in tensors.items():  # tied ones are one tensor with several names
+            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            names.setdefault(place if tensor.nbytes else (name,), []).append(name)
+        for group in names.values():
+            problems = [
+                (_difference(model, name, tensors[name], stored, stop), stored.has(model, name))
+                for name in group
+            ]
+            found = [problem for problem, has in problems if has]
+            if problem := next(filter(None, found or [problem for problem, _ in problems]), ""):
+                return problem
+    return ""
+
+
+def _persistent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401
+    passing = {name for name, _ in model.named_non_persistent_buffers(remove_duplicate=False)}
+    yield from model.named_parameters(remove_duplicate=False)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name not in passing:
+            yield name, buffer
+
+
+class _Stored:
+    """The tensors of a checkpoint's files, by name."""
+
+    def __init__(self, files: Sequence[Path], stack: ExitStack) -> None:
+        """Open them. Raises OSError, ValueError, RuntimeError."""
+        self._slices: dict[str, Any] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        for path in files:
+            if path.suffix == ".safetensors":
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                for name in file.keys():  # noqa: SIM118 - no mapping
+                    self._add(self._slices, name, file)
+            elif path.suffix in _TORCH:
+                for name, tensor in _loaded(path).items():
+                    self._add(self._tensors, name, tensor)
+            else:
+                raise ValueError(f"{path.name}: no safetensors and no file of torch's")
+
+    def _add(self, where: dict[str, Any], name: str, value: object) -> None:
+        if name in self._slices or name in self._tensors:
+            raise ValueError(f"{name} stands in two files")
+        where[name] = value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slices or name in self._tensors
+
+    def has(self, model: Any, name: str) -> bool:  # noqa: ANN401
+        """Whether a parameter stands here by its own name; of tied ones one need not."""
+        return any(same in self for same in _names(model, name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._tensors:
+            return tuple(self._tensors[name].shape)
+        return tuple(self._slices[name].get_slice(name).get_shape())
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return part of a tensor along its first dimension; all of one without dimensions."""
+        if name in self._tensors:
+            tensor = self._tensors[name]
+            return tensor[start:stop] if tensor.ndim else tensor
+        if not self.shape(name):
+            return self._slices[name].get_tensor(name)
+        return self._slices[name].get_slice(name)[start:stop]
+
+
+def _loaded(path: Path) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a file of torch's. Raises OSError, RuntimeError, ValueError."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError):  # the format from before 1.6 cannot be mapped
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(found, Mapping):
+        raise TypeError(f"{path.name} holds a {type(found).__name__}, expected tensors by name")
+    return {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def _difference(
+    model: Any,  # noqa: ANN401
+    name: str,
+    tensor: torch.Tensor,
+    stored: _Stored,
+    stop: threading.Event,
+) -> str:
+    """Return how one tensor differs from the file's, under whatever name it stands there."""
+    if stop.is_set():
+        raise CancelledError
+    for same in _names(model, name):
+        if same in stored and stored.shape(same) == tuple(tensor.shape):
+            return _compared(name, tensor, same, stored, stop)
+    try:
+        parts = revert_weight_conversion(model, {name: tensor.detach()})
+    except Exception as error:  # noqa: BLE001 - it needs other tensors, too, or finds no rule
+        return f"{name} stands in the files under no name that is known ({error})"
+    for same, part in parts.items():
+        if same not in stored or stored.shape(same) != tuple(part.shape):
+            return f"{name} is of shape {tuple(tensor.shape)}; the files hold no such tensor"
+        if problem := _compared(name, part, same, stored, stop):
+            return problem
+    return ""
+
+
+def _names(model: Any, name: str) -> tuple[str, ...]:  # noqa: ANN401
+    prefix = f"{model.base_model_prefix}."
+    return name, prefix + name, name.removeprefix(prefix)
+
+
+def _compared(
+    name: str, tensor: torch.Tensor, same: str, stored: _Stored, stop: threading.Event
+) -> str:
+    tensor = tensor.detach()
+    length = len(tensor) if tensor.ndim else 1
+    rows = max(1, PIECE_NBYTES * length // max(1, tensor.nbytes))
+    for at in range(0, length, rows):
+        if stop.is_set():
+            raise CancelledError
+        expected = stored.rows(same, at, at + rows).to(tensor.device)
+        found = tensor[at : at + rows] if tensor.ndim else tensor
+        if expected.is_floating_point() and found.is_floating_point():
+            expected = expected.to(found.dtype)
+        if not same_bytes(expected, found):
+            return f"{name} differs from what the files hold"
+    return ""

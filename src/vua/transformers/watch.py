@@ -1,0 +1,380 @@
+"""What a model in memory is, and whether it is that still.
+
+A `ModelWatch` compares a model with what its configuration makes, and remembers both a cheap mark
+(modules, their attributes, hooks, code, configuration, modes, tensors' shapes) and a checksum of
+all bytes of all tensors. docs/decisions/0050-what-computes-in-transformers.md says what is looked
+at when, and what remains.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import hashlib
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+import transformers
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack as _function_modes
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import PreTrainedConfig
+
+from vua.transformers.attention import attention_functions, attention_of
+from vua.transformers.code import code_mark, foreign_class, foreign_code, foreign_function
+from vua.transformers.tensors import digests, same_bytes, small_digest, sums
+
+__all__ = ["ModelWatch"]
+
+_MODULE: Final = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS: Final = tuple(
+    name for name in sorted(_MODULE)
+    if name.endswith(("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"))
+)  # fmt: skip
+_GLOBAL_HOOKS: Final = tuple(
+    name for name in vars(nn.modules.module)
+    if name.startswith("_global_") and name.endswith(("forward_hooks", "pre_hooks"))
+)  # fmt: skip
+_NOT_COUNTING: Final = frozenset(
+    "_is_hf_initialized _weight_conversions _use_kernels generation_config generate "  # noqa: SIM905 - words
+    "name_or_path hf_device_map warnings_issued loss_type _loss_function is_gradient_checkpointing "
+    "_tp_plan _ep_plan _pp_plan _fsdp_plan _no_split_modules _skip_keys_device_placement "
+    "_keys_to_ignore_on_load_unexpected _keys_to_ignore_on_load_missing _keys_to_ignore_on_save "
+    "_keep_in_fp32_modules _keep_in_fp32_modules_strict all_tied_weights_keys kernel_config".split()
+)
+"""Attributes of models that loading or `generate` sets and no forward pass reads."""
+_CONFIG_NOT_COUNTING: Final = frozenset(
+    "_name_or_path _commit_hash transformers_version _experts_implementation_internal use_cache "  # noqa: SIM905 - words
+    "return_dict output_hidden_states _output_attentions pad_token_id bos_token_id eos_token_id "
+    "id2label label2id problem_type architectures dtype".split()
+)
+_MOST_PLAIN_NBYTES: Final = 1 << 20
+_Named = dict[str, Any]
+
+
+class ModelWatch:
+    """A model, as it was when the watch was made, and how it differs from that now."""
+
+    def __init__(self, model: Any) -> None:  # noqa: ANN401
+        """Compare ``model`` with what its configuration makes; takes a fraction of its loading."""
+        self.model = model
+        self.obstacle = ""
+        """Why nothing of it can be stored under any name; "" where it can."""
+        self.difference = ""
+        """How it differs from what its configuration makes; "" where it does not."""
+        self.sums = b""
+        """Of all tensors' bytes, once `take_sums` has been called."""
+        self._mark = _Mark(model)
+        self.versions = self.versions_now()
+        self.obstacle = (
+            self._mark.obstacle() or foreign_code(self._mark.kinds) or _attention_obstacle(model)
+        )
+        if not self.obstacle:
+            try:
+                made = _made_by_config(model)
+            except Exception as problem:  # noqa: BLE001 - whatever a model's constructor raises
+                self.difference = f"its config makes no model ({type(problem).__name__}: {problem})"
+            else:
+                self.difference = _difference(self._mark, _Mark(made), model, made)
+
+    def change(self) -> str:
+        """Return what is not as it was when the watch was made; "" if nothing is. Cheap."""
+        try:
+            return self._mark.change(_Mark(self.model))
+        except Exception as problem:  # noqa: BLE001 - the model is in a state nobody foresaw
+            return f"the model cannot be looked at ({type(problem).__name__}: {problem})"
+
+    def versions_now(self) -> tuple[object, ...]:
+        """Return what changes when a tensor is replaced or written to, except through `.data`."""
+        try:
+            return tuple(
+                (id(tensor), tensor.data_ptr(), _version(tensor))
+                for _, tensor in _tensors(self.model)
+                if not tensor.is_meta
+            )
+        except Exception:  # noqa: BLE001 - the model is in a state nobody foresaw
+            return (object(),)  # equal to nothing else
+
+    def change_of_versions(self, versions: tuple[object, ...]) -> str:
+        """Return that a tensor was replaced or written to since `versions_now`; "" if none was."""
+        return "" if self.versions_now() == versions else "a tensor was replaced or written to"
+
+    def take_sums(self) -> bytes:
+        """Return a checksum of all bytes of all tensors; reads all of them, at memory's speed."""
+        return sums([tensor for _, tensor in _tensors(self.model)])
+
+    def change_of_bytes(self) -> str:
+        """Return that the tensors do not hold what was identified; "" if they do. Reads them all.
+
+        Never raises.
+        """
+        try:
+            same = self.take_sums() == self.sums
+        except Exception as problem:  # noqa: BLE001 - the model is in a state nobody foresaw
+            return f"the model's tensors cannot be read ({type(problem).__name__}: {problem})"
+        return "" if same else "the model's tensors hold other values than were identified"
+
+    def change_of_modes(self) -> str:
+        """Return which mode of torch or of the model forbids storing; "" if none does. At once."""
+        if self.model.training:
+            return "the model is in training mode, expected model.eval()"
+        return _modes(self.model)[0]
+
+    def digest(self, stop: threading.Event) -> str:
+        """Return 64 hex digits of all that the model is: tensors, modules, attributes.
+
+        Raises CancelledError.
+        """
+        found = hashlib.sha256(b"vua.transformers.memory.v1\n")
+        for part in (transformers.__version__, attention_of(self.model), self._mark.portable()):
+            text = repr(part).encode()
+            found.update(len(text).to_bytes(8, "little") + text)
+        for digest in digests(dict(_tensors(self.model)), stop):
+            found.update(digest)
+        return found.hexdigest()
+
+
+def _attention_obstacle(model: Any) -> str:  # noqa: ANN401
+    for function in attention_functions(model):
+        if function is not None and (problem := foreign_function(function)):
+            return f"the attention {attention_of(model)[0]!r} is {problem}"
+    return ""
+
+
+# -- marks ------------------------------------------------------------------------------------
+
+
+class _Mark:
+    """What a model is but for its tensors' bytes, of one moment."""
+
+    def __init__(self, model: Any) -> None:  # noqa: ANN401
+        named = list(model.named_modules(remove_duplicate=False))
+        self.kinds = {type(module) for _, module in named}
+        self.modules = {name: _module(module) for name, module in named}
+        self.objects = [id(module) for _, module in named]
+        self.tensors = {
+            name: (_name_of(type(tensor)), str(tensor.dtype), tuple(tensor.shape), tensor.device)
+            for name, tensor in _tensors(model)
+        }
+        self.config = _plain(model.config)
+        self.modes = _modes(model)
+        self.functions = tuple(map(id, attention_functions(model)))
+        self.code = code_mark(self.kinds)
+
+    def obstacle(self) -> str:  # noqa: C901, PLR0911 - one case for each kind
+        """Return why a model in this state has no name that lasts; "" where it has one."""
+        if self.modes[0]:
+            return self.modes[0]
+        for name, found in self.modules.items():
+            where = name or "the model"
+            if found["training"]:
+                return f"{where} is in training mode, expected model.eval()"
+            if found["hooks"]:
+                return f"{where} has hooks ({', '.join(found['hooks'])}), expected none"
+            for key, value in found.items():
+                if what := _opaque(value):
+                    return f"{where} has {key}, {what}, which no digest can stand for"
+        for name, (kind, *_, device) in self.tensors.items():
+            if kind not in {"torch.Tensor", "torch.nn.parameter.Parameter"}:
+                return f"{name} is a {kind}, expected a plain tensor"
+            if device.type == "meta":
+                return f"{name} has no bytes (meta), expected a model that is in memory"
+        if what := _opaque(self.config):
+            return f"the config has {what}, which no digest can stand for"
+        return ""
+
+    def portable(self) -> object:
+        """Return what means the same in every process."""
+        return self.modules, self.config
+
+    def change(self, now: _Mark) -> str:
+        """Return how another mark of the same model differs; "" where it does not."""
+        if now.modes[0]:
+            return now.modes[0]
+        for what in ("modules", "tensors"):
+            if problem := _first_difference(getattr(self, what), getattr(now, what)):
+                return problem
+        for what, said in (
+            ("objects", "a module was replaced"),
+            ("config", "the config was edited"),
+            ("modes", f"the modes are {now.modes}, expected {self.modes}"),
+            ("functions", "the attention's functions were replaced"),
+            ("code", "a method or function of the model's classes was replaced"),
+        ):
+            if getattr(self, what) != getattr(now, what):
+                return said
+        return ""
+
+
+def _module(module: nn.Module) -> _Named:
+    own = vars(module)
+    found: _Named = {
+        "type": _name_of(type(module)),
+        "training": own["training"],
+        "hooks": tuple(name for name in _HOOKS if own.get(name)),
+    }
+    for key, value in own.items():
+        if key not in _MODULE and key not in _NOT_COUNTING and key != "training":
+            found[key] = _plain(value)
+    if "generate" in own and not _is_generate(own["generate"], module):
+        found["generate"] = _plain(own["generate"])
+    return found
+
+
+def _is_generate(value: Any, module: nn.Module) -> bool:  # noqa: ANN401
+    if type(value).__module__ == "vua.transformers.generation":
+        return True
+    return getattr(value, "__func__", None) is getattr(type(module), "generate", None)
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - its only name
+
+
+def _modes(model: Any) -> tuple[str, object]:  # noqa: ANN401
+    """Return what forbids storing now, and what must stay as it is."""
+    kind = model.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        return f"autocast is on ({torch.get_autocast_dtype(kind)}), expected none", None
+    active = _function_modes()  # type: ignore[no-untyped-call]
+    modes = [mode for mode in active if type(mode) is not DeviceContext]
+    if modes or (modes := [*_get_current_dispatch_mode_stack()]):
+        return f"a {type(modes[-1]).__name__} is active, expected no mode of torch", None
+    if hooks := [name for name in _GLOBAL_HOOKS if getattr(nn.modules.module, name)]:
+        return f"torch has hooks for all modules ({', '.join(hooks)}), expected none", None
+    return "", torch.get_float32_matmul_precision()
+
+
+class _Opaque(tuple[str, int]):
+    """A value whose meaning nothing tells: equal to itself alone."""
+
+    __slots__ = ()
+
+
+def _plain(value: Any, depth: int = 0) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - one case for each kind
+    """Return what a value means, equal for equal ones, or an `_Opaque`."""
+    kind = type(value)
+    if value is None or kind in {int, float, str, bool, bytes, complex, torch.dtype, torch.device}:
+        return value
+    if depth > 12:
+        return _Opaque((_name_of(kind), id(value)))
+    if isinstance(value, list | tuple):
+        return (_name_of(kind), *(_plain(item, depth + 1) for item in value))
+    if isinstance(value, PreTrainedConfig):
+        kept = {k: v for k, v in vars(value).items() if k not in _CONFIG_NOT_COUNTING}
+        return (_name_of(kind), _plain(kept, depth + 1))
+    if isinstance(value, Mapping):
+        items = [part for item in value.items() for part in item]
+        return ("mapping", *(_plain(part, depth + 1) for part in items))
+    if isinstance(value, set | frozenset):
+        return ("set", *sorted((_plain(item, depth + 1) for item in value), key=repr))
+    if isinstance(value, enum.Enum):
+        return (_name_of(kind), value.name)
+    if isinstance(value, torch.Tensor):
+        small = value.nbytes <= _MOST_PLAIN_NBYTES and not value.is_meta
+        if not small:
+            return _Opaque((_name_of(kind), id(value)))
+        return ("tensor", str(value.dtype), tuple(value.shape), small_digest(value))
+    if isinstance(value, nn.Module):
+        return ("module", _name_of(kind))
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, dict(value.keywords))
+        return ("partial", *(_plain(part, depth + 1) for part in parts))
+    if isinstance(value, types.MethodType):
+        owner = "" if isinstance(value.__self__, nn.Module) else _plain(value.__self__, depth + 1)
+        return ("method", _plain(value.__func__, depth + 1), owner)
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        if foreign_function(value):
+            return _Opaque((f"function {value.__qualname__}", id(value)))
+        return ("function", f"{value.__module__}.{value.__qualname__}")
+    if isinstance(value, type):
+        return _Opaque((_name_of(value), id(value))) if foreign_class(value) else _name_of(value)
+    return _Opaque((_name_of(kind), id(value)))
+
+
+def _opaque(value: object) -> str:
+    if isinstance(value, _Opaque):
+        return f"a {value[0]}"
+    if isinstance(value, tuple):
+        return next(filter(None, map(_opaque, value)), "")
+    return ""
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _first_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Return where two descriptions by name differ first, with both values; "" where nowhere."""
+    if expected == found:
+        return ""
+    name = next(name for name in [*expected, *found] if expected.get(name) != found.get(name))
+    one, other, where = expected.get(name), found.get(name), name or "the model"
+    if isinstance(one, dict) and isinstance(other, dict):
+        key = next(key for key in [*one, *other] if one.get(key) != other.get(key))
+        one, other, where = one.get(key), other.get(key), f"{where}: {key}"
+    return f"{where} is {_short(other)}, expected {_short(one)}"
+
+
+def _short(value: object) -> str:
+    text = "missing" if value is None else str(value)
+    return text if len(text) < 120 else f"{text[:117]}..."
+
+
+# -- what the configuration makes -------------------------------------------------------------
+
+
+def _made_by_config(model: Any) -> Any:  # noqa: ANN401
+    """Return a model of the same class and configuration: buffers as computed, parameters on meta.
+
+    In the thread that calls, as `from_pretrained`: torch's default dtype is the process's.
+    """
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            torch.set_default_dtype(model.dtype)
+            with torch.device("meta"):
+                made = type(model)(copy.deepcopy(model.config))
+            for module in made.modules():
+                for name, buffer in module._buffers.items():  # noqa: SLF001 - no public way to set one
+                    if buffer is not None:
+                        module._buffers[name] = torch.empty_like(buffer, device="cpu")  # noqa: SLF001
+                module._is_hf_initialized = False  # noqa: SLF001
+            made.initialize_weights()
+        finally:
+            torch.set_default_dtype(before)
+    return made.eval()
+
+
+def _difference(mark: _Mark, expected: _Mark, model: Any, made: Any) -> str:  # noqa: ANN401
+    """Return how a model differs from one that its configuration makes, but for loaded bytes."""
+    if problem := _first_difference(expected.modules, mark.modules):
+        return problem
+    kept = [
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+    ]
+    for name in [*expected.tensors, *mark.tensors]:
+        one, other = expected.tensors.get(name), mark.tensors.get(name)
+        if one is None or other is None or one[2] != other[2]:
+            return f"{name} is {_short(other)}, expected {_short(one)}"
+        in_full = other[1] == "torch.float32" and any(part in name for part in kept)
+        if one[1] != other[1] and not in_full:
+            return f"{name} is {other[1]}, expected {one[1]}"
+    computed = dict(made.named_non_persistent_buffers(remove_duplicate=False))
+    for name, buffer in model.named_non_persistent_buffers(remove_duplicate=False):
+        if name not in computed or not same_bytes(computed[name], buffer):
+            return f"{name} is not what the config computes"
+    if (precision := mark.modes[1]) != "highest" and model.dtype is torch.float32:
+        return f"torch's float32 matmul precision is {precision!r}, expected 'highest'"
+    return ""

@@ -1,0 +1,357 @@
+"""A model that is not its files, or changes: its own tokens, and nothing of it for anybody else."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+import unittest
+import warnings
+from importlib import util
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from helpers import SOON_S
+from model_changes import CHANGES, ONLY_BEFORE
+from vua import InputError
+from vua.testing.models import make_model
+
+CHUNK = 16
+PROMPT = torch.randint(4, 512, (1, 100), generator=torch.Generator().manual_seed(1))
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+
+
+def noise() -> torch.Generator:
+    """The same each time."""
+    return torch.Generator().manual_seed(5)
+
+
+@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
+class ChangedModelTest(unittest.TestCase):
+    path: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """A small model, and what it says unchanged."""
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.path = make_model(Path(folder.name, "model"))
+
+    def setUp(self) -> None:
+        """A store of its own."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        self.store = self.folder / "kv"
+        patience = mock.patch("vua.transformers.cache._START_WAIT_S", SOON_S)
+        patience.start()
+        self.addCleanup(patience.stop)
+        catching = warnings.catch_warnings()
+        catching.__enter__()
+        self.addCleanup(catching.__exit__, None, None, None)
+        warnings.simplefilter("ignore")  # transformers' and torch's own
+
+    def load(self, path: Path | None = None, **settings: Any) -> Any:
+        """The model, from its files."""
+        from transformers import AutoModelForCausalLM
+
+        settings = {"attn_implementation": "eager", **settings}
+        model: Any = AutoModelForCausalLM.from_pretrained(path or self.path, **settings)
+        return model.eval()
+
+    def plain(self, model: Any, prompt: torch.Tensor = PROMPT) -> list[int]:
+        """What a model says without VUA."""
+        torch.manual_seed(7)
+        out: list[int] = model.generate(prompt, **GREEDY)[0].tolist()
+        return out
+
+    def reusing(self, model: Any) -> Any:
+        """The block, in this test's store."""
+        from vua.transformers import reuse_prefixes
+
+        return reuse_prefixes(model, self.store, chunk_tokens=CHUNK)
+
+    def loaded(self, model: Any) -> int:
+        """How many tokens a model finds stored."""
+        from vua.transformers import PrefixCache
+
+        with PrefixCache(model, self.store, chunk_tokens=CHUNK) as prefixes:
+            prefixes.ready()
+            return prefixes.load(PROMPT).num_tokens
+
+    def clean(self) -> None:
+        """A model as it was loaded finds what it stored itself, and says what it says."""
+        reader = self.load()
+        expected = self.plain(self.load())
+        with self.reusing(reader):
+            self.assertEqual(expected, self.plain(reader))
+
+    def test_control(self) -> None:
+        """Unchanged models share, in another block and after a load of the same weights."""
+        model = self.load()
+        with self.reusing(model):
+            expected = self.plain(model)
+            model.load_state_dict(self.load().state_dict())
+            self.assertEqual(expected, self.plain(model))
+        self.assertEqual(96, self.loaded(self.load()))
+        self.assertEqual(96, self.loaded(self.load(attn_implementation="sdpa")))
+
+    def test_before(self) -> None:
+        """What a changed model stores no clean one finds, nor the reverse; each says its own."""
+        with self.reusing(clean := self.load()):
+            self.plain(clean)
+        unchanged, differ = self.plain(self.load()), 0
+        for name, change in {**CHANGES, **ONLY_BEFORE}.items():
+            if name in {"bfloat16", "double", "training mode"}:
+                continue  # by the dtype's name; and random
+            with self.subTest(name):
+                other = self.load()
+                other = change(other, noise()) or other
+                expected = self.plain(other)
+                differ += expected != unchanged
+                with self.reusing(other):
+                    self.assertEqual(expected, self.plain(other))
+                    self.assertEqual(expected, self.plain(other))
+                self.clean()
+        self.assertGreater(differ, 12)  # changes matter
+
+    def test_inside(self) -> None:
+        """A change between two calls leaves the identity at once; nothing raises."""
+        for name, change in CHANGES.items():
+            with self.subTest(name):
+                self.store = self.folder / name.replace(" ", "-")
+                twin = self.load()
+                change(twin, noise())
+                expected = self.plain(twin)
+                model = self.load()
+                with self.reusing(model):
+                    self.plain(model)
+                    change(model, noise())
+                    self.assertEqual(expected, self.plain(model))
+                    other = PROMPT.flip(1)
+                    self.plain(model, other)
+                self.clean()
+                with self.reusing(reader := self.load()):
+                    wanted = self.plain(self.load(), other)
+                    self.assertEqual(wanted, self.plain(reader, other))
+
+    def test_within_a_call(self) -> None:
+        """A change while tokens are generated: nothing of the call is stored."""
+        from transformers import LogitsProcessor
+
+        model = self.load()
+
+        class Changing(LogitsProcessor):
+            def __call__(self, _: Any, scores: torch.Tensor) -> torch.Tensor:
+                model.model.layers[0].self_attn.v_proj.weight.data *= 1.5
+                return scores
+
+        with self.reusing(model):
+            model.generate(PROMPT, logits_processor=[Changing()], **GREEDY)
+        self.assertEqual(0, self.loaded(self.load()))
+
+    def test_own_identity(self) -> None:
+        """A changed model finds in another process what it stored in this one: by its bytes."""
+        for name in ("rows of the embedding", "an epsilon", "rounded", "the rotary buffer"):
+            with self.subTest(name):
+                self.store = self.folder / name.replace(" ", "-")
+                found = []
+                for _ in range(2):
+                    model = self.load()
+                    CHANGES[name](model, noise())
+                    found.append(self.loaded(model))
+                    with self.reusing(model):
+                        self.plain(model)
+                self.assertEqual([0, 96], found)
+
+    def test_said_once(self) -> None:
+        """One line names what differs, where, and what was expected."""
+        model = self.load()
+        model.model.layers[1].mlp.register_forward_hook(lambda *args: args[2])
+        with self.assertLogs("vua.transformers", "WARNING") as logs, self.reusing(model):
+            self.plain(model)
+            self.plain(model)
+        self.assertEqual(1, len(logs.output))
+        self.assertIn(
+            "model.layers.1.mlp has hooks (_forward_hooks), expected none", logs.output[0]
+        )
+        model = self.load()
+        with self.reusing(model), self.assertLogs("vua.transformers", "WARNING") as logs:
+            model.model.norm.variance_epsilon = 0.5
+            self.plain(model)
+            self.plain(model)
+        self.assertEqual(1, len(logs.output))
+        self.assertIn("model.norm: variance_epsilon is 0.5, expected 1e-", logs.output[0])
+
+    def test_autocast(self) -> None:
+        """What autocast computes is not stored, in the block or by hand."""
+        from vua.transformers import PrefixCache
+
+        model = self.load()
+        with self.reusing(model), torch.autocast("cpu", torch.bfloat16):
+            self.plain(model)
+        with PrefixCache(model, self.store, chunk_tokens=CHUNK) as prefixes:
+            prefix = prefixes.load(PROMPT)
+            with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+                model(PROMPT, past_key_values=prefix.cache)
+            self.assertEqual(0, prefixes.save(PROMPT, prefix.cache))
+        self.assertEqual(0, self.loaded(self.load()))
+
+    def test_classes_and_functions(self) -> None:
+        """A method of a class or a function of a module that is replaced is seen, and put back."""
+        from transformers.modeling_utils import AttentionInterface
+        from transformers.models.llama import modeling_llama
+
+        kind, rotate = modeling_llama.LlamaMLP, modeling_llama.apply_rotary_pos_emb
+        before = kind.forward
+        patches = (
+            mock.patch.object(kind, "forward", lambda self, x: before(self, x) * 2),
+            mock.patch.object(
+                modeling_llama,
+                "apply_rotary_pos_emb",
+                lambda q, k, *rest, **more: rotate(q, k * 2, *rest, **more),
+            ),
+        )
+        for patch in patches:
+            for inside in (False, True):
+                with self.subTest(inside=inside):
+                    model = self.load()
+                    with patch:
+                        expected = self.plain(model)
+                    if inside:
+                        with self.reusing(model):
+                            self.plain(model)
+                            with patch:
+                                self.assertEqual(expected, self.plain(model))
+                            self.plain(model)
+                    else:
+                        with patch, self.reusing(model):
+                            self.assertEqual(expected, self.plain(model))
+                    self.clean()
+
+        def own(module: Any, q: Any, k: Any, v: Any, mask: Any, **more: Any) -> Any:
+            return modeling_llama.eager_attention_forward(module, q, k, v * 2, mask, **more)
+
+        AttentionInterface.register("own_of_a_test", own)
+        self.addCleanup(AttentionInterface._global_mapping.pop, "own_of_a_test")
+        self.store = self.folder / "attention"
+        model = self.load(attn_implementation="own_of_a_test")
+        with self.reusing(model):
+            self.plain(model)
+        self.assertFalse([*self.store.rglob("*.safetensors")])
+
+    def test_copies(self) -> None:
+        """A copy or a pickle of the model inside of the block is a plain model."""
+        model = self.load()
+        expected = self.plain(model)
+        with self.reusing(model):
+            copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+            torch.save(model, io.BytesIO())
+            for other in (copied, pickled):
+                self.assertIs(other, other.generate.__self__)
+                self.assertEqual(expected, self.plain(other))
+            self.assertEqual(expected, self.plain(model))
+            mine = model.generate = lambda *_, **__: None
+        self.assertIs(mine, model.generate)
+
+    def test_beams_by_hand(self) -> None:
+        """`save` refuses rows that beams have moved, in a loaded cache and in one of the user's."""
+        from transformers import DynamicCache
+
+        from vua.transformers import PrefixCache
+
+        model = self.load()
+        beams = {"num_beams": 4, "num_return_sequences": 4, **GREEDY, "max_new_tokens": 30}
+        with PrefixCache(model, self.store, chunk_tokens=CHUNK) as prefixes:
+            for cache in (prefixes.load(PROMPT).cache, DynamicCache()):
+                out = model.generate(PROMPT, past_key_values=cache, **beams)
+                with self.assertRaisesRegex(InputError, "beams"):
+                    prefixes.save(out, cache)
+                prompts = PROMPT.repeat_interleave(4, dim=0)
+                prefixes.save(prompts, cache)
+            rows = torch.cat([PROMPT, PROMPT.flip(1)])
+            own = DynamicCache()
+            out = model.generate(rows, past_key_values=own, **GREEDY)
+            self.assertEqual(6, prefixes.save(out, own))  # control: a batch of one's own
+            self.assertEqual(96, prefixes.load(PROMPT.flip(1)).num_tokens)
+        self.clean()
+
+    def test_what_transformers_makes_of_a_call(self) -> None:
+        """Settings, padding token and mask are transformers' own, both ways."""
+        from transformers import GenerationConfig
+
+        ids = torch.cat([torch.full((1, 40), 5), PROMPT], dim=1)
+        ones = torch.ones_like(ids)
+
+        def model() -> Any:
+            made = self.load()
+            made.generation_config.pad_token_id, made.generation_config.eos_token_id = 5, None
+            return made
+
+        def ask(asked: Any, **call: Any) -> list[int]:
+            config = GenerationConfig(max_new_tokens=6, do_sample=False)
+            out: list[int] = asked.generate(ids, generation_config=config, **call)[0].tolist()
+            return out
+
+        inferred, whole = ask(model()), ask(model(), attention_mask=ones)
+        self.assertNotEqual(inferred, whole)  # the mask matters
+        for first, second in (({}, {"attention_mask": ones}), ({"attention_mask": ones}, {})):
+            self.store = self.folder / f"{len(first)}"
+            with self.reusing(asked := model()):
+                for call in (first, second, first, second):
+                    self.assertEqual(whole if call else inferred, ask(asked, **call))
+
+    def test_dynamic(self) -> None:
+        """`cache_implementation="dynamic"` is what is used anyway, however it is said."""
+        from transformers import GenerationConfig
+
+        model = self.load()
+        expected = self.plain(model)
+        config = GenerationConfig(cache_implementation="dynamic", **GREEDY)
+        with self.reusing(model) as prefixes:
+            calls: list[dict[str, Any]] = [
+                {"cache_implementation": "dynamic", **GREEDY},
+                {"generation_config": config},
+            ]
+            for call in calls:
+                self.assertEqual(expected, model.generate(PROMPT, **call)[0].tolist())
+            model.generation_config.cache_implementation = "dynamic"
+            self.assertEqual(expected, self.plain(model))
+            self.assertEqual(96, prefixes.load(PROMPT).num_tokens)
+
+    def test_ways_of_loading(self) -> None:
+        """What equals the files shares, however it was loaded; other files are another model."""
+        model = self.load()
+        with self.reusing(model):
+            self.plain(model)
+        shards, other, binary = (self.folder / name for name in ("shards", "other", "binary"))
+        model.save_pretrained(shards, max_shard_size="300KB")
+        self.assertEqual(96, self.loaded(self.load(shards)))
+        changed = self.load()
+        CHANGES["rows of the embedding"](changed, noise())
+        model.save_pretrained(other)
+        changed.save_pretrained(other, variant="other")
+        changed.save_pretrained(other / "below")
+        self.assertEqual(96, self.loaded(self.load(other)))
+        self.assertEqual(0, self.loaded(self.load(other, variant="other")))
+        self.assertEqual(0, self.loaded(self.load(other, subfolder="below")))
+        model.config.save_pretrained(binary)
+        model.generation_config.save_pretrained(binary)
+        torch.save(model.state_dict(), binary / "pytorch_model.bin")
+        from vua.transformers import identity_of
+        from vua.weights import weights_fingerprint
+
+        self.assertEqual(weights_fingerprint(binary), identity_of(self.load(binary)).weights)
+        trained = self.load(binary)
+        CHANGES["rows of a parameter"](trained, noise())
+        self.assertNotEqual(weights_fingerprint(binary), identity_of(trained).weights)
+        cast = self.load(dtype=torch.bfloat16)
+        self.assertEqual(weights_fingerprint(self.path), identity_of(cast).weights)
+
+
+if __name__ == "__main__":
+    unittest.main()
