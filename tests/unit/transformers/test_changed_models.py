@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from helpers import SOON_S
@@ -100,6 +101,7 @@ class ChangedModelTest(unittest.TestCase):
         self.assertEqual(96, self.loaded(self.load()))
         self.assertEqual(96, self.loaded(self.load(attn_implementation="sdpa")))
 
+    @pytest.mark.thorough
     def test_before(self) -> None:
         """What a changed model stores no clean one finds, nor the reverse; each says its own."""
         with self.reusing(clean := self.load()):
@@ -119,6 +121,7 @@ class ChangedModelTest(unittest.TestCase):
                 self.clean()
         self.assertGreater(differ, 12)  # changes matter
 
+    @pytest.mark.thorough
     def test_inside(self) -> None:
         """A change between two calls leaves the identity at once; nothing raises."""
         for name, change in CHANGES.items():
@@ -154,6 +157,7 @@ class ChangedModelTest(unittest.TestCase):
             model.generate(PROMPT, logits_processor=[Changing()], **GREEDY)
         self.assertEqual(0, self.loaded(self.load()))
 
+    @pytest.mark.thorough
     def test_own_identity(self) -> None:
         """A changed model finds in another process what it stored in this one: by its bytes."""
         for name in ("rows of the embedding", "an epsilon", "rounded", "the rotary buffer"):
@@ -201,6 +205,7 @@ class ChangedModelTest(unittest.TestCase):
             self.assertEqual(0, prefixes.save(PROMPT, prefix.cache))
         self.assertEqual(0, self.loaded(self.load()))
 
+    @pytest.mark.thorough
     def test_classes_and_functions(self) -> None:
         """A method of a class or a function of a module that is replaced is seen, and put back."""
         from transformers.modeling_utils import AttentionInterface
@@ -280,6 +285,7 @@ class ChangedModelTest(unittest.TestCase):
             self.assertEqual(96, prefixes.load(PROMPT.flip(1)).num_tokens)
         self.clean()
 
+    @pytest.mark.thorough
     def test_what_transformers_makes_of_a_call(self) -> None:
         """Settings, padding token and mask are transformers' own, both ways."""
         from transformers import GenerationConfig
@@ -323,6 +329,7 @@ class ChangedModelTest(unittest.TestCase):
             self.assertEqual(expected, self.plain(model))
             self.assertEqual(96, prefixes.load(PROMPT).num_tokens)
 
+    @pytest.mark.thorough
     def test_ways_of_loading(self) -> None:
         """What equals the files shares, however it was loaded; other files are another model."""
         model = self.load()
