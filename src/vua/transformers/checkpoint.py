@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import load_state_dict
 
 from vua.transformers.tensors import PIECE_NBYTES, same_bytes
 
@@ -115,10 +116,7 @@ class _Stored:
 
 def _loaded(path: Path) -> Mapping[str, torch.Tensor]:
     """Return the tensors of a file of torch's. Raises OSError, RuntimeError, ValueError."""
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError):  # the format from before 1.6 cannot be mapped
-        found = torch.load(path, map_location="cpu", weights_only=True)
+    found = load_state_dict(str(path))  # transformers' own: tensors only, mapped where it can be
     if not isinstance(found, Mapping):
         raise TypeError(f"{path.name} holds a {type(found).__name__}, expected tensors by name")
     return {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
